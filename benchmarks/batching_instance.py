@@ -143,7 +143,7 @@ def requests(instance: Instance, rng: random.Random, name: str, kind: str, count
             data = io.BytesIO()
             Image.frombytes("RGB", (SIDE, SIDE), rng.randbytes(3 * SIDE * SIDE)).save(data, "BMP")
             items = [wire.MediaRef(rng.randbytes(32).hex(), SIDE, SIDE)]
-            prompt.insert(0, instance._family.image_token_id)
+            prompt.insert(0, instance.family.image_token_id)
             encode = wire.EncodeRequest(request_id, items[0], data.getvalue(), instance.url)
             encoding = instance.encodes().encode(encode)
         request = wire.PrefillRequest(

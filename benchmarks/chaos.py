@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import psutil
@@ -35,6 +35,7 @@ from rich.console import Console
 from benchmarks.chaos_load import Outcome, Request, Result, ask, make_requests
 from epd_serve.config import DEMO_MODEL, DeploymentConfig
 from epd_serve.launch import Backoff, LocalDeployment, ProcessState
+from epd_serve.types import KVMode
 
 ROOT = Path(__file__).parents[1]
 RESULTS = {
@@ -271,7 +272,7 @@ def new_parser(description: str, *, num_requests: int) -> argparse.ArgumentParse
     parser.add_argument("--topology", default="2E-2P-2D")
     parser.add_argument("--store", choices=("embedded", "mooncake"), default="embedded")
     parser.add_argument("--transport", choices=("auto", "tcp", "mooncake"), default="auto")
-    parser.add_argument("--mode", choices=("grouped", "layerwise", "oneshot", "pull"), default="grouped")
+    parser.add_argument("--mode", choices=get_args(KVMode), default="grouped")
     return parser
 
 

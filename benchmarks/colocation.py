@@ -29,7 +29,7 @@ from rich.table import Table
 
 from benchmarks.deployed import closed_loop, deployed, machine
 from benchmarks.transfer_models import make_model
-from epd_serve.instance.peers import Peers
+from epd_serve.instance.http import Peers
 from epd_serve.launch import LocalDeployment
 from epd_serve.protocol import wire
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import platform
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.ablations.processes import ablated
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
 
@@ -29,9 +30,18 @@ def machine() -> str:
 
 @asynccontextmanager
 async def deployed(
-    topology: str, model: Path, instances: dict[str, Any], *, dtype: str = "float32", **settings: Any
+    topology: str,
+    model: Path,
+    instances: dict[str, Any],
+    *,
+    dtype: str = "float32",
+    baselines: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[LocalDeployment]:
-    """A deployment on free ports; one compute thread for each instance unless ``instances`` says more."""
+    """A deployment on free ports; one compute thread for each instance unless ``instances`` says more.
+
+    ``baselines``: see :func:`benchmarks.ablations.processes.use`.
+    """
     config = DeploymentConfig(
         topology=topology,
         model=str(model),
@@ -41,7 +51,9 @@ async def deployed(
         instances={"base_port": 0, "threads": 1, **instances},
         **settings,
     )
-    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+    with ablated(**(baselines or {})):
+        made = LocalDeployment(config, ready_timeout_s=300)
+    async with made as deployment:
         yield deployment
 
 

@@ -21,11 +21,10 @@ from device.base import Device
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.engine.engine import Engine
-from epd_serve.engine.events import EngineEvent, FailureEvent, TokenEvent
-from epd_serve.engine.hooks import EngineHooks
+from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.engine.prompt_logprobs import PromptLogprobs
 from epd_serve.engine.runner import LanguageRunner
+from epd_serve.engine.sampler import PromptLogprobs
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import Fed, StepInputs
 from epd_serve.engine.step_loop import StepLoop

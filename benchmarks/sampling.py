@@ -29,7 +29,7 @@ from benchmarks.engine_native import NativeEngine, random_prompts
 from benchmarks.engine_shapes import make_model
 from device.host import processor_name
 from device.registry import get_device
-from epd_serve.engine.prompt_logprobs import PromptLogprobs
+from epd_serve.engine.sampler import PromptLogprobs
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import Fed, StepInputs
 from epd_serve.types import SamplingParams

@@ -164,7 +164,6 @@ def _row(grown: Figures) -> dict[str, float]:
 
 async def table3(path: Path) -> dict[str, Any]:
     settings = {
-        "link": LINK,
         "max_num_batched_tokens": 256,  # small images must queue too, not all go in one step
         "num_blocks": 6144,
         "max_model_len": 20480,
@@ -174,7 +173,7 @@ async def table3(path: Path) -> dict[str, Any]:
         "feature_timeout_s": 300,
     }
     rows = []
-    async with deployed("E-P-D", path, settings, dtype="bfloat16") as deployment:
+    async with deployed("E-P-D", path, settings, dtype="bfloat16", baselines=LINK) as deployment:
         await closed_loop(deployment.gateway_url, PATH, [body(picture(250, 280, 280))], 1)
         for index, paper in enumerate(PAPER):
             rows.append(await size(deployment, paper, 20 * index))

@@ -71,14 +71,16 @@ def model(path: Path) -> Path:
     return make_model(path, hidden=64, layers=LAYERS, heads=2, kv_heads=1, intermediate=128)
 
 
-def settings(mode: str, link: dict[str, Any] | None = None, *, step_tokens: int = STEP_TOKENS) -> dict[str, Any]:
+def settings(step_tokens: int = STEP_TOKENS) -> dict[str, Any]:
     return {
         "max_num_batched_tokens": step_tokens,
         "num_blocks": 4096,
-        "kv_transfer": {"mode": mode},
-        "link": link or {},
         "lease_s": 240,  # a link at which layer-wise sending falls far behind must not end a lease
     }
+
+
+def baselines(mode: str, link: dict[str, Any] | None) -> dict[str, Any]:
+    return {"kv": "" if mode == "grouped" else mode, **(link or {})}
 
 
 def prompts(rng: random.Random, count: int, tokens: int) -> list[dict[str, Any]]:
@@ -109,7 +111,7 @@ async def batch(url: str, rng: random.Random, tokens: int, read: Any) -> Figures
 
 async def measure(path: Path, tokens: int, mode: str, link: dict[str, Any] | None, repeats: int) -> list[Row]:
     rows = []
-    async with deployed("P-D", path, settings(mode, link)) as deployment:
+    async with deployed("P-D", path, settings(), baselines=baselines(mode, link)) as deployment:
         rng = random.Random(tokens)
 
         async def read() -> Figures:
@@ -180,7 +182,7 @@ async def handshakes(path: Path) -> dict[str, Any]:
     tokens, count = 2048, 6
 
     async def run(mode: str, link: dict[str, Any] | None) -> Figures:
-        async with deployed("P-D", path, settings(mode, link, step_tokens=tokens)) as deployment:
+        async with deployed("P-D", path, settings(tokens), baselines=baselines(mode, link)) as deployment:
             rng = random.Random(tokens)
             await closed_loop(deployment.gateway_url, PATH, prompts(rng, 3, 512), 1)
             before = await figures(deployment, "p0")

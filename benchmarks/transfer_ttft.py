@@ -27,11 +27,11 @@ REQUESTS, ROUNDS = 50, 2
 TRANSFER_SHARE = 0.25
 #: Arrivals as shares of what P could prefill if it did nothing else.
 LOADS = (0.55, 0.75)
-METHODS = {
-    "neither": ("sync", "oneshot"),
-    "prefetch": ("async", "oneshot"),
-    "grouped": ("sync", "grouped"),
-    "both": ("async", "grouped"),
+METHODS: dict[str, dict[str, Any]] = {
+    "neither": {"prefetch": "sync", "kv": "oneshot"},
+    "prefetch": {"kv": "oneshot"},
+    "grouped": {"prefetch": "sync"},
+    "both": {},
 }
 PAPER = {
     "rates": [2, 3],
@@ -49,14 +49,7 @@ def model(path: Path) -> Path:
     return make_model(path, hidden=HIDDEN, layers=LAYERS, heads=4, kv_heads=1, intermediate=256)
 
 
-def settings(prefetch: str, mode: str, link: dict[str, Any] | None) -> dict[str, Any]:
-    return {
-        "max_num_batched_tokens": 1024,
-        "num_blocks": 8192,
-        "kv_transfer": {"mode": mode},
-        "feature_prefetch": prefetch,
-        "link": link or {},
-    }
+SETTINGS = {"max_num_batched_tokens": 1024, "num_blocks": 8192}
 
 
 def requests(first: int, count: int) -> list[dict[str, Any]]:
@@ -66,7 +59,7 @@ def requests(first: int, count: int) -> list[dict[str, Any]]:
 async def calibrate(path: Path) -> float:
     """Seconds that P takes for one prompt."""
     async with (
-        deployed("E-P-D", path, settings("async", "grouped", None)) as deployment,
+        deployed("E-P-D", path, SETTINGS) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=600) as client,
     ):
         for each in requests(0, 2):
@@ -87,8 +80,8 @@ async def table2(path: Path) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         # all at once, and in turns: what else the machine does falls on all methods alike
         deployments = {
-            method: await stack.enter_async_context(deployed("E-P-D", path, settings(prefetch, mode, link)))
-            for method, (prefetch, mode) in METHODS.items()
+            method: await stack.enter_async_context(deployed("E-P-D", path, SETTINGS, baselines=baselines | link))
+            for method, baselines in METHODS.items()
         }
         for deployment in deployments.values():
             async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=600) as client:
@@ -153,7 +146,7 @@ async def reuse(path: Path) -> dict[str, Any]:
     of_e: dict[str, Counter[str]] = {name: Counter() for name in passes}
     of_p: dict[str, Counter[str]] = {name: Counter() for name in passes}
     async with (
-        deployed("E-P-D", path, settings("async", "grouped", None)) as deployment,
+        deployed("E-P-D", path, SETTINGS) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=600) as client,
     ):
         await ask(client, PATH, body(picture(99, WIDTH, HEIGHT)))

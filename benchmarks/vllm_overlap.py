@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import transformers
 
+from benchmarks.ablations.processes import environment
 from benchmarks.deployed import ask, deployed, machine
 from benchmarks.transfer_models import HEAD_DIM, make_model
 from epd_serve.launch import LocalDeployment
@@ -40,7 +41,7 @@ METHODS = ("grouped", "mooncake")
 def settings(python: str, kv: str, trace: Path) -> dict[str, Any]:
     return {
         "engine": "vllm",
-        "vllm": {"python": python, "kv": kv, "link": LINK, "kv_load_failure": "fail"},
+        "vllm": {"python": python, "kv": kv, "environment": environment(**LINK), "kv_load_failure": "fail"},
         "trace": str(trace),
     }
 

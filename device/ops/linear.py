@@ -183,3 +183,17 @@ def _pack(weight: Tensor) -> Tensor:
 def _reorder(weight: Tensor) -> Tensor:
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_FOR_ROWS)
     return packed
+
+
+#: Classes of transformers and torch.
+_BY_CLASS: dict[str, Activation] = {
+    "SiLUActivation": "swish",
+    "SiLU": "swish",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
+
+
+def fused(activation: nn.Module) -> Activation | nn.Module:
+    """The name of an activation that products can apply; else the activation itself."""
+    return _BY_CLASS.get(type(activation).__name__, activation)

@@ -29,7 +29,6 @@ class Connectors:
         features: ``store`` (epd-serve's) or ``file`` (ECExampleConnector, through ``feature_dir``).
         kv: ``grouped`` (epd-serve's), ``mooncake`` or ``nixl``.
         group_layers: layers in a group of ``grouped``; None: chosen from measured times.
-        link: (bytes per second or None, seconds of latency) to which epd-serve's connectors are slowed down.
         store_bytes, cache_bytes: encoder output that E keeps, and that P keeps, with ``store``.
         feature_timeout_s: time for which P waits for encoder output before it encodes itself.
         widths: tensor-parallel ranks of P and of D.
@@ -42,7 +41,6 @@ class Connectors:
     feature_dir: str = ""
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
     group_layers: int | None = None
-    link: tuple[int | None, float] = (None, 0.0)
     store_bytes: int = 256 << 20
     cache_bytes: int = 256 << 20
     feature_timeout_s: float = 30.0
@@ -172,7 +170,7 @@ def feature_config(options: VllmOptions) -> dict[str, Any] | None:
         "ec_ip": options.host,
         "ec_port": options.port + FEATURE_PORT,
         "ec_buffer_device": "cpu",
-        "ec_connector_extra_config": extra | _link(connectors),
+        "ec_connector_extra_config": extra,
     }
 
 
@@ -201,7 +199,7 @@ def kv_config(options: VllmOptions) -> dict[str, Any] | None:
         "kv_connector_module_path": f"{_PLUGIN}.kv",
         **config,
         **buffer,
-        "kv_connector_extra_config": extra | _link(connectors),
+        "kv_connector_extra_config": extra,
     }
 
 
@@ -217,7 +215,7 @@ def _mooncake(options: VllmOptions) -> dict[str, Any]:
         return {
             "kv_connector": "MooncakeCPUConnector",
             "kv_connector_module_path": f"{_PLUGIN}.mooncake_cpu",
-            "kv_connector_extra_config": {"mooncake_protocol": "tcp", **_link(options.connectors)},
+            "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
         }
     return {"kv_connector": "MooncakeConnector"}
 
@@ -233,12 +231,6 @@ def _hands_over(role: Role) -> bool:
 
 def _takes_over(role: Role) -> bool:
     return role.decodes and not role.prefills
-
-
-def _link(connectors: Connectors) -> dict[str, Any]:
-    bytes_per_s, latency_s = connectors.link
-    shaped = {"link_bytes_per_s": bytes_per_s} if bytes_per_s else {}
-    return shaped | ({"link_latency_s": latency_s} if latency_s else {})
 
 
 def _json(value: Mapping[str, Any]) -> str:

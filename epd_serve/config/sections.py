@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from epd_serve.config.applied import Anew, LanguageRebuild, Pinned, Rebuild, Restart, Section
-from epd_serve.config.sizes import Bytes, BytesPerSecond
+from epd_serve.config.sizes import Bytes
 from epd_serve.types import KVMode
 
 ArgumentValue = bool | int | float | str
@@ -60,7 +60,6 @@ EngineArgs = Annotated[dict[str, ArgumentValue], AfterValidator(check_engine_arg
 
 BatchingOrder = Literal["fcfs", "sjf", "slack"]
 BatchingPolicy = Literal["stage-level", "unlimited"]
-FeaturePrefetch = Literal["async", "sync"]
 FeatureStoreKind = Literal["embedded", "mooncake"]
 
 MEBIBYTE = 1024**2
@@ -85,8 +84,8 @@ class KVTransferConfig(Section):
     )
     mode: LanguageRebuild[KVMode] = Field(
         default="grouped",
-        description="grouped sends groups of layers while the next ones are computed, layerwise single layers of "
-        "single prompts, oneshot a whole prompt at its end; with pull the decode instance reads it then.",
+        description="grouped sends groups of layers while the next ones are computed; with pull the decode "
+        "instance reads a prompt's KV at its end.",
     )
     group_layers: LanguageRebuild[Annotated[Literal["auto"] | int, BeforeValidator(_check_group_layers)]] = Field(
         default="auto", description="Layers sent together in mode grouped; auto chooses from measured times."
@@ -131,25 +130,6 @@ class BatchingConfig(Section):
         default="fcfs",
         description="Of waiting prompts. fcfs: first come, first served. sjf: shortest first; long ones may "
         "starve. slack: least time left until slo.ttft_ms first, and what is late already last.",
-    )
-    encodes: LanguageRebuild[Literal["concurrent", "after-prefill"]] = Field(
-        default="concurrent",
-        description="Where an instance encodes and prefills. after-prefill: encodes wait until no prompt is "
-        "computed, a second at most.",
-    )
-
-
-class LinkConfig(Section):
-    """Slows transfers between instances down to those of a given link, for experiments.
-
-    What goes through Mooncake Store is not slowed down.
-    """
-
-    bandwidth: Restart[BytesPerSecond | None] = Field(
-        default=None, description="Of the link between two instances, such as 2GB/s; null: as fast as it goes."
-    )
-    latency_ms: Restart[float] = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="What each transfer takes besides its bytes."
     )
 
 
@@ -298,10 +278,6 @@ class InstanceSettings(Section):
         default=30.0,
         description="How long requests in progress may go on after SIGTERM; new ones are refused.",
     )
-    feature_prefetch: LanguageRebuild[FeaturePrefetch] = Field(
-        default="async",
-        description="async: P fetches a feature as soon as it is announced; sync: when a step needs it.",
-    )
     steals: Rebuild[bool] = Field(
         default=False,
         description="For EPD beside others: an encoder that, when it has nothing to encode, takes requests from a "
@@ -313,7 +289,6 @@ class InstanceSettings(Section):
     )
     kv_transfer: KVTransferConfig = KVTransferConfig()
     batching: BatchingConfig = BatchingConfig()
-    link: LinkConfig = LinkConfig()
 
     @model_validator(mode="after")
     def _one_size(self) -> InstanceSettings:

@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from epd_serve.config.applied import Anew, Section
-from epd_serve.config.sections import InstanceSettings, LinkConfig
+from epd_serve.config.sections import InstanceSettings
 from epd_serve.config.sizes import Bytes
 from epd_serve.topology import InstancePlacement
 
@@ -30,12 +30,10 @@ _NATIVE_KEYS = {
     "queue_timeout_s": "gateway.queue_timeout_s bounds the wait at the gateway",
     "lease_s": "vLLM's connectors have times of their own",
     "drain_s": "write engine_args: {shutdown_timeout: 30}",
-    "feature_prefetch": "the store connector always prefetches",
     "batching": "vLLM schedules by max_num_batched_tokens",
     "share_weights": "each vLLM process loads its own",
     "keep_weights": "vLLM processes keep their roles",
     "preload": "vLLM processes are not forked",
-    "link": "set vllm.link",
 }
 _NATIVE_SECTIONS = {
     "feature_store": "choose vllm.features",
@@ -76,10 +74,6 @@ class VllmConfig(Section):
         description="What D gets of a picture. raw: its pixels, as E and P do. rewritten: no more than its place "
         "in the prompt, which E tells; D then neither receives nor prepares pixels, and is called once E has "
         "answered. Needs E, P and D and features: store.",
-    )
-    link: Anew[LinkConfig] = Field(
-        default=LinkConfig(),
-        description="Slows features: store, kv: grouped and, on CPUs, kv: mooncake down, for experiments.",
     )
     group_layers: Anew[int | None] = Field(
         default=None, ge=1, description="Layers sent together with kv: grouped; null: chosen from measured times."

@@ -1,4 +1,4 @@
-"""Shared memory of the instances on one device: whether one encodes, and the slack that decodes leave for it."""
+"""A device that several instances share: their parts of it, and the board on which they tell what they do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from device.base import Device
+from epd_serve.config import InstanceOptions
+from epd_serve.protocol.wire import AppliedShare
 from epd_serve.sched.pace import Slack
 
 _SLOTS, _FIELDS, _DOUBLE = 64, 8, 8
@@ -19,7 +22,9 @@ _STALE_S = 1.0
 
 
 class DeviceBoard:
-    """64 slots of 8 doubles; each instance writes its own slot, and all of them read all.
+    """Shared memory of the instances on one device: whether one encodes, and the slack that decodes leave for it.
+
+    It has 64 slots of 8 doubles; each instance writes its own slot, and all of them read all.
 
     Several threads of an instance may write, each its own fields. A double is written at once; values that are
     read together need not have been written together, which at worst makes one pause too long or too short.
@@ -110,3 +115,32 @@ class DeviceBoard:
     def encodes_here(self) -> bool:
         """Whether this instance itself encodes."""
         return self._values[self._own + _SINCE] > 0
+
+
+def rank_share(options: InstanceOptions, rank: int) -> tuple[float, float] | None:
+    """(share, start) of a tensor-parallel rank: that of the instance; on a CPU, which they share, a part of it."""
+    whole = options.device_share
+    if whole is None:
+        return None
+    if options.devices[0] != "cpu":
+        return whole.share, whole.start
+    share = whole.share / len(options.devices)
+    return share, whole.start + rank * share
+
+
+def apply_share(
+    device: Device, share: tuple[float, float] | None, memory_share: float | None, threads: int | None
+) -> AppliedShare | None:
+    """Limit this process to a (share, start) and to a part of the memory; what was set, None where no share is.
+
+    Raises ValueError for shares that the device cannot give.
+    """
+    applied: AppliedShare | None = None
+    if share is not None:
+        partition = device.apply_share(*share)
+        applied = AppliedShare(share[0], partition.strength, list(partition.mechanisms))
+        if threads is not None:
+            device.set_threads(threads)
+    if memory_share is not None:
+        device.set_memory_fraction(memory_share)
+    return applied

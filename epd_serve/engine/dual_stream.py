@@ -16,11 +16,10 @@ from typing import Protocol
 
 from device.base import Device
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.device_board import DeviceBoard
-from epd_serve.engine.device_share import apply_share, rank_share
+from epd_serve.engine.device_board import DeviceBoard, apply_share, rank_share
+from epd_serve.sched.encode import VisionFirst
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.sched.pace import PaceFigures, Slack, TokenTimeAccount, pause_s
-from epd_serve.sched.vision_first import VisionFirst
 
 _SMOOTHING = 0.3
 #: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.engine.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
-from epd_serve.engine.hooks import EngineHooks
+from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, PromptEvent, TokenEvent
 from epd_serve.engine.runner import StepResult
 from epd_serve.engine.sampler import SampledToken
 from epd_serve.errors import ServeError
@@ -17,8 +16,7 @@ from epd_serve.protocol.wire import Load
 from epd_serve.request import PLACEHOLDER, Sequence, SequenceState
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.language import Budget, ScheduleOutput
-from epd_serve.sched.queues import ANYBODY, Order, Queues
-from epd_serve.sched.turns import Asker
+from epd_serve.sched.queues import ANYBODY, Asker, Order, Queues
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 
 T = TypeVar("T")
@@ -73,7 +71,7 @@ class Engine:
         self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
         self.transfers: dict[Sequence, OutgoingTransfer] = {}
         self._stepping: frozenset[Sequence] = frozenset()
-        self.num_steps, self.is_prefilling, self._closing = 0, False, False
+        self.num_steps, self._closing = 0, False
 
     def close(self) -> None:
         """Let no further step begin."""
@@ -217,7 +215,6 @@ class Engine:
             self._queues.let_out(in_flight.sequences)
             output = self._queues.plan(self._clock())
             self._stepping = frozenset((*output.sequences, *in_flight.sequences))
-            self.is_prefilling = bool(output.prefills or in_flight.prefills)
             if output.admitted or output.preempted:
                 self._hooks.freed()  # a place in the queue for blocks, or blocks
         return output

@@ -32,7 +32,7 @@ from epd_serve.engine.commands import (
     Stage,
     follower_end,
 )
-from epd_serve.engine.device_share import apply_share
+from epd_serve.engine.device_board import apply_share
 from epd_serve.engine.kv_memory import KVCache
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import StepInputs

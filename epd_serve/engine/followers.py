@@ -21,7 +21,7 @@ from device.base import Device
 from device.distributed import ProcessGroup
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.commands import Answer, Command, Done, Join, Joined, Stage, leader_end, packed
-from epd_serve.engine.device_share import rank_share
+from epd_serve.engine.device_board import rank_share
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.rpc.link import Link, LinkClosed
 

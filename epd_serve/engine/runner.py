@@ -13,9 +13,7 @@ from torch import Tensor
 
 from device.base import AttentionOps
 from epd_serve.engine.followers import Followers
-from epd_serve.engine.prompt_logprobs import PromptLogprobs
-from epd_serve.engine.sampler import SampledToken, Sampler, Sampling
-from epd_serve.engine.sampling_kernels import Row
+from epd_serve.engine.sampler import PromptLogprobs, Row, SampledToken, Sampler, Sampling
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import Fed, StepInputs, on_device
 from epd_serve.request import PLACEHOLDER, Sequence

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from device.base import AttnMeta, Device, GraphRunner
 from epd_serve.engine.commands import CreateCache
-from epd_serve.engine.prompt_logprobs import PromptLogprobs
+from epd_serve.engine.sampler import PromptLogprobs
 from epd_serve.engine.step_inputs import Fed, StepInputs, integers, move
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel

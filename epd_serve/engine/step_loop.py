@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from epd_serve.engine.engine import Engine
-from epd_serve.engine.events import EngineEvent
-from epd_serve.engine.hooks import EngineHooks
+from epd_serve.engine.hooks import EngineEvent, EngineHooks
 from epd_serve.engine.runner import LanguageRunner, LaunchedStep, StepResult
 from epd_serve.request import Sequence
 from epd_serve.sched.language import ScheduleOutput, possible_prefills
 from epd_serve.transfer.grouping import group_ends
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
-from epd_serve.types import KVMode
 
 logger = logging.getLogger(__name__)
 
@@ -177,19 +175,20 @@ class KVPush:
         layer_bytes: of one block in one layer, K and V.
         record_event: marks the device's work so far; what it returns waits for that work.
         clock: the sender's.
+        layer_groups: makes the groups of a step otherwise.
     """
 
     sender: KVSender
-    mode: KVMode
     num_layers: int
     block_size: int
     layer_bytes: int
     record_event: Callable[[], Callable[[], None]]
     clock: Callable[[], float] = time.monotonic
+    layer_groups: Callable[[KVPush, ScheduleOutput, dict[Sequence, OutgoingTransfer]], LayerGroups] | None = None
 
     def groups(self, output: ScheduleOutput, transfers: dict[Sequence, OutgoingTransfer]) -> LayerGroups:
         """The KV that a step adds to prompts which are handed on."""
-        return LayerGroups(self, output, transfers)
+        return (self.layer_groups or LayerGroups)(self, output, transfers)
 
 
 class LayerGroups:
@@ -206,8 +205,6 @@ class LayerGroups:
             end = sequence.num_computed + count
             if end == sequence.num_tokens:
                 self._finished.append(transfer)
-            elif push.mode == "oneshot":
-                continue
             first, stop = transfer.next_block, -(-end // push.block_size)
             if transfer.target is not None and first < stop:
                 part = Part(transfer, sequence.blocks[first:stop], transfer.target.block_ids[first:stop])
@@ -215,14 +212,12 @@ class LayerGroups:
                 # a block that the chunk fills in part is sent again with the next chunk
                 transfer.next_block = max(first, end // push.block_size)
         self._lanes = [
-            _Lane(of_lane, self._ends(region_name, of_lane, output.num_tokens))
+            SendLane(of_lane, self._ends(region_name, of_lane, output.num_tokens))
             for region_name, of_lane in parts.items()
         ]
 
     def on_layer(self, layer: int) -> None:
         """The layer's K and V are in the cache, or will be when the device's work so far is done."""
-        if self._push.mode == "oneshot":
-            return
         ending = [lane for lane in self._lanes if layer in lane.ends]
         if ending:
             wait = self._push.record_event()
@@ -235,26 +230,17 @@ class LayerGroups:
         now = self._push.clock()
         for transfer in self._finished:
             transfer.computed_at = now
-        if self._push.mode == "oneshot":
-            for lane in self._lanes:
-                self._send(lane, range(self._push.num_layers), lambda: None)
 
-    def _send(self, lane: _Lane, layers: range, wait: Callable[[], None]) -> None:
-        if self._push.mode == "layerwise":
-            for part in lane.parts:
-                self._push.sender.push(layers, [part], wait)
-        else:
-            self._push.sender.push(layers, lane.parts, wait)
+    def _send(self, lane: SendLane, layers: range, wait: Callable[[], None]) -> None:
+        self._push.sender.push(layers, lane.parts, wait)
 
     def _ends(self, region_name: str, parts: list[Part], num_tokens: int) -> frozenset[int]:
         push = self._push
-        if push.mode != "grouped":
-            return group_ends(push.num_layers, 1)
         nbytes = push.layer_bytes * sum(len(part.local) for part in parts)
         return group_ends(push.num_layers, push.sender.sizer.group_size(region_name, num_tokens, nbytes))
 
 
-class _Lane:
+class SendLane:
     """Parts of prompts that go to one decode instance, and the layers after which they go."""
 
     def __init__(self, parts: list[Part], ends: frozenset[int]) -> None:

@@ -5,28 +5,22 @@ from __future__ import annotations
 from device.transport import TRANSPORTS
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
+from epd_serve.factories import as_it_is, factory
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore, StoreObserver
 from epd_serve.transfer.mooncake import MooncakeOptions, StoreClient
 from epd_serve.transfer.mooncake_store import MooncakeFeatureStore
 from epd_serve.transfer.mooncake_transport import MooncakeTransport
-from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.transfer.transport import Transport
 
 
 def start_transport(options: InstanceOptions, device_type: str) -> Transport:
     """Raises ValueError where mooncake is asked for and missing, or does not reach the device's memory so."""
-    transport = _start_transport(options, device_type)
-    link = options.link
-    if link.bandwidth is None and not link.latency_ms:
-        return transport
-    return ShapedTransport(transport, link.bandwidth, link.latency_ms / 1000)
-
-
-def _start_transport(options: InstanceOptions, device_type: str) -> Transport:
     if options.kv_transfer.transport == "mooncake":
-        return MooncakeTransport(_mooncake_options(options, device_type))
-    return EmbeddedTransport(options.host, options.kv_transfer.transport, _timeout_s(options))
+        transport: Transport = MooncakeTransport(_mooncake_options(options, device_type))
+    else:
+        transport = EmbeddedTransport(options.host, options.kv_transfer.transport, _timeout_s(options))
+    return factory("transport", as_it_is)(transport)
 
 
 def start_feature_store(

@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from epd_serve.cache.block_pool import num_blocks_for
-from epd_serve.cache.tombstones import Tombstones
 from epd_serve.engine.constraints import Constraint
 from epd_serve.engine.engine import Engine
-from epd_serve.engine.events import EngineEvent
+from epd_serve.engine.hooks import EngineEvent
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.errors import (
     NO_ROOM,
@@ -24,18 +23,16 @@ from epd_serve.errors import (
     StageTimeout,
     Unavailable,
 )
-from epd_serve.instance.answer import Answer
+from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.detokenizer import Vocabulary
-from epd_serve.instance.generation import Generation
-from epd_serve.instance.http import Reply
-from epd_serve.instance.peers import Peers
+from epd_serve.instance.http import Peers, Reply
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
-from epd_serve.sched.turns import Asker
+from epd_serve.sched.queues import Asker
 from epd_serve.telemetry.timeline import Timeline
-from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable
+from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
+from epd_serve.transfer.shared_memory import is_being_written
 from epd_serve.transfer.transport import PeerGone, TransferError, Transport
-from epd_serve.transfer.write_locks import is_being_written
 from epd_serve.types import Grammar
 
 

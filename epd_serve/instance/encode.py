@@ -19,14 +19,13 @@ from torch import Tensor
 
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.errors import PREPARATION_FULL, WEDGED, InstanceFailed, InvalidRequest, ServeError
-from epd_serve.instance.peers import Peers
+from epd_serve.instance.http import Peers
 from epd_serve.instance.request_processor import S_PER_PIXEL, RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import Family, TowerInputs, blank
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
-from epd_serve.sched.encode import schedule_encodes
-from epd_serve.sched.handoff_batcher import HandoffBatcher
+from epd_serve.sched.encode import HandoffBatcher, schedule_encodes
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 

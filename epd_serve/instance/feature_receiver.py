@@ -1,8 +1,9 @@
-"""The consumer's side of the feature path: fetches on a hash event, verifies, caches, tells who waits."""
+"""The consumer's side of the feature path: fetches on a hash event, verifies, caches, times, tells who waits."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,14 +13,45 @@ import torch
 from torch import Tensor
 
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
-from epd_serve.cache.tombstones import Tombstones
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed
 from epd_serve.protocol.wire import FeatureEvent, MediaRef
+from epd_serve.transfer.reservation import Tombstones
 from epd_serve.transfer.transport import PeerGone, TransferError
 
 _RETRY_ROOM_S = 0.02
 _ROOM_PATIENCE_S = 0.5
 _NUM_FETCHES = 4
+_MAX_UNUSED = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchTiming:
+    """One feature's way to its first use (EPD-Serve Table 3).
+
+    Attributes:
+        transmission_s: from the event to the feature being here.
+        scheduling_s: from the event until the engine would have computed with it, had it been here.
+    """
+
+    nbytes: int
+    transmission_s: float
+    scheduling_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        return max(self.transmission_s - self.scheduling_s, 0.0)
+
+    @property
+    def overlap_ratio(self) -> float:
+        """1 − exposed / transmission: 1 means entirely hidden."""
+        return 1.0 - self.exposed_s / self.transmission_s if self.transmission_s else 1.0
+
+
+@dataclass(slots=True)
+class _Fetch:
+    nbytes: int
+    announced_at: float
+    arrived_at: float | None = None
 
 
 class FeatureReceiver:
@@ -38,6 +70,7 @@ class FeatureReceiver:
             (:meth:`epd_serve.transfer.feature_store.FeatureStore.fetch`).
         form: what a feature must look like; another is refused, as if it had not come.
         arrived: called after each new feature.
+        observe: told of each feature that was fetched, at its first use.
     """
 
     def __init__(
@@ -49,6 +82,7 @@ class FeatureReceiver:
         form: FeatureForm,
         orphan_s: float,
         clock: Callable[[], float],
+        observe: Callable[[FetchTiming], None] = lambda timing: None,
     ) -> None:
         self._cache: FeatureCache[Tensor] = FeatureCache(capacity_bytes, IDLE_FEATURES)
         self._fetch_bytes = fetch
@@ -56,6 +90,10 @@ class FeatureReceiver:
         self._arrived = arrived
         self._orphan_s = orphan_s
         self._clock = clock
+        self._observe = observe
+        self._lock = threading.Lock()  # of the next two
+        self._fetches: dict[str, _Fetch] = {}
+        self._starved: dict[str, float] = {}
         self._wanted: dict[str, asyncio.Event] = {}
         self._sizes: dict[str, dict[str, tuple[int, int]]] = {}
         self._early: dict[str, float] = {}
@@ -72,8 +110,45 @@ class FeatureReceiver:
         return self._cache.num_owners
 
     def get(self, mm_hash: str) -> Tensor | None:
-        """The feature if it is here. The one method that other threads may call."""
+        """The feature if it is here. Any thread."""
         return self._cache.get(mm_hash)
+
+    # ------------------------------------------------------------------ from the engine's thread
+
+    def has(self, mm_hash: str) -> bool:
+        """Whether :meth:`use` is worth calling."""
+        return self.get(mm_hash) is not None
+
+    def use(self, mm_hash: str) -> Tensor | None:
+        """The feature for a step; None where it is not here."""
+        feature = self.get(mm_hash)
+        if feature is not None and (self._fetches or self._starved):
+            self._used(mm_hash)
+        return feature
+
+    def starved(self, mm_hash: str) -> None:
+        """Work that could be done otherwise waits for this feature."""
+        with self._lock:
+            if len(self._starved) >= _MAX_UNUSED:  # of requests that have ended without their feature
+                self._starved.clear()
+            self._starved.setdefault(mm_hash, self._clock())
+
+    def _used(self, mm_hash: str) -> None:
+        now = self._clock()
+        with self._lock:
+            needed_at = self._starved.pop(mm_hash, now)
+            fetch = self._fetches.pop(mm_hash, None)
+        if fetch is None:
+            return
+        self._observe(
+            FetchTiming(
+                nbytes=fetch.nbytes,
+                transmission_s=(now if fetch.arrived_at is None else fetch.arrived_at) - fetch.announced_at,
+                scheduling_s=max(needed_at - fetch.announced_at, 0.0),
+            )
+        )
+
+    # ------------------------------------------------------------------ on the event loop
 
     def expect(self, request_id: str, items: list[MediaRef]) -> None:
         """Hold what is here of a request's features and take note of the rest.
@@ -110,7 +185,29 @@ class FeatureReceiver:
             self.release(request_id)
 
     async def receive(self, event: FeatureEvent) -> None:
-        """Fetch the feature of an event. Raises InstanceFailed where it cannot be had as described."""
+        """Have an announced feature fetched; return once it is here.
+
+        Raises InstanceFailed where it cannot be had as described.
+        """
+        mm_hash = event.mm_hash
+        if self.get(mm_hash) is not None:
+            return await self._receive(event)
+        with self._lock:
+            while len(self._fetches) >= _MAX_UNUSED:  # of requests that have ended without using theirs
+                del self._fetches[next(iter(self._fetches))]
+            fetch = self._fetches.get(mm_hash)
+            if fetch is None or fetch.arrived_at is not None:  # an earlier one went without being used
+                fetch = self._fetches[mm_hash] = _Fetch(event.nbytes, self._clock())
+        try:
+            await self._receive(event)
+        finally:
+            with self._lock:
+                if fetch.arrived_at is None and self.get(mm_hash) is not None:
+                    fetch.arrived_at = self._clock()
+                elif fetch.arrived_at is None and self._fetches.get(mm_hash) is fetch:
+                    del self._fetches[mm_hash]  # failed, or its request has ended
+
+    async def _receive(self, event: FeatureEvent) -> None:
         if self._is_over(event.request_id):
             return
         # what the gateway told us of the item, if we know that already, goes over what the encoder says

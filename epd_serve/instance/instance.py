@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,24 +22,22 @@ from epd_serve.config.model_files import check_model_files
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.engine.batching import Batching, measurements
 from epd_serve.engine.dual_stream import DualStream
-from epd_serve.engine.kv_capacity import check_dtype, resolve_dtype
+from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
 from epd_serve.errors import DRAINING, Unavailable
+from epd_serve.factories import factory
 from epd_serve.instance.calls import ControlCalls
-from epd_serve.instance.context import InstanceContext
 from epd_serve.instance.data_plane import start_feature_store, start_transport
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.encode import EncodeService
-from epd_serve.instance.feature_supply import FeatureSupply
+from epd_serve.instance.feature_receiver import FeatureReceiver
+from epd_serve.instance.http import Peers
 from epd_serve.instance.kv_delivery import Pulls
 from epd_serve.instance.language_engine import LanguageEngine, end_process
 from epd_serve.instance.language_weights import LanguageWeights
-from epd_serve.instance.lifecycle import DrainReason, Lifecycle
+from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, left
 from epd_serve.instance.metrics import InstanceMetrics
-from epd_serve.instance.peers import Peers
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.rates import StageRates
-from epd_serve.instance.refusals import Refusals, left
-from epd_serve.instance.registration import identity, in_present_role
 from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
 from epd_serve.media.decoder_pool import DecoderPool
@@ -47,19 +47,20 @@ from epd_serve.models.loader import media_fingerprint
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
-from epd_serve.sched.encode import EncodeGate
 from epd_serve.telemetry.otel import StageExport, span_export
 from epd_serve.telemetry.span import SpanStream
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.telemetry.trace_file import TraceWriter
 from epd_serve.topology import SwitchState
 from epd_serve.transfer.feature_store import FeatureStore
+from epd_serve.transfer.shared_memory import host_id
 from epd_serve.types import Role
 
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
-_ASK_AGAIN_S = 0.01
+#: Pixels of an image for which tokens per pixel are given.
+_TYPICAL_SIZE = (448, 448)
 #: The gateway applies the operator's limits; an instance only guards itself.
 _MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
 
@@ -72,9 +73,9 @@ class Instance:
         self.url = url_of(options.host, options.port)
         self.ready = False
         self.language: LanguageEngine | None = None
-        self._path = Path(options.model)
-        self._device: Device = get_device(options.devices[0])
-        self._streams = DualStream(options, self._device)
+        self.path = Path(options.model)
+        self.device: Device = get_device(options.devices[0])
+        self.streams = DualStream(options, self.device)
         self._tasks: set[asyncio.Task[None]] = set()
         # where Mooncake takes nothing, an instance's own store does
         stores = dict.fromkeys(("embedded", options.feature_store))
@@ -97,95 +98,66 @@ class Instance:
     async def start(self) -> None:
         """Load what the role needs. Raises ValueError for a model or device that cannot serve it."""
         options = self.options
-        self._loop = asyncio.get_running_loop()
-        await asyncio.to_thread(check_model_files, self._path)
-        self._family: Family = await asyncio.to_thread(load_family, self._path)
-        self._dtype = resolve_dtype(options.dtype, self._family.config)
-        check_dtype(self._dtype, self._device)
-        dtype_name = str(self._dtype).removeprefix("torch.")
-        self._fingerprint = await asyncio.to_thread(media_fingerprint, self._path, dtype_name)
-        self._identity = identity(options, self._family, self._dtype, self._fingerprint, self._streams.share)
-        self._transport = await asyncio.to_thread(start_transport, options, self._device.type)
-        self._peers = Peers()
-        self._gate = EncodeGate(lambda: bool(self.language and self.language.engine.is_prefilling), time.monotonic)
-        self._store = await self._new_store()
-        self._processor = RequestProcessor(
+        self.loop = asyncio.get_running_loop()
+        await asyncio.to_thread(check_model_files, self.path)
+        self.family: Family = await asyncio.to_thread(load_family, self.path)
+        self.dtype = resolve_dtype(options.dtype, self.family.config)
+        check_dtype(self.dtype, self.device)
+        dtype_name = str(self.dtype).removeprefix("torch.")
+        self.fingerprint = await asyncio.to_thread(media_fingerprint, self.path, dtype_name)
+        self.transport = await asyncio.to_thread(start_transport, options, self.device.type)
+        self.peers = Peers()
+        self.store = await self._new_store()
+        self.processor = RequestProcessor(
             num_media_threads(options.threads),
             queue_timeout_s=options.queue_timeout_s,
             put=self.spans.put,
         )
-        self._decoders = DecoderPool(
+        self.decoders = DecoderPool(
             num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
         )
-        self._encode = EncodeService(
-            partial(Tower, self._path, self._dtype, self._device, self._streams.tower.between_layers),
-            self._family,
-            self._peers,
-            decoders=self._decoders,
-            processor=self._processor,
+        self.encode = EncodeService(
+            partial(Tower, self.path, self.dtype, self.device, self.streams.tower.between_layers),
+            self.family,
+            self.peers,
+            decoders=self.decoders,
+            processor=self.processor,
             feature_timeout_s=options.feature_timeout_s,
             on_delivered=self.timeline.encoded,
             put=self.spans.put,
             on_encoded=self.rates.encoded,
             url=self.url,
-            stream=self._streams.tower,
-            may_start=self._may_encode,
+            stream=self.streams.tower,
+            may_start=partial(factory("may encode", _may_encode), self),
         )
-        self._streams.language.on_pause = self._encode.reconsider
+        self.streams.language.on_pause = self.encode.reconsider
         await self._build()
-        self._spawn(asyncio.create_task(self._housekeep()))
+        self.spawn(asyncio.create_task(self._housekeep()))
         self.ready = True
 
     async def _new_store(self) -> FeatureStore:
         told = self.metrics.store_did
-        return await asyncio.to_thread(start_feature_store, self.options, self._transport, self._device.type, told)
+        return await asyncio.to_thread(start_feature_store, self.options, self.transport, self.device.type, told)
 
     async def _build(self) -> None:
         """The stages of the role, out of what is there of them."""
         options, role = self.options, self.options.role
-        self._streams.put_vision_first(self._encode if options.steals else None)
-        self._batching = Batching(options, measurements(options, self._device, self._fingerprint))
-        self._encode.serve(
-            self._store,
+        self.streams.put_vision_first(self.encode if options.steals else None)
+        self.batching = Batching(options, measurements(options, self.device, self.fingerprint))
+        self.encode.serve(
+            self.store,
             self._deliver_here if role.has_language_model else None,
             image_budget_pixels=options.image_budget_pixels,
             feature_batch=(options.feature_batch, options.feature_batch_ms / 1000),
         )
         if role.encodes:
-            await self._encode.warm_up(lambda tower: self._batching.find_image_budget(tower, self._family))
+            await self.encode.warm_up(lambda tower: self.batching.find_image_budget(tower, self.family))
         if role.has_language_model:
-            context = self._context()
             if self._weights is None:  # known before the engine, which may fail: others use them then
-                self._weights = await asyncio.to_thread(LanguageWeights, context, at_once=self.ready)
-            language = await asyncio.to_thread(LanguageEngine, context, self._weights, self._encode)
+                self._weights = await asyncio.to_thread(LanguageWeights, self, at_once=self.ready)
+            language = await asyncio.to_thread(LanguageEngine, self, self._weights)
             language.start()
             self.language = language
-
-    def _context(self) -> InstanceContext:
-        return InstanceContext(
-            options=self.options,
-            path=self._path,
-            url=self.url,
-            device=self._device,
-            dtype=self._dtype,
-            fingerprint=self._fingerprint,
-            family=self._family,
-            loop=self._loop,
-            transport=self._transport,
-            store=self._store,
-            peers=self._peers,
-            pulls=self.pulls,
-            refusals=self.refusals,
-            processor=self._processor,
-            decoders=self._decoders,
-            streams=self._streams,
-            batching=self._batching,
-            metrics=self.metrics,
-            spans=self.spans,
-            timeline=self.timeline,
-            rates=self.rates,
-            spawn=self._spawn,
-        )
 
     async def close(self) -> None:
         """Stop threads and give back memory."""
@@ -194,16 +166,16 @@ class Instance:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._processor.close()
-        await self._encode.close()
+        await self.processor.close()
+        await self.encode.close()
         if self.language is not None:
             await asyncio.to_thread(self.language.close)
         if self._weights is not None:
             await asyncio.to_thread(self._weights.close)
-        await self._peers.close()
-        await asyncio.to_thread(self._store.close)
-        self._transport.close()
-        self._streams.board.close()
+        await self.peers.close()
+        await asyncio.to_thread(self.store.close)
+        self.transport.close()
+        self.streams.board.close()
         if self._trace is not None:
             self._trace.close()
         if self._export is not None:
@@ -247,7 +219,7 @@ class Instance:
 
     async def probe(self, timeout_s: float) -> None:
         """Compute something with each part. Raises ServeError with code ``wedged`` where one does not."""
-        checks = [self._encode.probe(timeout_s)]
+        checks = [self.encode.probe(timeout_s)]
         if self.language is not None:
             checks.append(self.language.probe.check(timeout_s))
         await asyncio.gather(*checks)
@@ -255,24 +227,44 @@ class Instance:
     def info(self) -> wire.InstanceInfo:
         """Describe the instance, and its work. Raises Unavailable while it is loading."""
         self.check_started()
-        return in_present_role(
-            self._identity,
-            self.lifecycle.machine,
-            self.language,
+        options, machine, language = self.options, self.lifecycle.machine, self.language
+        text = self.family.config.get_text_config()
+        longest = options.max_model_len or text.max_position_embeddings
+        return wire.InstanceInfo(
+            name=options.name,
+            role=str(machine.role),
+            url=self.url,
+            model=options.served_model_name,
+            model_path=str(self.path),
+            max_model_len=language.max_model_len if language else longest,
+            media_fingerprint=self.fingerprint,
+            device=options.device,
+            dtype=str(self.dtype).removeprefix("torch."),
+            pid=os.getpid(),
             ready=self._state()[0],
             load=self.load(),
-            num_tower_parameters=self._encode.num_parameters,
-            budgets=self._batching.summary(),
-            steals=self.options.steals,
-            block_size=self.options.tokens_per_block,
+            parameters={
+                "tower": self.encode.num_parameters,
+                "language_model": language.weights.language.num_parameters if language else 0,
+            },
+            share=self.streams.share,
+            budgets=self.batching.summary(),
+            host_id=host_id(),
+            block_size=options.tokens_per_block if language else 0,
+            kv_token_bytes=language.kv_token_bytes if language else 0,
+            tokens_per_pixel=self.family.num_image_tokens(_TYPICAL_SIZE) / math.prod(_TYPICAL_SIZE),
+            feature_token_bytes=self.dtype.itemsize * text.hidden_size,
+            steals=options.steals and str(machine.role) == "EPD",
+            epoch=machine.epoch,
+            state=machine.state,
         )
 
     def load(self) -> wire.Load:
         """As of now. The instance must be ready."""
         return msgspec.structs.replace(
             self.language.load() if self.language else wire.Load(),
-            num_waiting_encodes=self._encode.num_waiting,
-            num_waiting_pixels=self._encode.num_waiting_pixels,
+            num_waiting_encodes=self.encode.num_waiting,
+            num_waiting_pixels=self.encode.num_waiting_pixels,
             mean_output_tokens=self.rates.mean_output_tokens,
             tokens_per_character=self.rates.tokens_per_character,
             rates=self.rates.report(),
@@ -280,7 +272,7 @@ class Instance:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books of all caches balance."""
-        self._store.check_integrity()
+        self.store.check_integrity()
         if self.language is not None:
             self.language.check_integrity()
 
@@ -288,9 +280,9 @@ class Instance:
         """Count the things that are held, by kind; all zero on an idle instance."""
         in_use = {
             "calls": len(self.refusals),
-            "features_held": self._store.num_owners,
-            "encodes": self._encode.num_waiting,
-            "preparations": self._processor.num_waiting,
+            "features_held": self.store.num_owners,
+            "encodes": self.encode.num_waiting,
+            "preparations": self.processor.num_waiting,
         }
         if self.language is not None:
             in_use |= {**self.language.in_use(), "timeline": self.timeline.num_requests}
@@ -304,15 +296,15 @@ class Instance:
     def render_metrics(self) -> bytes:
         """Prometheus text."""
         links = self.language.sender.sizer.known_links() if self.language else {}
-        self.metrics.paced(self._streams.figures())
+        self.metrics.paced(self.streams.figures())
         if self.language is not None:
             self.metrics.looked_up(*self.language.engine.prefix_lookups())
-        return self.metrics.render(self.load(), (self._store.num_owners, self._store.num_bytes), links)
+        return self.metrics.render(self.load(), (self.store.num_owners, self.store.num_bytes), links)
 
     def encodes(self) -> EncodeService:
         """The encode stage, which every role has for the worst case. Raises Unavailable while it is loading."""
         self.check_ready()
-        return self._encode
+        return self.encode
 
     def prefills(self) -> PrefillService:
         """The prefill stage. Raises Unavailable where the role has none, or while it is loading."""
@@ -322,9 +314,9 @@ class Instance:
         """The decode stage, likewise."""
         return self._stages("decode", self.options.role.decodes).decode
 
-    def features(self) -> FeatureSupply:
+    def features(self) -> FeatureReceiver:
         """Return the source of the prefill stage's features, likewise."""
-        return self._stages("prefill", self.options.role.prefills).supply
+        return self._stages("prefill", self.options.role.prefills).receiver
 
     def _stages(self, what: str, has_it: bool) -> LanguageEngine:
         self.check_ready()
@@ -339,10 +331,6 @@ class Instance:
         """Whether it takes work, and its epoch."""
         machine = self.lifecycle.machine
         return self.ready and not self.draining and machine.is_serving, machine.epoch
-
-    def state_changed(self) -> None:
-        """Tell those that listen to reports."""
-        self.reports.state_changed()
 
     def send_away(self, *, begun: bool, late: bool) -> None:
         """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well.
@@ -366,15 +354,15 @@ class Instance:
         lends = old.feature_store == "mooncake" and old.role.stages != role.stages
         self.options = options
         if self._weights is not None and not (role.has_language_model and self._weights.followers is None):
-            self._weights.forget(self._transport)
-            if self._device.type != "cpu" or self._weights.followers is not None:
+            self._weights.forget(self.transport)
+            if self.device.type != "cpu" or self._weights.followers is not None:
                 await asyncio.to_thread(self._weights.close)
                 self._weights = None
-        if self._device.type != "cpu" and not role.encodes:
-            self._encode.unload()
+        if self.device.type != "cpu" and not role.encodes:
+            self.encode.unload()
         if lends or old.feature_store_bytes != options.feature_store_bytes:
-            await asyncio.to_thread(self._store.close)
-            self._store = await self._new_store()
+            await asyncio.to_thread(self.store.close)
+            self.store = await self._new_store()
         await self._build()
 
     end_process = staticmethod(end_process)
@@ -385,13 +373,7 @@ class Instance:
         assert self.language is not None
         await self.language.receiver.take(request_id, item, feature)
 
-    def _may_encode(self) -> bool:
-        if self.options.batching.encodes == "concurrent" or self._gate.may_start():
-            return True
-        self._loop.call_later(_ASK_AGAIN_S, self._encode.reconsider)
-        return False
-
-    def _spawn(self, task: asyncio.Task[None]) -> None:
+    def spawn(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -403,3 +385,7 @@ class Instance:
                     self.language.expire()
                 except Exception:  # without housekeeping the instance would leak from now on
                     logger.exception("housekeeping failed")
+
+
+def _may_encode(instance: Instance) -> bool:
+    return True

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from epd_serve.engine.events import EngineEvent, FailureEvent
+from epd_serve.engine.hooks import EngineEvent, FailureEvent
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
-from epd_serve.instance.peers import Peers, unreachable
+from epd_serve.instance.http import Peers, unreachable
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer

@@ -8,23 +8,20 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor
 
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.engine.engine import Engine
-from epd_serve.engine.events import EngineEvent, Listeners
-from epd_serve.engine.hooks import EngineHooks
+from epd_serve.engine.hooks import EngineEvent, EngineHooks, Listeners
 from epd_serve.engine.kv_memory import block_nbytes
 from epd_serve.engine.runner import LanguageRunner
-from epd_serve.engine.step_loop import KVPush, StepLoop
-from epd_serve.instance.context import InstanceContext
+from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
+from epd_serve.factories import factory
 from epd_serve.instance.decode import DecodeService
-from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
-from epd_serve.instance.feature_supply import FeatureSupply
 from epd_serve.instance.grammar_compiler import GrammarCompiler
 from epd_serve.instance.kv_delivery import Delivery, PullDelivery, PushDelivery
 from epd_serve.instance.language_weights import LanguageWeights
@@ -38,73 +35,60 @@ from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
 
+if TYPE_CHECKING:
+    from epd_serve.instance.instance import Instance
+
 _ORPHAN_S = 10.0
 
 
 class LanguageEngine(EngineHooks):
-    """Prefill and decode of one instance in one role; call ``start`` next.
+    """Prefill and decode of one instance in one role; call ``start`` next."""
 
-    Args:
-        encode: told after each step that the device may have room for an encode.
-    """
-
-    def __init__(self, context: InstanceContext, weights: LanguageWeights, encode: EncodeService) -> None:
+    def __init__(self, instance: Instance, weights: LanguageWeights) -> None:
         """Raises ValueError for a model that cannot be served so. Blocks while KV memory and graphs are made."""
-        self._context = context
-        self._encode = encode
+        self._instance = instance
         self.weights = weights
         self.listeners = Listeners()
-        runner = weights.prepare(context)
+        runner = weights.prepare(instance)
         self._memory, self._layout = weights.memory, weights.layout
         self.max_model_len = weights.max_model_len
-        context.batching.find_budget(
+        instance.batching.find_budget(
             runner,
             num_blocks=self._memory.num_blocks,
-            num_position_axes=context.family.num_position_axes,
+            num_position_axes=instance.family.num_position_axes,
             max_model_len=self.max_model_len,
         )
-        self._start_features()
-        self._start_engine(runner)
-        self._start_services()
-
-    def _start_features(self) -> None:
-        context = self._context
-        self.receiver = FeatureReceiver(
-            context.options.feature_cache_bytes,
-            context.store.fetch,
+        self.receiver = factory("features", FeatureReceiver)(
+            instance.options.feature_cache_bytes,
+            instance.store.fetch,
             lambda: self.engine.wake(),
             form=FeatureForm(
                 dtype=self._layout.dtype,
-                width=self.weights.language.feature_width,
-                num_tokens=context.family.num_image_tokens,
+                width=weights.language.feature_width,
+                num_tokens=instance.family.num_image_tokens,
             ),
             orphan_s=_ORPHAN_S,
             clock=time.monotonic,
+            observe=instance.metrics.feature_used,
         )
-        self.supply = FeatureSupply(
-            self.receiver,
-            context.loop,
-            context.options.feature_prefetch,
-            clock=time.monotonic,
-            wake=lambda: self.engine.wake(),
-            observe=context.metrics.feature_used,
-        )
+        self._start_engine(runner)
+        self._start_services()
 
     def _start_engine(self, runner: LanguageRunner) -> None:
-        context, options, memory = self._context, self._context.options, self._memory
+        instance, options, memory = self._instance, self._instance.options, self._memory
         group_layers = options.kv_transfer.group_layers
         fixed = None if group_layers == "auto" else group_layers
         sizer = GroupSizer(num_layers=self._layout.num_layers, fixed=fixed)
-        self.sender = KVSender(context.transport, memory, sizer, time.monotonic, context.metrics.kv_written)
+        self.sender = KVSender(instance.transport, memory, sizer, time.monotonic, instance.metrics.kv_written)
         pool = BlockPool(memory.num_blocks, options.tokens_per_block)
-        self.engine = Engine(
+        self.engine = factory("engine", Engine)(
             pool,
             memory,
-            context.batching.budget,
+            instance.batching.budget,
             self,
             eos_token_ids=self.weights.eos_token_ids,
             sender=self.sender,
-            order=context.batching.order(pool),
+            order=instance.batching.order(pool),
         )
         self._loop = StepLoop(
             self.engine,
@@ -112,34 +96,34 @@ class LanguageEngine(EngineHooks):
             self,
             push=KVPush(
                 sender=self.sender,
-                mode=options.kv_transfer.mode,
                 num_layers=self._layout.num_layers,
                 block_size=self._layout.block_size,
                 layer_bytes=block_nbytes(self._layout) // self._layout.num_layers,
-                record_event=lambda: context.device.record_event().synchronize,
+                record_event=lambda: instance.device.record_event().synchronize,
+                layer_groups=factory("layer groups", LayerGroups),
             ),
             runs_ahead=options.runs_ahead,
         )
 
     def _start_services(self) -> None:
-        context, options, engine = self._context, self._context.options, self.engine
+        instance, options, engine = self._instance, self._instance.options, self.engine
         prompts = self.weights.prompts
-        compiler = GrammarCompiler(prompts.grammars, context.processor, context.decoders)
+        compiler = GrammarCompiler(prompts.grammars, instance.processor, instance.decoders)
         self.prefill = PrefillService(
             engine,
             prompts,
             self.receiver,
             self._deliver,
             self._layout,
-            processor=context.processor,
-            timeline=context.timeline,
+            processor=instance.processor,
+            timeline=instance.timeline,
             feature_timeout_s=options.feature_timeout_s,
             lease_s=options.lease_s,
             listen=self.listeners.listen,
-            spawn=context.spawn,
-            delivered=context.metrics.kv_delivered,
-            tokens_per_character=lambda: context.rates.tokens_per_character,
-            refusals=context.refusals,
+            spawn=instance.spawn,
+            delivered=instance.metrics.kv_delivered,
+            tokens_per_character=lambda: instance.rates.tokens_per_character,
+            refusals=instance.refusals,
             compile=compiler.compile,
         )
         self.migrations = Migrations(
@@ -149,28 +133,24 @@ class LanguageEngine(EngineHooks):
             self._deliver,
             self._layout,
             lease_s=options.lease_s,
-            loop=context.loop,
-            spawn=context.spawn,
+            loop=instance.loop,
+            spawn=instance.spawn,
         )
-        self.probe = EngineProbe(engine, context.family.num_position_axes, self.listeners.listen)
+        self.probe = EngineProbe(engine, instance.family.num_position_axes, self.listeners.listen)
         self.decode = DecodeService(
             engine,
             self._memory,
             prompts.vocabulary,
             self._layout,
-            transport=context.transport,
-            peers=context.peers,
+            transport=instance.transport,
+            peers=instance.peers,
             queue_timeout_s=options.queue_timeout_s,
             orphan_s=_ORPHAN_S,
             listen=self.listeners.listen,
-            on_read=context.metrics.kv_read,
-            timeline=context.timeline,
+            on_read=instance.metrics.kv_read,
+            timeline=instance.timeline,
             compile=partial(compiler.compile, is_tried=True),
         )
-
-    @property
-    def num_parameters(self) -> int:
-        return self.weights.language.num_parameters
 
     @property
     def kv_token_bytes(self) -> int:
@@ -225,45 +205,51 @@ class LanguageEngine(EngineHooks):
         }
 
     def _deliver(self, reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> Delivery:
-        context = self._context
-        if context.options.kv_transfer.mode == "pull":
+        instance = self._instance
+        if instance.options.kv_transfer.mode == "pull":
             return PullDelivery(
-                reserve, decode_url, sequence, self._memory, context.peers, context.pulls, source_url=context.url
+                reserve,
+                decode_url,
+                sequence,
+                self._memory,
+                instance.peers,
+                instance.pulls,
+                source_url=instance.url,
             )
         return PushDelivery(
-            reserve, decode_url, self.sender, context.peers, abort=self.engine.abort, spawn=context.spawn
+            reserve, decode_url, self.sender, instance.peers, abort=self.engine.abort, spawn=instance.spawn
         )
 
     # ------------------------------------------------------------------ for the engine
 
     def feature(self, mm_hash: str) -> Tensor | None:
-        return self.supply.take(mm_hash)
+        return self.receiver.use(mm_hash)
 
     def has_feature(self, mm_hash: str) -> bool:
-        return self.supply.has(mm_hash)
+        return self.receiver.has(mm_hash)
 
     def feature_starved(self, mm_hash: str) -> None:
-        self.supply.starved(mm_hash)
+        self.receiver.starved(mm_hash)
 
     def turn(self) -> AbstractContextManager[None]:
-        return self._context.streams.language.step()
+        return self._instance.streams.language.step()
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        context, end_s = self._context, time.monotonic()
-        context.timeline.stepped(
+        instance, end_s = self._instance, time.monotonic()
+        instance.timeline.stepped(
             ((one.request_id, one.num_computed >= one.num_prompt_tokens) for one, _ in output.prefills),
             (one.request_id for one in output.decodes),
             end_s - seconds,
             end_s,
         )
-        context.spans.put(step_span(output, end_s - seconds, end_s))
-        context.rates.stepped(output, seconds)
-        context.streams.language.stepped(output, seconds, self.engine.num_running)
-        context.batching.stepped(output, seconds)
-        self._encode.reconsider()
+        instance.spans.put(step_span(output, end_s - seconds, end_s))
+        instance.rates.stepped(output, seconds)
+        instance.streams.language.stepped(output, seconds, self.engine.num_running)
+        instance.batching.stepped(output, seconds)
+        instance.encode.reconsider()
 
     def idle(self) -> None:
-        self._context.streams.language.idle()
+        self._instance.streams.language.idle()
 
     def died(self) -> None:
         end_process()
@@ -275,8 +261,8 @@ class LanguageEngine(EngineHooks):
         self._call_on_loop(self.decode.blocks_freed)
 
     def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
-        if not self._context.loop.is_closed():
-            self._context.loop.call_soon_threadsafe(function, *arguments)
+        if not self._instance.loop.is_closed():
+            self._instance.loop.call_soon_threadsafe(function, *arguments)
 
 
 def step_span(output: ScheduleOutput, start_s: float, end_s: float) -> Span:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from epd_serve.config import decode_graph_sizes
 from epd_serve.engine.commands import CreateCache
 from epd_serve.engine.followers import Followers
-from epd_serve.engine.kv_capacity import num_kv_blocks
-from epd_serve.engine.kv_memory import KVMemory
+from epd_serve.engine.kv_memory import KVMemory, num_kv_blocks
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.step import StepExecutor
-from epd_serve.instance.context import InstanceContext
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.models.generation_config import read_generation_config
 from epd_serve.models.language import LanguageModel
 from epd_serve.protocol import wire
 from epd_serve.transfer.transport import Transport
+
+if TYPE_CHECKING:
+    from epd_serve.instance.instance import Instance
 
 
 class LanguageWeights:
@@ -24,23 +27,23 @@ class LanguageWeights:
         max_model_len: of a sequence that is alone here.
     """
 
-    def __init__(self, context: InstanceContext, *, at_once: bool = False) -> None:
+    def __init__(self, instance: Instance, *, at_once: bool = False) -> None:
         """Raises ValueError for a model that cannot be served. ``at_once``: see :class:`LanguageModel`."""
-        options, group = context.options, None
+        options, group = instance.options, None
         self.followers: Followers | None = None
         if len(options.devices) > 1:
-            self.followers = Followers(options, context.dtype)
-            group = self.followers.join(context.device)
-        self.language = LanguageModel(context.path, context.dtype, context.device, group, at_once=at_once)
-        generation = read_generation_config(context.path, context.family.config, options.generation_config)
+            self.followers = Followers(options, instance.dtype)
+            group = self.followers.join(instance.device)
+        self.language = LanguageModel(instance.path, instance.dtype, instance.device, group, at_once=at_once)
+        generation = read_generation_config(instance.path, instance.family.config, options.generation_config)
         self.eos_token_ids = generation.eos_token_ids
         self.prompts = PromptProcessor(
-            context.path,
-            context.family,
+            instance.path,
+            instance.family,
             self.language.inner,
             max_model_len=self.language.max_model_len,
             block_size=options.tokens_per_block,
-            on_prompt=context.rates.prompted,
+            on_prompt=instance.rates.prompted,
             generation=generation,
         )
         self._memory: KVMemory | None = None
@@ -55,18 +58,18 @@ class LanguageWeights:
     def layout(self) -> wire.KVLayout:
         return self.memory.layout
 
-    def prepare(self, context: InstanceContext) -> LanguageRunner:
+    def prepare(self, instance: Instance) -> LanguageRunner:
         """KV memory, and graphs where the role decodes; what there is and fits is kept."""
-        options = context.options
+        options = instance.options
         sized_by = (options.num_blocks, options.kv_cache_bytes, options.tokens_per_block)
         if self._memory is None or sized_by != self._sized_by:
-            self.forget(context.transport)
-            self._memory = self._new_memory(context)
+            self.forget(instance.transport)
+            self._memory = self._new_memory(instance)
             self._sized_by = sized_by
         memory = self._memory
         # a sequence that is alone must be able to reach its end
         self.max_model_len = self.prompts.max_model_len = min(
-            options.max_model_len or context.family.config.get_text_config().max_position_embeddings,
+            options.max_model_len or instance.family.config.get_text_config().max_position_embeddings,
             self.language.max_model_len,
             (memory.num_blocks - 1) * options.tokens_per_block,
         )
@@ -74,17 +77,17 @@ class LanguageWeights:
             layout=memory.layout,
             num_blocks=memory.num_blocks,
             slab=memory.region,
-            num_position_axes=context.family.num_position_axes,
+            num_position_axes=instance.family.num_position_axes,
             graph_sizes=decode_graph_sizes(options.max_num_seqs) if options.role.decodes else [],
             max_model_len=self.max_model_len,
         )
         if self.followers is not None:
             self.followers.send(create)
         return LanguageRunner(
-            StepExecutor.for_cache(self.language, context.device, memory.tensor, create),
-            context.device.ops,
+            StepExecutor.for_cache(self.language, instance.device, memory.tensor, create),
+            instance.device.ops,
             block_size=options.tokens_per_block,
-            num_position_axes=context.family.num_position_axes,
+            num_position_axes=instance.family.num_position_axes,
             eos_token_ids=self.eos_token_ids,
             followers=self.followers,
         )
@@ -100,24 +103,24 @@ class LanguageWeights:
         if self.followers is not None:
             self.followers.close()
 
-    def _new_memory(self, context: InstanceContext) -> KVMemory:
-        options, language = context.options, self.language
+    def _new_memory(self, instance: Instance) -> KVMemory:
+        options, language = instance.options, self.language
         layout = wire.KVLayout(
             num_layers=language.num_layers,
             num_kv_heads=language.num_kv_heads,
             head_dim=language.head_dim,
             block_size=options.tokens_per_block,
-            dtype=str(context.dtype).removeprefix("torch."),
-            model=context.fingerprint,
+            dtype=str(instance.dtype).removeprefix("torch."),
+            model=instance.fingerprint,
         )
-        free_bytes = context.device.headroom()
+        free_bytes = instance.device.headroom()
         if self.followers is not None:
             free_bytes = min(free_bytes, self.followers.wait_joined())
         return KVMemory(
             layout,
-            num_kv_blocks(options, layout, context.device.type, free_bytes),
-            context.device,
-            context.transport,
+            num_kv_blocks(options, layout, instance.device.type, free_bytes),
+            instance.device,
+            instance.transport,
             heads=language.kv_heads if self.followers else None,
             followers=self.followers,
         )

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from epd_serve.config.sections import FeatureStoreKind
-from epd_serve.instance.feature_supply import FetchTiming
+from epd_serve.instance.feature_receiver import FetchTiming
 from epd_serve.instance.request_processor import Kind
 from epd_serve.protocol.wire import Load
 from epd_serve.sched.pace import PaceFigures

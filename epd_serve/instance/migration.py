@@ -18,12 +18,11 @@ from functools import partial
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.engine.engine import Engine
 from epd_serve.errors import DRAINING, KV_HELD, InstanceFailed, InvalidRequest, ServeError, Unavailable
-from epd_serve.instance.answer import Answer
-from epd_serve.instance.generation import Generation
+from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.http import BrokenStream, Reply
 from epd_serve.instance.kv_delivery import Deliveries, Delivery
+from epd_serve.instance.lifecycle import Refusals, left, moved
 from epd_serve.instance.prefill import NEXT_DECODE
-from epd_serve.instance.refusals import Refusals, left, moved
 from epd_serve.protocol import chunks, frames, wire
 from epd_serve.request import Sequence
 from epd_serve.transfer.kv_sender import KVSender, Part

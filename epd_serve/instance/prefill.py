@@ -11,16 +11,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from epd_serve.engine.engine import Engine
-from epd_serve.engine.events import EngineEvent, FailureEvent, PromptEvent
 from epd_serve.engine.grammar import MatcherConstraint
+from epd_serve.engine.hooks import EngineEvent, FailureEvent, PromptEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
-from epd_serve.instance.answer import Answer
+from epd_serve.instance.answer import Answer, Generation, check_constraint
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.generation import Generation, check_constraint
 from epd_serve.instance.http import JSON, BrokenStream, Reply
 from epd_serve.instance.kv_delivery import Deliveries, Delivery
+from epd_serve.instance.lifecycle import Refusals, moved
 from epd_serve.instance.prompt import Prompt, PromptProcessor
-from epd_serve.instance.refusals import Refusals, moved
 from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor, Wanted
 from epd_serve.protocol import chunks, frames, prompt_calls, wire
 from epd_serve.request import Sequence, SequenceState

@@ -10,7 +10,7 @@ from itertools import count
 import torch
 
 from epd_serve.engine.engine import Engine
-from epd_serve.engine.events import EngineEvent, FailureEvent
+from epd_serve.engine.hooks import EngineEvent, FailureEvent
 from epd_serve.errors import WEDGED, ServeError
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.types import SamplingParams

@@ -52,7 +52,6 @@ def connectors_of(config: DeploymentConfig) -> Connectors:
     """The connectors that the topology needs: those of the file, else those that suit the devices."""
     vllm = config.vllm
     prefill = config.settings_for("P")
-    link = (vllm.link.bandwidth, vllm.link.latency_ms / 1e3)
     features, kv = connectors(config.placement(), vllm)
     return Connectors(
         features=features,
@@ -60,7 +59,6 @@ def connectors_of(config: DeploymentConfig) -> Connectors:
         feature_dir=str(vllm.feature_dir) if vllm.feature_dir else "",
         kv_load_failure=vllm.kv_load_failure,
         group_layers=vllm.group_layers,
-        link=link,
         store_bytes=config.settings_for("E").feature_store_bytes,
         cache_bytes=prefill.feature_cache_bytes,
         feature_timeout_s=prefill.feature_timeout_s,

@@ -22,8 +22,7 @@ from itertools import islice
 from PIL import Image, UnidentifiedImageError
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.media.essentials import Essentials, essentials
-from epd_serve.media.structure import MARKER, check_structure
+from epd_serve.media.structure import MARKER, Essentials, check_structure, essentials
 
 #: Width and height that a picture has at most when it is read with ``detail: "low"``, as in OpenAI's API.
 LOW_DETAIL_PIXELS = 512

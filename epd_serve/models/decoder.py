@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from device.base import AttentionOps, AttentionPlan
 from device.distributed import Alone, Group
-from device.ops.linear import Linear, gated_linear, linear
+from device.ops.linear import Linear, fused, gated_linear, linear
 from device.ops.rotary import rotary_tables
-from epd_serve.models.activations import fused
 from epd_serve.models.sharding import Heads, split
 
 _INTERLEAVED_MROPE = ("qwen3_vl_text", "qwen3_vl_moe_text")

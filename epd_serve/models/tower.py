@@ -8,14 +8,72 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from device.base import Device
-from device.ops.linear import pack_modules
+from device.base import AttentionOps, Device
+from device.ops.linear import Product, activated_linear, fused, gated_linear, linear, pack_modules
 from device.ops.shared_weights import shared_weights
-from epd_serve.models.attention import TowerAttention
 from epd_serve.models.family import TowerInputs
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
-from epd_serve.models.vision_block import replace_blocks
+
+
+class TowerAttention:
+    """An attention function in transformers' convention over ``ops.encode``; one for each tower.
+
+    Its name has "flash" in it: transformers then hands over all images of a batch at once with their borders,
+    instead of looping over them.
+    """
+
+    def __init__(self, ops: AttentionOps) -> None:
+        self.name = f"epd_flash_{id(self):x}"
+        self._ops = ops
+        self._borders: Any = WeakTensorKeyDictionary()
+        ALL_ATTENTION_FUNCTIONS.register(self.name, self)
+
+    def install(self, tower: nn.Module) -> None:
+        """Let every attention layer of the tower call this function."""
+        for module in tower.modules():
+            config: Any = getattr(module, "config", None)
+            if config is not None:
+                config._attn_implementation = self.name
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        scaling: float | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Query, key and value [B, H, T, D]; borders of segments [S + 1] where B is 1, else each row is a segment.
+
+        Returns:
+            [B, T, H, D] and no weights.
+        """
+        assert attention_mask is None, "the towers of the known families mask nothing"
+        batch, heads, length, head_dim = query.shape
+        if cu_seq_lens_q is None:
+            borders = list(range(0, batch * length + 1, length))
+        else:
+            borders = self.borders(cu_seq_lens_q)
+        scale = head_dim**-0.5 if scaling is None else scaling
+        # transformers has swapped tokens and heads: for one row this only swaps them back
+        query, key, value = (
+            states.transpose(1, 2).reshape(batch * length, heads, head_dim) for states in (query, key, value)
+        )
+        output = self._ops.encode(query, key, value, borders, scale)
+        return output.view(batch, length, heads, head_dim), None
+
+    def borders(self, borders: Tensor) -> list[int]:
+        """Borders of segments, on the host. All layers get the same tensor: it is read back once."""
+        if borders not in self._borders:
+            self._borders[borders] = borders.tolist()
+        host: list[int] = self._borders[borders]
+        return host
 
 
 class Tower:
@@ -62,3 +120,72 @@ class Tower:
             parts = torch.split(level, lengths) if isinstance(level, Tensor) else level
             features = [torch.cat((feature, part), dim=-1) for feature, part in zip(features, parts, strict=True)]
         return [feature.contiguous().cpu() for feature in features]
+
+
+_BLOCKS = ("Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock", "Qwen3VLMoeVisionBlock")
+
+
+class VisionBlock(nn.Module):
+    """A layer of Qwen's vision towers with the products, norms and rotation of the language model's layers.
+
+    transformers rotates in float32, and activates, gates and adds in passes of their own: on a CPU all that takes
+    as long as the products. Positions, windows, patches and projectors stay transformers'. The products keep their
+    own copy of the weights.
+    """
+
+    def __init__(self, block: Any, ops: AttentionOps, attention: TowerAttention) -> None:
+        super().__init__()
+        self._ops = ops
+        self._borders = attention.borders
+        self._num_heads: int = block.attn.num_heads
+        self._scale: float = block.attn.scaling
+        self._norms = [_norm(block.norm1, ops), _norm(block.norm2, ops)]
+        self._qkv, self._output = _product(block.attn.qkv), _product(block.attn.proj)
+        if hasattr(block.mlp, "gate_proj"):
+            gate, up = block.mlp.gate_proj, block.mlp.up_proj
+            biases = None if gate.bias is None else (gate.bias.detach(), up.bias.detach())
+            weights = gate.weight.detach(), up.weight.detach()
+            self._inner = gated_linear(*weights, ops.swiglu, biases, fused(block.mlp.act_fn))
+            self._down = _product(block.mlp.down_proj)
+        else:
+            names = ("linear_fc1", "linear_fc2") if hasattr(block.mlp, "linear_fc1") else ("fc1", "fc2")
+            inner, down = (getattr(block.mlp, name) for name in names)
+            activation = fused(getattr(block.mlp, "act_fn", None) or block.mlp.act)
+            self._inner = activated_linear(inner.weight.detach(), inner.bias.detach(), activation)
+            self._down = _product(down)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        **_: Any,
+    ) -> Tensor:
+        """Hidden states [T, hidden], borders of segments [S + 1], cos and sin [T, head_dim] → [T, hidden]."""
+        first_norm, second_norm = self._norms
+        states = self._qkv(first_norm(hidden_states)).view(len(hidden_states), 3 * self._num_heads, -1)
+        query, key, value = states.chunk(3, dim=1)
+        query, key = self._ops.rotary(query, key, *position_embeddings)
+        attended = self._ops.encode(query, key, value, self._borders(cu_seqlens), self._scale)
+        hidden_states = self._output(attended.flatten(1), add=hidden_states)
+        return self._down(self._inner(second_norm(hidden_states)), add=hidden_states)
+
+
+def replace_blocks(model: nn.Module, ops: AttentionOps, attention: TowerAttention) -> None:
+    """Let the layers of Qwen's towers run as :class:`VisionBlock`; others stay as they are."""
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for index, block in enumerate(module):
+                if type(block).__name__ in _BLOCKS:
+                    module[index] = VisionBlock(block, ops, attention)
+
+
+def _product(module: Any) -> Product:
+    return linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def _norm(module: Any, ops: AttentionOps) -> Any:
+    if isinstance(module, nn.LayerNorm):
+        return module
+    weight, epsilon = module.weight.detach(), module.variance_epsilon
+    return lambda hidden: ops.rms_norm(hidden, weight, epsilon)

@@ -1,4 +1,4 @@
-"""Batching of encodes under an image budget."""
+"""Encodes: batches under an image budget, steps that wait for them, and features that are handed on together."""
 
 from __future__ import annotations
 
@@ -26,27 +26,80 @@ def schedule_encodes(waiting: Iterable[ItemT], max_num_pixels: int) -> list[Item
     return batch
 
 
-class EncodeGate:
-    """Lets no new encode start while prompts are computed (HydraInfer, Algorithm 1), up to a time.
+class VisionFirst:
+    """Holds steps of the language model back while anything waits for the tower or is in it.
 
-    Prompts that never end must not starve images, of which some of them may be waiting for.
+    Stolen sequences would never end where images never stop coming. So one step is let through after each
+    ``patience_s`` of waiting; an encode waits for stealing that one step at most. ``now`` is in seconds.
     """
 
-    def __init__(
-        self, is_prefilling: Callable[[], bool], clock: Callable[[], float], *, patience_s: float = 1.0
-    ) -> None:
-        self._is_prefilling = is_prefilling
-        self._clock = clock
+    def __init__(self, *, patience_s: float = 1.0) -> None:
         self._patience_s = patience_s
         self._held_since: float | None = None
 
-    def may_start(self) -> bool:
-        """Whether an encode that is waiting may start now; to be asked again soon where not."""
-        now = self._clock()
-        if self._is_prefilling():
-            if self._held_since is None:
-                self._held_since = now
-            if now - self._held_since < self._patience_s:
-                return False
-        self._held_since = None
+    def may_step(self, now: float, num_items: int) -> bool:
+        """Whether the language model may take a step now; the caller asks again until it may."""
+        if not num_items:
+            self._held_since = None
+            return True
+        if self._held_since is None:
+            self._held_since = now
+        if now - self._held_since < self._patience_s:
+            return False
+        self._held_since = now
         return True
+
+
+class HandoffBatcher:
+    """Holds the ready items of each receiver until there are ``size``, or ``timeout_s`` after the first.
+
+    So prompts that wait for features come to the language model together and fill its steps. For one thread.
+
+    Args:
+        call_later: runs a function after a number of seconds.
+    """
+
+    def __init__(
+        self, size: int, timeout_s: float, call_later: Callable[[float, Callable[[], None]], object]
+    ) -> None:
+        if size < 1 or not timeout_s > 0:
+            raise ValueError(
+                f"{size} features within {timeout_s} s are no batch; it has one, and more time than 0"
+            )
+        self._size = size
+        self._timeout_s = timeout_s
+        self._call_later = call_later
+        self._open: dict[str, dict[object, Callable[[], None]]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._open.values()))
+
+    def join(self, receiver: str, go: Callable[[], None]) -> object:
+        """Add an item; ``go`` is called with its batch, at once if the item completes it.
+
+        Returns a ticket for :meth:`leave`.
+        """
+        ticket = object()
+        if self._size == 1:
+            go()
+            return ticket
+        batch = self._open.get(receiver)
+        if batch is None:
+            batch = self._open[receiver] = {}
+            self._call_later(self._timeout_s, lambda: self._send(receiver, batch))
+        batch[ticket] = go
+        if len(batch) == self._size:
+            self._send(receiver, batch)
+        return ticket
+
+    def leave(self, receiver: str, ticket: object) -> None:
+        """Drop an item that is wanted no more. Idempotent."""
+        self._open.get(receiver, {}).pop(ticket, None)
+
+    def _send(self, receiver: str, batch: dict[object, Callable[[], None]]) -> None:
+        if self._open.get(receiver) is not batch:
+            return  # it was full before its time
+        del self._open[receiver]
+        for go in batch.values():
+            go()

@@ -1,5 +1,7 @@
 """The sequences of an engine between its steps: the waiting and the running ones, and who gives up blocks.
 
+While there are too few places and blocks, keys take turns, the requests of a key, and the choices of a request.
+
 The order in which waiting sequences are admitted is a pure function of the queue and the time that returns a
 permutation of ``waiting``. Preempted sequences come first in all of them, oldest first: clients have seen the
 beginning of their answers. Among equals the order of the queue stays.
@@ -13,22 +15,90 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from operator import itemgetter
-from typing import TypeVar
+from operator import attrgetter, itemgetter
+from typing import Any, TypeVar
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.protocol.wire import Load
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.block_tables import BlockMemory, BlockTables
 from epd_serve.sched.language import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
-from epd_serve.sched.turns import Asker, Claim, in_turn, waiting_in_turn
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who a sequence is computed for.
+
+    Attributes:
+        key: stands for the API key, opaque; "" where there are none.
+        request_id: of the client's request, which may be several here.
+        priority: as in vLLM, a lower number is more urgent.
+    """
+
+    key: str = ""
+    request_id: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A sequence's claim to a place among those that decode.
+
+    Attributes:
+        age: the smaller, the older.
+        num_tokens: that it reads when it decodes.
+        item: the sequence; None for one that is still to come.
+    """
+
+    asker: Asker
+    age: tuple[float, int]
+    num_tokens: int
+    item: Any = None
+
+
+def in_turn(claims: Iterable[Claim]) -> list[Claim]:
+    """The keys take turns, the requests of a key, and the choices of a request, each the oldest first.
+
+    So each key has as many of the first places as any other that could use more, and so has each request of a key.
+    """
+    of_requests = _numbered(sorted(claims, key=attrgetter("age")), attrgetter("asker.key", "asker.request_id"))
+    return _numbered(of_requests, attrgetter("asker.key"))
+
+
+def _numbered(claims: list[Claim], party: Callable[[Claim], Any]) -> list[Claim]:
+    """Each party's first, then each party's second ..."""
+    counts: Counter[Any] = Counter()
+    numbered = []
+    for claim in claims:
+        number = counts[party(claim)] = counts[party(claim)] + 1
+        numbered.append((number, claim))
+    return [claim for _, claim in sorted(numbered, key=itemgetter(0))]
+
+
+T = TypeVar("T")
+
+
+def waiting_in_turn(waiting: Iterable[tuple[Asker, T]], num_requests: Counter[str]) -> list[T]:
+    """The most urgent first; of these the keys take turns.
+
+    Args:
+        waiting: in the order in which each key's own get their turns.
+        num_requests: how many turns keys have had: their requests that are not over.
+    """
+    counts = Counter(num_requests)
+    turns: list[tuple[int, int, T]] = []
+    for asker, one in waiting:
+        turns.append((asker.priority, counts[asker.key], one))
+        counts[asker.key] += 1
+    turns.sort(key=lambda turn: turn[:2])
+    return [one for _, _, one in turns]
+
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 ANYBODY = Asker()
 
 #: The waiting sequences in the order in which they are to be admitted, at a time (monotonic seconds). Pure.
@@ -45,7 +115,7 @@ class Queues:
     included; however urgent, a waiting one takes nothing from a running one for that.
 
     Where there is too little for all, API keys take turns, the requests of a key take turns, and then the choices
-    of a request (:mod:`epd_serve.sched.turns`). A reservation whose turn has come gets a place beside a full step:
+    of a request (:func:`in_turn`). A reservation whose turn has come gets a place beside a full step:
     then the last in turn rest, and keep what they have, while others are computed. Where it lacks blocks, the last
     in turn behind it give theirs.
 

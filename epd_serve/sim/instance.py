@@ -11,8 +11,7 @@ from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.cost.stages import Link
 from epd_serve.protocol.wire import InstanceInfo, Load, Report
 from epd_serve.request import Sequence
-from epd_serve.sched.handoff_batcher import HandoffBatcher
-from epd_serve.sched.vision_first import VisionFirst
+from epd_serve.sched.encode import HandoffBatcher, VisionFirst
 from epd_serve.sim.clock import Clock
 from epd_serve.sim.device import Activity, SimDevice
 from epd_serve.sim.language import LanguageSide

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.joined import JoinedMemory
 from epd_serve.transfer.shared_memory import SharedMemoryPeers, SharedSlab, host_id
 from epd_serve.transfer.tcp import TcpPeers
-from epd_serve.transfer.tcp_server import TcpServer
-from epd_serve.transfer.transport import Piece, Slab, TransferError
-from epd_serve.transfer.write_gate import WriteGate
+from epd_serve.transfer.tcp_server import JoinedMemory, TcpServer
+from epd_serve.transfer.transport import Piece, Slab, TransferError, WriteGate
 
 Path = Literal["auto", "shm", "tcp"]
 

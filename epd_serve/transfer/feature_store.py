@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.protocol.wire import FeatureEvent
-from epd_serve.transfer.slab_allocator import SlabAllocator
+from epd_serve.transfer.shared_memory import SlabAllocator
 from epd_serve.transfer.transport import TransferError, Transport
 
 #: Larger features are copied and hashed on a thread; a smaller one takes less time than the switch is worth.

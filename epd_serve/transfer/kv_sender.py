@@ -11,8 +11,8 @@ from typing import Protocol
 
 from epd_serve.protocol.wire import Region, ReserveReply
 from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.transfer.shared_memory import WriteLocks
 from epd_serve.transfer.transport import Piece, TransferError, Transport
-from epd_serve.transfer.write_locks import WriteLocks
 
 logger = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from epd_serve.transfer.feature_store import (
     unobserved,
     verify,
 )
-from epd_serve.transfer.mooncake import MooncakeOptions, StoreClient, StoreUnreachable
-from epd_serve.transfer.staging import Staged, StagingPool
+from epd_serve.transfer.mooncake import MooncakeOptions, Staged, StagingPool, StoreClient, StoreUnreachable
 from epd_serve.transfer.transport import TransferError
 
 logger = logging.getLogger(__name__)

@@ -12,15 +12,13 @@ from typing import Self
 
 import msgspec
 
-from epd_serve.cache.tombstones import Tombstones
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.mooncake import Engine, MooncakeOptions
+from epd_serve.transfer.mooncake import Engine, MooncakeOptions, Staged, StagingPool, address_of
+from epd_serve.transfer.reservation import Tombstones
 from epd_serve.transfer.shared_memory import SharedSlab
-from epd_serve.transfer.staging import Staged, StagingPool, address_of
 from epd_serve.transfer.tcp import TcpPeers
 from epd_serve.transfer.tcp_server import TcpServer
-from epd_serve.transfer.transport import Piece, Slab, TransferError, check_bounds
-from epd_serve.transfer.write_gate import WriteGate
+from epd_serve.transfer.transport import Piece, Slab, TransferError, WriteGate, check_bounds
 
 #: A slab's name, behind its bytes: a process that came in the place of another is not mistaken for it.
 _IDENTITY_BYTES = 32

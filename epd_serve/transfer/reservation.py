@@ -8,14 +8,15 @@ lease is over (a writer must not begin to write after its lease) and it is not i
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Generic, TypeVar
 
 from epd_serve.cache.block_pool import RequestBlocks
-from epd_serve.cache.tombstones import Tombstones
 from epd_serve.protocol.wire import ReserveRequest
-from epd_serve.transfer.write_gate import WriteGate
+from epd_serve.transfer.transport import WriteGate
 
 
 class ReservationState(Enum):
@@ -196,3 +197,25 @@ class ReservationTable:
         self._gate.shut(reservation.transfer_id)
         del self._live[reservation.transfer_id]
         self._ended.add(reservation.transfer_id, reservation.state)
+
+
+V = TypeVar("V")
+
+
+class Tombstones(Generic[V]):
+    """The newest ``capacity`` ids, each with the value of its end. An id keeps its first value and its place."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._capacity = capacity
+        self._values: OrderedDict[str, V] = OrderedDict()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def get(self, name: str) -> V | None:
+        return self._values.get(name)
+
+    def add(self, name: str, value: V) -> None:
+        self._values.setdefault(name, value)
+        while len(self._values) > self._capacity:
+            self._values.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Shared memory on one host that no crash can leak.
+"""Shared memory on one host that no crash can leak, ranges of it, and locks of those that write into it.
 
 A slab is an anonymous memfd; peers map it through ``/proc/<pid>/fd/<fd>``. The kernel frees it with the last
 process that maps it, so nothing stays behind in ``/dev/shm`` even after SIGKILL.
@@ -7,12 +7,16 @@ process that maps it, so nothing stays behind in ``/dev/shm`` even after SIGKILL
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
+import struct
 import threading
 import uuid
 import weakref
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -97,7 +101,7 @@ class SharedMemoryPeers:
         self._maps: dict[str, tuple[Region, mmap.mmap]] = {}
 
     def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str]) -> None:
-        """The transfers are guarded by :class:`~epd_serve.transfer.write_locks.WriteLocks`."""
+        """The transfers are guarded by :class:`~epd_serve.transfer.shared_memory.WriteLocks`."""
         check_bounds(region.name, region.nbytes, pieces)
         target = memoryview(self._map(region))
         for offset, data in pieces:
@@ -158,3 +162,155 @@ def open_region(region: Region) -> int:
         return os.open(path, os.O_RDWR)
     except OSError as error:
         raise TransferError(f"region {region.name} of process {region.pid} cannot be opened: {error}") from error
+
+
+#: struct flock of 64-bit Linux: type, whence, start, length, pid (0 for these locks).
+_FLOCK = struct.Struct("@hhqqi4x")
+
+
+class _LockFile:
+    """A region's memfd, open until its last user has let it go."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self._fd = open_region(region)
+        weakref.finalize(self, os.close, self._fd)
+
+    def set(self, kind: int, slot: int) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))
+
+
+class WriteLocks:
+    """Locks by which the owner of a region sees that a process on its host is in the middle of writing into it.
+
+    A writer looks at its lease and then copies. Stopped between the two or within the copy (SIGSTOP, a debugger, a
+    machine that swaps), it may go on after its lease has ended, when the blocks are somebody else's. So:
+
+    1. The writer takes the lock of its transfer, looks at its clock, copies, gives the lock back.
+    2. The writer's deadline lies before the owner's: it counts half a lease from when it asked, the owner a whole
+       lease from when it was asked, and both on the one monotonic clock of the host.
+    3. The owner takes blocks back after its own deadline, and then only if :func:`is_being_written` denies it.
+
+    If the owner finds the lock free, a writer that takes it later finds its deadline past and copies nothing. If
+    the lock is held, the blocks stay out of use until the copy is over or the kernel has taken the lock from a
+    dead process.
+
+    The locks are open-file-description locks (fcntl(2)) on the region's memfd, one byte for each transfer: at the
+    number of the first block that it writes, which is its own for as long as it may write. They do not reach
+    across hosts. Writers there come over TCP, where the owner's side knows what is under way
+    (:class:`~epd_serve.transfer.transport.WriteGate`), or over Mooncake: there one that is stopped between its
+    look at the clock and its copy, or within it, for more than half a lease, can still do harm.
+
+    This is the writer's side. Safe from any thread; no two threads may hold one slot of one region at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[str, _LockFile] = {}
+
+    @contextmanager
+    def held(self, region: Region, slots: Sequence[int]) -> Iterator[None]:
+        """Hold the locks of transfers into ``region``. Raises TransferError where its process is gone.
+
+        There are none for a region on another host, or of a process that this one may not look into.
+        """
+        file = self._open(region) if region.host_id == host_id() else None
+        if file is None:
+            yield
+            return
+        taken: list[int] = []
+        try:
+            for slot in slots:
+                file.set(fcntl.F_RDLCK, slot)
+                taken.append(slot)
+            yield
+        finally:
+            for slot in taken:
+                file.set(fcntl.F_UNLCK, slot)
+
+    def close(self) -> None:
+        with self._lock:
+            self._files.clear()
+
+    def _open(self, region: Region) -> _LockFile | None:
+        with self._lock:
+            known = self._files.get(region.name)
+            if known is not None:
+                return known
+            try:
+                file = _LockFile(region)
+            except TransferError as error:
+                if isinstance(error.__cause__, PermissionError):  # another user's: reached over TCP all the same
+                    return None
+                raise
+            for name, other in list(self._files.items()):
+                if not is_there(other.region):
+                    del self._files[name]
+            self._files[region.name] = file
+            return file
+
+
+def is_being_written(region: Region, slot: int) -> bool:
+    """The owner's side: whether a writer holds the lock of the transfer with this slot."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
+    found: int = _FLOCK.unpack(fcntl.fcntl(region.fd, fcntl.F_OFD_GETLK, asked))[0]
+    return found != fcntl.F_UNLCK
+
+
+class SlabAllocator:
+    """Hands out aligned, non-overlapping ``[offset, offset + nbytes)`` ranges of ``capacity`` bytes.
+
+    ``capacity`` is rounded down to the alignment, so that whatever is no larger fits when all else is free.
+    """
+
+    def __init__(self, capacity: int, alignment: int = 64) -> None:
+        self.capacity = capacity // alignment * alignment
+        self._alignment = alignment
+        self._free_by_offset: dict[int, int] = {0: self.capacity}
+        self._offsets = [0]
+        self._used: dict[int, int] = {}
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Offset of a free range of at least ``nbytes``; None where no single hole is large enough."""
+        size = -(-max(nbytes, 1) // self._alignment) * self._alignment
+        holes = [(hole, offset) for offset, hole in self._free_by_offset.items() if hole >= size]
+        if not holes:
+            return None
+        hole, offset = min(holes)
+        self._remove_hole(offset)
+        if hole > size:
+            self._add_hole(offset + size, hole - size)
+        self._used[offset] = size
+        return offset
+
+    def free(self, offset: int) -> None:
+        size = self._used.pop(offset)
+        index = bisect_left(self._offsets, offset)
+        if index < len(self._offsets) and self._offsets[index] == offset + size:
+            size += self._remove_hole(offset + size)
+        if index > 0:
+            before = self._offsets[index - 1]
+            if before + self._free_by_offset[before] == offset:
+                size += self._remove_hole(before)
+                offset = before
+        self._add_hole(offset, size)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless used ranges and merged holes tile the slab exactly."""
+        ranges = sorted([*self._used.items(), *self._free_by_offset.items()])
+        position = 0
+        for offset, size in ranges:
+            assert offset == position, f"gap or overlap at {position}"
+            position = offset + size
+        assert position == self.capacity, "the slab is not covered"
+        assert sorted(self._free_by_offset) == self._offsets, "the index of holes is stale"
+        for left, right in zip(self._offsets, self._offsets[1:], strict=False):
+            assert left + self._free_by_offset[left] < right, "neighbouring holes were not merged"
+
+    def _add_hole(self, offset: int, size: int) -> None:
+        self._free_by_offset[offset] = size
+        insort(self._offsets, offset)
+
+    def _remove_hole(self, offset: int) -> int:
+        del self._offsets[bisect_left(self._offsets, offset)]
+        return self._free_by_offset.pop(offset)

@@ -10,12 +10,13 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import NoReturn
 
 from epd_serve.rpc.sockets import watch
-from epd_serve.transfer.joined import JoinedMemory
 from epd_serve.transfer.tcp import (
     HEADER,
     MAX_NAME_BYTES,
@@ -29,7 +30,32 @@ from epd_serve.transfer.tcp import (
     receive,
     receive_bytes,
 )
-from epd_serve.transfer.write_gate import WriteGate
+from epd_serve.transfer.transport import WriteGate
+
+
+class JoinedMemory:
+    """Buffers one after the other, so that one write reaches several. What is cut out of it lies in one of them.
+
+    Raises ValueError for no buffers, and for an empty one.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        if not buffers or not all(buffer.nbytes for buffer in buffers):
+            raise ValueError("joined memory needs buffers that are not empty")
+        self._buffers = list(buffers)
+        self._starts = [0, *accumulate(buffer.nbytes for buffer in buffers)]
+
+    @property
+    def nbytes(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, span: slice) -> memoryview:
+        """The bytes from ``start`` up to ``stop``, or up to the end of the buffer that holds ``start``."""
+        start, stop = int(span.start), int(span.stop)
+        index = min(bisect_right(self._starts, start), len(self._buffers)) - 1
+        base = self._starts[index]
+        return self._buffers[index][start - base : stop - base]
+
 
 #: Connections at once that have named a region, and that have not; together the most that a server has.
 MAX_KNOWN, MAX_STRANGERS = 224, 32

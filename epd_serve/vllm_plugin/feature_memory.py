@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.protocol.wire import FeatureEvent, Region
 from epd_serve.transfer.feature_store import checksum
-from epd_serve.transfer.slab_allocator import SlabAllocator
+from epd_serve.transfer.shared_memory import SlabAllocator
 from epd_serve.transfer.transport import Transport
 
 

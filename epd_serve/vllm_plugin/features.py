@@ -17,6 +17,7 @@ import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver, collect_ec_item_metadata
 
+from epd_serve.factories import as_it_is, factory
 from epd_serve.protocol.engine_notices import (
     AnyNotice,
     FeatureAnnounced,
@@ -26,9 +27,7 @@ from epd_serve.protocol.engine_notices import (
 )
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.transfer.shared_memory import SharedMemoryPeers
-from epd_serve.transfer.transport import Transport
 from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures
 from epd_serve.vllm_plugin.feature_figures import CountingConnector
 from epd_serve.vllm_plugin.feature_memory import FeatureMemory, KeptFeature
@@ -62,12 +61,6 @@ class StepFeatures(ECConnectorMetadata):
     load: dict[str, tuple[Region, KeptFeature]] = field(default_factory=dict)
 
 
-def shaped(transport: Transport, config: dict[str, Any]) -> Transport:
-    """The transport, slowed down where the deployment says so."""
-    bandwidth, latency_s = config.get("link_bytes_per_s"), config.get("link_latency_s", 0.0)
-    return ShapedTransport(transport, bandwidth, latency_s) if bandwidth or latency_s else transport
-
-
 class StoreFeatureConnector(CountingConnector):
     """``ec_connector: StoreFeatureConnector``; one object in the scheduler's process, one in each worker's."""
 
@@ -84,7 +77,7 @@ class StoreFeatureConnector(CountingConnector):
                 )
                 self._side = _SchedulerOfE(config.ec_ip, config.ec_port, describes)
             else:
-                transport = shaped(EmbeddedTransport(config.ec_ip), extra)
+                transport = factory("transport", as_it_is)(EmbeddedTransport(config.ec_ip))
                 announced = AnnouncedFeatures(transport, capacity, float(extra.get("timeout_s", 30.0)))
                 self._side = _SchedulerOfP(announced, config.ec_ip, config.ec_port)
         elif self.is_producer:

@@ -22,10 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.request import RequestStatus
 
+from epd_serve.factories import as_it_is, factory
 from epd_serve.protocol.engine_notices import WITH_PIXELS
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer, group_ends
-from epd_serve.vllm_plugin.features import shaped
 from epd_serve.vllm_plugin.kv_layout import LayerMemory, layer_memory
 from epd_serve.vllm_plugin.kv_receiving import KVReceiver, Receive
 from epd_serve.vllm_plugin.kv_sending import Chunk, KVSender
@@ -276,7 +276,7 @@ class _Worker:
             return
         trace = self._extra.get("trace")
         self._sender = KVSender(
-            shaped(transport, self._extra),
+            factory("transport", as_it_is)(transport),
             self._layers,
             GroupSizer(num_layers=len(self._layers), fixed=self._extra.get("group_layers")),
             trace=None if trace is None else Path(trace),

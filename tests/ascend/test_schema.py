@@ -18,8 +18,8 @@ require_torch_npu()
 import torch  # noqa: E402
 import torch_npu  # noqa: E402
 
-from device.ascend_versions import V1, V2, choose_attention  # noqa: E402
 from device.base import DeviceUnavailable  # noqa: E402
+from device.ops.ascend import V1, V2, choose_attention  # noqa: E402
 
 LOCK = Path(__file__).parent / "schema_lock.json"
 CALLED = (

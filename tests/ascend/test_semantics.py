@@ -27,9 +27,13 @@ import ascend_kernels  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from device.ascend_versions import V1, V2, FusedAttention  # noqa: E402
 from device.base import AttentionPlan  # noqa: E402
-from device.ops.ascend import AscendOps  # noqa: E402
+from device.ops.ascend import (  # noqa: E402
+    V1,
+    V2,
+    AscendOps,
+    FusedAttention,
+)
 
 ascend_kernels.register()
 

@@ -1,6 +1,6 @@
 """The oldest go first, and what an id ended as does not change."""
 
-from epd_serve.cache.tombstones import Tombstones
+from epd_serve.transfer.reservation import Tombstones
 
 
 def test_the_newest_are_remembered_with_how_they_ended() -> None:

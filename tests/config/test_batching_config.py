@@ -13,11 +13,7 @@ def options(config: DeploymentConfig) -> dict[str, InstanceOptions]:
 def test_without_an_slo_there_is_no_limit() -> None:
     for each in options(parse_config("")).values():
         assert (each.slo.ttft_ms, each.slo.tpot_ms, each.batching.order) == (None, None, "fcfs")
-        assert (each.batching.policy, each.batching.alpha, each.batching.encodes) == (
-            "stage-level",
-            0.5,
-            "concurrent",
-        )
+        assert (each.batching.policy, each.batching.alpha) == ("stage-level", 0.5)
 
 
 def test_batching_can_differ_by_role() -> None:
@@ -25,13 +21,13 @@ def test_batching_can_differ_by_role() -> None:
     topology: EP-D
     slo: {ttft_ms: 900, tpot_ms: 40.5}
     instances: {batching: {alpha: 0.4, order: slack}}
-    roles: {EP: {batching: {encodes: after-prefill}}, D: {batching: {policy: unlimited, order: fcfs}}}
+    roles: {D: {batching: {policy: unlimited, order: fcfs}}}
     """
     by_role = options(parse_config(text))
     prefill, decode = by_role["EP"], by_role["D"]
     assert (prefill.slo.ttft_ms, prefill.slo.tpot_ms) == (decode.slo.ttft_ms, decode.slo.tpot_ms) == (900, 40.5)
     assert (prefill.batching.order, prefill.batching.alpha) == ("slack", 0.4)
-    assert (prefill.batching.encodes, prefill.batching.policy) == ("after-prefill", "stage-level")
+    assert prefill.batching.policy == "stage-level"
     assert (decode.batching.order, decode.batching.policy, decode.batching.alpha) == ("fcfs", "unlimited", 0.4)
 
 

@@ -98,7 +98,6 @@ def test_every_setting_reaches_the_instance() -> None:
         "queue_timeout_s": 3.5,
         "lease_s": 2.5,
         "drain_s": 12,
-        "feature_prefetch": "sync",
         "memory_share": 0.25,
         "stream_priority": 3,
     }
@@ -106,7 +105,7 @@ def test_every_setting_reaches_the_instance() -> None:
         {"instances": {**values, "kv_transfer": {"transport": "shm", "group_layers": 4}}}
     )
     options = config.options_for(config.placement()[1], device="cpu", port=9001, threads=3)
-    elsewhere = {"kv_cache_bytes", "share", "kv_transfer", "link", "batching", "engine_args", "steals"}
+    elsewhere = {"kv_cache_bytes", "share", "kv_transfer", "batching", "engine_args", "steals"}
     assert set(values) | elsewhere == set(InstanceSettings.model_fields)
     assert {name: getattr(options, name) for name in values} == values
     assert (options.kv_transfer.transport, options.kv_transfer.group_layers) == ("shm", 4)

@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
         ("instances: {engine_args: {'--seed x': 1}}", "is no flag of vllm serve"),
         ("instances: {engine_args: {max-seqs: 1, max_seqs: 2}}", "max_seqs is set twice"),
         ("instances: {stream_priority: 3}", "stream_priority (of E) has no effect with engine: vllm"),
-        ("instances: {link: {bandwidth: 1GB/s}}", "set vllm.link"),
         ("roles: {D: {batching: {alpha: 0.3}}}", "batching (of D) has no effect"),
         ("feature_store: mooncake", "choose vllm.features"),
         ("topology: (E-P)-D\ninstances: {share: auto}", "auto is measured with engine: native; write a number"),

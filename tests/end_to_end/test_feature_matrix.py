@@ -10,6 +10,8 @@ import tiny_models
 from fleet import figures
 from identity import start_fleet
 
+from benchmarks.ablations.processes import environment
+
 #: So little is to be measured where budgets are searched for.
 SMALL_BUDGETS = {"image_budget_pixels": 10 * 140 * 140, "max_num_seqs": 16}
 #: Of a pool in which the eight questions cannot all run at once: sequences are preempted and go on.
@@ -19,28 +21,29 @@ CASES: dict[str, dict[str, Any]] = {
     "budgets, slack, encodes after prefill, small pool, trace": {
         "slo": {"ttft_ms": 4000, "tpot_ms": 400},
         "instances": {
-            "batching": {"order": "slack", "encodes": "after-prefill"},
+            "batching": {"order": "slack"},
             "num_blocks": SMALL_POOL,
             **SMALL_BUDGETS,
         },
         "trace": True,
+        "baselines": {"encodes": "after-prefill"},
     },
     "no budgets, shortest first, small pool, pulled KV, late features": {
         "instances": {
             "batching": {"order": "sjf", "policy": "unlimited"},
             "num_blocks": SMALL_POOL,
             "kv_transfer": {"mode": "pull"},
-            "feature_prefetch": "sync",
         },
+        "baselines": {"prefetch": "sync"},
     },
     "budgets, encodes beside decodes, layer by layer, shared weights, steps launched ahead": {
         "slo": {"tpot_ms": 400},
         "instances": {
-            "kv_transfer": {"mode": "layerwise"},
             "share_weights": True,
             "async_scheduling": "on",
             **SMALL_BUDGETS,
         },
+        "baselines": {"kv": "layerwise"},
     },
 }
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0")}
@@ -53,6 +56,8 @@ async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pyt
     if settings.pop("trace", False):
         settings["trace"] = tmp_path / "trace"
     model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
+    for name, value in environment(**settings.pop("baselines")).items():
+        monkeypatch.setenv(name, value)
     small = "num_blocks" in settings["instances"]
     async with start_fleet(model, "E-P-ED-EPD-D", **settings) as fleet:
         for _ in range(3):  # whether sequences meet in the small pool is a matter of timing

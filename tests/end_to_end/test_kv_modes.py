@@ -18,6 +18,7 @@ from fleet import Books, figures
 from pictures import noise
 from reference import Reference
 
+from benchmarks.ablations.processes import ablated
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
 
@@ -25,14 +26,15 @@ from epd_serve.launch import LocalDeployment
 WAYS = {
     "grouped-tcp": {"mode": "grouped", "transport": "tcp", "group_layers": 1},
     "grouped-shm": {"mode": "grouped", "transport": "shm", "group_layers": 2},
-    "layerwise": {"mode": "layerwise"},
-    "oneshot": {"mode": "oneshot"},
+    "layerwise": {},
+    "oneshot": {},
     "pull-tcp": {"mode": "pull", "transport": "tcp"},
 }
+BASELINES = {"layerwise": {"kv": "layerwise"}, "oneshot": {"kv": "oneshot", "prefetch": "sync"}}
 
 
 @asynccontextmanager
-async def deployed(model: str, instances: dict[str, Any]) -> AsyncIterator[LocalDeployment]:
+async def deployed(model: str, instances: dict[str, Any], **baselines: Any) -> AsyncIterator[LocalDeployment]:
     config = DeploymentConfig(
         topology="E-P-D",
         model=model,
@@ -42,7 +44,9 @@ async def deployed(model: str, instances: dict[str, Any]) -> AsyncIterator[Local
         restart="never",
         instances={"base_port": 0, "threads": 1, **instances},
     )
-    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+    with ablated(**baselines):
+        made = LocalDeployment(config, ready_timeout_s=300)
+    async with made as deployment:
         yield deployment
 
 
@@ -65,12 +69,11 @@ async def test_the_way_of_the_kv_changes_no_token_and_leaves_nothing_behind(
         "max_num_batched_tokens": 20,
         "block_size": 8,
         "kv_transfer": WAYS[way],
-        "feature_prefetch": "sync" if way == "oneshot" else "async",
-        "link": {"bandwidth": "2MB/s", "latency_ms": 5},
     }
+    baselines = BASELINES.get(way, {}) | {"bandwidth": "2MB/s", "latency_ms": 5}
     body = chat("What is this?", *images, max_tokens=12, ignore_eos=True, logprobs=True, skip_special_tokens=False)
     async with (
-        deployed(str(path), settings) as deployment,
+        deployed(str(path), settings, **baselines) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
     ):
         urls = {name: handle.url for name, handle in deployment.instances.items()}
@@ -111,8 +114,8 @@ async def _clients_leave_and_the_decode_instance_dies(
 
 async def test_a_prompt_that_is_pulled_from_a_stalled_instance_ends() -> None:
     """P is stopped while D reads: D gives its blocks back, and P throws its work away when it goes on."""
-    settings = {"lease_s": 2, "kv_transfer": {"mode": "pull"}, "link": {"bandwidth": "1MB/s"}}
-    async with deployed("demo", settings) as deployment:
+    settings = {"lease_s": 2, "kv_transfer": {"mode": "pull"}}
+    async with deployed("demo", settings, bandwidth="1MB/s") as deployment:
         handles = deployment.instances
         async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
             for number in range(0, 8, 2):  # where this process is held up, D has read all before it looks

@@ -26,7 +26,7 @@ from epd_serve.launch import Backoff, LocalDeployment
 from epd_serve.launch.ports import free_port
 from epd_serve.protocol import wire
 from epd_serve.transfer.kv_sender import Part
-from epd_serve.transfer.write_locks import is_being_written
+from epd_serve.transfer.shared_memory import is_being_written
 
 PROMPTS = ("The red circle is", "apple banana cherry", "Where is it?", "one two three")
 

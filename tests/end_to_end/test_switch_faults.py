@@ -20,7 +20,7 @@ from PIL import Image
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.demo import weights_dir
-from epd_serve.instance.peers import Peers
+from epd_serve.instance.http import Peers
 from epd_serve.launch import Backoff, LocalDeployment
 from epd_serve.launch.ports import free_port
 from epd_serve.protocol import wire

@@ -14,13 +14,14 @@ import pytest
 import tiny_models
 from pictures import noise, png
 
+from benchmarks.ablations.encodes import EncodeGate, PrefillMarkingEngine, may_encode
+from epd_serve import factories
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import BatchingConfig, SLOConfig
 from epd_serve.engine import profile
 from epd_serve.engine.profile import Measurements, cache_dir
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol import wire
-from epd_serve.sched.encode import EncodeGate
 from epd_serve.types import Role, SamplingParams
 
 
@@ -182,23 +183,25 @@ async def test_orders_serve_all(model: Path) -> None:
             assert await answer(instance, "b", 100) == first, "with its prefix cached"
 
 
-async def test_encodes_can_wait_for_prefills(model: Path) -> None:
+async def test_encodes_can_wait_for_prefills(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factories, "_REGISTERED", {"engine": PrefillMarkingEngine, "may encode": may_encode})
     request = wire.EncodeRequest(
         request_id="a",
         ref=wire.MediaRef(mm_hash="0" * 64, width=64, height=48),
         media=png(noise(1, (64, 48))),
         announce_to="",
     )
-    async with started(options(model, "EPD", batching=BatchingConfig(encodes="after-prefill"))) as instance:
-        assert instance.language is not None
-        instance.language.engine.is_prefilling = True
+    async with started(options(model, "EPD")) as instance:
+        engine = instance.language and instance.language.engine
+        assert isinstance(engine, PrefillMarkingEngine)
+        engine.is_prefilling = True
         encode = asyncio.create_task(instance.encodes()._encoded(request))
         done, _ = await asyncio.wait([encode], timeout=0.3)
         assert not done, "it did not wait"
-        instance.language.engine.is_prefilling = False
+        engine.is_prefilling = False
         assert (await asyncio.wait_for(encode, 300)).feature.shape[0] > 0
         assert b'"completion_tokens":6' in await answer(instance, "b", 40)
-        assert not instance.language.engine.is_prefilling
+        assert not engine.is_prefilling
 
 
 # ---------------------------------------------------------------------- the file

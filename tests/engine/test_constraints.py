@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from epd_serve.demo import weights_dir
 from epd_serve.engine.constraints import restrict
 from epd_serve.engine.grammar import Grammars
-from epd_serve.engine.sampling_kernels import Row
+from epd_serve.engine.sampler import Row
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.tool_format import ToolCallReader
 from epd_serve.request import Sequence

@@ -18,7 +18,7 @@ from reference import Reference
 
 from device.cpu import CpuDevice
 from device.graphs import EagerRunner
-from epd_serve.engine.events import FailureEvent
+from epd_serve.engine.hooks import FailureEvent
 from epd_serve.errors import InvalidRequest
 from epd_serve.sched.language import Budget, ScheduleOutput
 

@@ -18,13 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks, hash_blocks
 from epd_serve.engine.engine import Engine
-from epd_serve.engine.events import EngineEvent, FailureEvent, PromptEvent, TokenEvent
-from epd_serve.engine.hooks import EngineHooks
+from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, PromptEvent, TokenEvent
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.errors import InvalidRequest
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.language import Budget, ScheduleOutput
-from epd_serve.sched.turns import Asker
+from epd_serve.sched.queues import Asker
 from epd_serve.types import MediaSpan, SamplingParams
 
 EOS = 0

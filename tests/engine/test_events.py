@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from epd_serve.engine.events import EngineEvent, FailureEvent, Listeners
+from epd_serve.engine.hooks import EngineEvent, FailureEvent, Listeners
 
 
 def test_an_answer_that_cannot_be_written_fails_alone() -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.ablations.kv_push import LAYER_GROUPS
 from epd_serve.engine.step_loop import KVPush
 from epd_serve.protocol.wire import Region, ReserveReply
 from epd_serve.request import Sequence as Prompt
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import OutgoingTransfer, Part
-from epd_serve.types import KVMode, SamplingParams
+from epd_serve.types import SamplingParams
 
 BLOCK_SIZE = 4
 
@@ -53,14 +54,14 @@ def outgoing(sequence: Prompt, region_name: str, num_cached: int) -> OutgoingTra
 
 
 @given(
-    mode=st.sampled_from(get_args(KVMode)),
+    mode=st.sampled_from(["grouped", "pull", *LAYER_GROUPS]),
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=3),
     chunk=st.integers(1, 20),
     num_layers=st.integers(1, 7),
     group=st.integers(1, 8),
 )
 def test_what_arrives(
-    mode: KVMode, lengths: list[tuple[int, int, int]], chunk: int, num_layers: int, group: int
+    mode: str, lengths: list[tuple[int, int, int]], chunk: int, num_layers: int, group: int
 ) -> None:
     sender: Any = Sender(num_layers, group)
     sequences = [prompt(f"s{i}", length, 100 * i) for i, (length, _, _) in enumerate(lengths)]
@@ -73,12 +74,12 @@ def test_what_arrives(
     written: dict[tuple[str, int], set[int]] = {}
     push = KVPush(
         sender=sender,
-        mode=mode,
         num_layers=num_layers,
         block_size=BLOCK_SIZE,
         layer_bytes=8,
         record_event=lambda: lambda: events.append(1),
         clock=lambda: 5.0,
+        layer_groups=LAYER_GROUPS.get(mode),
     )
     while any(sequence.num_uncomputed for sequence in sequences):
         prefills = [(s, min(chunk, s.num_uncomputed)) for s in sequences if s.num_uncomputed]
@@ -118,7 +119,6 @@ def test_a_step_that_sends_nothing_marks_nothing() -> None:
     sequence = prompt("s", 5, 0)
     push = KVPush(
         sender=sender,
-        mode="grouped",
         num_layers=2,
         block_size=BLOCK_SIZE,
         layer_bytes=8,

@@ -12,7 +12,7 @@ from PIL import Image
 from reference import Reference
 
 from epd_serve.cache.block_pool import num_blocks_for
-from epd_serve.engine.events import EngineEvent, PromptEvent, TokenEvent
+from epd_serve.engine.hooks import EngineEvent, PromptEvent, TokenEvent
 from epd_serve.request import Sequence
 from epd_serve.sched.language import Budget
 

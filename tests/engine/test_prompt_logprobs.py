@@ -10,7 +10,7 @@ import torch
 from engine_bench import EngineBench as Bench
 from transformers import AutoModelForImageTextToText
 
-from epd_serve.engine.events import TokenEvent
+from epd_serve.engine.hooks import TokenEvent
 from epd_serve.request import Sequence
 from epd_serve.sched.language import Budget
 

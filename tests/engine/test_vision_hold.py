@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from epd_serve.engine.dual_stream import VisionHold
-from epd_serve.sched.vision_first import VisionFirst
+from epd_serve.sched.encode import VisionFirst
 
 
 def test_a_step_waits_while_there_are_images_and_not_for_ever() -> None:

@@ -25,7 +25,7 @@ from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
-from epd_serve.sched.handoff_batcher import HandoffBatcher
+from epd_serve.sched.encode import HandoffBatcher
 from epd_serve.telemetry.span import Span
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore

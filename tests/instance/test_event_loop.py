@@ -21,12 +21,11 @@ from transformers import AutoTokenizer
 from device.registry import get_device
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
-from epd_serve.engine.events import Listeners, TokenEvent
+from epd_serve.engine.hooks import Listeners, TokenEvent
 from epd_serve.engine.sampler import SampledToken
-from epd_serve.instance.answer import Answer
+from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.detokenizer import Vocabulary
 from epd_serve.instance.encode import EncodeService
-from epd_serve.instance.generation import Generation
 from epd_serve.instance.http import ControlApp, Event, Reply
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.instance.request_processor import RequestProcessor

@@ -10,8 +10,8 @@ import pytest
 
 from epd_serve.config import InstanceOptions
 from epd_serve.demo import weights_dir
+from epd_serve.instance.http import Peers
 from epd_serve.instance.instance import Instance
-from epd_serve.instance.peers import Peers
 from epd_serve.types import Role
 
 
@@ -34,7 +34,7 @@ async def test_a_start_that_fails_leaves_no_session_open(change: dict[str, Any],
     instance = Instance(options)
     with pytest.raises(ValueError, match=message):
         await instance.start()
-    instance._transport.close()
+    instance.transport.close()
     del instance
     gc.collect()
     assert complaints == []

@@ -18,7 +18,7 @@ from fleet import Books
 from services import language_of, serving
 from stage_requests import Frame, request, without_logprobs
 
-from epd_serve.engine.events import EngineEvent, TokenEvent
+from epd_serve.engine.hooks import EngineEvent, TokenEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, KV_HELD, ServeError, Unavailable
 from epd_serve.instance import migration as migration_module
 from epd_serve.instance.http import BrokenStream, Reply

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from epd_serve.engine.events import EngineEvent, PromptEvent
+from epd_serve.engine.hooks import EngineEvent, PromptEvent
 from epd_serve.engine.sampler import SampledToken
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver

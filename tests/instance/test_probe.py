@@ -23,7 +23,7 @@ from epd_serve.protocol.frames import END, pack
 async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     async with serving(path, "EPD") as instance:
-        engine, tower = instance.language.engine, instance._encode  # type: ignore[union-attr]
+        engine, tower = instance.language.engine, instance.encode  # type: ignore[union-attr]
         before = engine.num_steps
         await instance.probe(60)
         assert engine.num_steps > before

@@ -15,11 +15,10 @@ from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import DECODE_DRAINING, InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.kv_delivery import PullDelivery, Pulls
-from epd_serve.instance.refusals import left
+from epd_serve.instance.lifecycle import left
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence as Prompt
-from epd_serve.transfer.transport import Piece, TransferError
-from epd_serve.transfer.write_gate import WriteGate
+from epd_serve.transfer.transport import Piece, TransferError, WriteGate
 from epd_serve.types import SamplingParams
 
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from epd_serve.errors import InstanceFailed, Unavailable
-from epd_serve.instance.refusals import Refusals, moved
+from epd_serve.instance.lifecycle import Refusals, moved
 
 
 async def test_a_call_is_refused_once_however_often_it_is_asked() -> None:

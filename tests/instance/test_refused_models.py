@@ -93,4 +93,4 @@ async def started(path: Path, role: str, change: Callable[[Path], None]) -> None
     finally:
         assert not instance.ready
         if hasattr(instance, "_transport"):
-            instance._transport.close()
+            instance.transport.close()

@@ -18,8 +18,8 @@ from services import answering, held, serving
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember, remembered
 from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
+from epd_serve.instance.http import Peers
 from epd_serve.instance.instance import Instance
-from epd_serve.instance.peers import Peers
 from epd_serve.protocol import frames, wire
 from epd_serve.topology import SwitchState
 from epd_serve.types import Role, SamplingParams
@@ -185,7 +185,7 @@ async def test_what_a_failed_rebuild_has_made_is_kept_or_given_back(tmp_path: Pa
 
 
 def num_slabs(instance: Instance) -> int:
-    return len(instance._transport._slabs)  # type: ignore[attr-defined]
+    return len(instance.transport._slabs)  # type: ignore[attr-defined]
 
 
 async def test_an_encoder_has_the_settings_of_its_new_role(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ async def test_an_encoder_has_the_settings_of_its_new_role(tmp_path: Path) -> No
 
 
 def capacity(instance: Instance) -> int:
-    return instance._store._allocator.capacity  # type: ignore[attr-defined]
+    return instance.store._allocator.capacity  # type: ignore[attr-defined]
 
 
 def test_the_role_outlives_the_process(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from epd_serve.config import InstanceOptions
 from epd_serve.errors import Conflict
 from epd_serve.instance.lifecycle import Lifecycle
+from epd_serve.instance.reports import Reporter
 from epd_serve.protocol import wire
 from epd_serve.types import Role
 
@@ -22,13 +23,12 @@ class Stages:
     def __init__(self, when_asked: Callable[[], object]) -> None:
         self.options = InstanceOptions(name="p0", role=Role.parse("P"), model=Path("m"), served_model_name="m")
         self.draining = False
+        self.reports = Reporter(wire.Load, lambda: None)
         self.when_asked = when_asked
         self.num_asked = 0
         self.rebuilt: list[str] = []
 
     def check_ready(self) -> None: ...
-
-    def state_changed(self) -> None: ...
 
     def send_away(self, *, begun: bool, late: bool) -> None: ...
 

@@ -139,7 +139,7 @@ def test_devices_decide_who_can_become_what(tmp_path: Path) -> None:
     ]
     alone = holdings(tmp_path, f"topology: EPD\ndevices: [cuda:0]\n{FREE}")
     with pytest.raises(ChangeImpossible, match="list another device"):
-        steps(alone, "topology: EPD\ndevices: [cuda:0]\ninstances: {base_port: 0, link: {latency_ms: 1}}")
+        steps(alone, "topology: EPD\ndevices: [cuda:0]\ninstances: {base_port: 0, media_cpu_s: 1}")
 
 
 def test_on_npus_every_process_has_ports_of_its_own(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from pictures import LIMITS
 from PIL import Image
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.media.essentials import essentials
 from epd_serve.media.picture import FORMATS, exif_orientation, open_image, pixel_size, plain_size
+from epd_serve.media.structure import essentials
 from proxy.media.loader import mm_hash, parse_data_url
 
 

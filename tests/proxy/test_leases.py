@@ -15,7 +15,7 @@ from servers import served
 
 from epd_serve.errors import Conflict
 from epd_serve.instance.http import ControlHttp
-from epd_serve.instance.joining import Joining
+from epd_serve.instance.main import Joining
 from epd_serve.rpc.cluster import ClusterLinks
 from proxy.fleet.leases import Leases
 

@@ -19,8 +19,7 @@ from epd_serve.sched.budget import (
     work_done,
 )
 from epd_serve.sched.language import Budget, ScheduleOutput, schedule
-from epd_serve.sched.queues import Queues
-from epd_serve.sched.turns import Asker
+from epd_serve.sched.queues import Asker, Queues
 from epd_serve.types import Role, SamplingParams
 
 COST = StepCost(base_s=0.01, token_s=1e-4, sequence_s=5e-4, context_s=1e-6, pair_s=2e-7)

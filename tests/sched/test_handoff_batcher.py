@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.sched.handoff_batcher import HandoffBatcher
-from epd_serve.sched.vision_first import VisionFirst
+from epd_serve.sched.encode import HandoffBatcher, VisionFirst
 from epd_serve.sim.clock import Clock
 
 

@@ -14,8 +14,7 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.budget import StepCost, StepPace
 from epd_serve.sched.language import Budget
-from epd_serve.sched.queues import Queues
-from epd_serve.sched.turns import Asker, Claim, in_turn
+from epd_serve.sched.queues import Asker, Claim, Queues, in_turn
 from epd_serve.types import SamplingParams
 
 

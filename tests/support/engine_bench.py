@@ -17,8 +17,7 @@ from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import decode_graph_sizes
 from epd_serve.engine.engine import Engine
-from epd_serve.engine.events import EngineEvent, TokenEvent
-from epd_serve.engine.hooks import EngineHooks
+from epd_serve.engine.hooks import EngineEvent, EngineHooks, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.step import StepExecutor

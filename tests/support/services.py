@@ -12,10 +12,9 @@ import uvicorn
 from servers import served
 
 from epd_serve.config import InstanceOptions
-from epd_serve.instance.http import ControlApp
+from epd_serve.instance.http import ControlApp, Peers
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.language_engine import LanguageEngine
-from epd_serve.instance.peers import Peers
 from epd_serve.launch.ports import free_port
 from epd_serve.protocol import wire
 from epd_serve.types import Role

@@ -138,6 +138,7 @@ def _become(wanted: dict[str, Any], descriptors: list[int], parent: int, usable:
         os.close(source)
     fork_server.become(fork_server.Fork(command=[], environment=wanted["environment"], log=wanted["log"]), parent)
     die_with_parent(parent)
+    sys.path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if OWN_HOST in os.environ:
         _enter_host(os.environ[OWN_HOST])
     link = fork_server.orders_over(socket.socket(fileno=wanted["numbers"][0]))

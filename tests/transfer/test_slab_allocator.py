@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.transfer.slab_allocator import SlabAllocator
+from epd_serve.transfer.shared_memory import SlabAllocator
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 700)), max_size=60))

@@ -14,8 +14,7 @@ from epd_serve.protocol.wire import KVLayout, Region, ReserveRequest
 from epd_serve.transfer.reservation import ReservationTable
 from epd_serve.transfer.tcp import HEADER, PIECE, TcpPeers
 from epd_serve.transfer.tcp_server import TcpServer
-from epd_serve.transfer.transport import TransferError
-from epd_serve.transfer.write_gate import WriteGate
+from epd_serve.transfer.transport import TransferError, WriteGate
 
 TIMEOUT_S = 1.5
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")

@@ -22,8 +22,8 @@ from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.embedded import Path as TransportPath
 from epd_serve.transfer.reservation import ReservationState, ReservationTable
+from epd_serve.transfer.shared_memory import WriteLocks, is_being_written
 from epd_serve.transfer.transport import TransferError
-from epd_serve.transfer.write_locks import WriteLocks, is_being_written
 
 LEASE_S = 120.0
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.transport import Piece, Slab, Transport
-from epd_serve.transfer.write_gate import WriteGate
+from epd_serve.transfer.transport import Piece, Slab, Transport, WriteGate
 
 
 class ShapedTransport:
@@ -80,3 +80,26 @@ class ShapedTransport:
                     del self._free_at[other]
         while (left := done - self._clock()) > 0:
             self._sleep(left)
+
+
+class SlowEngine:
+    """A Mooncake transfer engine over one slow link to each peer, as :class:`ShapedTransport`."""
+
+    def __init__(self, engine: Any, bytes_per_s: float | None, latency_s: float) -> None:
+        self._engine = engine
+        self._s_per_byte = 1 / bytes_per_s if bytes_per_s else 0.0
+        self._latency_s = latency_s
+        self._lock = threading.Lock()
+        self._free_at: dict[str, float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def batch_transfer_sync_write(self, peer: str, sources: Any, targets: Any, sizes: Any) -> Any:
+        start = time.monotonic()
+        result = self._engine.batch_transfer_sync_write(peer, sources, targets, sizes)
+        with self._lock:
+            done = max(start + self._latency_s, self._free_at.get(peer, 0.0)) + sum(sizes) * self._s_per_byte
+            self._free_at[peer] = done
+        time.sleep(max(0.0, done - time.monotonic()))
+        return result

@@ -1,0 +1,76 @@
+"""Baselines of the papers in place of an instance's own parts, for the processes of a deployment.
+
+A deployment that is made within :func:`ablated` has its processes import this module, which registers them
+(:mod:`epd_serve.factories`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from epd_serve.config.sizes import parse_rate
+from epd_serve.factories import PLUGINS, register
+
+_SETTINGS = "EPD_SERVE_ABLATION"
+_ROOT = Path(__file__).parents[2]
+
+
+def environment(**settings: Any) -> dict[str, str]:
+    """The variables of processes that are to have the baselines of :func:`use`."""
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    return {PLUGINS: __name__, _SETTINGS: json.dumps(settings), "PYTHONPATH": path}
+
+
+@contextmanager
+def ablated(**settings: Any) -> Iterator[None]:
+    """Within, deployments are made whose processes have the baselines of :func:`use`, if there are any."""
+    with patch.dict(os.environ, environment(**settings) if any(settings.values()) else {}):
+        yield
+
+
+def use(
+    kv: str = "",
+    prefetch: str = "",
+    encodes: str = "",
+    bandwidth: int | str | None = None,
+    latency_ms: float = 0.0,
+) -> None:
+    """Register baselines in this process.
+
+    Args:
+        kv: ``layerwise`` sends single layers of single prompts, ``oneshot`` a whole prompt at its end.
+        prefetch: with ``sync`` a feature is fetched when a step needs it.
+        encodes: with ``after-prefill`` encodes wait until no prompt is computed, a second at most.
+        bandwidth, latency_ms: of the link between two instances, such as 2GB/s, and of each transfer; what goes
+            through Mooncake Store is not slowed down.
+    """
+    # imported here: a process of vLLM may lack what an instance has
+    if kv:
+        from benchmarks.ablations.kv_push import LAYER_GROUPS
+
+        register("layer groups", LAYER_GROUPS[kv])
+    if prefetch == "sync":
+        from benchmarks.ablations.features import FeaturesWhenDue
+
+        register("features", FeaturesWhenDue)
+    if encodes == "after-prefill":
+        from benchmarks.ablations.encodes import PrefillMarkingEngine, may_encode
+
+        register("engine", PrefillMarkingEngine)
+        register("may encode", may_encode)
+    if bandwidth or latency_ms:
+        from benchmarks.ablations.links import ShapedTransport, SlowEngine
+
+        bytes_per_s, latency_s = None if bandwidth is None else parse_rate(bandwidth), latency_ms / 1000
+        register("transport", lambda transport: ShapedTransport(transport, bytes_per_s, latency_s))
+        register("mooncake engine", lambda engine: SlowEngine(engine, bytes_per_s, latency_s))
+
+
+if _SETTINGS in os.environ:
+    use(**json.loads(os.environ[_SETTINGS]))
