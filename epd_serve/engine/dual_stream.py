@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from device.base import Device
 from epd_serve.config import InstanceOptions
@@ -235,15 +234,6 @@ class LanguageStream:
             self.on_pause()
 
 
-class Encodes(Protocol):
-    """The part of :class:`~epd_serve.instance.encode.EncodeService` that the streams call."""
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    def reconsider(self) -> None: ...
-
-
 class DualStream:
     """Both streams of one instance, made from its options and its device.
 
@@ -268,13 +258,6 @@ class DualStream:
             is_busy=lambda: self.language.is_busy,
             clock=clock,
         )
-
-    def put_vision_first(self, encodes: Encodes | None) -> None:
-        """Let steps of the language model wait for these encodes; None: for nothing."""
-        if encodes is None:
-            self.language.hold = None
-        else:
-            self.language.hold = VisionHold(lambda: encodes.num_waiting, encodes.reconsider)
 
     def figures(self) -> PaceFigures:
         return PaceFigures(paused_s=self.tower.paused_s, slack=self.language.slack)

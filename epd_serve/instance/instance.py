@@ -21,7 +21,7 @@ from epd_serve.config import InstanceOptions
 from epd_serve.config.model_files import check_model_files
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.engine.batching import Batching, measurements
-from epd_serve.engine.dual_stream import DualStream
+from epd_serve.engine.dual_stream import DualStream, VisionHold
 from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
 from epd_serve.errors import DRAINING, Unavailable
 from epd_serve.factories import factory
@@ -34,7 +34,7 @@ from epd_serve.instance.http import Peers
 from epd_serve.instance.kv_delivery import Pulls
 from epd_serve.instance.language_engine import LanguageEngine, end_process
 from epd_serve.instance.language_weights import LanguageWeights
-from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, left
+from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, SwitchState, left
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.rates import StageRates
@@ -51,7 +51,6 @@ from epd_serve.telemetry.otel import StageExport, span_export
 from epd_serve.telemetry.span import SpanStream
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.telemetry.trace_file import TraceWriter
-from epd_serve.topology import SwitchState
 from epd_serve.transfer.feature_store import FeatureStore
 from epd_serve.transfer.shared_memory import host_id
 from epd_serve.types import Role
@@ -142,7 +141,10 @@ class Instance:
     async def _build(self) -> None:
         """The stages of the role, out of what is there of them."""
         options, role = self.options, self.options.role
-        self.streams.put_vision_first(self.encode if options.steals else None)
+        encode = self.encode
+        self.streams.language.hold = (
+            VisionHold(lambda: encode.num_waiting, encode.reconsider) if options.steals else None
+        )
         self.batching = Batching(options, measurements(options, self.device, self.fingerprint))
         self.encode.serve(
             self.store,

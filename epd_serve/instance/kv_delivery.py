@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable
 from typing import Protocol
 
@@ -42,10 +43,55 @@ class Delivery(Protocol):
         ...
 
 
-class Deliveries(Protocol):
-    """Makes the delivery of one request's KV to the decode instance at a URL."""
+#: Makes the delivery of one request's KV to the decode instance at a URL.
+Deliveries = Callable[[wire.ReserveRequest, Sequence, str], Delivery]
 
-    def __call__(self, reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> Delivery: ...
+
+def reserve_request(
+    sequence: Sequence, num_generated: int, layout: wire.KVLayout, lease_s: float, request_id: str = ""
+) -> wire.ReserveRequest:
+    """Ask for blocks for a prompt and the first ``num_generated`` tokens of its answer.
+
+    Args:
+        request_id: the decode instance's, where it is not that of the sequence.
+    """
+    num_tokens, sampling = len(sequence.prompt_ids) + num_generated, sequence.sampling
+    return wire.ReserveRequest(
+        transfer_id=uuid.uuid4().hex,
+        request_id=request_id or sequence.request_id,
+        num_prompt_tokens=num_tokens,
+        max_tokens=sequence.max_tokens - num_generated,
+        num_sequences=sequence.num_sequences,
+        block_hashes=sequence.block_hashes,
+        layout=layout,
+        lease_s=lease_s,
+        priority=sampling.priority,
+        key=sampling.key,
+        group=sampling.group,
+    )
+
+
+def handoff_of(
+    reserved: wire.ReserveRequest,
+    sequence: Sequence,
+    generated: list[int],
+    first: list[wire.FirstToken],
+    output: wire.OutputOptions,
+    logprobs: dict[int, wire.TokenLogprob],
+) -> wire.Handoff:
+    """The request as the decode instance takes it over: ``first`` follow what has KV."""
+    return wire.Handoff(
+        transfer_id=reserved.transfer_id,
+        request_id=reserved.request_id,
+        prompt_ids=sequence.prompt_ids,
+        position_delta=sequence.position_delta,
+        sampling=sequence.sampling,
+        max_tokens=sequence.max_tokens,
+        output=output,
+        first=first,
+        generated=generated,
+        logprobs=logprobs,
+    )
 
 
 class PushDelivery:

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING
 
 from epd_serve.config.role_files import in_role
@@ -27,11 +27,79 @@ from epd_serve.errors import (
 )
 from epd_serve.instance.http import Handler, Reply
 from epd_serve.protocol import wire
-from epd_serve.topology import RoleSwitch, SwitchState
 from epd_serve.types import Role
 
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
+
+
+class SwitchState(StrEnum):
+    """The states of an instance's change of role."""
+
+    SERVING = "SERVING"
+    DRAINING = "DRAINING"  # takes nothing new; what is here ends, or goes on elsewhere
+    REBUILDING = "REBUILDING"  # is empty; stages and caches of the other role are made
+
+
+_ALLOWED: dict[SwitchState, frozenset[SwitchState]] = {
+    SwitchState.SERVING: frozenset({SwitchState.DRAINING}),
+    SwitchState.DRAINING: frozenset({SwitchState.SERVING, SwitchState.REBUILDING}),
+    SwitchState.REBUILDING: frozenset({SwitchState.SERVING}),
+}
+
+
+class RoleSwitch:
+    """The role of one instance, and the change from one role to the next (001 EPD, section 3.2.4).
+
+    It has no clock and no I/O.
+
+    Attributes:
+        role: the role that it serves, or served last.
+        wanted: the role that it is to serve; ``role`` while no switch is ordered.
+        epoch: number of times its stages were rebuilt; a new epoch makes callers' knowledge of its caches void.
+    """
+
+    __slots__ = ("epoch", "role", "state", "wanted")
+
+    def __init__(self, role: Role) -> None:
+        self.role = self.wanted = role
+        self.state = SwitchState.SERVING
+        self.epoch = 0
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state is SwitchState.SERVING
+
+    def order(self, role: Role) -> None:
+        """SERVING → DRAINING."""
+        assert role != self.role, f"it has role {role}"
+        self._enter(SwitchState.DRAINING)
+        self.wanted = role
+
+    def call_back(self) -> None:
+        """DRAINING → SERVING, in the old role: nothing has changed."""
+        assert self.state is SwitchState.DRAINING, "what is being rebuilt is rebuilt to its end"
+        self.wanted = self.role
+        self._enter(SwitchState.SERVING)
+
+    def drained(self) -> None:
+        """DRAINING → REBUILDING."""
+        self._enter(SwitchState.REBUILDING)
+
+    def rebuilt(self, role: Role) -> None:
+        """REBUILDING → SERVING, in the role that was wanted or, where that failed, in the old one."""
+        assert self.state is SwitchState.REBUILDING and role in (self.role, self.wanted)
+        self.role = self.wanted = role
+        self.epoch += 1
+        self._enter(SwitchState.SERVING)
+
+    def check(self) -> None:
+        """Raise AssertionError unless state and roles agree."""
+        assert (self.wanted == self.role) == self.is_serving, f"{self.state}: {self.role}, wanted {self.wanted}"
+
+    def _enter(self, state: SwitchState) -> None:
+        assert state in _ALLOWED[self.state], f"{self.state} → {state}"
+        self.state = state
 
 
 @dataclass(eq=False, slots=True)

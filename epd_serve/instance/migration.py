@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +17,9 @@ from functools import partial
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.engine.engine import Engine
 from epd_serve.errors import DRAINING, KV_HELD, InstanceFailed, InvalidRequest, ServeError, Unavailable
-from epd_serve.instance.answer import Answer, Generation
+from epd_serve.instance.answer import Generation
 from epd_serve.instance.http import BrokenStream, Reply
-from epd_serve.instance.kv_delivery import Deliveries, Delivery
+from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, reserve_request
 from epd_serve.instance.lifecycle import Refusals, left, moved
 from epd_serve.instance.prefill import NEXT_DECODE
 from epd_serve.protocol import chunks, frames, wire
@@ -115,8 +114,14 @@ class Migrations:
             # P's first token may still be on its way to the gateway, and the other would not give it again
             self._engine.transferred(sequence)
             raise left(self._name)
-        handoff = _handoff(request.request_id, sequence, held.generation.answer)
-        delivery = self._deliver(self._reservation(handoff, sequence), sequence, request.decode_url)
+        # the KV of all tokens but the last is there, as it is of a prompt behind its first token
+        *generated, last = sequence.output_ids
+        reserve = reserve_request(sequence, len(generated), self._layout, self._lease_s, request.request_id)
+        answer = held.generation.answer
+        handoff = handoff_of(
+            reserve, sequence, generated, [wire.FirstToken(last)], answer.options, answer.unsent_logprobs
+        )
+        delivery = self._deliver(reserve, sequence, request.decode_url)
         try:
             async with self._moves.call(lambda: True):
                 longest = len(sequence.prompt_ids) + sequence.max_tokens
@@ -167,21 +172,6 @@ class Migrations:
         if held.sequence is not None:
             self._engine.transferred(held.sequence)
 
-    def _reservation(self, handoff: wire.Handoff, sequence: Sequence) -> wire.ReserveRequest:
-        return wire.ReserveRequest(
-            transfer_id=handoff.transfer_id,
-            request_id=handoff.request_id,
-            num_prompt_tokens=handoff.num_tokens,
-            max_tokens=handoff.max_tokens - len(handoff.generated),
-            num_sequences=1,
-            block_hashes=sequence.block_hashes,
-            layout=self._layout,
-            lease_s=self._lease_s,
-            priority=handoff.sampling.priority,
-            key=handoff.sampling.key,
-            group=handoff.sampling.group,
-        )
-
     def _push(self, move: _Move) -> None:
         transfer = move.delivery.transfer
         if transfer.target is None:
@@ -212,20 +202,3 @@ class Migrations:
         move.delivery.stop()
         self._sender.fence(move.delivery.transfer, lambda _: self._engine.transferred(move.sequence))
         self._spawn(asyncio.create_task(move.delivery.withdraw("")))
-
-
-def _handoff(request_id: str, sequence: Sequence, answer: Answer) -> wire.Handoff:
-    """The KV of all tokens but the last is there, as it is of a prompt behind its first token."""
-    *generated, last = sequence.output_ids
-    return wire.Handoff(
-        transfer_id=uuid.uuid4().hex,
-        request_id=request_id,
-        prompt_ids=sequence.prompt_ids,
-        position_delta=sequence.position_delta,
-        sampling=sequence.sampling,
-        max_tokens=sequence.max_tokens,
-        output=answer.options,
-        first=[wire.FirstToken(last)],
-        generated=generated,
-        logprobs=answer.unsent_logprobs,
-    )

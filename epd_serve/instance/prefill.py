@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +16,7 @@ from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, Invali
 from epd_serve.instance.answer import Answer, Generation, check_constraint
 from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.http import JSON, BrokenStream, Reply
-from epd_serve.instance.kv_delivery import Deliveries, Delivery
+from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, reserve_request
 from epd_serve.instance.lifecycle import Refusals, moved
 from epd_serve.instance.prompt import Prompt, PromptProcessor
 from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor, Wanted
@@ -40,20 +39,20 @@ class _Handover:
     """A request that another instance decodes."""
 
     request: wire.PrefillRequest
-    prompt: Prompt
     sequence: Sequence
     delivery: Delivery
+    started: asyncio.Future[None]
     first: asyncio.Future[PromptEvent]
     confirmed: bool = False
     given_up: bool = False
 
     def feed(self, event: EngineEvent) -> None:
-        if self.first.done():
-            return
-        if isinstance(event, PromptEvent):
+        if isinstance(event, PromptEvent) and not self.first.done():
             self.first.set_result(event)
-        elif isinstance(event, FailureEvent):
+        elif isinstance(event, FailureEvent) and not self.first.done():
             self.first.set_exception(event.error)
+        if not self.started.done():
+            self.started.set_result(None)
 
 
 class PrefillService:
@@ -277,25 +276,20 @@ class PrefillService:
         features: asyncio.Task[None],
     ) -> Reply:
         sequence = self._sequence(request, prompt, answer, hand_off=True)
-        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        reserve = reserve_request(sequence, len(request.generated), self._layout, self._lease_s)
+        loop = asyncio.get_running_loop()
         work = _Handover(
             request=request,
-            prompt=prompt,
             sequence=sequence,
-            delivery=self._deliver(self._reservation(request, prompt), sequence, decode_url),
-            first=asyncio.get_running_loop().create_future(),
+            delivery=self._deliver(reserve, sequence, decode_url),
+            started=loop.create_future(),
+            first=loop.create_future(),
         )
-
-        def feed(event: EngineEvent) -> None:
-            work.feed(event)
-            if not started.done():
-                started.set_result(None)
-
-        await work.delivery.open(feed)
+        await work.delivery.open(work.feed)
         try:
-            self._listen(request.request_id, feed)
+            self._listen(request.request_id, work.feed)
             self._submit(request, sequence, work.delivery.transfer)
-            await self._started(request, started, features)
+            await self._started(request, work.started, features)
             event = await work.first
             check_constraint(event.sequence)
             answer.learn(event.sequence.logprobs)
@@ -314,29 +308,23 @@ class PrefillService:
                 body=body + answer.end(),
                 on_close=lambda: self._close_handover(work),
             )
-        first = [
-            wire.FirstToken(
-                token_id=token.token_id,
-                logprob=token.logprob,
-                finish_reason=reason,
-            )
-            for token, reason in event.tokens
-        ]
+        first = [wire.FirstToken(token.token_id, token.logprob, reason) for token, reason in event.tokens]
+        handoff = handoff_of(reserve, sequence, request.generated, first, request.output, answer.unsent_logprobs)
         return Reply(
             headers=(*(frames.HEADERS if request.output.stream else ()), NEXT_DECODE),
-            stream=self._first_then_handoff(body, work, first, answer.unsent_logprobs),
+            stream=self._first_then_handoff(body, work, handoff),
             on_close=lambda: self._close_handover(work),
         )
 
     async def _first_then_handoff(
-        self, body: bytes, work: _Handover, first: list[wire.FirstToken], logprobs: dict[int, wire.TokenLogprob]
+        self, body: bytes, work: _Handover, handoff: wire.Handoff
     ) -> AsyncGenerator[bytes, None]:
         """The first token at once; the stream ends in order only when D has taken over."""
         yield body
         transfer = work.delivery.transfer
         try:
             async with self._refusals.call(lambda: True, moved):
-                await work.delivery.hand_over(self._handoff(work, first, logprobs))
+                await work.delivery.hand_over(handoff)
             self._timeline.handed_over(work.request.request_id)
             work.confirmed = True
             self._delivered(transfer)
@@ -354,37 +342,6 @@ class PrefillService:
             elif error.code == PEER_UNREACHABLE:
                 yield error.to_json()
             raise BrokenStream(error.message) from error
-
-    def _handoff(
-        self, work: _Handover, first: list[wire.FirstToken], logprobs: dict[int, wire.TokenLogprob]
-    ) -> wire.Handoff:
-        return wire.Handoff(
-            transfer_id=work.delivery.transfer.transfer_id,
-            request_id=work.request.request_id,
-            prompt_ids=work.prompt.ids,
-            position_delta=work.prompt.position_delta,
-            sampling=work.prompt.sampling,
-            max_tokens=work.prompt.max_tokens,
-            output=work.request.output,
-            first=first,
-            generated=work.request.generated,
-            logprobs=logprobs,
-        )
-
-    def _reservation(self, request: wire.PrefillRequest, prompt: Prompt) -> wire.ReserveRequest:
-        return wire.ReserveRequest(
-            transfer_id=uuid.uuid4().hex,
-            request_id=request.request_id,
-            num_prompt_tokens=len(prompt.ids) + len(request.generated),
-            max_tokens=prompt.max_tokens - len(request.generated),
-            num_sequences=request.sampling.n,
-            block_hashes=prompt.block_hashes,
-            layout=self._layout,
-            lease_s=self._lease_s,
-            priority=request.sampling.priority,
-            key=request.sampling.key,
-            group=request.sampling.group,
-        )
 
     def _close_handover(self, work: _Handover) -> None:
         if work.confirmed:

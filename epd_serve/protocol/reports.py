@@ -87,7 +87,7 @@ class InstanceInfo(Message, frozen=True):
         tokens_per_pixel: of the model's features, about; a feature has ``feature_token_bytes`` for each token.
         steals: it encodes, and gets prompts only by taking them from the queues of others.
         epoch: number of times that this process has changed its role and made its caches anew.
-        state: of its role, see :class:`epd_serve.topology.SwitchState`.
+        state: of its role, see :class:`epd_serve.instance.lifecycle.SwitchState`.
     """
 
     name: Name

@@ -304,6 +304,8 @@ class Queues:
 
     def _waiting_before(self, asker: Asker, arrival_s: float) -> list[Sequence]:
         """The sequences that wait for blocks and come before a reservation."""
+        if not self._waiting and not self._preempted:
+            return []
         new: list[tuple[float, Asker, Sequence | None]] = [(arrival_s, asker, None)]
         new += [(s.arrival_s, _asker(s), s) for s in self._waiting if self._ready_tokens(s)]
         new.sort(key=itemgetter(0))
@@ -356,6 +358,8 @@ class Queues:
         if not self._waiting and not self._preempted:
             return []
         new = self._order(self._waiting, now) if self._waiting else []
+        if len(new) == 1 and not self._preempted and self._reserving is None:
+            return new
         if self._reserving is not None:
             before = set(self._waiting_before(*self._reserving[:2]))
             turns = self._waiting_in_turn([(_asker(s), s) for s in new])
@@ -367,7 +371,9 @@ class Queues:
 
     def _places(self, waiting: AbstractSequence[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         """The running sequences that have a place in the next step, and the others; the last ones in turn last."""
-        if self._turns is None:
+        if self._turns is None and len(self._running) < 2:
+            self._turns = list(self._running)
+        elif self._turns is None:
             claims = in_turn(map(_claim, self._running))
             self._turns = sorted((claim.item for claim in claims), key=_priority)
         most, turns = self._budget.max_num_seqs, self._turns

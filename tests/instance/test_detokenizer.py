@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
+from epd_serve.engine.constraints import Patterns
 from epd_serve.instance.detokenizer import Detokenizer
-from epd_serve.patterns import Patterns
 
 
 class Bytes:

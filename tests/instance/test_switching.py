@@ -20,8 +20,8 @@ from epd_serve.config.role_files import in_role, remember, remembered
 from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.http import Peers
 from epd_serve.instance.instance import Instance
+from epd_serve.instance.lifecycle import SwitchState
 from epd_serve.protocol import frames, wire
-from epd_serve.topology import SwitchState
 from epd_serve.types import Role, SamplingParams
 
 MAX_TOKENS = 400

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from epd_serve.topology import RoleSwitch, SwitchState
+from epd_serve.instance.lifecycle import RoleSwitch, SwitchState
 from epd_serve.types import Role, Stage
 
 ROLES = st.sets(st.sampled_from(list(Stage)), min_size=1).map(Role.of)
