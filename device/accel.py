@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from device import base, host
-from device.base import Partition
-from device.graphs import EagerRunner
+from device.base import EagerRunner, Partition
 from device.ops.plain import PlainOps
 from device.shares import check_share
 from device.transport import TRANSPORTS, TransportCapability

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -23,9 +23,7 @@ from device.shares import check_share
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 ATTENTION_LAYOUT = "EPD_ASCEND_ATTENTION_LAYOUT"
 """Set to BSND where an NPU refuses the default, TND; see :class:`device.ops.ascend.AscendOps`."""
-_PARTITION = Partition(
-    strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "device limit", "stream limit")
-)
+_PARTITION = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "device limit"))
 
 
 class AscendDevice(AcceleratorDevice):
@@ -62,15 +60,6 @@ class AscendDevice(AcceleratorDevice):
             strength=PartitionStrength.COOPERATIVE,
             mechanisms=(f"memory fraction {share:g}", f"{cube} cube cores", f"{vector} vector cores"),
         )
-
-    def limit_stream(self, stream: base.Stream, share: float) -> None:
-        """Keep one stream to a share of this process's cores, for encode beside decode in one instance."""
-        check_share(share, 0.0)
-        ids: Any = stream
-        own = self._vendor.Stream(
-            stream_id=ids.stream_id, device_index=ids.device_index, device_type=ids.device_type
-        )
-        self._vendor.set_stream_limit(own, *self._share_of(self._vendor.get_device_limit(self.index), share))
 
     @staticmethod
     def _share_of(limits: dict[str, int], share: float) -> tuple[int, int]:

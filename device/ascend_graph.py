@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from device.graphs import check_update
+from device.base import check_update
 
 _WARM_UP_RUNS = 2
 

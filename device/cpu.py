@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from device import base, host
-from device.base import DeviceUnavailable, Partition, PartitionStrength
-from device.graphs import EagerRunner
+from device.base import DeviceUnavailable, EagerRunner, Partition, PartitionStrength
 from device.ops.cpu import CpuOps
 from device.shares import check_share
 from device.transport import TRANSPORTS, TransportCapability

@@ -8,18 +8,16 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from device import base
 from device.accel import AcceleratorDevice
-from device.base import DeviceUnavailable, Partition, PartitionStrength
-from device.graphs import check_update
+from device.base import DeviceUnavailable, Partition, PartitionStrength, check_update
 from device.ops.cuda import CudaOps
 from device.ops.varlen import find_varlen
-from device.shares import MPS_SHARE, check_share, mps_is_running
+from device.shares import MPS_SHARE, mps_is_running
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _FLASH_CAPABILITY = (8, 0)
@@ -71,7 +69,6 @@ class CudaDevice(AcceleratorDevice):
     def __init__(self, index: int) -> None:
         super().__init__("cuda", index, VISIBLE_DEVICES, _partition(torch.cuda.get_device_name(index)))
         self.ops: base.AttentionOps = make_ops(self.cores, torch.cuda.get_device_capability(index))
-        self._green_contexts: list[object] = []
 
     @property
     def cores(self) -> int:
@@ -84,8 +81,7 @@ class CudaDevice(AcceleratorDevice):
         """A share of the memory, beside the share of the multiprocessors that MPS gave this process at its start.
 
         MPS reads that from the environment when the process opens the GPU: see ``device.shares``. Without MPS the
-        processes take turns at the multiprocessors. Green contexts part the streams of one process, not processes:
-        see ``limited_stream``.
+        processes take turns at the multiprocessors. Green contexts part the streams of one process, not processes.
         """
         applied = super().apply_share(share, start)
         percentage = os.environ.get(MPS_SHARE)
@@ -95,21 +91,6 @@ class CudaDevice(AcceleratorDevice):
             strength=applied.strength,
             mechanisms=(*applied.mechanisms, f"MPS, {percentage} % of the multiprocessors"),
         )
-
-    def limited_stream(self, share: float) -> base.Stream:
-        """A stream whose kernels keep to a share of the multiprocessors (a green context), at most 1.
-
-        Hopper parts them in eights. Raises ValueError where this torch or driver has no green contexts.
-        """
-        check_share(share, 0.0)
-        if not has_green_contexts():
-            raise ValueError(f"torch {torch.__version__} is built without green contexts: use a plain stream")
-        green_contexts: Any = importlib.import_module("torch.cuda.green_contexts")
-        context = green_contexts.GreenContext.create(
-            num_sms=max(1, round(share * self.cores)), device_id=self.index
-        )
-        self._green_contexts.append(context)  # the stream lives no longer than its context
-        return cast(base.Stream, context.Stream())
 
 
 def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
@@ -123,13 +104,6 @@ def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
     return TritonOps(cores, varlen)
 
 
-def has_green_contexts() -> bool:
-    """Whether this torch can make green contexts; the driver must be able to as well."""
-    if importlib.util.find_spec("torch.cuda.green_contexts") is None:
-        return False
-    return bool(importlib.import_module("torch.cuda.green_contexts").SUPPORTED)
-
-
 def _partition(device_name: str) -> Partition:
     """The mechanisms that can set shares of this GPU and that this process can see."""
     if "MIG" in device_name:
@@ -137,8 +111,6 @@ def _partition(device_name: str) -> Partition:
     mechanisms = ["memory fraction"]
     if mps_is_running():
         mechanisms.append("MPS")
-    if has_green_contexts():
-        mechanisms.append("green contexts (streams of one process)")
     return Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=tuple(mechanisms))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -25,8 +24,6 @@ from epd_serve.request import Sequence, SequenceState
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import Grammar
-
-logger = logging.getLogger(__name__)
 
 _NEXT = wire.NEXT_HEADER.encode()
 _NOTE = wire.PROMPT_NOTE_HEADER.encode()
@@ -321,20 +318,12 @@ class PrefillService:
     ) -> AsyncGenerator[bytes, None]:
         """The first token at once; the stream ends in order only when D has taken over."""
         yield body
-        transfer = work.delivery.transfer
         try:
             async with self._refusals.call(lambda: True, moved):
                 await work.delivery.hand_over(handoff)
             self._timeline.handed_over(work.request.request_id)
             work.confirmed = True
-            self._delivered(transfer)
-            logger.debug(
-                "request %s: %d bytes of KV in %.4f s, %.0f %% of it hidden behind compute",
-                work.request.request_id,
-                transfer.num_bytes,
-                transfer.transfer_s,
-                100 * transfer.overlap_ratio,
-            )
+            self._delivered(work.delivery.transfer)
         except ServeError as error:
             self._give_up(work, error.message)
             if work.request.output.stream and error.code in (DRAINING, DECODE_DRAINING, PEER_UNREACHABLE):

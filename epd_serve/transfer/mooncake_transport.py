@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -106,27 +106,24 @@ class MooncakeTransport:
             own.close()
 
     def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
-        with self._open(region, pieces, self.engine.write) as batch:
-            for offset, data in _not_empty(pieces):
-                registered = self._is_registered(data)
-                for start, part in _parts(data, _MAX_BYTES if registered else self._staged_part):
-                    there = region.address + offset + start
-                    if registered:
-                        batch.add(address_of(part), there, part.nbytes)
-                    else:
-                        batch.stage(there, part.nbytes)[:] = part
-            batch.run()
+        self._copy(region, pieces, self.engine.write)
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
-        with self._open(region, pieces, self.engine.read) as batch:
-            for offset, data in _not_empty(pieces):
-                registered = self._is_registered(data)
+        self._copy(region, pieces, self.engine.read)
+
+    def _copy(self, region: Region, pieces: Sequence[Piece], transfer: _Transfer) -> None:
+        is_read = transfer == self.engine.read
+        with self._open(region, pieces, transfer) as batch:
+            for offset, data in pieces:
+                registered = data.nbytes and self._is_registered(data)
                 for start, part in _parts(data, _MAX_BYTES if registered else self._staged_part):
                     there = region.address + offset + start
                     if registered:
                         batch.add(address_of(part), there, part.nbytes)
-                    else:
+                    elif is_read:
                         batch.stage(there, part.nbytes, fills=part)
+                    else:
+                        batch.stage(there, part.nbytes)[:] = part
             batch.run()
 
     def close(self) -> None:
@@ -294,10 +291,6 @@ def _identity_offset(nbytes: int) -> int:
 def _identity(region: Region) -> bytes:
     """The unique end of a region's name."""
     return region.name.encode()[-_IDENTITY_BYTES:]
-
-
-def _not_empty(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    return ((offset, data) for offset, data in pieces if data.nbytes)
 
 
 def _parts(data: memoryview, nbytes: int) -> Iterator[tuple[int, memoryview]]:

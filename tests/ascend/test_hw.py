@@ -102,7 +102,6 @@ def test_streams_and_events_order_work(npu: AscendDevice) -> None:
         done = stream.record_event()
     npu.current_stream().wait_event(done)
     assert float(doubled.sum()) == 2 * (1 << 20)
-    npu.limit_stream(stream, 0.5)
 
 
 def test_a_share_of_memory_and_cores() -> None:

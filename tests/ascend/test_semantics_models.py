@@ -19,9 +19,12 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from device.ascend_graph import NPUGraphRunner  # noqa: E402
-from device.base import Device, GraphRunner  # noqa: E402
+from device.base import (  # noqa: E402
+    Device,
+    EagerRunner,
+    GraphRunner,
+)
 from device.cpu import CpuDevice  # noqa: E402
-from device.graphs import EagerRunner  # noqa: E402
 from device.ops.ascend import AscendOps, Layout  # noqa: E402
 from epd_serve.engine.step import StepExecutor  # noqa: E402
 from epd_serve.engine.step_inputs import StepInputs  # noqa: E402

@@ -24,8 +24,7 @@ from transformers import (  # noqa: E402
 )
 
 from device.ascend import AscendDevice  # noqa: E402
-from device.base import GraphRunner  # noqa: E402
-from device.graphs import EagerRunner  # noqa: E402
+from device.base import EagerRunner, GraphRunner  # noqa: E402
 from epd_serve.engine.step import StepExecutor  # noqa: E402
 from epd_serve.engine.step_inputs import StepInputs  # noqa: E402
 from epd_serve.models import language  # noqa: E402

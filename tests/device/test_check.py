@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from device.base import AttentionOps, AttentionPlan, Event, GraphRunner, Partition, PartitionStrength
+from device.base import AttentionOps, AttentionPlan, EagerRunner, Event, GraphRunner, Partition, PartitionStrength
 from device.check import CheckResult, check_device
 from device.cpu import CpuDevice
-from device.graphs import EagerRunner
 from device.ops.cpu import CpuOps
 
 

@@ -139,20 +139,6 @@ def test_a_share_tells_what_limits_it(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @ON_GPU
-@pytest.mark.skipif(not cuda.has_green_contexts(), reason="not run: this torch has no green contexts")
-def test_a_limited_stream_computes_the_same() -> None:
-    device = cuda.open_device(0)
-    left, right = torch.randn(2, 2048, 2048, device=device.torch_device).unbind(0)
-    expected = left @ right
-    stream = device.limited_stream(0.5)
-    device.synchronize()
-    with stream:
-        product = left @ right
-    device.synchronize()
-    torch.testing.assert_close(product, expected, rtol=1e-3, atol=1e-2)
-
-
-@ON_GPU
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_captured_decode_follows_its_buffers(dtype: torch.dtype) -> None:
     """One graph, replayed over growing contexts and other blocks, equals what runs without it."""
