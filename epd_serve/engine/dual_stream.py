@@ -18,7 +18,7 @@ from epd_serve.config import InstanceOptions
 from epd_serve.engine.device_board import DeviceBoard, apply_share, rank_share
 from epd_serve.sched.encode import VisionFirst
 from epd_serve.sched.language import ScheduleOutput
-from epd_serve.sched.pace import PaceFigures, Slack, TokenTimeAccount, pause_s
+from epd_serve.sched.pace import Slack, TokenTimeAccount, pause_s
 
 _SMOOTHING = 0.3
 #: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.
@@ -258,9 +258,6 @@ class DualStream:
             is_busy=lambda: self.language.is_busy,
             clock=clock,
         )
-
-    def figures(self) -> PaceFigures:
-        return PaceFigures(paused_s=self.tower.paused_s, slack=self.language.slack)
 
 
 def _parted(threads: int | None) -> tuple[int, int] | None:

@@ -167,30 +167,6 @@ class InFlightStep:
     launched_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVPush:
-    """Sends the KV of prompts to decode instances, a group of layers at a time (EPD-Serve 3.3).
-
-    Args:
-        layer_bytes: of one block in one layer, K and V.
-        record_event: marks the device's work so far; what it returns waits for that work.
-        clock: the sender's.
-        layer_groups: makes the groups of a step otherwise.
-    """
-
-    sender: KVSender
-    num_layers: int
-    block_size: int
-    layer_bytes: int
-    record_event: Callable[[], Callable[[], None]]
-    clock: Callable[[], float] = time.monotonic
-    layer_groups: Callable[[KVPush, ScheduleOutput, dict[Sequence, OutgoingTransfer]], LayerGroups] | None = None
-
-    def groups(self, output: ScheduleOutput, transfers: dict[Sequence, OutgoingTransfer]) -> LayerGroups:
-        """The KV that a step adds to prompts which are handed on."""
-        return (self.layer_groups or LayerGroups)(self, output, transfers)
-
-
 class LayerGroups:
     """The outgoing KV of one step. ``on_layer`` is the model's hook; ``on_computed`` ends the step."""
 
@@ -247,3 +223,27 @@ class SendLane:
         self.parts = parts
         self.ends = ends
         self.next_layer = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVPush:
+    """Sends the KV of prompts to decode instances, a group of layers at a time (EPD-Serve 3.3).
+
+    Args:
+        layer_bytes: of one block in one layer, K and V.
+        record_event: marks the device's work so far; what it returns waits for that work.
+        clock: the sender's.
+        layer_groups: the groups of a step.
+    """
+
+    sender: KVSender
+    num_layers: int
+    block_size: int
+    layer_bytes: int
+    record_event: Callable[[], Callable[[], None]]
+    clock: Callable[[], float] = time.monotonic
+    layer_groups: type[LayerGroups] = LayerGroups
+
+    def groups(self, output: ScheduleOutput, transfers: dict[Sequence, OutgoingTransfer]) -> LayerGroups:
+        """The KV that a step adds to prompts which are handed on."""
+        return self.layer_groups(self, output, transfers)

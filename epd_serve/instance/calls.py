@@ -11,6 +11,7 @@ import msgspec
 
 from epd_serve.errors import ServeError
 from epd_serve.instance.http import JSON, Handler, Reply
+from epd_serve.instance.kv_delivery import confirm_pulled
 from epd_serve.instance.metrics import CONTENT_TYPE
 from epd_serve.protocol import prompt_calls, wire
 from epd_serve.types import Stage
@@ -144,7 +145,7 @@ class ControlCalls:
         return _DONE
 
     async def _kv_pulled(self, body: bytes) -> Reply:
-        self._instance.pulls.confirm(wire.decode(body, wire.TransferRef))
+        confirm_pulled(self._instance.pulls, wire.decode(body, wire.TransferRef))
         return _DONE
 
     # ------------------------------------------------------------------ how it is

@@ -31,7 +31,6 @@ from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.http import Peers
-from epd_serve.instance.kv_delivery import Pulls
 from epd_serve.instance.language_engine import LanguageEngine, end_process
 from epd_serve.instance.language_weights import LanguageWeights
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, SwitchState, left
@@ -87,7 +86,7 @@ class Instance:
         for subscriber in (self.metrics, self._trace, self._export):
             if subscriber is not None:
                 self.spans.subscribe(subscriber.put)
-        self.pulls = Pulls()
+        self.pulls: set[str] = set()  # transfers that decode instances may be reading now
         self.rates = StageRates(time.monotonic)
         self.refusals = Refusals(options.name)
         self.lifecycle = Lifecycle(self, options.role)
@@ -298,7 +297,7 @@ class Instance:
     def render_metrics(self) -> bytes:
         """Prometheus text."""
         links = self.language.sender.sizer.known_links() if self.language else {}
-        self.metrics.paced(self.streams.figures())
+        self.metrics.paced(self.streams.tower.paused_s, self.streams.language.slack)
         if self.language is not None:
             self.metrics.looked_up(*self.language.engine.prefix_lookups())
         return self.metrics.render(self.load(), (self.store.num_owners, self.store.num_bytes), links)

@@ -214,30 +214,14 @@ class PushDelivery:
         await tell_cancelled(self._peers, self._url, ref)
 
 
-class Pulls:
-    """The transfers that decode instances may be reading now, by id."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, PullDelivery] = {}
-
-    def hold(self, delivery: PullDelivery) -> None:
-        self._held[delivery.transfer.transfer_id] = delivery
-
-    def drop(self, transfer_id: str) -> None:
-        self._held.pop(transfer_id, None)
-
-    def confirm(self, ref: wire.TransferRef) -> None:
-        """D has read all. Raises Unavailable where the blocks were free by then: it may have read anything."""
-        if ref.transfer_id not in self._held:
-            raise Unavailable(f"transfer {ref.transfer_id} has ended")
-        self.drop(ref.transfer_id)
-
-
 class PullDelivery:
     """Compute first; then the decode instance takes blocks as it has them and reads (TriInfer section 4.3).
 
     The source blocks are kept until D confirms. Where they had to go before that, D is told so when it confirms,
     and throws away what it read: there is no lease, and a reader that comes late can do no harm.
+
+    Args:
+        pulls: has the ids of transfers that decode instances may be reading now.
     """
 
     def __init__(
@@ -247,7 +231,7 @@ class PullDelivery:
         sequence: Sequence,
         memory: KVMemory,
         peers: Peers,
-        pulls: Pulls,
+        pulls: set[str],
         *,
         source_url: str,
     ) -> None:
@@ -266,7 +250,7 @@ class PullDelivery:
     async def hand_over(self, handoff: wire.Handoff) -> None:
         count = -(-handoff.num_tokens // self._reserve.layout.block_size)
         blocks = self._sequence.blocks[:count]
-        self._pulls.hold(self)
+        self._pulls.add(self.transfer.transfer_id)
         try:
             await self._stage(blocks)
             if self.transfer.cancelled:
@@ -285,7 +269,7 @@ class PullDelivery:
                 )
             )
         finally:
-            self._pulls.drop(self.transfer.transfer_id)
+            self._pulls.discard(self.transfer.transfer_id)
 
     async def _stage(self, blocks: list[int]) -> None:
         """Not left before it is over: afterwards the blocks may be another's, whose bytes it would overwrite."""
@@ -302,11 +286,18 @@ class PullDelivery:
 
     def stop(self) -> None:
         self.transfer.cancelled = True
-        self._pulls.drop(self.transfer.transfer_id)
+        self._pulls.discard(self.transfer.transfer_id)
 
     async def withdraw(self, reason: str) -> None:
         ref = wire.TransferRef(self.transfer.transfer_id, self._reserve.request_id, reason=reason)
         await tell_cancelled(self._peers, self._url, ref)
+
+
+def confirm_pulled(pulls: set[str], ref: wire.TransferRef) -> None:
+    """D has read all. Raises Unavailable where the blocks were free by then: it may have read anything."""
+    if ref.transfer_id not in pulls:
+        raise Unavailable(f"transfer {ref.transfer_id} has ended")
+    pulls.discard(ref.transfer_id)
 
 
 def _blamed(url: str, error: Unavailable) -> ServeError:

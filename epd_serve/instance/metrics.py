@@ -12,7 +12,7 @@ from epd_serve.config.sections import FeatureStoreKind
 from epd_serve.instance.feature_receiver import FetchTiming
 from epd_serve.instance.request_processor import Kind
 from epd_serve.protocol.wire import Load
-from epd_serve.sched.pace import PaceFigures
+from epd_serve.sched.pace import Slack
 from epd_serve.telemetry.span import Span
 from epd_serve.telemetry.timeline import FEATURE_WAIT, STAGES
 from epd_serve.transfer.kv_sender import OutgoingTransfer
@@ -215,11 +215,16 @@ class InstanceMetrics:
         self._prefix_hits.inc(num_found - hits)
         self._prefix_told = (num_tokens, num_found)
 
-    def paced(self, figures: PaceFigures) -> None:
-        """Before :meth:`render`."""
-        self._encode_paused.inc(max(figures.paused_s - self._paused_s, 0.0))
-        self._paused_s = figures.paused_s
-        if (slack := figures.slack) is not None:
+    def paced(self, paused_s: float, slack: Slack | None) -> None:
+        """Before :meth:`render`.
+
+        Args:
+            paused_s: seconds for which encodes have waited in their middle for decodes, in all.
+            slack: of the decodes; None without a limit on their time per token.
+        """
+        self._encode_paused.inc(max(paused_s - self._paused_s, 0.0))
+        self._paused_s = paused_s
+        if slack is not None:
             parts = {
                 "limit": slack.limit_s,
                 "credit": slack.credit_s,

@@ -42,19 +42,6 @@ class Slack:
         return min(overshoot * piece_s / self.beside_s, _DEPTH / 2 * self.limit_s)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PaceFigures:
-    """The figures of pacing for metrics.
-
-    Attributes:
-        paused_s: seconds for which encodes have waited in their middle for decodes.
-        slack: of the decodes; None without a limit on their time per token.
-    """
-
-    paused_s: float
-    slack: Slack | None
-
-
 @dataclass(slots=True, kw_only=True)
 class TokenTimeAccount:
     """The account that the decodes keep of their time per token."""

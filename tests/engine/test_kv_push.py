@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.ablations.kv_push import LAYER_GROUPS
-from epd_serve.engine.step_loop import KVPush
+from epd_serve.engine.step_loop import KVPush, LayerGroups
 from epd_serve.protocol.wire import Region, ReserveReply
 from epd_serve.request import Sequence as Prompt
 from epd_serve.sched.language import ScheduleOutput
@@ -79,7 +79,7 @@ def test_what_arrives(
         layer_bytes=8,
         record_event=lambda: lambda: events.append(1),
         clock=lambda: 5.0,
-        layer_groups=LAYER_GROUPS.get(mode),
+        layer_groups=LAYER_GROUPS.get(mode, LayerGroups),
     )
     while any(sequence.num_uncomputed for sequence in sequences):
         prefills = [(s, min(chunk, s.num_uncomputed)) for s in sequences if s.num_uncomputed]

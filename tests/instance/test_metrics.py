@@ -12,7 +12,7 @@ from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.protocol.wire import Load
 from epd_serve.request import Sequence
 from epd_serve.sched.language import ScheduleOutput
-from epd_serve.sched.pace import PaceFigures, Slack
+from epd_serve.sched.pace import Slack
 from epd_serve.telemetry.span import Span
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
@@ -58,7 +58,7 @@ def test_all_that_is_told_is_rendered() -> None:
         metrics.put(step_span(output, 1.0, 1.0 + seconds))
     for paused_s in (1.5, 4.0):
         slack = Slack(credit_s=-0.2, limit_s=0.1, alone_s=0.05, beside_s=0.3)
-        metrics.paced(PaceFigures(paused_s=paused_s, slack=slack))
+        metrics.paced(paused_s, slack)
     Timeline(lambda: 4.0, metrics.put).encoded("r", "h", 1.0, (2.0, 4.0))
     metrics.put(Span("text", "", 2.0, 4.0, {"track": "text_0", "waited_s": 1.0}))
     metrics.put(Span("encode", "", 1.0, 3.0, {"track": "tower", "images": 2, "pixels": 50}))

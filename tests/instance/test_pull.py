@@ -14,7 +14,7 @@ import pytest_asyncio
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import DECODE_DRAINING, InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.decode import DecodeService
-from epd_serve.instance.kv_delivery import PullDelivery, Pulls
+from epd_serve.instance.kv_delivery import PullDelivery, confirm_pulled
 from epd_serve.instance.lifecycle import left
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence as Prompt
@@ -249,7 +249,7 @@ async def test_a_read_that_failed_may_still_arrive_until_the_lease_ends(bench: B
 # ---------------------------------------------------------------------- the prefill side
 
 
-def delivery(peers: Any, pulls: Pulls) -> PullDelivery:
+def delivery(peers: Any, pulls: set[str]) -> PullDelivery:
     sequence = Prompt(
         request_id="r",
         prompt_ids=[1] * 9,
@@ -273,13 +273,13 @@ def delivery(peers: Any, pulls: Pulls) -> PullDelivery:
 
 
 async def test_a_confirmation_counts_only_while_the_blocks_are_held() -> None:
-    ref, pulls, confirmed = wire.TransferRef("t", "r"), Pulls(), []
+    ref, pulls, confirmed = wire.TransferRef("t", "r"), set[str](), []
 
     async def pulled() -> bytes:
-        pulls.confirm(ref)
+        confirm_pulled(pulls, ref)
         confirmed.append(True)
         with pytest.raises(Unavailable):
-            pulls.confirm(ref)
+            confirm_pulled(pulls, ref)
         return b""
 
     peers = Peers()
@@ -289,7 +289,7 @@ async def test_a_confirmation_counts_only_while_the_blocks_are_held() -> None:
 
     async def late() -> bytes:
         working.stop()
-        pulls.confirm(ref)
+        confirm_pulled(pulls, ref)
         return b""
 
     peers.answers["/kv/pull"] = late
@@ -302,7 +302,7 @@ async def test_a_reader_that_leaves_its_role_is_told_from_the_prefill_instance()
     peers = Peers()
     peers.answers["/kv/pull"] = left("d0")
     with pytest.raises(InstanceFailed, match="d0 is leaving its role") as refused:
-        await delivery(peers, Pulls()).hand_over(handoff())
+        await delivery(peers, set()).hand_over(handoff())
     assert refused.value.code == DECODE_DRAINING
 
 
@@ -316,7 +316,7 @@ async def test_a_client_that_leaves_during_the_staging_frees_no_block_before_it_
             assert go_on.wait(300)
 
     memory: Any = Slow()
-    working = delivery(Peers(), Pulls())
+    working = delivery(Peers(), set())
     working._memory = memory
     task = asyncio.create_task(working.hand_over(handoff()))
     await asyncio.to_thread(begun.wait, 300)
@@ -333,7 +333,7 @@ async def test_a_reader_that_waits_for_blocks_is_waited_for_and_one_that_is_gone
         await asyncio.sleep(60)
         return b""
 
-    peers, pulls = Peers(), Pulls()
+    peers, pulls = Peers(), set[str]()
     peers.answers |= {"/kv/pull": for_ever, "/kv/renew": Unavailable("nothing to renew, but it answers")}
     working = asyncio.create_task(delivery(peers, pulls).hand_over(handoff()))
     await asyncio.sleep(3 * LEASE_S)
@@ -342,4 +342,4 @@ async def test_a_reader_that_waits_for_blocks_is_waited_for_and_one_that_is_gone
     with pytest.raises(InstanceFailed, match="answers no more"):
         await asyncio.wait_for(working, 300)
     with pytest.raises(Unavailable):
-        pulls.confirm(wire.TransferRef("t", "r"))
+        confirm_pulled(pulls, wire.TransferRef("t", "r"))
