@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from epd_serve.engine.constraints import Patterns
 
@@ -79,12 +79,6 @@ _MAX_OPEN = 3
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
-
-
 class Detokenizer:
     """Text of one sequence as it grows.
 
@@ -100,7 +94,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        decoder: Decoder,
+        vocabulary: Vocabulary,
         prompt_ids: Sequence[int],
         stop: Patterns | None = None,
         *,
@@ -108,7 +102,7 @@ class Detokenizer:
         min_tokens: int = 0,
         include_stop: bool = False,
     ) -> None:
-        self._decoder = decoder
+        self._vocabulary = vocabulary
         self._skip = skip_special_tokens
         self._stop = stop or Patterns(())
         self._node = self._stop.root
@@ -168,7 +162,7 @@ class Detokenizer:
 
     def _decode(self, start: int) -> str:
         ids = self._ids[start:]
-        return self._decoder.decode(ids, skip_special_tokens=self._skip) if ids else ""
+        return self._vocabulary.decode(ids, skip_special_tokens=self._skip) if ids else ""
 
     def _emit(self, new: str) -> str:
         pending = self._held + new

@@ -117,7 +117,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "device": (torch_npu.npu.device, (None,), {}),
     "set_device_limit": (torch_npu.npu.set_device_limit.func, (0, 1, 1), {}),
     "get_device_limit": (torch_npu.npu.get_device_limit, (0,), {}),
-    "set_stream_limit": (torch_npu.npu.set_stream_limit, (None, 1, 1), {}),
     "set_per_process_memory_fraction": (torch_npu.npu.set_per_process_memory_fraction, (0.5, 0), {}),
     "memory_allocated": (torch_npu.npu.memory_allocated, (0,), {}),
     "memory_reserved": (torch_npu.npu.memory_reserved, (0,), {}),
