@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from epd_serve.config.sizes import parse_rate
 from epd_serve.factories import PLUGINS, register
 
 _SETTINGS = "EPD_SERVE_ABLATION"
@@ -22,7 +21,11 @@ _ROOT = Path(__file__).parents[2]
 
 
 def environment(**settings: Any) -> dict[str, str]:
-    """The variables of processes that are to have the baselines of :func:`use`."""
+    """The variables of processes that are to have the baselines of :func:`use`; ``bandwidth`` may be 2GB/s."""
+    from epd_serve.config.sizes import parse_rate  # a process of vLLM may lack what configurations need
+
+    if isinstance(bandwidth := settings.get("bandwidth"), str):
+        settings["bandwidth"] = parse_rate(bandwidth)
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     return {PLUGINS: __name__, _SETTINGS: json.dumps(settings), "PYTHONPATH": path}
 
@@ -38,7 +41,7 @@ def use(
     kv: str = "",
     prefetch: str = "",
     encodes: str = "",
-    bandwidth: int | str | None = None,
+    bandwidth: float | None = None,
     latency_ms: float = 0.0,
 ) -> None:
     """Register baselines in this process.
@@ -47,8 +50,8 @@ def use(
         kv: ``layerwise`` sends single layers of single prompts, ``oneshot`` a whole prompt at its end.
         prefetch: with ``sync`` a feature is fetched when a step needs it.
         encodes: with ``after-prefill`` encodes wait until no prompt is computed, a second at most.
-        bandwidth, latency_ms: of the link between two instances, such as 2GB/s, and of each transfer; what goes
-            through Mooncake Store is not slowed down.
+        bandwidth, latency_ms: of the link between two instances, in bytes per second, and of each transfer; what
+            goes through Mooncake Store is not slowed down.
     """
     # imported here: a process of vLLM may lack what an instance has
     if kv:
@@ -67,9 +70,9 @@ def use(
     if bandwidth or latency_ms:
         from benchmarks.ablations.links import ShapedTransport, SlowEngine
 
-        bytes_per_s, latency_s = None if bandwidth is None else parse_rate(bandwidth), latency_ms / 1000
-        register("transport", lambda transport: ShapedTransport(transport, bytes_per_s, latency_s))
-        register("mooncake engine", lambda engine: SlowEngine(engine, bytes_per_s, latency_s))
+        latency_s = latency_ms / 1000
+        register("transport", lambda transport: ShapedTransport(transport, bandwidth, latency_s))
+        register("mooncake engine", lambda engine: SlowEngine(engine, bandwidth, latency_s))
 
 
 if _SETTINGS in os.environ:

@@ -89,6 +89,7 @@ async def test_the_way_of_the_kv_changes_no_token_and_leaves_nothing_behind(
         assert of_p["kv_requests_total"] == 2
         assert of_p["feature_transmission_seconds_count"] == 2, "each image crosses once"
         assert (of_d if way == "pull-tcp" else of_p)["kv_bytes_total"] > 0
+        assert (of_p["kv_transfers_total"] == 2) == (way == "oneshot"), "one write for each prompt"
         assert of_p["kv_contacts_total"] == (0 if way == "pull-tcp" else 1), "one first contact for each pair"
         await _clients_leave_and_the_decode_instance_dies(client, urls, deployment.instances["d0"].pid)
 

@@ -18,6 +18,7 @@ from chat import chat
 from fleet import Books
 from pictures import noise
 
+from benchmarks.ablations.processes import ablated
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import Backoff, LocalDeployment
 
@@ -106,14 +107,13 @@ async def running() -> AsyncIterator[Fleet]:
             "threads": 1,
             "lease_s": LEASE_S,
             "feature_timeout_s": 12,
-            "link": {"bandwidth": BYTES_PER_S, "latency_ms": 200},
         },
         roles={"D": {"num_blocks": 80, "queue_timeout_s": 0.5}},
     )
+    with ablated(bandwidth=BYTES_PER_S, latency_ms=200):
+        made = LocalDeployment(config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1))
     async with (
-        LocalDeployment(
-            config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.1, limit_s=0.1)
-        ) as deployment,
+        made as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
     ):
         yield Fleet(deployment, client)

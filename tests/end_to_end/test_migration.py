@@ -18,6 +18,7 @@ from fleet import Books
 from in_process import Deployment, deployment
 from services import language_of
 
+from benchmarks.ablations.processes import ablated
 from epd_serve.config import DeploymentConfig
 from epd_serve.demo import weights_dir
 from epd_serve.instance.http import Reply
@@ -33,7 +34,6 @@ PROMPTS = ("The red circle is", "apple banana cherry", "Where is it?", "one two 
 
 #: 600 tokens, each with 2 KiB of KV, and a link on which they take most of a second.
 LONG = "apple " * 200
-LINK = {"bandwidth": 1_500_000}
 NUM_BLOCKS = 256
 
 
@@ -292,7 +292,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site(**instances: Any) -> AsyncIterator[Site]:
+async def site(bandwidth: int | None = None, **instances: Any) -> AsyncIterator[Site]:
     port = free_port("127.0.0.1")
     config = DeploymentConfig.model_validate(
         {
@@ -306,7 +306,10 @@ async def site(**instances: Any) -> AsyncIterator[Site]:
             "instances": {"base_port": 0, "threads": 1, "num_blocks": NUM_BLOCKS, **instances},
         }
     )
-    deployment = LocalDeployment(config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.05, limit_s=0.05))
+    with ablated(bandwidth=bandwidth):
+        deployment = LocalDeployment(
+            config, ready_timeout_s=300, backoff=lambda: Backoff(first_s=0.05, limit_s=0.05)
+        )
     async with deployment, httpx.AsyncClient(timeout=150, trust_env=False) as client:
         yield Site(deployment, f"http://127.0.0.1:{port}", client)
 
@@ -314,7 +317,7 @@ async def site(**instances: Any) -> AsyncIterator[Site]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("is_written", [False, True], ids=["before_the_write", "in_the_write"])
 async def test_whoever_dies_in_the_middle_the_answer_goes_on(*, is_written: bool) -> None:
-    settings: dict[str, Any] = {"link": LINK, "lease_s": 5} if is_written else {}
+    settings: dict[str, Any] = {"bandwidth": 1_500_000, "lease_s": 5} if is_written else {}
     prompt = LONG if is_written else PROMPTS[0]
     async with site(**settings) as here, asyncio.timeout(500):
         text = await here.ask(prompt)
