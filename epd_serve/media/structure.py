@@ -147,7 +147,7 @@ class Essentials:
 
 
 def essentials(data: bytes, *, head_only: bool = False) -> Essentials:
-    """A JPEG or PNG without what says nothing of its pixels; other files stay as they are.
+    """A JPEG or PNG without metadata; other files stay as they are.
 
     General readers look at all of a file: they inflate its comments, copy its EXIF entry by entry and unpack what
     programs have left in it for themselves. None of that is needed but the orientation, so no reader gets it.
