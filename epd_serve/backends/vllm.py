@@ -15,7 +15,6 @@ from weakref import WeakValueDictionary
 
 from epd_serve.backends import vllm_chat
 from epd_serve.backends.base import StageCall
-from epd_serve.backends.http_client import HttpPool
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall, Work
 from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
@@ -32,6 +31,7 @@ from epd_serve.backends.vllm_stream import (
 from epd_serve.errors import InstanceFailed, InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
 from epd_serve.protocol.engine_notices import WITH_PIXELS, FeatureWithdrawn, KVUnwanted
+from epd_serve.rpc.http import HttpPool
 
 #: Figures of an instance that had nothing to do, and got nothing from here since, may be so old ...
 _IDLE_FIGURES_S = 5.0

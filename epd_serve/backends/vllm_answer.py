@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.backends.http_client import HttpCall
 from epd_serve.errors import InstanceFailed, InvalidRequest, Overloaded, ServeError, Unavailable
 from epd_serve.protocol.wire import write_prompt_note
+from epd_serve.rpc.http import HttpCall
 
 _ERROR = b'data: {"error"'
 DATA = b"data: "

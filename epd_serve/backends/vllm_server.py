@@ -13,12 +13,12 @@ import msgspec
 from blake3 import blake3
 
 from epd_serve.backends import vllm_chat
-from epd_serve.backends.http_client import HttpPool
 from epd_serve.backends.vllm_answer import VllmCall, Work
 from epd_serve.errors import InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.protocol.wire import Load
+from epd_serve.rpc.http import HttpPool
 from epd_serve.types import Role, SamplingParams
 
 INFO_TIMEOUT_S = 10.0

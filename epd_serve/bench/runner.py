@@ -212,12 +212,16 @@ class Runner:
     def _send(self, pending: _Pending) -> None:
         item = pending.item
         body = self._ready.pop(item.index, None) or self._body(pending)
-        head = self._connections.target.head("POST", CHAT_PATH, self._headers(item.index), len(body))
         num_bytes = len(body)
-        exchange = Exchange([head, body], lambda done: self._ended(pending, done, num_bytes))
+        exchange = Exchange(
+            self._connections,
+            *("POST", CHAT_PATH, self._headers(item.index)),
+            lambda done: self._ended(pending, done, num_bytes),
+            body,
+        )
         self.active.add(exchange)
         self.counters.sent += 1
-        self._connections.send(exchange)
+        self._connections.begin(exchange)
 
     def _ended(self, pending: _Pending, exchange: Exchange, num_bytes: int) -> None:
         if exchange not in self.active:
@@ -298,7 +302,7 @@ class Runner:
             has_usage=answer.completion_tokens is not None,
             num_cached_tokens=answer.cached_tokens,
             finish_reason=answer.finish_reason,
-            status=exchange.status,
+            status=exchange.status or None,
             failure=exchange.failure,
             detail=exchange.detail,
             num_body_bytes=num_bytes,

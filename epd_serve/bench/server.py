@@ -77,7 +77,7 @@ class Server:
         answer = await self._connections.get("/v1/models", self._authorization, timeout_s=MEET_TIMEOUT_S)
         where = self._connections.target.url
         if answer.failure is not None:
-            status = "" if answer.status is None else f" (HTTP {answer.status})"
+            status = f" (HTTP {answer.status})" if answer.status else ""
             raise ValueError(f"{where}/v1/models: {answer.failure}{status}: {answer.detail}; is --base-url right?")
         names = _model_names(bytes(answer.body))
         if model is None and len(names) != 1:

@@ -11,7 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from epd_serve.backends.http_client import HttpCall, HttpPool
+from epd_serve.rpc.http import HttpCall, HttpPool
 from epd_serve.config.keys import CLUSTER_KEY, cluster_key
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed, InstanceLost, InvalidRequest, ServeError
 from epd_serve.protocol import wire

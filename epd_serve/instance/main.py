@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 
 from device.registry import get_device
-from epd_serve.backends.http_client import HttpCall, HttpPool
+from epd_serve.rpc.http import HttpCall, HttpPool
 from epd_serve.config import InstanceOptions
 from epd_serve.config.keys import admin_headers, cluster_key
 from epd_serve.config.role_files import remembered

@@ -13,7 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Protocol
 
-import aiohttp
+from epd_serve.errors import InstanceUnreachable, ServeError
+from epd_serve.rpc.http import MAX_NOTE_BYTES, HttpCall, HttpPool
 
 #: Lines of a dead process's log that are shown.
 TAIL_LINES = 20
@@ -208,9 +209,9 @@ class ManagedProcess:
         """Seconds since it became ready; 0 before."""
         return 0.0 if self.ready_after_s is None else time.monotonic() - self._started_at - self.ready_after_s
 
-    async def wait_ready(self, session: aiohttp.ClientSession) -> None:
+    async def wait_ready(self) -> None:
         """Return when ``GET /health`` answers 200. Raises ProcessDied when the process ends before."""
-        while not await self._poll(session):
+        while not await self._poll():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.wait_end(), _POLL_INTERVAL_S)
             if self._running.returncode is not None:
@@ -221,7 +222,7 @@ class ManagedProcess:
         self._enter(ProcessState.READY)
         self.ready.set()
 
-    async def wait_end_or_hang(self, session: aiohttp.ClientSession, hang_timeout_s: float | None) -> None:
+    async def wait_end_or_hang(self, hang_timeout_s: float | None) -> None:
         """As :meth:`wait_end`; a process that answers nothing for ``hang_timeout_s`` is killed (None: never)."""
         if hang_timeout_s is None:
             await self.wait_end()
@@ -229,7 +230,7 @@ class ManagedProcess:
         probe_s, num_failed = hang_timeout_s / _NUM_PROBES, 0
         while self._running.returncode is None:
             started = time.monotonic()
-            num_failed = 0 if await self._ask(session, probe_s) else num_failed + 1
+            num_failed = 0 if await self._ask(probe_s) else num_failed + 1
             if num_failed == _NUM_PROBES and self._running.returncode is None:
                 self._hung = f"it answered nothing for {hang_timeout_s:g} s and was killed"
                 self.kill()
@@ -288,25 +289,27 @@ class ManagedProcess:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return log.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
 
-    async def _poll(self, session: aiohttp.ClientSession) -> bool:
+    async def _poll(self) -> bool:
         """Ask once whether the process is ready; one that listens and is not ready is loading."""
-        status = await self._ask(session, _POLL_TIMEOUT_S)
+        status = await self._ask(_POLL_TIMEOUT_S)
         if self.state is ProcessState.STARTING and status not in (None, 200):
             self._enter(ProcessState.LOADING)
         return status == 200
 
-    async def _ask(self, session: aiohttp.ClientSession, timeout_s: float) -> int | None:
+    async def _ask(self, timeout_s: float) -> int | None:
         """The status of ``GET /health``; 0 where there is no answer, None where nobody listens."""
         if not self.spec.url:
             return 200
-        try:
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with session.get(f"{self.spec.url}{self._health}", timeout=timeout) as response:
-                return response.status
-        except aiohttp.ClientConnectorError:
-            return None
-        except (aiohttp.ClientError, TimeoutError):
-            return 0
+        async with HttpPool(self.spec.name, self.spec.url) as pool:
+            call = HttpCall(pool, "GET", self._health)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await call.ask(MAX_NOTE_BYTES)
+            except InstanceUnreachable:
+                return None
+            except (ServeError, TimeoutError):
+                pass
+            return call.status
 
     def _enter(self, state: ProcessState) -> None:
         assert state in _NEXT[self.state], f"{self.spec.name}: {self.state} → {state}"

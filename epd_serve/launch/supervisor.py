@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, Starter, spawn
 
 #: What processes get to finish: requests first, then the stages, last what these have used; all within 10 s.
@@ -166,8 +164,8 @@ class Supervisor:
         place = next((i for i, one in enumerate(self._processes) if one.spec.stops == "first"), None)
         self._processes.insert(len(self._processes) if place is None else place, process)
         try:
-            async with asyncio.timeout(timeout_s), aiohttp.ClientSession(trust_env=False) as session:
-                await process.wait_ready(session)
+            async with asyncio.timeout(timeout_s):
+                await process.wait_ready()
         except BaseException as error:
             self.num_deaths += isinstance(error, ProcessDied)
             await asyncio.shield(_stop(process))
@@ -213,31 +211,30 @@ class Supervisor:
     async def _watch(self, process: ManagedProcess, *, was_ready: bool = False) -> ProcessDied:
         """Wait until the process has died for good; return its last death."""
         backoff = self._backoff()
-        async with aiohttp.ClientSession(trust_env=False) as session:
-            while True:
+        while True:
+            try:
+                if not process.ready.is_set():
+                    await process.wait_ready()
+                was_ready = True
+                await process.wait_end_or_hang(self._hang_timeout_s)
+                death = process.death()
+            except ProcessDied as early:
+                death = early
+            self.num_deaths += 1
+            if not (self._restart and was_ready):
+                return death
+            ready_s = process.ready_s
+            process.wait_for_restart()
+            while process.state is ProcessState.WAITING:
+                delay_s = backoff.next_delay_s(ready_s)
+                self._on_death(death, delay_s)
+                await asyncio.sleep(delay_s)
                 try:
-                    if not process.ready.is_set():
-                        await process.wait_ready(session)
-                    was_ready = True
-                    await process.wait_end_or_hang(session, self._hang_timeout_s)
-                    death = process.death()
-                except ProcessDied as early:
-                    death = early
-                self.num_deaths += 1
-                if not (self._restart and was_ready):
-                    return death
-                ready_s = process.ready_s
-                process.wait_for_restart()
-                while process.state is ProcessState.WAITING:
-                    delay_s = backoff.next_delay_s(ready_s)
-                    self._on_death(death, delay_s)
-                    await asyncio.sleep(delay_s)
-                    try:
-                        await process.restart()
-                    except OSError as error:  # no memory for a process, say: that passes
-                        name, log_file = process.spec.name, process.log_file
-                        death = ProcessDied(name=name, how=str(error), log_tail=[], log_file=log_file)
-                        ready_s = 0.0
+                    await process.restart()
+                except OSError as error:  # no memory for a process, say: that passes
+                    name, log_file = process.spec.name, process.log_file
+                    death = ProcessDied(name=name, how=str(error), log_tail=[], log_file=log_file)
+                    ready_s = 0.0
 
 
 async def _stop(process: ManagedProcess) -> None:

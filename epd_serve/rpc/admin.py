@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-import aiohttp
 import msgspec
+
+from epd_serve.errors import ServeError
+from epd_serve.rpc.http import HttpCall, HttpPool
 
 
 class AdminError(Exception):
@@ -43,45 +46,35 @@ class AdminClient:
 
     def __init__(self, where: Path | str, headers: Mapping[str, str] | None = None) -> None:
         self.where = where
-        self._base = "http://admin" if isinstance(where, Path) else where.rstrip("/")
-        self._headers = dict(headers or {})
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
 
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = 30.0
     ) -> Any:
         """The JSON of the answer. Raises AdminRefused, AdminUnreachable and TimeoutError."""
-        status, data = await self._call(method, path, body, timeout_s)
+        on_socket = isinstance(self.where, Path)
+        url = "http://admin" if on_socket else str(self.where)
+        data = b"" if body is None else msgspec.json.encode(body)
+        headers = f"{self._headers}content-type: application/json\r\n"
+        async with HttpPool("admin", url, path=Path(self.where) if on_socket else None) as pool:
+            call = _AdminCall(pool, method, quote(path, safe="/?=&"), headers, [data])
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await call.ask()
+            except ServeError as error:
+                raise AdminUnreachable(f"nothing answers at {self.where} ({error.message})") from error
         try:
-            content = msgspec.json.decode(data)
+            return msgspec.json.decode(answer)
         except msgspec.DecodeError:
-            raise AdminUnreachable(f"{self.where} answered {status}, and no JSON") from None
-        if status >= 400:
-            error = content.get("error") if isinstance(content, dict) else None
-            found = error if isinstance(error, dict) else {}
-            raise AdminRefused(status, str(found.get("message") or content), found.get("code"))
-        return content
+            raise AdminUnreachable(f"{self.where} answered {call.status}, and no JSON") from None
 
-    async def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
-    ) -> tuple[int, bytes]:
-        async with self._answer(method, path, body, timeout_s) as answer:
-            return answer.status, await answer.read()
 
-    @asynccontextmanager
-    async def _answer(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        connector = aiohttp.UnixConnector(path=str(self.where)) if isinstance(self.where, Path) else None
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+class _AdminCall(HttpCall):
+    def error(self, body: bytes) -> Exception:
         try:
-            async with (
-                aiohttp.ClientSession(
-                    connector=connector, timeout=timeout, headers=self._headers, trust_env=False
-                ) as session,
-                session.request(method, self._base + path, json=body) as answer,
-            ):
-                yield answer
-        except TimeoutError:
-            raise
-        except (aiohttp.ClientError, OSError) as error:
-            raise AdminUnreachable(f"nothing answers at {self.where} ({error or type(error).__name__})") from error
+            content = msgspec.json.decode(body)
+        except msgspec.DecodeError:
+            return AdminUnreachable(f"{self._pool.url} answered {self.status}, and no JSON")
+        error = content.get("error") if isinstance(content, dict) else None
+        found = error if isinstance(error, dict) else {}
+        return AdminRefused(self.status, str(found.get("message") or content), found.get("code"))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from epd_serve.backends import vllm_stream
-from epd_serve.backends.http_client import HttpPool
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_stream import (
     KnownTokens,
@@ -26,6 +25,7 @@ from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.frames import END, ERROR, FrameReader, whole_frames
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
+from epd_serve.rpc.http import HttpPool
 
 PROMPT = [7, 8, 9]
 

@@ -16,8 +16,8 @@ import pytest
 from chat import chat
 from hosts import Hosts, hosts
 
-from epd_serve.backends.http_client import HttpCall, HttpPool
 from epd_serve.config.keys import ADMIN_KEY, CLUSTER_KEY
+from epd_serve.rpc.http import HttpCall, HttpPool
 
 _KEYS = {ADMIN_KEY: "admin-key-of-the-tests", CLUSTER_KEY: "cluster-key-of-the-tests"}
 _PORT, _ADMIN_PORT, _INSTANCE_PORT = 8000, 8001, 8100

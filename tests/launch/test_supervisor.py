@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from program import until
 
@@ -324,8 +323,8 @@ async def test_a_pause_and_an_error_are_no_hang(
     asked: set[tuple[str, bool]] = set()
     ask = ManagedProcess._ask
 
-    async def remembered(process: ManagedProcess, session: aiohttp.ClientSession, timeout_s: float) -> int | None:
-        status = await ask(process, session, timeout_s)
+    async def remembered(process: ManagedProcess, timeout_s: float) -> int | None:
+        status = await ask(process, timeout_s)
         asked.add((process.spec.name, bool(status)))
         return status
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 to one instance over kept-alive connections, for calls by the thousand per second.
+"""HTTP/1.1 to one server over kept-alive connections, for calls by the thousand per second.
 
 A call costs no task: its request is written at once where a connection is idle, and what comes back is handed on
 from the event loop's own callbacks.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from types import SimpleNamespace
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
@@ -137,15 +138,22 @@ class HttpCall:
         self._pieces.clear()
 
     def lost(self, reason: str) -> InstanceLost:
+        reason = reason or "the connection was closed"
         if self.status:
             return InstanceLost(f"instance {self._pool.name} broke off its answer ({reason})")
         return InstanceLost(f"instance {self._pool.name} at {self._pool.url} is not reachable ({reason})")
 
-    def unreachable(self, error: OSError) -> InstanceLost:
-        is_refused = isinstance(error, ConnectionRefusedError)
-        return InstanceUnreachable(self.lost(str(error)).message, is_refused=is_refused)
+    # What follows is called by the pool and the connection.
 
-    # What follows is called by the connection.
+    def unreachable(self, error: OSError) -> None:
+        """No connection could be made."""
+        is_refused = isinstance(error, ConnectionRefusedError)
+        lost = InstanceUnreachable(self.lost(str(error)).message, is_refused=is_refused)
+        self.fail(shortage(error) or lost)
+
+    def cut(self, reason: str, *, is_http: bool = True) -> None:
+        """The connection has ended before the answer did; ``reason`` is "" where the server has closed it."""
+        self.fail(self.lost(reason if is_http else f"no HTTP answer: {reason}"))
 
     def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
         self.status = status
@@ -185,7 +193,7 @@ class HttpCall:
             self.opened.set_exception(self.error(self._take()))
         self._wake()
 
-    def error(self, body: bytes) -> ServeError:
+    def error(self, body: bytes) -> Exception:
         """The error that an answer with status 400 or above stands for."""
         return error_from_response(self.status, body, origin=f"instance {self._pool.name}")
 
@@ -306,7 +314,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._give_up(f"no HTTP answer: {error}")
+            self._give_up(str(error), is_http=False)
             return
         if not self._begun:
             self._head_bytes += len(data)
@@ -317,25 +325,25 @@ class Connection(asyncio.Protocol):
             call.feed(self._pieces)
         if self._ended and self._call is call:
             self._call = None
-            call.end()
             # An answer before its request was out leaves the rest of the request on the connection.
             if self._reusable and not self._transport.get_write_buffer_size():
                 self.resume()
                 self._pool.put_back(self)
             else:
                 self._transport.abort()
+            call.end()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.lost(self)
         call, self._call = self._call, None
         if call is not None:
-            call.fail(call.lost(str(error) if error else "the connection was closed"))
+            call.cut(str(error) if error else "")
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, *, is_http: bool = True) -> None:
         call, self._call = self._call, None
         self._transport.abort()
         if call is not None:
-            call.fail(call.lost(reason))
+            call.cut(reason, is_http=is_http)
 
     def _on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -362,9 +370,10 @@ GREETING_S = 10.0
 class HttpPool:
     """The connections to one address; there are as many as there are calls."""
 
-    def __init__(self, name: str, url: str, key: str | None = None) -> None:
+    def __init__(self, name: str, url: str, key: str | None = None, *, path: Path | None = None) -> None:
         """``name`` is the instance's, for error messages; both ends of each connection prove to have the cluster's
-        ``key``, if there is one (:mod:`epd_serve.rpc.cluster`).
+        ``key``, if there is one (:mod:`epd_serve.rpc.cluster`). ``path`` is the Unix socket of a server that is
+        reached at one.
 
         Raises ValueError for a URL that is not http(s).
         """
@@ -380,6 +389,7 @@ class HttpPool:
         #: The lines that every request has.
         self._headers = f"host: {parts.netloc.rpartition('@')[2]}\r\n"
         self._key = key
+        self._path = path
         self._idle: list[Connection] = []
         self._connections: set[Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -410,6 +420,14 @@ class HttpPool:
             self._connecting.add(call.connecting)
             call.connecting.add_done_callback(self._connecting.discard)
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
     async def close(self) -> None:
         for task in self._connecting:
             task.cancel()
@@ -430,27 +448,35 @@ class HttpPool:
             connection.abort()
         return None
 
+    async def open(self) -> Connection:
+        """A new connection. Raises OSError."""
+        if self._path is not None:
+            _, connection = await self.loop.create_unix_connection(lambda: Connection(self), str(self._path))
+            return connection
+        connected = await sockets.connect(self._host, self._port)
+        try:
+            _, connection = await self.loop.create_connection(
+                lambda: Connection(self),
+                sock=connected,
+                ssl=self._tls or None,
+                server_hostname=self._host if self._tls else None,
+                ssl_handshake_timeout=TLS_HANDSHAKE_S if self._tls else None,
+            )
+        except BaseException:
+            connected.close()
+            raise
+        return connection
+
     async def _connect(self, call: HttpCall) -> None:
         try:
-            connected = await sockets.connect(self._host, self._port)
-            try:
-                _, connection = await self.loop.create_connection(
-                    lambda: Connection(self),
-                    sock=connected,
-                    ssl=self._tls or None,
-                    server_hostname=self._host if self._tls else None,
-                    ssl_handshake_timeout=TLS_HANDSHAKE_S if self._tls else None,
-                )
-            except BaseException:
-                connected.close()
-                raise
+            connection = await self.open()
         except OSError as error:  # TimeoutError is one
-            call.fail(shortage(error) or call.unreachable(error))
+            call.unreachable(error)
             return
         if call.closed:
             connection.abort()
         elif connection.is_closing:
-            call.fail(call.lost("the connection was closed"))
+            call.cut("")
         else:
             # Not before: uvloop never says of a connection whose making was given up that it is lost.
             self._connections.add(connection)
@@ -483,7 +509,7 @@ class HttpPool:
             connection.is_greeting = False
             if not connection.is_closing:
                 return True
-            call.fail(call.lost("the connection was closed"))
+            call.cut("")
         finally:
             hello.close()
             if connection.is_greeting or call.closed:

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import uvloop
 
-from epd_serve.backends.http_client import HttpCall, HttpPool
 from epd_serve.errors import InstanceLost, InvalidRequest, Unavailable
+from epd_serve.rpc.http import HttpCall, HttpPool
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -210,7 +210,7 @@ async def test_no_instance_at_all():
 
 
 async def test_one_timer_closes_idle_connections_however_often_there_is_none(server, monkeypatch):
-    monkeypatch.setattr("epd_serve.backends.http_client.KEEP_ALIVE_S", 1.0)
+    monkeypatch.setattr("epd_serve.rpc.http.KEEP_ALIVE_S", 1.0)
     num_looks, close_old = 0, HttpPool._close_old
 
     def look(pool):
