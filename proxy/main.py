@@ -25,8 +25,7 @@ from proxy.http.server import GatewayServer, WorkerServer, mark_stopping
 from proxy.http.sink import ResponseAborted
 from proxy.observe.log_filters import Sparing, redact_logs
 from proxy.settings import GatewaySettings
-from proxy.workers.crew import Crew
-from proxy.workers.messages import TakenOver
+from proxy.workers.crew import Crew, TakenOver
 from proxy.workers.place import WorkerPlace
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from epd_serve.backends.base import StageCall
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall, Work
 from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
-from epd_serve.backends.vllm_notices import Notices
-from epd_serve.backends.vllm_server import EngineWatch, VllmFigures, VllmServer, VllmTarget
+from epd_serve.backends.vllm_server import EngineWatch, Notices, VllmFigures, VllmServer, VllmTarget
 from epd_serve.backends.vllm_stream import (
     KnownTokens,
     ReplayedTokens,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,12 +14,15 @@ import msgspec
 from blake3 import blake3
 
 from epd_serve.backends import vllm_chat
+from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import VllmCall, Work
 from epd_serve.errors import InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
+from epd_serve.protocol.engine_notices import LENGTH, Notice, pack
 from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.protocol.wire import Load
 from epd_serve.rpc.http import HttpPool
+from epd_serve.rpc.sockets import connect
 from epd_serve.types import Role, SamplingParams
 
 INFO_TIMEOUT_S = 10.0
@@ -312,3 +316,50 @@ class VllmTarget:
     def media_fingerprint(self) -> str:
         """A hash of everything but the media that decides a feature."""
         return blake3(f"vllm {self.model_path} {self.dtype}".encode()).hexdigest()
+
+
+_NOTICE_TIMEOUT_S = 5.0
+
+
+class Notices:
+    """The notices to one instance's connector."""
+
+    def __init__(self, connections: NativeConnections, name: str, address: str) -> None:
+        """``name`` is the instance's; ``address`` is ``host:port``."""
+        self._connections = connections
+        self._name = name
+        self._address = address
+        self._waiting: list[Notice] = []
+        self._is_telling = False
+
+    async def ask(self, *notices: Notice) -> None:
+        """Send notices over one connection; return when all are answered. Raises InstanceLost where that fails."""
+        host, _, port = self._address.rpartition(":")
+        try:
+            async with asyncio.timeout(_NOTICE_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(sock=await connect(host, int(port)))
+                try:
+                    writer.write(b"".join(map(pack, notices)))
+                    for _ in notices:
+                        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                        await reader.readexactly(length)
+                finally:
+                    writer.close()
+        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+            raise InstanceLost(f"instance {self._name} takes no notices at {self._address} ({error})") from error
+
+    def tell(self, notice: Notice) -> None:
+        """Send a notice soon, together with others, without an answer; a failure is not reported."""
+        self._waiting.append(notice)
+        if not self._is_telling:
+            self._is_telling = True
+            self._connections.run(self._tell_all())
+
+    async def _tell_all(self) -> None:
+        try:
+            while self._waiting:
+                notices, self._waiting = self._waiting, []
+                with suppress(InstanceLost):
+                    await self.ask(*notices)
+        finally:
+            self._is_telling = False

@@ -29,7 +29,7 @@ def autoscale(
     is read from EPD_SERVE_ADMIN_KEY.
     """
     tie_to(parent_pid)
-    from epd_serve.autoscale.main import autoscale as run
+    from epd_serve.autoscale.role_loop import autoscale as run
 
     config = load_config(file)
     if not (config.elastic.enabled or config.elastic.drift.enabled):

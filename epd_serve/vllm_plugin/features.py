@@ -28,9 +28,8 @@ from epd_serve.protocol.engine_notices import (
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.shared_memory import SharedMemoryPeers
-from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures
+from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures, FeatureMemory, KeptFeature
 from epd_serve.vllm_plugin.feature_figures import CountingConnector
-from epd_serve.vllm_plugin.feature_memory import FeatureMemory, KeptFeature
 from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeServer
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from fastapi.responses import JSONResponse
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.switches import Switches
 from proxy.fleet.health import Health
-from proxy.workers.crew import Crew
+from proxy.workers.crew import Crew, Drained
 from proxy.workers.follow import InFlight, in_flight_everywhere
-from proxy.workers.messages import Drained
 
 
 def operations_router(table: InstanceTable, health: Health, switches: Switches, crew: Crew) -> APIRouter:

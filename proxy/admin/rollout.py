@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -17,7 +17,7 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.errors import InvalidRequest, StageTimeout
 from epd_serve.protocol.wire import LeaveOrder
 from epd_serve.routing.table import InstanceTable
-from proxy.admin.switches import Hold, Switches
+from proxy.admin.switches import Hold, Switches, decoded
 from proxy.workers.crew import Crew
 
 #: Beyond its deadline, for the answer of an instance that has just become empty.
@@ -70,7 +70,6 @@ async def _gone(request: Request) -> None:
         pass
 
 
-_Body = TypeVar("_Body")
 #: A step of an apply may take an hour (epd_serve/cli/apply.py).
 _LONGEST_HOLD_S = 7200.0
 
@@ -118,14 +117,14 @@ def rollout_router(table: InstanceTable, departures: Departures, hold: Hold, cre
     @router.post("/instances/{name}/leave")
     async def leave(name: str, request: Request) -> JSONResponse:
         """Answers when nothing is left of what it had; if the caller does not wait for that, it serves on."""
-        order = _decoded(await request.body(), LeaveOrder)
+        order = decoded(await request.body(), LeaveOrder)
         seconds = await _while_asked(request, departures.leave(name, order))
         return JSONResponse({"instance": name, "seconds": seconds})
 
     @router.post("/hold")
     async def hold_now(request: Request) -> JSONResponse:
         """For so many ``seconds`` the orders that no operator gave are refused."""
-        seconds = _decoded(await request.body(), HoldBody).seconds
+        seconds = decoded(await request.body(), HoldBody).seconds
         hold.until_s = asyncio.get_running_loop().time() + seconds
         return JSONResponse({})
 
@@ -150,13 +149,6 @@ def files_router(files: GatewayFiles) -> APIRouter:
         return JSONResponse({"left": left})
 
     return router
-
-
-def _decoded(body: bytes, kind: type[_Body]) -> _Body:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"the body is no {kind.__name__}: {error}") from error
 
 
 def _read(read: Callable[[], Any]) -> Any:

@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeInstance
@@ -22,6 +22,7 @@ from proxy.fleet.health import Health
 
 logger = logging.getLogger(__name__)
 
+_Body = TypeVar("_Body")
 #: Beyond its deadline, for an instance that makes its new stages, or its old ones again.
 _REBUILD_S = 120.0
 
@@ -31,19 +32,17 @@ class NoSuchInstance(InvalidRequest):
     default_code = "instance_not_found"
 
 
-class RoleBody(BaseModel):
+class RoleBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of ``POST /instances/{name}/role``.
 
     Attributes:
         automatic: no operator gave the order; it is refused while one changes the deployment.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     role: str
     automatic: bool = False
-    deadline_s: float = Field(default=30.0, gt=0, le=3600)
-    patience_s: float = Field(default=1.0, ge=0, le=3600)
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 30.0
+    patience_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 1.0
 
 
 class Hold:
@@ -179,7 +178,7 @@ def switches_router(switches: Switches, hold: Hold) -> APIRouter:
     async def role(name: str, request: Request) -> JSONResponse:
         """Answers when the instance serves the role; the role that it has calls an order back."""
         switches.find(name)
-        body = _read(await request.body())
+        body = decoded(await request.body(), RoleBody)
         if body.automatic:
             hold.check()
         order = RoleOrder(role=body.role, deadline_s=body.deadline_s, patience_s=body.patience_s)
@@ -190,12 +189,9 @@ def switches_router(switches: Switches, hold: Hold) -> APIRouter:
     return router
 
 
-def _read(body: bytes) -> RoleBody:
+def decoded(body: bytes, kind: type[_Body]) -> _Body:
+    """The body of an order. Raises InvalidRequest for anything else."""
     try:
-        return RoleBody.model_validate_json(body)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        where = ".".join(str(part) for part in fault["loc"]) or "body"
-        raise InvalidRequest(
-            f'{where}: {fault["msg"]}; write {{"role": "D", "deadline_s": 30}}', param=where
-        ) from error
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"the body is no {kind.__name__}: {error}") from error

@@ -16,8 +16,7 @@ from epd_serve.config.resilience import InstanceName, InstanceUrl
 from epd_serve.errors import Conflict, InvalidRequest
 from proxy.admin.switches import NoSuchInstance
 from proxy.fleet.members import Members
-from proxy.workers.crew import Crew
-from proxy.workers.messages import Joined, Left
+from proxy.workers.crew import Crew, Joined, Left
 
 logger = logging.getLogger(__name__)
 

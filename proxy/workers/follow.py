@@ -13,8 +13,7 @@ from epd_serve.routing.table import InstanceTable
 from proxy.admission.control import AdmissionControl
 from proxy.fleet.health import Health
 from proxy.fleet.leases import Leases
-from proxy.workers.crew import Crew
-from proxy.workers.messages import Drained, Joined, Left
+from proxy.workers.crew import Crew, Drained, Joined, Left
 
 #: Open calls by instance and stage.
 InFlight = dict[str, dict[str, int]]

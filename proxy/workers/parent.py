@@ -23,9 +23,8 @@ from epd_serve.telemetry.merged import Family, cumulative, exposition, merge
 from proxy.http.server import ready_text
 from proxy.observe.metrics import GROWING_GAUGES, SUMMED_GAUGES
 from proxy.workers.channel import CallFailed, Channel
-from proxy.workers.crew import ANSWER_S
+from proxy.workers.crew import ANSWER_S, Asked, Change, Shared, TakenOver
 from proxy.workers.ledger import Ledger
-from proxy.workers.messages import Asked, Change, Shared, TakenOver
 from proxy.workers.place import WorkerPlace
 from proxy.workers.sockets import Listeners, admin_socket
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from epd_serve.autoscale.main import autoscale
+from epd_serve.autoscale.role_loop import autoscale
 from epd_serve.autoscale.seen import Seen, to_json
 from epd_serve.config import DeploymentConfig
 from epd_serve.rpc.admin import AdminClient

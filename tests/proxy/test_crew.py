@@ -29,9 +29,8 @@ from proxy.settings import Current, GatewaySettings
 from proxy.workers import crew as crew_module
 from proxy.workers import parent as parent_module
 from proxy.workers.channel import Channel
-from proxy.workers.crew import Crew
+from proxy.workers.crew import Crew, Drained, Joined, Left, Shared, TakenOver
 from proxy.workers.ledger import Ledger
-from proxy.workers.messages import Drained, Joined, Left, Shared, TakenOver
 from proxy.workers.parent import Hub
 from proxy.workers.place import WorkerPlace
 

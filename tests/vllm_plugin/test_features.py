@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from epd_serve.protocol.engine_notices import FeatureAnnounced, FeatureWithdrawn, KVUnwanted
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures
-from epd_serve.vllm_plugin.feature_memory import FeatureMemory
+from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures, FeatureMemory
 
 CAPACITY = 1024
 
