@@ -1,13 +1,13 @@
 """Calls between the processes of a deployment.
 
-* :mod:`epd_serve.rpc.link`, MessagePack in frames, joins pairs on one machine: a gateway's parent and its workers, the
-  ranks of a tensor-parallel instance, the launcher and its fork server, the launcher and ``epd-serve apply``.
-* :mod:`epd_serve.rpc.http` is the client of every server of a deployment: the gateway's and the instances' calls, the
-  launcher's looks at health, the load tester's requests, the admin API's client (:mod:`epd_serve.rpc.admin`).
+* :mod:`epd_serve.rpc.link`, MessagePack in frames, joins pairs on one machine: a gateway's parent and its workers,
+  the ranks of a tensor-parallel instance, the launcher and its fork server, the launcher and ``epd-serve apply``.
+* :mod:`epd_serve.rpc.http` is the client of every server of a deployment: calls of the gateway and of instances,
+  the launcher's looks at health, the load tester's requests, the admin API's client (:mod:`epd_serve.rpc.admin`).
 
 Three ways are others because of what they carry. Orders to decoders of media carry file descriptors
 (:mod:`epd_serve.media.decoder_pool`). KV and features are bytes that are written where they are to lie
 (:mod:`epd_serve.transfer`). Notices to processes of vLLM come over TCP from strangers, with limits for each sender
-(:mod:`epd_serve.vllm_plugin.notices`). aiohttp, with redirects and resolvers of its own, reaches servers that are of no
-deployment: those of media and of web hooks.
+(:mod:`epd_serve.vllm_plugin.notices`). aiohttp, with redirects and resolvers of its own, reaches servers that are
+of no deployment: those of media and of web hooks.
 """
