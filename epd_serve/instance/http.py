@@ -11,11 +11,11 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from epd_serve.rpc.http import HttpCall, HttpPool
 from epd_serve.config.keys import CLUSTER_KEY, cluster_key
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed, InstanceLost, InvalidRequest, ServeError
 from epd_serve.protocol import wire
 from epd_serve.rpc.cluster import ClusterLinks, is_proved, with_link
+from epd_serve.rpc.http import HttpCall, HttpPool
 
 logger = logging.getLogger(__name__)
 

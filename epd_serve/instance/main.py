@@ -21,7 +21,6 @@ import uvicorn
 import uvloop
 
 from device.registry import get_device
-from epd_serve.rpc.http import HttpCall, HttpPool
 from epd_serve.config import InstanceOptions
 from epd_serve.config.keys import admin_headers, cluster_key
 from epd_serve.config.role_files import remembered
@@ -30,6 +29,7 @@ from epd_serve.instance.http import BrokenStream, ControlHttp, control_server_ap
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol.addresses import NoBrowsers
 from epd_serve.rpc.descriptors import raise_limit
+from epd_serve.rpc.http import HttpCall, HttpPool
 from epd_serve.rpc.sockets import watch_accepted
 
 logger = logging.getLogger(__name__)
