@@ -1,12 +1,16 @@
-"""Every relative link of a page leads to a file and a heading, and every file that a page names exists."""
+"""Every relative link of a page leads to a file and a heading; files and options that a page names exist."""
 
 from __future__ import annotations
 
 import re
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel
+
+from epd_serve.config import DeploymentConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -20,6 +24,8 @@ CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(
     r"`((?:device|epd_serve|proxy|deploy|docs|tests|benchmarks|requirements)/[\w./-]*\w\.(?:py|md|yaml|json|sh))`"
 )
+
+OPTION = re.compile(r"`((?:gateway|instances|vllm|elastic|mooncake|slo)\.[a-z_][a-z_.0-9]*)(?::[^`]*)?`")
 
 
 @cache
@@ -44,6 +50,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_that_are_named_exist(page: Path) -> None:
     missing = {name for name in NAMED.findall(page.read_text()) if not (ROOT / name).exists()}
     assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_options_that_are_named_exist(page: Path) -> None:
+    assert {path for path in OPTION.findall(page.read_text()) if not is_option(DeploymentConfig, path)} == set()
+
+
+def is_option(section: type[BaseModel], path: str) -> bool:
+    """Whether a path as ``gateway.media.max_bytes`` leads to an option, or to a section of options."""
+    name, _, rest = path.partition(".")
+    if (field := section.model_fields.get(name)) is None:
+        return False
+    below = [field.annotation, *get_args(field.annotation)]
+    sections = [one for one in below if isinstance(one, type) and issubclass(one, BaseModel)]
+    return not rest or any(is_option(one, rest) for one in sections)
 
 
 def test_readme_is_short() -> None:
