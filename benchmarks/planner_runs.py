@@ -33,7 +33,6 @@ from rich.console import Console
 from benchmarks.transfer_models import make_model
 from epd_serve.bench.deployed import Candidate, deployed
 from epd_serve.bench.plan import take_items
-from epd_serve.bench.progress import Progress
 from epd_serve.bench.run_directory import RunDirectory, new_directory
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import Item, Media, RunSettings
@@ -107,8 +106,7 @@ def _profiles(work_dir: Path) -> list[Path]:
 
 
 def _take_round(work_dir: Path, files: Sequence[Path], duration_s: float, number_of_round: int) -> None:
-    console = Console()
-    session = Session(progress=lambda title, number, done: Progress(console, title, number, done))
+    session = Session(console=Console())
     there = {_key(run.settings) for run in _runs(work_dir)}
     for file, workload in in_order(files, number_of_round):
         missing = [

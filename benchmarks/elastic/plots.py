@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from epd_serve.bench.report.needs import browser
+from epd_serve.bench.report.page import browser
 from epd_serve.bench.report.theme import TEMPLATES, Trace, figure
 
 #: Okabe and Ito's, as in the load tester's reports.

@@ -29,7 +29,6 @@ from rich.console import Console
 from benchmarks.deployed import machine
 from benchmarks.tester.paced import NUM_PROMPT_TOKENS, NUM_TOKENS
 from benchmarks.tester.requests import Plain
-from epd_serve.bench.progress import Progress
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import RunSettings
 
@@ -162,7 +161,7 @@ def _ours(url: str, cell: Cell, path: Path) -> Figures:
         rate=cell.rate,
     )
     workload = Plain(num_items=cell.num_requests, num_words=NUM_PROMPT_TOKENS, max_tokens=NUM_TOKENS)
-    session = Session(progress=lambda *shown: Progress(Console(file=io.StringIO()), *shown))
+    session = Session(console=Console(file=io.StringIO()))
     _, summary = session.begin(path, settings, workload)
     assert summary is not None
     total = summary.total

@@ -22,7 +22,6 @@ from benchmarks.deployed import machine
 from benchmarks.gateway.answers import write_answers
 from benchmarks.gateway.programs import compile_programs, free_ports, running, wait_until_served
 from benchmarks.tester.requests import Plain
-from epd_serve.bench.progress import Progress
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import RunSettings, Summary
 from epd_serve.protocol import chunks
@@ -119,7 +118,7 @@ def _run(cell: Cell, port: int, path: Path, seconds: float) -> dict[str, Any]:
         rate=cell.rate,
         num_warmups=20,
     )
-    session = Session(progress=lambda *shown: Progress(Console(file=io.StringIO()), *shown))
+    session = Session(console=Console(file=io.StringIO()))
     run, summary = session.begin(path, settings, workload)
     assert summary is not None
     (segment,) = run.segments()

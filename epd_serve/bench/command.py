@@ -1,4 +1,4 @@
-"""The work of ``epd-serve bench``: from its options to runs, tables and files."""
+"""The work of ``epd-serve bench``: from its options to runs, tables on the terminal, and files."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
-from epd_serve.bench.arrivals import ClosedLoop, Trace, parse_load
 from epd_serve.bench.compare import (
     CompareFile,
     Comparison,
-    read_comparison,
     run_comparison,
     show_comparison,
+    tell_outcome,
 )
 from epd_serve.bench.deployed import read_candidates
 from epd_serve.bench.outputs import Outputs, missed, read_runs, write_run
-from epd_serve.bench.progress import Progress
-from epd_serve.bench.run_directory import RunDirectory, new_directory
-from epd_serve.bench.sampled import sampled
-from epd_serve.bench.search import parse_rates
+from epd_serve.bench.plan import ClosedLoop, Trace, parse_load
+from epd_serve.bench.run_directory import RunDirectory, new_directory, read_json
+from epd_serve.bench.server import Sampled, sampled
 from epd_serve.bench.session import Session
-from epd_serve.bench.sweep import Outcome, SearchRange, Sweep, is_complete, read_sweep
-from epd_serve.bench.tables import show_summary, show_sweep
-from epd_serve.bench.types import SLO, RunSettings, Workload
+from epd_serve.bench.sweep import Outcome, SearchRange, Sweep, is_complete, parse_rates, read_sweep
+from epd_serve.bench.types import Distribution, RunSettings, Share, Summary, WindowSummary
 from epd_serve.bench.workloads import load_workload
 
 #: A search goes no lower than this part of its first rate.
@@ -38,91 +37,53 @@ _LOWEST = 1 / 64
 _FILE_WIDTH = 120
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The options of ``epd-serve bench``, as typed."""
-
-    base_url: str
-    workload: str
-    model: str = ""
-    num_requests: int = 0
-    duration_s: float | None = None
-    arrivals: str = "poisson"
-    rate: float | None = None
-    rates: str | None = None
-    find_goodput: bool = False
-    attainment: float = 0.9
-    precision: float = 0.05
-    max_rate: float = 1000.0
-    max_concurrency: int | None = None
-    slo: SLO = field(default_factory=SLO)
-    num_devices: int = 1
-    num_warmups: int = 2
-    timeout_s: float = 600.0
-    seed: int = 0
-    time_scale: float = 1.0
-    fields: dict[str, Any] = field(default_factory=dict)
-    label: str = ""
-    argv: list[str] = field(default_factory=list)
-
-    def settings(self, rate: float | None) -> RunSettings:
-        """The settings of a run at this rate.
-
-        Raises ValueError for arrivals that are invalid or do not go with it.
-        """
-        load = parse_load(self.arrivals, rate=rate, time_scale=self.time_scale)
-        if self.max_concurrency is not None and isinstance(load, ClosedLoop):
-            raise ValueError(f"arrivals {self.arrivals} have their own concurrency; leave --max-concurrency out")
-        if self.time_scale != 1.0 and not isinstance(load, Trace):
-            raise ValueError("--time-scale is for --arrivals trace")
-        num_requests = self.num_requests
-        if self.duration_s is not None:
-            if isinstance(load, ClosedLoop | Trace):
-                raise ValueError(f"arrivals {self.arrivals} have no rate; give --num-requests, not --duration")
-            num_requests = max(1, math.ceil(load.rate * self.duration_s))
-        return RunSettings(
-            base_url=self.base_url.rstrip("/").removesuffix("/v1"),
-            model=self.model,
-            workload=self.workload,
-            num_requests=num_requests,
-            seed=self.seed,
-            arrivals=self.arrivals,
-            rate=rate,
-            time_scale=self.time_scale,
-            max_concurrency=self.max_concurrency,
-            slo=self.slo,
-            num_devices=self.num_devices,
-            num_warmups=self.num_warmups,
-            timeout_s=self.timeout_s,
-            fields=self.fields,
-            label=self.label,
-            argv=self.argv,
-        )
-
-
 def run_bench(
-    wanted: Wanted,
+    settings: RunSettings,
     work_dir: Path,
     *,
+    rates: str | None = None,
+    goodput: tuple[float, float] | None = None,
+    duration_s: float | None = None,
+    compare: Sequence[Path] = (),
     api_key: str | None,
     as_json: bool,
     outputs: Outputs,
-    compare: Sequence[Path] = (),
 ) -> int:
     """A run, a sweep, a search or a comparison of deployment files.
 
+    Args:
+        rates: as typed, of a sweep.
+        goodput: of a search, its relative precision and its highest rate.
+        duration_s: seconds of requests at each rate, in place of the settings' number.
+
     Returns the exit code: 0, 130 where it was interrupted, or that of ``outputs``.
     """
-    rates = None if wanted.rates is None else parse_rates(wanted.rates)
-    if rates is not None and (wanted.rate is not None or wanted.find_goodput):
+    chosen = None if rates is None else parse_rates(rates)
+    if chosen is not None and (settings.rate is not None or goodput):
         raise ValueError("--rates names all rates; leave --rate and --find-goodput out")
-    workload = load_workload(wanted.workload)  # its faults are told before anything is made
+    if compare and goodput:
+        raise ValueError("--compare goes with --rate or --rates, not with --find-goodput")
+    workload = load_workload(settings.workload)  # its faults are told before anything is made
+    if settings.rate is None and (
+        goodput or settings.arrivals.partition(":")[0] in ("poisson", "constant", "gamma")
+    ):
+        settings.rate = 1.0
+    if chosen:
+        settings.rate = chosen[0]
+    _check_load(settings, duration_s)
     console = _console(as_json=as_json)
-    session = _session(console, api_key)
+    session = Session(console=console, api_key=api_key)
     if compare:
-        return _compare(console, session, wanted, rates, work_dir, compare, outputs)
-    if rates is None and not wanted.find_goodput:
-        settings = wanted.settings(_rate(wanted))
+        candidates = read_candidates(compare)
+        compared = CompareFile(
+            settings=settings,
+            files=[str(file.resolve()) for file in compare],
+            rates=chosen or ([] if settings.rate is None else [settings.rate]),
+            duration_s=duration_s,
+        )
+        comparison = Comparison(session=session, path=new_directory(work_dir), file=compared)
+        return run_comparison(console, comparison, candidates, outputs)
+    if chosen is None and goodput is None:
         path = new_directory(work_dir)
         try:
             outcome = session.begin(path, settings, workload)
@@ -130,32 +91,31 @@ def run_bench(
             with suppress(OSError):  # it holds a run, unless none could begin
                 path.rmdir()
         return _end_run(console, outcome, outputs, as_json=as_json)
-    first = rates[0] if rates else 1.0 if wanted.rate is None else wanted.rate
-    settings = wanted.settings(first)
-    sweep = _sweep(console, session, new_directory(work_dir), settings, wanted.duration_s, wanted.attainment)
-    if rates is not None:
-        return _end_sweep(console, sweep, sweep.over(rates), len(rates), outputs, as_json=as_json)
-    lowest, highest = first * _LOWEST, max(first, wanted.max_rate)
-    searched = SearchRange(start=first, lowest=lowest, highest=highest, precision=wanted.precision)
-    return _end_sweep(console, sweep, sweep.find(searched), None, outputs, as_json=as_json)
+    sweep = _sweep(console, session, new_directory(work_dir), settings, duration_s, outputs.attainment)
+    if goodput is None:
+        return _end_sweep(console, sweep, sweep.over(chosen or []), outputs, as_json=as_json)
+    assert settings.rate is not None
+    lowest, highest = settings.rate * _LOWEST, max(settings.rate, goodput[1])
+    searched = SearchRange(start=settings.rate, lowest=lowest, highest=highest, precision=goodput[0])
+    return _end_sweep(console, sweep, sweep.find(searched), outputs, as_json=as_json, is_search=True)
 
 
 def resume_bench(path: Path, *, api_key: str | None, as_json: bool, outputs: Outputs) -> int:
     """Go on with a run, a sweep or a comparison. Returns the exit code."""
     console = _console(as_json=as_json)
-    session = _session(console, api_key)
+    session = Session(console=console, api_key=api_key)
     if (path / "compare.json").exists():
-        compared = read_comparison(path)
+        compared = read_json(path / "compare.json", CompareFile)
         compared.failed = {}
         candidates = read_candidates([Path(file) for file in compared.files])
-        return run_comparison(console, _comparison(session, path, compared), candidates, outputs)
+        return run_comparison(console, Comparison(session=session, path=path, file=compared), candidates, outputs)
     if (path / "sweep.json").exists():
         file = read_sweep(path)
         outputs = replace(outputs, attainment=file.target)
         sweep = _sweep(console, session, path, file.settings, file.duration_s, file.target)
         if file.search is not None:
-            return _end_sweep(console, sweep, sweep.find(file.search), None, outputs, as_json=as_json)
-        return _end_sweep(console, sweep, sweep.over(file.rates), len(file.rates), outputs, as_json=as_json)
+            return _end_sweep(console, sweep, sweep.find(file.search), outputs, as_json=as_json, is_search=True)
+        return _end_sweep(console, sweep, sweep.over(file.rates), outputs, as_json=as_json)
     run = RunDirectory.open(path)
     if is_complete(run):
         raise ValueError(f"{path} is complete; there is nothing to resume")
@@ -177,52 +137,26 @@ def redraw_bench(
     return outputs.exit_code(console, runs)
 
 
-def _compare(
-    console: Console,
-    session: Session,
-    wanted: Wanted,
-    rates: list[float] | None,
-    work_dir: Path,
-    files: Sequence[Path],
-    outputs: Outputs,
-) -> int:
-    if wanted.find_goodput:
-        raise ValueError("--compare goes with --rate or --rates, not with --find-goodput")
-    candidates = read_candidates(files)
-    rate = _rate(wanted)
-    if rates is None and rate is not None:
-        rates = [rate]
-    compared = CompareFile(
-        settings=wanted.settings(rates[0] if rates else None),
-        files=[str(file.resolve()) for file in files],
-        rates=rates or [],
-        duration_s=wanted.duration_s,
-    )
-    return run_comparison(console, _comparison(session, new_directory(work_dir), compared), candidates, outputs)
+def _check_load(settings: RunSettings, duration_s: float | None) -> None:
+    """Set the number of requests from a duration.
 
-
-def _comparison(session: Session, path: Path, file: CompareFile) -> Comparison:
-    return Comparison(
-        session=session, path=path, file=file, load_workload=lambda: load_workload(file.settings.workload)
-    )
-
-
-def _rate(wanted: Wanted) -> float | None:
-    """The rate, 1 by default; a trace has its own times, a closed loop none."""
-    kind = wanted.arrivals.partition(":")[0]
-    if wanted.rate is None and kind in ("poisson", "constant", "gamma"):
-        return 1.0
-    return wanted.rate
+    Raises ValueError for arrivals that are invalid or do not go with the other settings.
+    """
+    load = parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
+    if settings.max_concurrency is not None and isinstance(load, ClosedLoop):
+        raise ValueError(f"arrivals {settings.arrivals} have their own concurrency; leave --max-concurrency out")
+    if settings.time_scale != 1.0 and not isinstance(load, Trace):
+        raise ValueError("--time-scale is for --arrivals trace")
+    if duration_s is not None:
+        if isinstance(load, ClosedLoop | Trace):
+            raise ValueError(f"arrivals {settings.arrivals} have no rate; give --num-requests, not --duration")
+        settings.num_requests = max(1, math.ceil(load.rate * duration_s))
 
 
 def _console(*, as_json: bool) -> Console:
     """A console that is wide enough for all figures; a file or a pipe has no width of its own."""
     console = Console(stderr=as_json)
     return console if console.is_terminal else Console(stderr=as_json, width=max(_FILE_WIDTH, console.width))
-
-
-def _session(console: Console, api_key: str | None) -> Session:
-    return Session(progress=lambda title, number, done: Progress(console, title, number, done), api_key=api_key)
 
 
 def _sweep(
@@ -233,26 +167,14 @@ def _sweep(
     duration_s: float | None,
     target: float,
 ) -> Sweep:
-    def load() -> Workload:
-        return load_workload(settings.workload)
-
-    def ended(outcome: Outcome) -> None:
-        run, summary = outcome
-        total = summary.total
-        console.print(
-            f"{run.settings.rate:g} req/s: {total.attainment.value:.1%} attained, {total.num_failed} of "
-            f"{total.num_requests} failed",
-            highlight=False,
-        )
-
     return Sweep(
         session=session,
         path=path,
         settings=settings,
-        load_workload=load,
+        load_workload=lambda: load_workload(settings.workload),
         duration_s=duration_s,
         target=target,
-        ended=ended,
+        ended=lambda outcome: tell_outcome(console, outcome),
     )
 
 
@@ -276,21 +198,22 @@ def _end_sweep(
     console: Console,
     sweep: Sweep,
     outcomes: Sequence[Outcome],
-    expected: int | None,
     outputs: Outputs,
     *,
     as_json: bool,
+    is_search: bool = False,
 ) -> int:
+    expected = 1 if is_search else len(read_sweep(sweep.path).rates)
     runs = [write_run(run, summary) for run, summary in outcomes]
     if outcomes:
         by_rate = sorted(outcomes, key=lambda outcome: outcome[0].settings.rate or 0.0)
         show_sweep(console, [(run.settings, summary) for run, summary in by_rate])
         _print_json(as_json, by_rate)
         outputs.write(console, sweep.path, runs)
-    if not outcomes or not is_complete(outcomes[-1][0]) or (expected is not None and len(outcomes) < expected):
+    if len(outcomes) < expected or not is_complete(outcomes[-1][0]):
         console.print(f"interrupted; go on with --resume {sweep.path}", highlight=False)
         return 130
-    if expected is None:
+    if is_search:
         _say_goodput(console, sweep)
         # a search tries rates that are too high: the best that it found is what counts
         good = [run for run in runs if not missed(run, outputs.attainment)]
@@ -324,3 +247,118 @@ def _print_json(as_json: bool, outcomes: Sequence[Outcome]) -> None:
             for run, summary in outcomes
         ]
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+
+
+_ROWS = (
+    ("TTFT", "ttft", 1e3, "ms"),
+    ("TTFT scheduled", "ttft_scheduled", 1e3, "ms"),
+    ("first chunk", "first_chunk", 1e3, "ms"),
+    ("TPOT", "tpot", 1e3, "ms"),
+    ("ITL", "itl", 1e3, "ms"),
+    ("E2EL", "e2el", 1e3, "ms"),
+    ("send lag", "send_lag", 1e3, "ms"),
+    ("input tokens", "input_tokens", 1.0, ""),
+    ("output tokens", "output_tokens", 1.0, ""),
+)
+
+
+def show_summary(console: Console, settings: RunSettings, summary: Summary, sampled: Sampled) -> None:
+    """Print latencies, rates, the server's own figures, and the warnings of one run."""
+    for name, window in (("all requests", summary.total), ("stable window", summary.stable)):
+        if window is not None:
+            console.print(_latencies(f"{settings.label or settings.workload}: {name}", window.figures))
+    console.print(_rates(settings, summary))
+    for name, distribution in summary.total.stages.items():
+        console.print(
+            f"  stage {name}: median {distribution.median * 1e3:.1f} ms, p90 {distribution.p90 * 1e3:.1f} ms "
+            f"({distribution.n} requests)",
+            highlight=False,
+        )
+    _show_sampled(console, sampled)
+    for warning in summary.warnings:
+        console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
+
+
+def show_sweep(console: Console, runs: Sequence[tuple[RunSettings, Summary]]) -> None:
+    """One line for each rate."""
+    table = Table(title="by rate", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    for column in ("req/s", "sent", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "attained", "95 %", "tok/s"):
+        table.add_column(column.replace("T p", "T\np"), justify="right")  # ten columns fit a terminal of 80
+    table.add_column("effective\ntok/s per\ndevice", justify="right")
+    for settings, summary in runs:
+        total = summary.total
+        table.add_row(
+            "-" if settings.rate is None else f"{settings.rate:g}",
+            f"{total.achieved_rate:.2f}",
+            *(_quantiles(total.figures.get("ttft"))),
+            *(_quantiles(total.figures.get("tpot"))),
+            f"{total.attainment.value:.1%}",
+            _interval(total.attainment).removesuffix(" %"),
+            f"{total.output_token_throughput:.1f}",
+            f"{total.effective_throughput_per_device:.1f}",
+        )
+    console.print(table)
+
+
+def _show_sampled(console: Console, sampled: Sampled) -> None:
+    for name, share in sampled.cache_hits.items():
+        console.print(f"  {name} cache: {share.part} hits of {share.whole} ({share.value:.1%})", highlight=False)
+    for name, value in sampled.utilisation.items():
+        console.print(f"  {name}: {value:.1%} busy on average", highlight=False)
+
+
+def _latencies(title: str, figures: dict[str, Distribution]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("", no_wrap=True)
+    for column in ("mean", "min", "max", "median", "p75", "p90", "p99", "N"):
+        table.add_column(column, justify="right")
+    for label, name, scale, unit in _ROWS:
+        one = figures.get(name)
+        if one is not None:
+            values = (one.mean, one.min, one.max, one.median, one.p75, one.p90, one.p99)
+            table.add_row(f"{label} {unit}".strip(), *(_number(value * scale) for value in values), str(one.n))
+    return table
+
+
+def _rates(settings: RunSettings, summary: Summary) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("", no_wrap=True)
+    windows = [("total", summary.total), *([("stable", summary.stable)] if summary.stable else [])]
+    windows += list(summary.by_modality.items())
+    for name, _ in windows:
+        table.add_column(name, justify="right")
+
+    def row(label: str, *values: str) -> None:
+        table.add_row(label, *values)
+
+    each = [window for _, window in windows]
+    slo = settings.slo
+    row("requests (failed)", *(f"{one.num_requests} ({one.num_failed})" for one in each))
+    row("duration s", *(f"{one.duration_s:.2f}" for one in each))
+    row("planned → sent req/s", *(_planned(one) for one in each))
+    row("finished req/s", *(f"{one.request_throughput:.3f}" for one in each))
+    row("input tok/s", *(f"{one.input_token_throughput:.1f}" for one in each))
+    row("output tok/s", *(f"{one.output_token_throughput:.1f}" for one in each))
+    row("concurrency mean (max)", *(f"{one.mean_concurrency:.1f} ({one.max_concurrency})" for one in each))
+    attained = (f"{one.attainment.value:.1%} ({_interval(one.attainment)})" for one in each)
+    row(f"TTFT ≤ {slo.ttft_ms:g}, TPOT ≤ {slo.tpot_ms:g} ms", *attained)
+    row("goodput req/s per device", *(f"{one.goodput_per_device:.3f}" for one in each))
+    row("effective tok/s per device", *(f"{one.effective_throughput_per_device:.1f}" for one in each))
+    return table
+
+
+def _planned(window: WindowSummary) -> str:
+    planned = "-" if window.planned_rate is None else f"{window.planned_rate:.2f}"
+    return f"{planned} → {window.achieved_rate:.2f}"
+
+
+def _interval(share: Share) -> str:
+    return f"{100 * share.low:.1f}–{100 * share.high:.1f} %"
+
+
+def _quantiles(one: Distribution | None) -> tuple[str, str]:
+    return ("-", "-") if one is None else (_number(one.median * 1e3), _number(one.p99 * 1e3))
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.2f}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from epd_serve.bench.outputs import Outputs, read_runs, write_run
 from epd_serve.bench.report.rates import slo_text
 from epd_serve.bench.report.series import Grid, grids, window
 from epd_serve.bench.report.table import SHORT_HEADER, rows
-from epd_serve.bench.results import Measured, file_name
-from epd_serve.bench.run_directory import RunDirectory
+from epd_serve.bench.run_directory import RunDirectory, write_json
 from epd_serve.bench.session import Session
+from epd_serve.bench.summary import Measured, file_name
 from epd_serve.bench.sweep import Outcome, Sweep, is_complete
-from epd_serve.bench.types import RunSettings, Workload
+from epd_serve.bench.types import RunSettings
+from epd_serve.bench.workloads import load_workload
 
 
 class CompareFile(msgspec.Struct, kw_only=True):
@@ -50,7 +51,6 @@ class Comparison:
     session: Session
     path: Path
     file: CompareFile
-    load_workload: Callable[[], Workload]
 
     def run(self, console: Console, candidates: Sequence[Candidate]) -> tuple[list[Measured], bool]:
         """Measure each deployment in turn; return the runs, and whether every deployment was measured in full.
@@ -90,18 +90,15 @@ class Comparison:
                 model=candidate.config.model_name,
                 num_devices=candidate.num_devices,
             )
-            if self.file.rates:
-                sweep = Sweep(
-                    session=session,
-                    path=folder,
-                    settings=settings,
-                    load_workload=self.load_workload,
-                    duration_s=self.file.duration_s,
-                    ended=lambda outcome: _tell(console, outcome),
-                )
-                outcomes = sweep.over(self.file.rates)
-            else:
-                outcomes = self._single(session, folder / "run", settings)
+            sweep = Sweep(
+                session=session,
+                path=folder,
+                settings=settings,
+                load_workload=lambda: load_workload(settings.workload),
+                duration_s=self.file.duration_s,
+                ended=lambda outcome: tell_outcome(console, outcome),
+            )
+            outcomes = sweep.over(self.file.rates)
         is_whole = len(outcomes) == max(1, len(self.file.rates)) and all(is_complete(run) for run, _ in outcomes)
         return [write_run(run, summary) for run, summary in outcomes], is_whole
 
@@ -112,19 +109,8 @@ class Comparison:
             return None
         return read_runs(folder)
 
-    def _single(self, session: Session, path: Path, settings: RunSettings) -> list[Outcome]:
-        if (path / "run.json").exists():
-            started = RunDirectory.open(path)
-            started.settings.base_url = settings.base_url
-            run, summary = session.resume(started, self.load_workload())
-        else:
-            run, summary = session.begin(path, settings, self.load_workload())
-        return [] if summary is None else [(run, summary)]
-
     def _write(self) -> None:
-        half = self.path / ".compare.json"
-        half.write_bytes(msgspec.json.format(msgspec.json.encode(self.file), indent=2))
-        half.replace(self.path / "compare.json")
+        write_json(self.path / "compare.json", self.file)
 
 
 def show_comparison(console: Console, runs: Sequence[Measured], share: float) -> None:
@@ -143,14 +129,13 @@ def show_comparison(console: Console, runs: Sequence[Measured], share: float) ->
             console.print(_attainments(grid))
 
 
-def _tell(console: Console, outcome: Outcome) -> None:
+def tell_outcome(console: Console, outcome: Outcome) -> None:
+    """Print how one rate of several went."""
     run, summary = outcome
-    total = summary.total
-    console.print(
-        f"  {run.settings.rate:g} req/s: {total.attainment.value:.1%} good, {total.num_failed} of "
-        f"{total.num_requests} failed",
-        highlight=False,
-    )
+    total, rate = summary.total, run.settings.rate
+    load = run.settings.arrivals if rate is None else f"{rate:g} req/s"
+    failed = f"{total.num_failed} of {total.num_requests} failed"
+    console.print(f"  {load}: {total.attainment.value:.1%} attained, {failed}", highlight=False)
 
 
 def _attainments(grid: Grid) -> Table:
@@ -185,11 +170,3 @@ def run_comparison(
         console.print(f"interrupted; go on with --resume {comparison.path}", highlight=False, markup=False)
         return 130
     return outputs.exit_code(console, runs)
-
-
-def read_comparison(path: Path) -> CompareFile:
-    """Raises ValueError where compare.json is none."""
-    try:
-        return msgspec.json.decode((path / "compare.json").read_bytes(), type=CompareFile)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"{path / 'compare.json'}: {error}") from error

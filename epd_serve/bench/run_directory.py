@@ -40,6 +40,23 @@ class _Stages(msgspec.Struct):
     stages: list[StageSpan]
 
 
+def write_json(path: Path, content: msgspec.Struct) -> None:
+    """Write a file in one piece: a reader sees all of the new content, or of the old."""
+    half = path.with_name(f".{path.name}")
+    half.write_bytes(msgspec.json.format(_encoder.encode(content), indent=2))
+    half.replace(path)
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """Raises ValueError where the file is missing or holds something else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} is no {path.stem}: it has no {path.name}") from None
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 class RunDirectory:
     """The files of one run."""
 
@@ -60,10 +77,7 @@ class RunDirectory:
             lines = [_Planned(index, time_s) for index, time_s in schedule]
             (path / "schedule.jsonl").write_bytes(_encoder.encode_lines(lines))
             (path / "records.jsonl").touch()
-            # last, and in one piece: a directory with run.json in it is whole
-            half = path / ".run.json"
-            half.write_bytes(msgspec.json.format(_encoder.encode(settings), indent=2))
-            half.replace(path / "run.json")
+            write_json(path / "run.json", settings)  # last: a directory with it is whole
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}; choose another --work-dir") from error
         return cls(path, settings)
@@ -71,13 +85,7 @@ class RunDirectory:
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
         """Raises ValueError where there is no run."""
-        try:
-            settings = msgspec.json.decode((path / "run.json").read_bytes(), type=RunSettings)
-        except FileNotFoundError:
-            raise ValueError(f"{path} is no run: it has no run.json") from None
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"{path / 'run.json'}: {error}") from error
-        return cls(path, settings)
+        return cls(path, read_json(path / "run.json", RunSettings))
 
     def records(self) -> list[Record]:
         """The records by index, with the stages that are known.

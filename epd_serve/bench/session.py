@@ -8,26 +8,30 @@ import platform
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from statistics import median
+from time import perf_counter
+from types import TracebackType
 
 import uvloop
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from epd_serve import __version__
-from epd_serve.bench.arrivals import Load, parse_load
 from epd_serve.bench.connection import Connections, Target
-from epd_serve.bench.plan import Plan, digest, make_plan, take_items
-from epd_serve.bench.progress import Progress, ProgressFactory
+from epd_serve.bench.plan import Load, Plan, digest, make_plan, parse_load, take_items
 from epd_serve.bench.run_directory import RunDirectory, RunWriter
-from epd_serve.bench.runner import Runner
-from epd_serve.bench.server import Server
+from epd_serve.bench.runner import Counters, Runner
+from epd_serve.bench.server import LocalServer, Server
 from epd_serve.bench.statistics import percentile
 from epd_serve.bench.summary import summarise
 from epd_serve.bench.types import Item, Record, RunSettings, Sample, Segment, StageSpan, Summary, Workload
-from epd_serve.bench.utilisation import LocalServer
 from epd_serve.rpc.descriptors import raise_limit
 
 _SHOW_INTERVAL_S = 1.0
@@ -42,11 +46,12 @@ class Session:
     """The environment in which runs are made; RunSettings hold what is measured.
 
     Attributes:
+        console: where the live line is drawn.
         api_key: sent to the server, written into no file.
         metrics_interval_s: seconds between two reads of the server's metrics.
     """
 
-    progress: ProgressFactory
+    console: Console
     api_key: str | None = None
     metrics_interval_s: float = 2.0
 
@@ -117,7 +122,7 @@ class Session:
                 done = {record.index: record for record in run.records()}
                 segment = Segment(segment=len(run.segments()), started_unix_s=time.time(), plan_offset_s=0.0)
                 title = settings.label or settings.workload
-                with self.progress(title, settings.num_requests, len(done)) as progress:
+                with Progress(self.console, title, settings.num_requests, len(done)) as progress:
                     await _warm_up(connections, server, settings, warm_ups, progress)
                     await self._measure(connections, server, settings, plan, writer, done, segment, progress)
         finally:
@@ -284,3 +289,77 @@ def _interruptible(runner: Runner, progress: Progress) -> Iterator[None]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
+
+
+_NUM_RECENT = 64
+#: Between two lines where the output is no terminal.
+_LOG_INTERVAL_S = 10.0
+
+
+class Progress:
+    """Shows one run. Drawing takes a millisecond or two, so it is done once a second."""
+
+    def __init__(self, console: Console, title: str, num_requests: int, num_done: int = 0) -> None:
+        self._console = console
+        self._title = title
+        self._num_requests = num_requests
+        self._num_done = num_done
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._ttft_s: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._tpot_s: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._began_s = perf_counter()
+        self._logged_s = self._began_s
+        self._last = (self._began_s, 0)
+
+    def __enter__(self) -> Progress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def ended(self, record: Record) -> None:
+        if record.ttft_s is not None and record.succeeded:
+            self._ttft_s.append(record.ttft_s)
+            if record.tpot_s is not None:
+                self._tpot_s.append(record.tpot_s)
+
+    def show(self, counters: Counters, num_receiving: int) -> None:
+        """Draw the live line. ``num_receiving``: requests that have their first token and are not finished."""
+        now_s = perf_counter()
+        if self._live is None and now_s - self._logged_s < _LOG_INTERVAL_S:
+            return
+        line = self._line(counters, num_receiving, now_s)
+        if self._live is None:
+            self._logged_s = now_s
+            self._console.print(line, soft_wrap=True, highlight=False)
+        else:
+            self._live.update(Text(line), refresh=True)
+
+    def note(self, text: str) -> None:
+        """Print a line that stays above the live line."""
+        self._console.print(text, highlight=False, markup=False)
+
+    def _line(self, counters: Counters, num_receiving: int, now_s: float) -> str:
+        since_s, before = self._last
+        rate = (counters.sent - before) / max(now_s - since_s, 1e-9)
+        self._last = now_s, counters.sent
+        finished = self._num_done + counters.finished
+        parts = [
+            self._title,
+            f"{finished}/{self._num_requests}",
+            f"{rate:.1f} req/s",
+            f"POST={counters.sent} RECV={counters.received + num_receiving} FAIL={counters.failed} "
+            f"FINISH={counters.finished}",
+            f"TTFT={_ms(self._ttft_s)} TPOT={_ms(self._tpot_s)}",
+            f"{now_s - self._began_s:.0f} s",
+        ]
+        return "  ".join(parts)
+
+
+def _ms(seconds: deque[float]) -> str:
+    return f"{median(seconds) * 1e3:.1f} ms" if seconds else "-"

@@ -1,11 +1,12 @@
-"""Percentiles, distributions and the interval of a share, in plain Python."""
+"""Percentiles, distributions, the interval of a share, and the stable part of a run: neither filling up nor
+draining."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 
-from epd_serve.bench.types import Distribution, Share
+from epd_serve.bench.types import Distribution, Record, Share
 
 #: Of the normal distribution, two-sided 95 %.
 _Z = 1.959963984540054
@@ -63,3 +64,74 @@ def wilson(part: int, whole: int) -> Share:
         low=0.0 if not part else max(0.0, (middle - half) / scale),
         high=1.0 if part == whole else min(1.0, (middle + half) / scale),
     )
+
+
+#: Requests below which a window says nothing.
+LEAST_REQUESTS = 10
+#: The filling takes at most this part of the time in which requests are sent.
+_LONGEST_FILL = 0.25
+
+
+def sent(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.sent_s is not None]
+
+
+def load_curve(records: Sequence[Record]) -> list[tuple[float, int]]:
+    """(time, requests on their way from then on), ascending in time."""
+    events = sorted(
+        event for record in sent(records) for event in ((record.sent_s or 0.0, 1), (record.finish_s, -1))
+    )
+    curve: list[tuple[float, int]] = []
+    number = 0
+    for at_s, change in events:
+        number += change
+        curve.append((at_s, number))
+    return curve
+
+
+def mean_concurrency(curve: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> float:
+    """Requests on their way, on average over ``[begin_s, end_s)``."""
+    if end_s <= begin_s:
+        return 0.0
+    area, number, since_s = 0.0, 0, begin_s
+    for at_s, after in curve:
+        if at_s >= end_s:
+            break
+        if at_s > since_s:
+            area += number * (at_s - since_s)
+            since_s = at_s
+        number = after
+    return (area + number * (end_s - since_s)) / (end_s - begin_s)
+
+
+def stable_window(records: Sequence[Record], concurrency: int | None) -> tuple[float, float] | None:
+    """``[begin_s, end_s)`` by the time of the sending; None where too few requests lie in it.
+
+    Closed loop: from when all users were at work and one request of each had been answered, to when a user found
+    nothing more to send. Open loop: from one median latency after the first request (by Little's law a server that
+    keeps up has then as many requests as it will have), to the last request that was sent.
+    """
+    ours = sorted(sent(records), key=lambda record: record.sent_s or 0.0)
+    if len(ours) < LEAST_REQUESTS:
+        return None
+    times = [record.sent_s or 0.0 for record in ours]
+    if concurrency is not None:
+        if len(ours) < 2 * concurrency:
+            return None
+        begin_s = max(times[concurrency - 1], max(record.finish_s for record in ours[:concurrency]))
+        end_s = times[-1]
+    else:
+        latencies = sorted(record.finish_s - (record.sent_s or 0.0) for record in ours)
+        fill_s = min(latencies[len(latencies) // 2], _LONGEST_FILL * (times[-1] - times[0]))
+        begin_s, end_s = times[0] + fill_s, times[-1]
+    within = sum(begin_s <= at_s < end_s for at_s in times)
+    return (begin_s, end_s) if within >= LEAST_REQUESTS else None
+
+
+def is_growing(curve: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> bool:
+    """Whether the requests on their way became more throughout: then the server does not keep up."""
+    third_s = (end_s - begin_s) / 3
+    parts = [
+        mean_concurrency(curve, begin_s + part * third_s, begin_s + (part + 1) * third_s) for part in range(3)
+    ]
+    return parts[0] * 1.25 < parts[1] and parts[1] * 1.15 < parts[2] and parts[2] > parts[0] + 3

@@ -1,19 +1,98 @@
-"""Several rates, given or searched for, each a run of its own in one directory."""
+"""Several rates, given or searched for by doubling and bisection, each a run of its own in one directory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
-from epd_serve.bench.run_directory import RunDirectory
-from epd_serve.bench.search import GoodputSearch
+from epd_serve.bench.run_directory import RunDirectory, read_json, write_json
 from epd_serve.bench.session import Session
 from epd_serve.bench.summary import summarise
 from epd_serve.bench.types import RunSettings, Summary, Workload
+
+
+@dataclass(kw_only=True)
+class GoodputSearch:
+    """Asks for one rate after the other; each is tried once.
+
+    It presumes that a server which attains at a rate attains at every lower one. The answer is then within
+    ``precision`` (relative) of the highest such rate, as far as that lies in ``[lowest, highest]``.
+
+    Attributes:
+        start: the first rate to be tried, requests/s.
+        attained, missed: the highest rate known to attain, the lowest known not to; None while there is none.
+        tried: all rates so far and whether each attained.
+    """
+
+    start: float
+    lowest: float
+    highest: float
+    precision: float = 0.05
+    attained: float | None = None
+    missed: float | None = None
+    tried: list[tuple[float, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lowest <= self.start <= self.highest:
+            raise ValueError(
+                f"the search needs 0 < lowest <= start <= highest, not {self.lowest:g}, {self.start:g} and "
+                f"{self.highest:g} requests/s"
+            )
+        if not 0 < self.precision < 1:
+            raise ValueError(f"precision is a share between 0 and 1, as in 0.05; not {self.precision:g}")
+
+    def next_rate(self) -> float | None:
+        """The next rate to try; None when the search is over."""
+        if self.attained is None and self.missed is None:
+            return self.start
+        if self.missed is None:
+            assert self.attained is not None
+            return None if self.attained >= self.highest else min(2 * self.attained, self.highest)
+        if self.attained is None:
+            return None if self.missed <= self.lowest else max(self.missed / 2, self.lowest)
+        if self.missed <= self.attained * (1 + self.precision):
+            return None
+        return (self.attained + self.missed) / 2
+
+    def tell(self, rate: float, *, attained: bool) -> None:
+        """Record whether a rate attained.
+
+        Where noise contradicts an earlier answer, no bound moves across the other.
+        """
+        self.tried.append((rate, attained))
+        if attained:
+            if (self.attained is None or rate > self.attained) and (self.missed is None or rate < self.missed):
+                self.attained = rate
+        elif (self.missed is None or rate < self.missed) and (self.attained is None or rate > self.attained):
+            self.missed = rate
+
+
+def parse_rates(text: str) -> list[float]:
+    """``FROM:TO:STEP`` (both ends included) or a list as in ``1,2,4``, ascending and positive.
+
+    Raises ValueError that says what would be right.
+    """
+    example = "write FROM:TO:STEP as in 1:12:1, or a list as in 1,2,4"
+    try:
+        if ":" in text:
+            begin, end, step = (float(part) for part in text.split(":"))
+            if not (begin > 0 and step > 0 and begin <= end < math.inf and step < math.inf):
+                raise ValueError
+            count = int((end - begin) / step + 1e-9) + 1
+            if count > 1000:
+                raise ValueError
+            return [round(begin + index * step, 9) for index in range(count)]
+        rates = [float(part) for part in text.split(",")]
+        if not all(0 < rate < math.inf for rate in rates) or rates != sorted(set(rates)):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"rates {text!r} cannot be read; {example}") from None
+    return rates
+
 
 #: Between the seeds of two rates: each rate sends other pictures and texts, so that no cache helps the later ones.
 _SEED_STEP = 1_000_003
@@ -22,9 +101,12 @@ Outcome = tuple[RunDirectory, Summary]
 
 
 class SweepRun(msgspec.Struct, kw_only=True):
-    """One rate; ``directory`` lies beside sweep.json. ``attained``: of a search, whether the rate was held."""
+    """One rate, or None of a load without one; ``directory`` lies beside sweep.json.
 
-    rate: float
+    ``attained``: of a search, whether the rate was held.
+    """
+
+    rate: float | None
     directory: str
     attained: bool | None = None
 
@@ -80,11 +162,11 @@ class Sweep:
     ended: Callable[[Outcome], None] = lambda _: None
 
     def over(self, rates: list[float]) -> list[Outcome]:
-        """Measure the rates in this order; an interrupted run ends the list."""
+        """Measure the rates in this order, or once without any; an interrupted run ends the list."""
         file = self._file(rates=rates)
         self._write(file)
         outcomes: list[Outcome] = []
-        for number, rate in enumerate(rates):
+        for number, rate in enumerate(rates or [None]):
             outcome = self._one(file, number, rate)
             if outcome is None:
                 break
@@ -117,8 +199,8 @@ class Sweep:
             self._write(file)
         return outcomes
 
-    def _one(self, file: SweepFile, number: int, rate: float) -> Outcome | None:
-        path = self.path / f"rate-{rate:.12g}"  # never the same for two rates
+    def _one(self, file: SweepFile, number: int, rate: float | None) -> Outcome | None:
+        path = self.path / ("run" if rate is None else f"rate-{rate:.12g}")  # never the same for two rates
         if (path / "run.json").exists():
             run = RunDirectory.open(path)
             if is_complete(run):
@@ -133,7 +215,7 @@ class Sweep:
             settings = msgspec.structs.replace(
                 self.settings, rate=rate, seed=self.settings.seed + number * _SEED_STEP
             )
-            if self.duration_s is not None:
+            if self.duration_s is not None and rate is not None:
                 settings.num_requests = max(1, math.ceil(rate * self.duration_s))
             outcome = self.session.begin(path, settings, self.load_workload())
         file.runs.append(SweepRun(rate=rate, directory=path.name))
@@ -150,9 +232,7 @@ class Sweep:
         )
 
     def _write(self, file: SweepFile) -> None:
-        half = self.path / ".sweep.json"
-        half.write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=2))
-        half.replace(self.path / "sweep.json")
+        write_json(self.path / "sweep.json", file)
 
 
 def is_complete(run: RunDirectory) -> bool:
@@ -162,9 +242,4 @@ def is_complete(run: RunDirectory) -> bool:
 
 def read_sweep(path: Path) -> SweepFile:
     """Read sweep.json. Raises ValueError where there is none."""
-    try:
-        return msgspec.json.decode((path / "sweep.json").read_bytes(), type=SweepFile)
-    except FileNotFoundError:
-        raise ValueError(f"{path} is no sweep: it has no sweep.json") from None
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"{path / 'sweep.json'}: {error}") from error
+    return read_json(path / "sweep.json", SweepFile)

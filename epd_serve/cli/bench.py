@@ -79,9 +79,9 @@ def bench(
 
     Ctrl-C waits for what is under way; --resume goes on. OPENAI_API_KEY is sent where it is set.
     """
-    from epd_serve.bench.command import Wanted, redraw_bench, resume_bench, run_bench
+    from epd_serve.bench.command import redraw_bench, resume_bench, run_bench
     from epd_serve.bench.outputs import Outputs, slo_of
-    from epd_serve.bench.types import SLO
+    from epd_serve.bench.types import SLO, RunSettings
 
     api_key = os.environ.get("OPENAI_API_KEY") or None
     outputs = Outputs(report=report, png=png, fail_on_slo=fail_on_slo, attainment=attainment)
@@ -96,33 +96,36 @@ def bench(
     fields = _fields(extra_body)
     if ignore_eos:
         fields["ignore_eos"] = True
-    wanted = Wanted(
-        base_url=base_url,
-        workload=workload,
+    settings = RunSettings(
+        base_url=base_url.rstrip("/").removesuffix("/v1"),
         model=model or "",
+        workload=workload,
         num_requests=num_requests,
-        duration_s=duration,
+        seed=seed,
         arrivals=arrivals,
         rate=rate,
-        rates=rates,
-        find_goodput=find_goodput,
-        attainment=attainment,
-        precision=precision,
-        max_rate=max_rate,
+        time_scale=time_scale,
         max_concurrency=max_concurrency,
         slo=slo_of(SLO(), slo_ttft_ms, slo_tpot_ms),
         num_devices=devices,
         num_warmups=warmups,
         timeout_s=timeout,
-        seed=seed,
-        time_scale=time_scale,
         fields=fields,
         label=label,
         argv=sys.argv[1:],
     )
-    raise typer.Exit(
-        run_bench(wanted, work_dir, api_key=api_key, as_json=as_json, outputs=outputs, compare=_paths(compare))
+    code = run_bench(
+        settings,
+        work_dir,
+        rates=rates,
+        goodput=(precision, max_rate) if find_goodput else None,
+        duration_s=duration,
+        compare=_paths(compare),
+        api_key=api_key,
+        as_json=as_json,
+        outputs=outputs,
     )
+    raise typer.Exit(code)
 
 
 def _paths(text: str) -> list[Path]:

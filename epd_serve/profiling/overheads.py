@@ -32,7 +32,6 @@ import psutil
 from rich.console import Console
 
 from epd_serve.bench.deployed import Candidate, deployed
-from epd_serve.bench.progress import Progress
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import Record, RunSettings, Sample
@@ -223,8 +222,7 @@ class _Asker:
     def __call__(self, workload: str, count: int, arrivals: str = "closed:1") -> list[Record]:
         """``count`` requests of a workload. Raises ValueError unless all are answered."""
         self.progress(f"{self.topology}: {workload}, {arrivals}")
-        quiet = Console(file=StringIO())
-        session = Session(progress=lambda title, number, done: Progress(quiet, title, number, done))
+        session = Session(console=Console(file=StringIO()))
         settings = RunSettings(
             base_url=self.url,
             model="profile",

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from epd_serve.bench.workloads.lines import LineError, json_lines, whole_number
+from epd_serve.bench.workloads.options import LineError, json_lines, whole_number
 from epd_serve.bench.workloads.trace import BLOCK_TOKENS
 from epd_serve.sim.request import SimRequest
 from epd_serve.sim.workloads import WORKLOADS

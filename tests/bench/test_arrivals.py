@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.bench.arrivals import ClosedLoop, Constant, Gamma, Ramp, Trace, parse_load
-from epd_serve.bench.plan import digest, make_plan
+from epd_serve.bench.plan import ClosedLoop, Constant, Gamma, Ramp, Trace, digest, make_plan, parse_load
 from epd_serve.bench.types import Item, Media, Message
 
 

@@ -12,7 +12,7 @@ import pytest
 from load_tester import session, settings
 from PIL import Image
 
-from epd_serve.bench.sampled import sampled
+from epd_serve.bench.server import sampled
 from epd_serve.bench.types import Item, Media, Message
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment

@@ -15,17 +15,14 @@ from bench_runs import failed, good, loaded, measured
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.bench.outputs import missed
+from epd_serve.bench.outputs import missed, vllm_result
 from epd_serve.bench.report import write_pngs, write_report
-from epd_serve.bench.report.needs import browser
-from epd_serve.bench.report.plots import plots
+from epd_serve.bench.report.page import browser, plots
 from epd_serve.bench.report.series import grids
-from epd_serve.bench.report.stages import pieces
 from epd_serve.bench.report.table import html_tables, rows
-from epd_serve.bench.report.timeline import timelines
-from epd_serve.bench.results import Measured, public_settings
+from epd_serve.bench.report.timeline import pieces, timelines
+from epd_serve.bench.summary import Measured, public_settings
 from epd_serve.bench.types import StageSpan
-from epd_serve.bench.vllm_result import vllm_result
 
 RATES = (2.0, 6.0, 12.0)
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from bench_runs import failed, good, loaded, measured
 
-from epd_serve.bench.aisbench import write_aisbench
-from epd_serve.bench.results import Measured
-from epd_serve.bench.vllm_result import vllm_result
+from epd_serve.bench.outputs import vllm_result, write_aisbench
+from epd_serve.bench.summary import Measured
 
 #: What ``vllm bench serve --save-result --save-detailed`` of vLLM 0.32 writes for a chat server, without
 #: what hangs on options of its own (probes, speculative decoding, ramps).

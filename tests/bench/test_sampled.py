@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from epd_serve.bench.sampled import sampled
-from epd_serve.bench.server import parse_metrics
+from epd_serve.bench.server import parse_metrics, sampled
 from epd_serve.bench.types import Sample
 
 

@@ -10,13 +10,12 @@ import pytest
 from load_tester import Scripted, Scripts, session, settings
 from scripted_server import FIRST_S, NUM_TOKENS, STALL_S
 
-from epd_serve.bench.command import Wanted, run_bench
+from epd_serve.bench.command import run_bench
 from epd_serve.bench.connection import Connections, Target
 from epd_serve.bench.outputs import Outputs
 from epd_serve.bench.run_directory import RunDirectory
-from epd_serve.bench.statistics import percentile
+from epd_serve.bench.statistics import load_curve, percentile
 from epd_serve.bench.types import Failure, Record
-from epd_serve.bench.window import load_curve
 
 GOOD = ("steady", "stall", "early_role", "keep_alive_comments", "no_usage", "no_done")
 BAD = {
@@ -171,7 +170,7 @@ def test_a_name_with_several_addresses_is_reached_at_the_one_that_answers(script
 
 
 def test_a_server_that_is_not_there_leaves_no_directory(tmp_path: Path) -> None:
-    wanted = Wanted(base_url="http://127.0.0.1:9", workload="synthetic,requests=2")
+    wanted = settings("http://127.0.0.1:9", workload="synthetic,requests=2")
     with pytest.raises(ValueError, match="is --base-url right"):
         run_bench(wanted, tmp_path, api_key=None, as_json=False, outputs=Outputs())
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.bench.search import GoodputSearch, parse_rates
+from epd_serve.bench.sweep import GoodputSearch, parse_rates
 
 LOWEST, HIGHEST = 0.1, 1000.0
 

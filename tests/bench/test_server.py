@@ -11,8 +11,7 @@ from load_tester import Scripts, session, settings
 
 from epd_serve.bench import server
 from epd_serve.bench.connection import Connections, Target
-from epd_serve.bench.server import Server, parse_metrics
-from epd_serve.bench.utilisation import parse_nvidia
+from epd_serve.bench.server import Server, parse_metrics, parse_nvidia
 
 PAGE = rb"""# HELP vllm:num_requests_running of the engine
 vllm:num_requests_running{model_name="a b}c\"d"} 3.0

@@ -11,10 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from load_tester import settings
 
-from epd_serve.bench.statistics import distribution, least_number, percentile, wilson
+from epd_serve.bench.statistics import (
+    distribution,
+    is_growing,
+    least_number,
+    load_curve,
+    mean_concurrency,
+    percentile,
+    stable_window,
+    wilson,
+)
 from epd_serve.bench.summary import summarise
 from epd_serve.bench.types import Failure, Record, Segment
-from epd_serve.bench.window import is_growing, load_curve, mean_concurrency, stable_window
 
 URL = "http://127.0.0.1:1"
 

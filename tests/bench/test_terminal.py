@@ -8,8 +8,8 @@ import pytest
 from bench_runs import good, measured
 from rich.console import Console
 
-from epd_serve.bench.sampled import sampled
-from epd_serve.bench.tables import show_summary, show_sweep
+from epd_serve.bench.command import show_summary, show_sweep
+from epd_serve.bench.server import sampled
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 from epd_serve.bench.types import Item, Media
 from epd_serve.bench.workloads import load_workload
 from epd_serve.bench.workloads.lengths import parse_lengths, parse_seconds, parse_sizes
-from epd_serve.bench.workloads.pictures import synthesise
-from epd_serve.bench.workloads.words import text_of
+from epd_serve.bench.workloads.synthetic import synthesise, text_of
 from epd_serve.demo import weights_dir
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from epd_serve.bench.results import Measured
-from epd_serve.bench.summary import summarise
+from epd_serve.bench.summary import Measured, summarise
 from epd_serve.bench.types import SLO, Failure, Record, RunSettings, Sample, StageSpan
 
 #: Of answers: tokens, and seconds between them.

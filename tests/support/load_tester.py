@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 
-from epd_serve.bench.progress import Progress
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import Item, Message, RunSettings
 
@@ -52,12 +51,8 @@ def item(index: int, text: str, **more: Any) -> Item:
     return Item(index=index, messages=(message,), max_tokens=8, workload="scripts", **more)
 
 
-def quiet(title: str, num_requests: int, num_done: int) -> Progress:
-    return Progress(Console(file=io.StringIO()), title, num_requests, num_done)
-
-
 def session() -> Session:
-    return Session(progress=quiet)
+    return Session(console=Console(file=io.StringIO()))
 
 
 def settings(url: str, arrivals: str = "constant", rate: float | None = 20.0, **more: Any) -> RunSettings:

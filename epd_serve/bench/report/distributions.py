@@ -8,8 +8,21 @@ from random import Random
 from typing import Any
 
 from epd_serve.bench.report.series import Grid, window
-from epd_serve.bench.report.theme import BAD, GOOD, Figure, Trace, color_of, figure, limit_line, log_axis, style
-from epd_serve.bench.results import MS, Measured
+from epd_serve.bench.report.theme import (
+    BAD,
+    GOOD,
+    Figure,
+    Trace,
+    color_of,
+    figure,
+    limit_line,
+    log_axis,
+    note,
+    scatter,
+    style,
+    titled,
+)
+from epd_serve.bench.summary import MS, Measured
 from epd_serve.bench.types import SLO, Record
 
 #: Requests of one run that a plot shows; of more, evenly spread ones.
@@ -45,21 +58,10 @@ def cumulative(grid: Grid) -> Figure:
     for position, name, run in runs if single else grid.at(load):
         for value, axis in ((ttft_ms, ""), (tpot_ms, "2")):
             x, y = _steps(run, value)
-            line = {
-                "type": "scatter",
-                "mode": "lines",
-                "name": name,
-                "legendgroup": name,
-                "showlegend": not axis,
-                "x": x,
-                "y": y,
-                "xaxis": f"x{axis}",
-                "yaxis": f"y{axis}",
-                "line": {**style(position)["line"], "shape": "hv"},
-                "hovertemplate": f"{name}: %{{y:.0f}} % below %{{x:.4g}} ms<extra></extra>",
-            }
-            lines.append(line)
-    share = {"range": [0, 103], "title": {"text": "requests, %"}}
+            hover = f"{name}: %{{y:.0f}} % below %{{x:.4g}} ms"
+            line = {**style(position)["line"], "shape": "hv"}
+            lines.append(scatter(name, x, y, hover, axes=axis, showlegend=not axis, line=line))
+    share = titled("requests, %", range=[0, 103])
     at = "at each load" if single else f"at {load:.4g} {grid.unit}"
     return figure(
         lines,
@@ -100,41 +102,22 @@ def strips(grid: Grid, which: str) -> Figure:
                 middle_x += [center - 0.45 * width, center + 0.45 * width, None]
                 middle_y += [MS * of.median, MS * of.median, None]
                 medians.append(MS * of.median)
-        dots.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "legendgroup": label,
-                "showlegend": False,
-                "x": x,
-                "y": y,
-                "marker": {"color": color_of(position), "size": 4, "opacity": 0.55},
-                "hovertemplate": f"{label}: %{{y:.4g}} ms<extra></extra>",
-            }
-        )
-        middles.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": label,
-                "legendgroup": label,
-                "x": middle_x,
-                "y": middle_y,
-                "line": {"color": color_of(position), "width": 4},
-                "hoverinfo": "skip",
-            }
-        )
+        marker = {"color": color_of(position), "size": 4, "opacity": 0.55}
+        hover = f"{label}: %{{y:.4g}} ms"
+        dots.append(scatter(label, x, y, hover, mode="markers", showlegend=False, marker=marker))
+        line = {"color": color_of(position), "width": 4}
+        middles.append(scatter(label, middle_x, middle_y, "", line=line, hoverinfo="skip"))
     return figure(
         [*dots, *middles],
         f"{which.upper()} of every request",
         "A dot is a request, a bar a deployment's median, the dashed line the limit; lower is better",
-        xaxis={
-            "tickvals": list(range(len(grid.loads))),
-            "ticktext": grid.load_texts,
-            "title": {"text": grid.load_title},
-            "range": [-0.5, len(grid.loads) - 0.5],
-            "showgrid": False,
-        },
+        xaxis=titled(
+            grid.load_title,
+            tickvals=list(range(len(grid.loads))),
+            ticktext=grid.load_texts,
+            range=[-0.5, len(grid.loads) - 0.5],
+            showgrid=False,
+        ),
         yaxis=log_axis(f"{name}, ms"),
         shapes=[
             limit_line(limit, f"{limit:g} ms"),
@@ -167,10 +150,10 @@ def corners(grid: Grid) -> Figure:
         row, column = divmod(n, columns)
         axis = "" if n == 0 else str(n + 1)
         layout[f"xaxis{axis}"] = _panel_axis(column, columns, top_x, f"y{axis}", 0.03) | (
-            {"title": {"text": "TTFT, ms"}} if row == rows - 1 else {}
+            titled("TTFT, ms") if row == rows - 1 else {}
         )
         layout[f"yaxis{axis}"] = _panel_axis(rows - 1 - row, rows, top_y, f"x{axis}", 0.25 / rows) | (
-            {"title": {"text": "TPOT, ms"}} if column == 0 else {"showticklabels": False}
+            titled("TPOT, ms") if column == 0 else {"showticklabels": False}
         )
         data += _corner_dots(run, slo, axis)
         share = window(run).attainment
@@ -190,16 +173,7 @@ def corners(grid: Grid) -> Figure:
             }
         )
         notes.append(
-            {
-                "xref": f"x{axis} domain",
-                "yref": f"y{axis} domain",
-                "x": 0.5,
-                "y": 1.02,
-                "xanchor": "center",
-                "yanchor": "bottom",
-                "showarrow": False,
-                "text": f"<b>{name}</b>: {share.value:.0%} good",
-            }
+            note(f"<b>{name}</b>: {share.value:.0%} good", 0.5, 1.02, f"x{axis} domain", f"y{axis} domain")
         )
     return figure(
         data,
@@ -218,22 +192,14 @@ def _corner_dots(run: Measured, slo: SLO, axis: str) -> list[Trace]:
     found = []
     for wanted, color in ((True, GOOD), (False, BAD)):
         some = [record for record in _thinned(run.records) if record.succeeded and is_good(record, slo) == wanted]
-        found.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "x": [round(min(ttft_ms(record) or 0.0, _RIM * slo.ttft_ms), 1) for record in some],
-                "y": [round(min(tpot_ms(record) or 0.0, _RIM * slo.tpot_ms), 2) for record in some],
-                "text": [
-                    f"request {record.index}: TTFT {ttft_ms(record):.0f} ms, TPOT {tpot_ms(record):.1f} ms"
-                    for record in some
-                ],
-                "hovertemplate": "%{text}<extra></extra>",
-                "marker": {"color": color, "size": 5, "opacity": 0.6},
-                "xaxis": f"x{axis}",
-                "yaxis": f"y{axis}",
-            }
-        )
+        x = [round(min(ttft_ms(record) or 0.0, _RIM * slo.ttft_ms), 1) for record in some]
+        y = [round(min(tpot_ms(record) or 0.0, _RIM * slo.tpot_ms), 2) for record in some]
+        text = [
+            f"request {record.index}: TTFT {ttft_ms(record):.0f} ms, TPOT {tpot_ms(record):.1f} ms"
+            for record in some
+        ]
+        marker = {"color": color, "size": 5, "opacity": 0.6}
+        found.append(scatter("", x, y, "%{text}", axes=axis, mode="markers", text=text, marker=marker))
     return found
 
 

@@ -1,12 +1,15 @@
-"""The HTML file: tables as they are, plots as packed JSON, plotly.js beside them, also packed."""
+"""The HTML file: tables as they are, plots as packed JSON, plotly.js beside them; and the plots as pictures."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
+import os
 import re
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -14,13 +17,12 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.bench.report.needs import plotly_script
-from epd_serve.bench.report.plots import HALF, plots
+from epd_serve.bench.report import distributions, rates, topologies
 from epd_serve.bench.report.series import Grid, grids
 from epd_serve.bench.report.table import html_tables
 from epd_serve.bench.report.theme import GOODPUT_SHARE, TEMPLATES, Figure
 from epd_serve.bench.report.timeline import timelines
-from epd_serve.bench.results import Measured, public_settings
+from epd_serve.bench.summary import Measured, file_name, public_settings
 
 #: Runs whose requests are shown one by one, of each workload.
 _MOST_TIMELINES = 12
@@ -156,3 +158,108 @@ def _settings(runs: Sequence[Measured]) -> str:
 
 def _packed(data: bytes) -> str:
     return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
+
+
+#: Those that two fit into a row.
+HALF = frozenset({"capacity", "attainment-map", "attainment", "answered"})
+
+
+def plots(grid: Grid) -> dict[str, Figure]:
+    """The plots of one workload, by name, without those that compare loads or deployments where there is one."""
+    return {name: figure for name, figure in _plots(grid) if figure is not None}
+
+
+def _plots(grid: Grid) -> Iterator[tuple[str, Figure | None]]:
+    several_loads, several_labels = len(grid.loads) > 1, len(grid.labels) > 1
+    if several_loads and several_labels:
+        yield "capacity", rates.capacity(grid)
+        yield "attainment-map", rates.attainment_map(grid)
+    yield "attainment", rates.attainment(grid)
+    if several_loads:
+        yield "answered", rates.keeps_up(grid)
+        yield "throughput", rates.throughput(grid)
+        yield "latency", rates.latency(grid)
+    yield "limits", distributions.corners(grid)
+    if several_labels:
+        yield "strengths", topologies.radar(grid)
+    if several_labels and several_loads:
+        yield "places", topologies.ranks(grid)
+    if several_labels or several_loads:
+        yield "ttft", distributions.strips(grid, "ttft")
+        yield "tpot", distributions.strips(grid, "tpot")
+    yield "waiting", distributions.cumulative(grid)
+    yield "stages", topologies.stages(grid)
+
+
+WIDTH = 1100
+
+
+def write_pngs(
+    directory: Path, runs: Sequence[Measured], *, theme: str = "light", share: float = GOODPUT_SHARE
+) -> list[Path]:
+    """``<workload>-<plot>.png`` for each plot of the report, and the first run's requests one by one.
+
+    Raises ValueError where kaleido or a browser is missing.
+    """
+    figures: dict[str, Figure] = {}
+    for grid in grids(runs, share):
+        name = file_name(grid.workload)
+        figures |= {f"{name}-{plot}": figure for plot, figure in plots(grid).items()}
+        telling = [run for _, _, run in grid.at(grid.telling)][:1]
+        for of_run in timelines(telling).values():
+            figures[f"{name}-requests"], figures[f"{name}-load"] = of_run[:2]
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = {directory / f"{name}.png": figure for name, figure in figures.items()}
+    draw_pngs(paths, theme)
+    return list(paths)
+
+
+def draw_pngs(figures: Mapping[Path, Figure], theme: str = "light") -> None:
+    """Draw each figure into its file. Raises ValueError where kaleido or a browser is missing."""
+    try:
+        from kaleido import Kaleido
+    except ImportError:
+        raise ValueError(f"pictures need kaleido: {_INSTALL}") from None
+    os.environ.setdefault("BROWSER_PATH", browser())
+
+    async def draw() -> None:
+        async with Kaleido() as drawer:
+            for path, figure in figures.items():
+                layout = {**figure["layout"], "template": TEMPLATES[theme]}
+                options: dict[str, Any] = {
+                    "format": "png",
+                    "width": WIDTH,
+                    "height": layout["height"],
+                    "scale": 1.5,
+                }
+                await drawer.write_fig({"data": figure["data"], "layout": layout}, path=path, opts=options)
+
+    asyncio.run(draw())
+
+
+_INSTALL = "pip install '.[bench]' in epd-serve's clone"
+_BROWSERS = (
+    "google-chrome",
+    "chromium",
+    "chromium-browser",
+    "chrome",
+    "chromium-headless-shell",
+    "chrome-headless-shell",
+)
+
+
+def plotly_script() -> str:
+    """plotly.js. Raises ValueError that says what to install where it is missing."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ValueError(f"the report's plots need plotly: {_INSTALL}") from None
+    return str(get_plotlyjs())
+
+
+def browser() -> str:
+    """The browser that draws pictures. Raises ValueError where there is none."""
+    for name in _BROWSERS:
+        if path := shutil.which(name):
+            return path
+    raise ValueError("pictures are drawn by a browser; install chromium or google-chrome, or leave --png out")

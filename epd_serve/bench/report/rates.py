@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from epd_serve.bench.report.series import Grid, window
@@ -10,14 +10,17 @@ from epd_serve.bench.report.theme import (
     GOOD,
     Figure,
     Trace,
+    bars,
     color_of,
     figure,
     limit_line,
     log_axis,
+    scatter,
     style,
+    titled,
 )
-from epd_serve.bench.results import MS, Measured
-from epd_serve.bench.types import WindowSummary
+from epd_serve.bench.summary import MS, Measured
+from epd_serve.bench.types import Share, WindowSummary
 
 
 def slo_text(grid: Grid) -> str:
@@ -38,23 +41,15 @@ def capacity(grid: Grid) -> Figure:
         else " less than all that were tried"
         for value in values
     ]
-    bar: Trace = {
-        "type": "bar",
-        "orientation": "h",
-        "y": [label for _, label in order],
-        "x": values,
-        "text": texts,
-        "textposition": "outside",
-        "cliponaxis": False,
-        "marker": {"color": [color_of(position) for position, _ in order]},
-        "hovertemplate": "%{y}: %{x:.3g} " + grid.unit + "<extra></extra>",
-    }
+    names, colors = [label for _, label in order], [color_of(position) for position, _ in order]
+    hover = "%{y}: %{x:.3g} " + grid.unit + "<extra></extra>"
+    bar = bars("", values, names, colors, hover, text=texts, textposition="outside", cliponaxis=False)
     return figure(
         [bar],
         "How much each deployment carries",
         f"Highest load with {grid.share:.0%} of requests within {slo_text(grid)}; longer is better",
         is_narrow=True,
-        xaxis={"title": {"text": grid.load_title}, "range": [0, 1.18 * highest]},
+        xaxis=titled(grid.load_title, range=[0, 1.18 * highest]),
         yaxis={"type": "category"},
         height=150 + 34 * len(order),
     )
@@ -93,7 +88,7 @@ def attainment_map(grid: Grid) -> Figure:
         "Who keeps its promise at which load",
         f"Share of requests within {slo_text(grid)}; green from {grid.share:.0%} on",
         is_narrow=True,
-        xaxis={"title": {"text": grid.load_title}, "type": "category"},
+        xaxis=titled(grid.load_title, type="category"),
         yaxis={"type": "category"},
         height=170 + 34 * len(labels),
     )
@@ -105,27 +100,29 @@ def attainment(grid: Grid) -> Figure:
         return _attainment_bars(grid)
     lines = []
     for position, label in enumerate(grid.labels):
-        points = [(load, window(run).attainment) for load, run in grid.of(label)]
+        errors = _errors([window(run).attainment for _, run in grid.of(label)])
         line = _line(grid, label, position, lambda of: 100 * of.attainment.value, "%{y:.1f} %")
-        line["error_y"] = {
-            "type": "data",
-            "symmetric": False,
-            "array": [100 * (share.high - share.value) for _, share in points],
-            "arrayminus": [100 * (share.value - share.low) for _, share in points],
-            "thickness": 1,
-            "width": 3,
-        }
-        lines.append(line)
+        lines.append({**line, "error_y": {**errors, "thickness": 1, "width": 3}})
     return figure(
         lines,
         "SLO attainment",
         f"Share of requests within {slo_text(grid)}; failures count as missed; higher is better",
         is_narrow=True,
         xaxis=grid.axis,
-        yaxis={"title": {"text": "good requests, %"}, "range": [-3, 106]},
+        yaxis=titled("good requests, %", range=[-3, 106]),
         shapes=[limit_line(100 * grid.share, f"{grid.share:.0%}")],
         height=_with_legend(len(lines) + 1),
     )
+
+
+def _errors(shares: Sequence[Share]) -> dict[str, Any]:
+    """The intervals of shares in per cent, as error bars."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [100 * (share.high - share.value) for share in shares],
+        "arrayminus": [100 * (share.value - share.low) for share in shares],
+    }
 
 
 def _attainment_bars(grid: Grid) -> Figure:
@@ -135,12 +132,7 @@ def _attainment_bars(grid: Grid) -> Figure:
         "type": "bar",
         "x": [label for _, label, _ in runs],
         "y": [100 * share.value for share in shares],
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": [100 * (share.high - share.value) for share in shares],
-            "arrayminus": [100 * (share.value - share.low) for share in shares],
-        },
+        "error_y": _errors(shares),
         "marker": {"color": [color_of(position) for position, _, _ in runs]},
         "text": [f"{share.part} of {share.whole}" for share in shares],
         "textposition": "inside",
@@ -153,7 +145,7 @@ def _attainment_bars(grid: Grid) -> Figure:
         f"Share of requests within {slo_text(grid)}, with its 95 % interval; failures count as missed",
         is_narrow=True,
         xaxis={"type": "category"},
-        yaxis={"title": {"text": "good requests, %"}, "range": [0, 106]},
+        yaxis=titled("good requests, %", range=[0, 106]),
         shapes=[limit_line(100 * grid.share, f"{grid.share:.0%}")],
     )
 
@@ -173,8 +165,7 @@ def throughput(grid: Grid) -> Figure:
         "Throughput",
         "Left: all output tokens. Right: only those of requests that met the SLO. Higher is better",
         ("output tokens a second", "effective tokens a second, per device"),
-        yaxis={"rangemode": "tozero"},
-        yaxis2={"rangemode": "tozero"},
+        {"rangemode": "tozero"},
     )
 
 
@@ -197,8 +188,7 @@ def latency(grid: Grid) -> Figure:
         "Latency",
         "Thick: median. Thin dots: 99th percentile. Dashed: the limit. Lower is better",
         ("time to the first token, ms", "time per output token, ms"),
-        yaxis=log_axis(""),
-        yaxis2=log_axis(""),
+        log_axis(""),
         shapes=[
             limit_line(slo.ttft_ms, f"{slo.ttft_ms:g} ms"),
             limit_line(slo.tpot_ms, f"{slo.tpot_ms:g} ms", of="2"),
@@ -208,16 +198,8 @@ def latency(grid: Grid) -> Figure:
 
 def keeps_up(grid: Grid) -> Figure:
     """Planned, sent and answered requests a second: where the server or the tester fell behind."""
-    plan: Trace = {
-        "type": "scatter",
-        "mode": "lines",
-        "x": list(grid.loads),
-        "y": list(grid.loads),
-        "name": "as planned",
-        "line": {"color": GOOD, "width": 6},
-        "opacity": 0.35,
-    }
-    lines = [plan]
+    loads, line = list(grid.loads), {"color": GOOD, "width": 6}
+    lines = [scatter("as planned", loads, loads, "as planned", line=line, opacity=0.35)]
     for position, label in enumerate(grid.labels):
         lines.append(_line(grid, label, position, _answered(grid, label), "%{y:.2f} answered/s"))
     return figure(
@@ -226,7 +208,7 @@ def keeps_up(grid: Grid) -> Figure:
         "Requests answered a second, until the last answer; on the broad line all that came was answered at once",
         is_narrow=True,
         xaxis=grid.axis,
-        yaxis={"title": {"text": f"answered, {grid.unit}"}, "rangemode": "tozero"},
+        yaxis=titled(f"answered, {grid.unit}", rangemode="tozero"),
         height=_with_legend(len(lines)),
     )
 
@@ -253,35 +235,26 @@ def _line(
     grid: Grid, label: str, position: int, value: Callable[[WindowSummary], float | None], hover: str
 ) -> Trace:
     points: list[tuple[float, Measured]] = grid.of(label)
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": label,
-        "legendgroup": label,
-        "x": [load for load, _ in points],
-        "y": [value(window(run)) for _, run in points],
-        "hovertemplate": f"{label} at %{{x:.4g}}: {hover}<extra></extra>",
-        **style(position),
-    }
+    x, y = [load for load, _ in points], [value(window(run)) for _, run in points]
+    return scatter(label, x, y, f"{label} at %{{x:.4g}}: {hover}", mode="lines+markers", **style(position))
 
 
 def _two_panels(
-    grid: Grid, lines: list[Trace], title: str, subtitle: str, names: tuple[str, str], **layout: Any
+    grid: Grid,
+    lines: list[Trace],
+    title: str,
+    subtitle: str,
+    names: tuple[str, str],
+    axis: dict[str, Any],
+    **layout: Any,
 ) -> Figure:
-    for axis, name in zip(("yaxis", "yaxis2"), names, strict=True):
-        given = layout.get(axis)
-        assert isinstance(given, dict)
-        layout[axis] = {**given, "title": {"text": name}}
-    second = layout["yaxis2"]
-    assert isinstance(second, dict)
-    layout["yaxis2"] = {**second, "anchor": "x2"}
     return figure(
         lines,
         title,
         subtitle,
-        **{
-            "xaxis": {**grid.axis, "domain": [0, 0.45]},
-            "xaxis2": {**grid.axis, "domain": [0.55, 1], "anchor": "y2"},
-            **layout,
-        },
+        xaxis={**grid.axis, "domain": [0, 0.45]},
+        xaxis2={**grid.axis, "domain": [0.55, 1], "anchor": "y2"},
+        yaxis={**axis, **titled(names[0])},
+        yaxis2={**axis, **titled(names[1]), "anchor": "x2"},
+        **layout,
     )

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from epd_serve.bench.report.theme import GOODPUT_SHARE
-from epd_serve.bench.results import Measured
+from epd_serve.bench.report.theme import GOODPUT_SHARE, titled
+from epd_serve.bench.summary import Measured
 from epd_serve.bench.types import WindowSummary
 
 
@@ -86,7 +86,7 @@ class Grid:
     @property
     def axis(self) -> dict[str, Any]:
         """The load axis, with a tick at each load that was measured."""
-        return {"title": {"text": self.load_title}, "tickvals": list(self.loads), "ticktext": self.load_texts}
+        return titled(self.load_title, tickvals=list(self.loads), ticktext=self.load_texts)
 
     @property
     def load_texts(self) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from epd_serve.bench.report.series import Grid, window
-from epd_serve.bench.results import MS, Measured
+from epd_serve.bench.summary import MS, Measured
 from epd_serve.bench.types import WindowSummary
 
 

@@ -69,6 +69,56 @@ def figure(data: Sequence[Trace], title: str, subtitle: str, *, is_narrow: bool 
     return {"data": list(data), "layout": {**frame, **layout}}
 
 
+def titled(text: str, **more: Any) -> dict[str, Any]:
+    """An axis with a title."""
+    return {"title": {"text": text}, **more}
+
+
+def scatter(name: str, x: Sequence[Any], y: Sequence[Any], hover: str, *, axes: str = "", **more: Any) -> Trace:
+    """A line, or markers; ``axes``: the number of its axes, as in "2"; ``hover``: the text beside a point."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": name,
+        "legendgroup": name,
+        "x": x,
+        "y": y,
+        "xaxis": f"x{axes}",
+        "yaxis": f"y{axes}",
+        "hovertemplate": f"{hover}<extra></extra>",
+        **more,
+    }
+
+
+def bars(name: str, x: Sequence[Any], y: Sequence[Any], color: Any, hover: str, **more: Any) -> Trace:
+    """Horizontal bars."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "x": x,
+        "y": y,
+        "marker": {"color": color, "line": {"width": 0}},
+        "hovertemplate": hover,
+        **more,
+    }
+
+
+def note(text: str, x: float, y: float, xref: str, yref: str = "paper", **more: Any) -> dict[str, Any]:
+    """A heading over a panel, to be put among the layout's annotations."""
+    return {
+        "text": text,
+        "x": x,
+        "y": y,
+        "xref": xref,
+        "yref": yref,
+        "xanchor": "center",
+        "yanchor": "bottom",
+        "showarrow": False,
+        **more,
+    }
+
+
 def limit_line(value: float, text: str, *, axis: str = "y", of: str = "") -> dict[str, Any]:
     """A dashed line at a limit, to be put among the layout's shapes; ``of``: the number of the axes, as in "2"."""
     along, across = ("x", "y") if axis == "y" else ("y", "x")
@@ -95,7 +145,7 @@ def log_axis(name: str) -> dict[str, Any]:
     ticks = [factor * 10**power for power in range(-1, 7) for factor in (1, 2, 5)]
     return {
         "type": "log",
-        "title": {"text": name},
+        **titled(name),
         "tickvals": ticks,
         "ticktext": [
             f"{tick:,.4g}".replace(",", "\u2009") if tick < 1e4 else f"{tick / 1e3:g}k" for tick in ticks

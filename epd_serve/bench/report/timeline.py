@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import ceil, floor
 
-from epd_serve.bench.report.stages import pieces
-from epd_serve.bench.report.theme import BAD, STAGE_COLORS, Figure, Trace, color_of, figure
-from epd_serve.bench.results import Measured
-from epd_serve.bench.types import Record
+from epd_serve.bench.report.theme import BAD, STAGE_COLORS, Figure, Trace, bars, color_of, figure, scatter, titled
+from epd_serve.bench.summary import Measured
+from epd_serve.bench.types import Record, StageSpan
 
 _MOST_REQUESTS = 120
 _LEAST_SHOWN_S = 5e-4
 _DEVICE_FIGURE = "utilisation"
+_SECONDS = "seconds since the begin"
 
 Bar = tuple[str, float, float]  # stage, begin, length; seconds
 
@@ -20,40 +21,30 @@ Bar = tuple[str, float, float]  # stage, begin, length; seconds
 def gantt(run: Measured, name: str) -> Figure:
     """The first requests of a run, one line each, in the order in which they were planned."""
     records = sorted(run.records, key=lambda record: (record.scheduled_s, record.index))[:_MOST_REQUESTS]
-    bars: dict[str, list[tuple[float, float, int]]] = {}
+    lengths: dict[str, list[tuple[float, float, int]]] = {}
     for row, record in enumerate(records):
         for stage, begin, length in _bars(record):
             if length > _LEAST_SHOWN_S:
-                bars.setdefault(stage, []).append((begin, length, row))
-    order = [stage for stage in STAGE_COLORS if stage in bars] + sorted(bars.keys() - STAGE_COLORS.keys())
-    data: list[Trace] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": stage.replace("_", " "),
-            "base": [round(begin, 4) for begin, _, _ in bars[stage]],
-            "x": [round(length, 4) for _, length, _ in bars[stage]],
-            "y": [row for _, _, row in bars[stage]],
-            "marker": {"color": STAGE_COLORS.get(stage, "#888888"), "line": {"width": 0}},
-            "width": 0.82,
-            "hovertemplate": f"{stage.replace('_', ' ')}: %{{x:.3f}} s<extra>request %{{y}}</extra>",
-        }
+                lengths.setdefault(stage, []).append((begin, length, row))
+    order = [stage for stage in STAGE_COLORS if stage in lengths] + sorted(lengths.keys() - STAGE_COLORS.keys())
+    data = [
+        bars(
+            stage.replace("_", " "),
+            [round(length, 4) for _, length, _ in lengths[stage]],
+            [row for _, _, row in lengths[stage]],
+            STAGE_COLORS.get(stage, "#888888"),
+            f"{stage.replace('_', ' ')}: %{{x:.3f}} s<extra>request %{{y}}</extra>",
+            base=[round(begin, 4) for begin, _, _ in lengths[stage]],
+            width=0.82,
+        )
         for stage in order
     ]
     firsts = [
         (record.first_token_s, row) for row, record in enumerate(records) if record.first_token_s is not None
     ]
-    data.append(
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "first token",
-            "x": [round(at, 4) for at, _ in firsts],
-            "y": [row for _, row in firsts],
-            "marker": {"symbol": "line-ns-open", "size": 7, "color": "#E0218A", "line": {"width": 2}},
-            "hovertemplate": "first token at %{x:.3f} s<extra></extra>",
-        }
-    )
+    marker = {"symbol": "line-ns-open", "size": 7, "color": "#E0218A", "line": {"width": 2}}
+    x, y = [round(at, 4) for at, _ in firsts], [row for _, row in firsts]
+    data.append(scatter("first token", x, y, "first token at %{x:.3f} s", mode="markers", marker=marker))
     shown = (
         f"the first {len(records)} of {len(run.records)}"
         if len(records) < len(run.records)
@@ -64,8 +55,8 @@ def gantt(run: Measured, name: str) -> Figure:
         f"Where each request's time went: {name}",
         f"A line is a request ({shown}), from when it was planned to its last token",
         barmode="overlay",
-        xaxis={"title": {"text": "seconds since the begin"}, "rangemode": "tozero"},
-        yaxis={"title": {"text": "request"}, "autorange": "reversed", "showgrid": False, "zeroline": False},
+        xaxis=titled(_SECONDS, rangemode="tozero"),
+        yaxis=titled("request", autorange="reversed", showgrid=False, zeroline=False),
         height=max(360, 170 + 6 * len(records)),
         legend={"traceorder": "normal"},
     )
@@ -111,39 +102,19 @@ def planned_and_actual(run: Measured, name: str) -> Figure:
         counts = [0] * (floor(end / width) + 1)
         for at in times:
             counts[min(floor(max(at, 0.0) / width), len(counts) - 1)] += 1
-        rate: Trace = {
-            "type": "scatter",
-            "mode": "lines",
-            "name": text,
-            "legendgroup": text,
-            "x": [width * n for n in range(len(counts) + 1)],
-            "y": [round(count / width, 3) for count in (*counts, counts[-1])],
-            "line": {"color": color, "dash": dash, "width": 2, "shape": "hv"},
-            "hovertemplate": f"{text}: %{{y:.2f}} a second<extra></extra>",
-        }
-        total: Trace = {
-            **rate,
-            "showlegend": False,
-            "xaxis": "x2",
-            "yaxis": "y2",
-            "x": [0.0, *(round(at, 3) for at in times)],
-            "y": list(range(len(times) + 1)),
-            "hovertemplate": f"{text}: %{{y}}<extra></extra>",
-        }
-        lines += [rate, total]
+        line = {"color": color, "dash": dash, "width": 2, "shape": "hv"}
+        x, y = [width * n for n in range(len(counts) + 1)], [round(n / width, 3) for n in (*counts, counts[-1])]
+        lines.append(scatter(text, x, y, f"{text}: %{{y:.2f}} a second", line=line))
+        x, y = [0.0, *(round(at, 3) for at in times)], list(range(len(times) + 1))
+        lines.append(scatter(text, x, y, f"{text}: %{{y}}", axes="2", showlegend=False, line=line))
     return figure(
         lines,
         f"Planned and actual load: {name}",
         "Left: requests a second. Right: all until then; the further right of the dashes, the longer they waited",
-        xaxis={"domain": [0, 0.46], "title": {"text": "seconds since the begin"}, "rangemode": "tozero"},
-        yaxis={"title": {"text": "requests a second"}, "rangemode": "tozero"},
-        xaxis2={
-            "domain": [0.56, 1],
-            "anchor": "y2",
-            "title": {"text": "seconds since the begin"},
-            "rangemode": "tozero",
-        },
-        yaxis2={"anchor": "x2", "title": {"text": "requests until then"}, "rangemode": "tozero"},
+        xaxis=titled(_SECONDS, rangemode="tozero", domain=[0, 0.46]),
+        yaxis=titled("requests a second", rangemode="tozero"),
+        xaxis2=titled(_SECONDS, rangemode="tozero", domain=[0.56, 1], anchor="y2"),
+        yaxis2=titled("requests until then", rangemode="tozero", anchor="x2"),
     )
 
 
@@ -160,24 +131,15 @@ def device_use(run: Measured, name: str) -> Figure | None:
             for sample in samples
             if _DEVICE_FIGURE in sample.devices.get(device, {})
         ]
-        lines.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": device,
-                "x": [round(at, 2) for at, _ in points],
-                "y": [round(value, 1) for _, value in points],
-                "line": {"color": color_of(position), "width": 2},
-                "fill": "tozeroy" if len(names) == 1 else "none",
-                "hovertemplate": f"{device}: %{{y:.0f}} % at %{{x:.1f}} s<extra></extra>",
-            }
-        )
+        x, y = [round(at, 2) for at, _ in points], [round(value, 1) for _, value in points]
+        line, fill = {"color": color_of(position), "width": 2}, "tozeroy" if len(names) == 1 else "none"
+        lines.append(scatter(device, x, y, f"{device}: %{{y:.0f}} % at %{{x:.1f}} s", line=line, fill=fill))
     return figure(
         lines,
         f"How busy the devices were: {name}",
         "At 100 % there is nothing left to give",
-        xaxis={"title": {"text": "seconds since the begin"}},
-        yaxis={"title": {"text": "in use, %"}, "range": [0, 104]},
+        xaxis=titled(_SECONDS),
+        yaxis=titled("in use, %", range=[0, 104]),
         showlegend=len(names) > 1,
         height=300,
     )
@@ -197,3 +159,30 @@ def timelines(runs: Sequence[Measured]) -> dict[str, list[Figure]]:
         figures = [gantt(run, name), planned_and_actual(run, name), device_use(run, name)]
         found[name] = [one for one in figures if one is not None]
     return found
+
+
+#: Where stages overlap, the time belongs to the first of these: P is called at once and waits for the encoder, KV
+#: goes to D while P still computes.
+_ORDER = ("queue", "encode", "prefill", "kv_transfer", "decode")
+
+
+def pieces(spans: Sequence[StageSpan]) -> list[tuple[str, float, float]]:
+    """(stage, begin, length) in seconds from the request's arrival; no two of them overlap."""
+    cuts = sorted({at for span in spans for at in (span.start_s, span.start_s + span.duration_s)})
+    found: list[tuple[str, float, float]] = []
+    for begin, end in pairwise(cuts):
+        covering = [
+            span.stage for span in spans if span.start_s <= begin and end <= span.start_s + span.duration_s
+        ]
+        if not covering:
+            continue
+        stage = min(covering, key=_rank)
+        if found and found[-1][0] == stage and abs(found[-1][1] + found[-1][2] - begin) < 1e-9:
+            found[-1] = (stage, found[-1][1], end - found[-1][1])
+        else:
+            found.append((stage, begin, end - begin))
+    return found
+
+
+def _rank(stage: str) -> tuple[int, str]:
+    return (_ORDER.index(stage) if stage in _ORDER else len(_ORDER), stage)

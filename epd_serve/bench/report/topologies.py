@@ -6,9 +6,9 @@ from math import ceil
 from typing import Any
 
 from epd_serve.bench.report.series import Grid, window
-from epd_serve.bench.report.stages import pieces
-from epd_serve.bench.report.theme import STAGE_COLORS, Figure, Trace, color_of, figure
-from epd_serve.bench.results import MS, Measured
+from epd_serve.bench.report.theme import STAGE_COLORS, Figure, Trace, bars, color_of, figure, note, scatter, titled
+from epd_serve.bench.report.timeline import pieces
+from epd_serve.bench.summary import MS, Measured
 from epd_serve.bench.types import WindowSummary
 
 #: What :func:`_strengths` gives.
@@ -62,18 +62,9 @@ def radar(grid: Grid) -> Figure:
                 "hovertemplate": f"{label}: %{{r:.0f}} % of the best<extra>%{{theta}}</extra>",
             }
         )
+        middle = left + 0.5 * width
         notes.append(
-            {
-                "x": left + 0.5 * width,
-                "y": top - 0.05 * height,
-                "xref": "paper",
-                "yref": "paper",
-                "xanchor": "center",
-                "yanchor": "middle",
-                "showarrow": False,
-                "text": f"<b>{label}</b>",
-                "font": {"size": 15},
-            }
+            note(f"<b>{label}</b>", middle, top - 0.05 * height, "paper", yanchor="middle", font={"size": 15})
         )
     return figure(
         data,
@@ -99,22 +90,10 @@ def ranks(grid: Grid) -> Figure:
                 values = {other: _strengths(window(run))[axis] for _, other, run in grid.at(load)}
                 if label in values:
                     points.append((load, 1 + sum(value > values[label] for value in values.values())))
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines+markers",
-                    "name": label,
-                    "legendgroup": label,
-                    "showlegend": n == 0,
-                    "x": [f"{load:.4g}" for load, _ in points],
-                    "y": [place for _, place in points],
-                    "xaxis": f"x{suffix}",
-                    "yaxis": f"y{suffix}",
-                    "line": {"color": color_of(position), "width": 3, "shape": "spline"},
-                    "marker": {"color": color_of(position), "size": 11},
-                    "hovertemplate": f"{label}: place %{{y}} at %{{x}}<extra></extra>",
-                }
-            )
+            x, y = [f"{load:.4g}" for load, _ in points], [place for _, place in points]
+            line = scatter(label, x, y, f"{label}: place %{{y}} at %{{x}}", axes=suffix, mode="lines+markers")
+            line["line"] = {"color": color_of(position), "width": 3, "shape": "spline"}
+            data.append({**line, "showlegend": n == 0, "marker": {"color": color_of(position), "size": 11}})
     layout: dict[str, Any] = {}
     notes = []
     for n, name in enumerate(names):
@@ -124,7 +103,7 @@ def ranks(grid: Grid) -> Figure:
             "domain": [begin + 0.01, begin + 1 / len(names) - 0.02],
             "anchor": f"y{suffix}",
             "type": "category",
-            "title": {"text": grid.load_title if n == 0 else ""},
+            **titled(grid.load_title if n == 0 else ""),
             "showgrid": False,
         }
         layout[f"yaxis{suffix}"] = {
@@ -132,21 +111,10 @@ def ranks(grid: Grid) -> Figure:
             "tickvals": list(range(1, count + 1)),
             "anchor": f"x{suffix}",
             "showticklabels": n == 0,
-            "title": {"text": "place" if n == 0 else ""},
+            **titled("place" if n == 0 else ""),
             "zeroline": False,
         }
-        notes.append(
-            {
-                "xref": f"x{suffix} domain",
-                "yref": "paper",
-                "x": 0.5,
-                "y": 1.02,
-                "xanchor": "center",
-                "yanchor": "bottom",
-                "showarrow": False,
-                "text": f"<b>{name}</b>",
-            }
-        )
+        notes.append(note(f"<b>{name}</b>", 0.5, 1.02, f"x{suffix} domain"))
     return figure(
         data,
         "Who is best as the load grows",
@@ -166,16 +134,14 @@ def stages(grid: Grid) -> Figure | None:
         return None
     found = {name for of in means.values() for name in of}
     order = [name for name in STAGE_COLORS if name in found] + sorted(found - STAGE_COLORS.keys())
-    data: list[Trace] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name.replace("_", " "),
-            "y": list(means),
-            "x": [round(of.get(name, 0.0), 3) for of in means.values()],
-            "marker": {"color": STAGE_COLORS.get(name, "#888888")},
-            "hovertemplate": f"{name.replace('_', ' ')}: %{{x:.1f}} ms<extra>%{{y}}</extra>",
-        }
+    data = [
+        bars(
+            name.replace("_", " "),
+            [round(of.get(name, 0.0), 3) for of in means.values()],
+            list(means),
+            STAGE_COLORS.get(name, "#888888"),
+            f"{name.replace('_', ' ')}: %{{x:.1f}} ms<extra>%{{y}}</extra>",
+        )
         for name in order
     ]
     return figure(
@@ -183,7 +149,7 @@ def stages(grid: Grid) -> Figure | None:
         f"Where the time goes, at {load:.4g} {grid.unit}",
         "Mean milliseconds of a request in each stage as the gateway saw it; of two at once the earlier counts",
         barmode="stack",
-        xaxis={"title": {"text": "milliseconds, mean of all requests"}},
+        xaxis=titled("milliseconds, mean of all requests"),
         yaxis={"type": "category"},
         legend={"traceorder": "normal"},
         height=max(300, 180 + 36 * len(means)),

@@ -25,8 +25,15 @@ from typing import Any
 
 from epd_serve.bench.types import Item, Media, Message, Part
 from epd_serve.bench.workloads.lengths import parse_lengths
-from epd_serve.bench.workloads.lines import LineError, check_keys, json_lines, number, whole_number
-from epd_serve.bench.workloads.options import Options, parse_switch
+from epd_serve.bench.workloads.options import (
+    LineError,
+    Options,
+    check_keys,
+    json_lines,
+    number,
+    parse_switch,
+    whole_number,
+)
 
 _KINDS = ("messages", "prompt", "question", "turns")
 _KEYS = (*_KINDS, "images", "max_tokens", "output_tokens", "timestamp", "system", "fields")

@@ -14,9 +14,18 @@ from random import Random
 from typing import Any
 
 from epd_serve.bench.types import Item, Message
-from epd_serve.bench.workloads.lines import LineError, check_keys, json_lines, whole_number
-from epd_serve.bench.workloads.options import Options, optional, parse_count, parse_factor, parse_switch
-from epd_serve.bench.workloads.words import text_of
+from epd_serve.bench.workloads.options import (
+    LineError,
+    Options,
+    check_keys,
+    json_lines,
+    optional,
+    parse_count,
+    parse_factor,
+    parse_switch,
+    whole_number,
+)
+from epd_serve.bench.workloads.synthetic import text_of
 
 #: Tokens of a block, as in the traces of the Mooncake paper.
 BLOCK_TOKENS = 512
