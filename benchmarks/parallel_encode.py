@@ -27,15 +27,13 @@ from PIL import Image
 
 from benchmarks.deployed import figures, growth, machine
 from epd_serve.config import DeploymentConfig
-from epd_serve.cost.devices import spec_of
 from epd_serve.cost.profile import EncodeLine, Line, Profile
-from epd_serve.cost.roofline import analytic_profile
+from epd_serve.cost.roofline import analytic_profile, spec_of
 from epd_serve.cost.shape import ModelShape, VisionShape, shape_of
 from epd_serve.launch import LocalDeployment
-from epd_serve.sim.build import build
-from epd_serve.sim.request import SimRequest
-from epd_serve.sim.simulator import check_books, simulate
+from epd_serve.sim.simulator import build, check_books, simulate
 from epd_serve.sim.spec import Batching
+from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 
 RESULT = Path(__file__).parent / "results" / "parallel-encode.json"

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planner_papers import TABLE_5, kendall_tau, section_5_4, table_5, winners
-from epd_serve.cost.devices import spec_of
-from epd_serve.cost.roofline import analytic_profile
+from epd_serve.cost.roofline import analytic_profile, spec_of
 from epd_serve.cost.shape import shape_of
-from epd_serve.sim.build import build
-from epd_serve.sim.simulator import check_books, simulate
+from epd_serve.sim.simulator import build, check_books, simulate
 from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import SHAREGPT_4O
 from epd_serve.topology import parse_topology

@@ -27,9 +27,8 @@ from benchmarks.planner_runs import ROOT, RUNS, TPOT_MS, TTFT_MS, Asked, Measure
 from epd_serve.bench.statistics import wilson
 from epd_serve.config import load_config
 from epd_serve.cost.profile import Profile
-from epd_serve.sim.build import build
-from epd_serve.sim.request import SimRequest
-from epd_serve.sim.simulator import simulate
+from epd_serve.sim.simulator import build, simulate
+from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 
 RESULTS = Path(__file__).parent / "results"

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from epd_serve.cost.devices import spec_of
-from epd_serve.cost.roofline import analytic_profile
+from epd_serve.cost.roofline import analytic_profile, spec_of
 from epd_serve.cost.shape import shape_of
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.plan.space import Candidate, three_methods
 from epd_serve.plan.strategies import algorithm_2, exhaustive, race
-from epd_serve.sim.build import build
 from epd_serve.sim.records import attains
-from epd_serve.sim.simulator import Outcome, simulate
+from epd_serve.sim.simulator import Outcome, build, simulate
 from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import SHAREGPT_4O, WorkloadShape
 from epd_serve.topology import parse_topology

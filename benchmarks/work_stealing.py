@@ -15,16 +15,14 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.cost.devices import spec_of
 from epd_serve.cost.profile import EncodeLine, Line, Profile
-from epd_serve.cost.roofline import analytic_profile
+from epd_serve.cost.roofline import analytic_profile, spec_of
 from epd_serve.cost.shape import shape_of
 from epd_serve.flow.stealing import DEFAULT_RULE
 from epd_serve.routing.stealing import StealRule
-from epd_serve.sim.build import build
-from epd_serve.sim.request import SimRequest
-from epd_serve.sim.simulator import check_books, simulate
+from epd_serve.sim.simulator import build, check_books, simulate
 from epd_serve.sim.spec import Batching
+from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 
 RESULT = Path(__file__).parent / "results" / "work-stealing.json"

@@ -15,12 +15,10 @@ from epd_serve.autoscale.controller import Controller
 from epd_serve.autoscale.pressure import Limits
 from epd_serve.config.elastic import ElasticConfig
 from epd_serve.cost.profile import EncodeLine, Line, Profile
-from epd_serve.sim.build import build
-from epd_serve.sim.request import SimRequest
-from epd_serve.sim.simulator import Outcome, check_books, simulate
+from epd_serve.sim.simulator import Outcome, build, check_books, simulate
 from epd_serve.sim.spec import Batching
 from epd_serve.sim.switching import RoleSpan, Switching
-from epd_serve.sim.workloads import WorkloadShape
+from epd_serve.sim.workloads import SimRequest, WorkloadShape
 from epd_serve.topology import parse_topology
 
 PIXELS = (4032, 3024)

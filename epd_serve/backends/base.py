@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.protocol.wire import (
     DecodeRequest,
+    DetokenizeReply,
+    DetokenizeRequest,
     EncodeReply,
     EncodeRequest,
     InstanceInfo,
     PrefillRequest,
     Report,
+    TokenizeReply,
+    TokenizeRequest,
 )
 
 

@@ -12,8 +12,13 @@ import msgspec
 
 from epd_serve.errors import InstanceLost, InstanceUntrusted, InvalidRequest, StageTimeout
 from epd_serve.protocol import frames, wire
-from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
-from epd_serve.protocol.wire import encode_in_parts
+from epd_serve.protocol.wire import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    TokenizeReply,
+    TokenizeRequest,
+    encode_in_parts,
+)
 from epd_serve.rpc.http import MAX_BODY_BYTES, MAX_NOTE_BYTES, HttpCall, HttpPool
 
 INFO_TIMEOUT_S = 10.0

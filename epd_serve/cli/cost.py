@@ -10,10 +10,16 @@ import typer
 from rich.console import Console
 
 from epd_serve.config.sizes import parse_rate
-from epd_serve.cost import economics as eq
-from epd_serve.cost.devices import spec_of
-from epd_serve.cost.economics import RequestSize, estimate_latency
-from epd_serve.cost.report import cost_figures, price_of, read_prices, show_cost
+from epd_serve.cost.economics import (
+    Latency,
+    RequestSize,
+    cost_figures,
+    estimate_latency,
+    price_of,
+    read_prices,
+    show_cost,
+)
+from epd_serve.cost.roofline import spec_of
 from epd_serve.cost.shape import shape_of
 
 
@@ -48,7 +54,7 @@ def cost(
         shape, size, encoder=spec_of(encoder), language=spec_of(language), link_bytes_per_s=bandwidth
     )
     if vision_s is not None and language_s is not None:
-        latency = eq.Latency(vision_s=vision_s, transfer_s=latency.transfer_s, prefill_s=0.0, decode_s=language_s)
+        latency = Latency(vision_s=vision_s, transfer_s=latency.transfer_s, prefill_s=0.0, decode_s=language_s)
     table = read_prices(prices)
     figures = cost_figures(
         shape,

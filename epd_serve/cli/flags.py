@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from epd_serve.config import DEMO_MODEL
-from epd_serve.config.hub import beside
+from epd_serve.config.model_files import beside
 
 ParentPid = Annotated[
     int | None, typer.Option(help="End when this process, the starter of this one, ends.", hidden=True)

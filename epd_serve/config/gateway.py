@@ -1,11 +1,12 @@
-"""The gateway's section of the deployment file: the server, its keys and limits, the media that it takes."""
+"""The gateway's section of the deployment file: server, keys, limits, media, failover, health, stealing."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,12 +21,118 @@ from pydantic import (
 )
 
 from epd_serve.config.applied import Anew, Hot, Section
-from epd_serve.config.resilience import FailoverConfig, HealthConfig, InstanceName, InstanceUrl, NotNegative
-from epd_serve.config.sections import Port, Seconds
+from epd_serve.config.sections import InstanceSettings, Port, Seconds
 from epd_serve.config.sizes import Bytes, BytesPerSecond
-from epd_serve.config.stealing import StealingConfig
 from epd_serve.protocol.addresses import is_loopback
+from epd_serve.topology import InstancePlacement
 from epd_serve.types import Routing
+
+
+class StealingConfig(Section):
+    """Instances with ``steals: true`` take requests from the others' queue (HeteroServe, section 5.3)."""
+
+    threshold: Anew[int] = Field(
+        default=16,
+        ge=0,
+        description="Nothing is taken while no more requests wait for a language model.",
+    )
+    batch: Anew[int] = Field(
+        default=16, ge=2, description="Sequences that a thief has at most; it takes half as many at a time."
+    )
+    collect_ms: Anew[float] = Field(
+        default=100.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="How long it may go on to fill such a half while fewer wait than the threshold.",
+    )
+
+
+def check_thieves(
+    engine: str, placement: Sequence[InstancePlacement], settings: Mapping[str, InstanceSettings]
+) -> None:
+    """Raises ValueError for roles that cannot steal, and where there is nobody to be stolen from."""
+    thieves = {str(one.role) for one in placement if settings[str(one.role)].steals}
+    if not thieves:
+        return
+    if engine != "native":
+        raise ValueError("steals is for engine: native; vLLM's instances take what they are given")
+    if wrong := sorted(thieves - {"EPD"}):
+        raise ValueError(
+            f"steals is set for {', '.join(wrong)}, which lacks a stage: a thief encodes, and prefills and "
+            "decodes what it takes; write EPD in the topology and steals: true under roles: EPD, as in 2EPD-2PD"
+        )
+    stages = {stage for one in placement if str(one.role) not in thieves for stage in str(one.role)}
+    if not {"P", "D"} <= stages:
+        raise ValueError(
+            "every instance with a language model steals, so there is nobody to steal from; add PD, or P and D, "
+            "as in 2EPD-2PD"
+        )
+
+
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _check_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+        raise ValueError(f"{name!r} is no name for an instance; use up to 64 of A-Z, a-z, 0-9, '_', '-' and '.'")
+    return name
+
+
+def _check_url(url: str) -> str:
+    if not re.fullmatch(r"https?://[^/?#\s@]+", url.rstrip("/")):
+        raise ValueError(f"{url!r} is no control URL; write one as in http://127.0.0.1:8100")
+    return url.rstrip("/")
+
+
+InstanceName = Annotated[str, AfterValidator(_check_name)]
+InstanceUrl = Annotated[str, AfterValidator(_check_url)]
+
+
+class FailoverConfig(Section):
+    """The tries of a request that lost an instance."""
+
+    max_attempts: Hot[int] = Field(
+        default=5,
+        ge=1,
+        le=100,
+        description="Of one request (of each choice, where it has several that go on apart), the first and all "
+        "continuations included.",
+    )
+    wait_s: Hot[NotNegative | None] = Field(
+        default=None,
+        description="How long a request waits for an instance to come where none is left for a stage: from when "
+        "it lost its own, or from when there was the last one. null: 10 s, and not at all with engine: vllm, "
+        "whose processes take about a minute to start.",
+    )
+
+    def wait_s_of(self, engine: Literal["native", "vllm"]) -> float:
+        """The number of seconds."""
+        if self.wait_s is not None:
+            return self.wait_s
+        return 10.0 if engine == "native" else 0.0
+
+
+class HealthConfig(Section):
+    """The gateway's watch over its instances."""
+
+    probe_interval_s: Hot[Seconds | None] = Field(
+        default=3.0,
+        description="Each instance is made to compute something so often, where it does not anyway. "
+        "null: only those that have failed.",
+    )
+    probe_timeout_s: Hot[Seconds] = Field(
+        default=6.0, description="An instance that computes nothing for so long loses its requests to others."
+    )
+    max_failures: Hot[int] = Field(
+        default=5, ge=1, description="So many failed requests in a row take an instance out until a probe passes."
+    )
+    max_failure_rate: Hot[float] = Field(
+        default=0.5, gt=0, le=1, description="So does this share of the last 30 s, where there were 20 requests."
+    )
+    slow_start_s: Hot[NotNegative] = Field(
+        default=10.0, description="Over so long an instance that comes back gets its share of work bit by bit."
+    )
+
 
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")

@@ -16,7 +16,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.reader import ReaderError
 
 from epd_serve.config.gateway import GatewayConfig, SecretSource
-from epd_serve.config.hub import beside
+from epd_serve.config.model_files import beside
 from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig
 from epd_serve.config.sections import overlay
 from epd_serve.config.vllm import VllmConfig

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator
 
-from epd_serve.config.kv_size import tokens_per_block
 from epd_serve.config.sections import InstanceSettings, SharedConfig
 from epd_serve.config.shares import DeviceShare
+from epd_serve.config.sizes import tokens_per_block
 from epd_serve.types import Role
 
 

@@ -19,9 +19,9 @@ from pydantic import (
 
 from epd_serve.config.applied import Anew, Hot, Rebuild, Restart
 from epd_serve.config.elastic import ElasticConfig, RoleName
-from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, read_secret
-from epd_serve.config.hub import HubModel
+from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, check_thieves, read_secret
 from epd_serve.config.keys import check_cluster_key, cluster_key
+from epd_serve.config.model_files import HubModel
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import (
     MIN_SEGMENT_BYTES,
@@ -31,7 +31,6 @@ from epd_serve.config.sections import (
     SharedConfig,
 )
 from epd_serve.config.shares import DeviceShare, device_shares
-from epd_serve.config.stealing import check_thieves
 from epd_serve.config.vllm import VllmConfig, check_vllm
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.demo import weights_dir

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
-from epd_serve.config.stealing import StealingConfig
+from epd_serve.config.gateway import StealingConfig
 from epd_serve.flow.request import RequestFlow
 from epd_serve.routing.stealing import StealRule, Thieves
 from epd_serve.routing.table import InstanceRecord, InstanceTable

@@ -20,8 +20,7 @@ from epd_serve.instance.detokenizer import Vocabulary
 from epd_serve.instance.request_processor import S_PER_CHARACTER
 from epd_serve.models.family import Family
 from epd_serve.models.generation_config import GenerationConfig
-from epd_serve.protocol.prompt_calls import TokenizeReply, TokenizeRequest
-from epd_serve.protocol.wire import MediaRef, PrefillRequest
+from epd_serve.protocol.wire import MediaRef, PrefillRequest, TokenizeReply, TokenizeRequest
 from epd_serve.types import MediaSpan, SamplingParams
 
 #: Tokens that a question about a text's tokens may have, where the context holds fewer.

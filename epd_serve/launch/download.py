@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from epd_serve.config import DEMO_MODEL
-from epd_serve.config.hub import HubModel
-from epd_serve.config.model_files import check_model_files
+from epd_serve.config.model_files import HubModel, check_model_files
 
 #: Files that engines read; weights in other formats stay where they are.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]

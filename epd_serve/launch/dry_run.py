@@ -7,8 +7,8 @@ from pathlib import Path
 
 from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, model_path
-from epd_serve.config.hub import beside
 from epd_serve.config.keys import CLUSTER_KEY
+from epd_serve.config.model_files import beside
 from epd_serve.launch.commands import instance_specs
 from epd_serve.launch.holdings import resolved
 from epd_serve.launch.ports import Ports, choose_ports, instance_urls

@@ -11,9 +11,8 @@ import psutil
 
 from device.present import accelerators, torch_lacks, visibility
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
-from epd_serve.config.kv_size import blocks_in, tokens_per_block
 from epd_serve.config.model_files import check_model_files, read_model_config
-from epd_serve.config.sizes import in_binary_units
+from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
 from epd_serve.cost.shape import LanguageShape, shape_from_config
 from epd_serve.launch.ports import choose_ports
 from epd_serve.models.model_types import MIXTURES_OF_EXPERTS, NATIVE

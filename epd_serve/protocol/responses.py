@@ -32,7 +32,6 @@ from epd_serve.protocol.messages import (
 )
 from epd_serve.protocol.messages import ContentPart as ChatPart
 from epd_serve.protocol.openai import MAX_TOP_LOGPROBS, ChatCompletionRequest, StreamOptions
-from epd_serve.protocol.prompt_calls import TokenizeReply, TokenizeRequest
 from epd_serve.protocol.tools import (
     MAX_TOOLS,
     FunctionDefinition,
@@ -44,7 +43,7 @@ from epd_serve.protocol.tools import (
     Schema,
     Tool,
 )
-from epd_serve.protocol.wire import MediaRef
+from epd_serve.protocol.wire import MediaRef, TokenizeReply, TokenizeRequest
 
 LOGPROBS = "message.output_text.logprobs"
 

@@ -19,9 +19,15 @@ from epd_serve.protocol.fields import (
     explain,
 )
 from epd_serve.protocol.messages import MAX_MESSAGES, MediaSource, Message, check_messages, media_of, wire_messages
-from epd_serve.protocol.prompt_calls import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.protocol.tools import MAX_TOOLS, Tool, json_text, tools_text
-from epd_serve.protocol.wire import MediaRef, PromptOptions
+from epd_serve.protocol.wire import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    MediaRef,
+    PromptOptions,
+    TokenizeReply,
+    TokenizeRequest,
+)
 
 
 class _Call(RequestModel):

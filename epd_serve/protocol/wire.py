@@ -35,22 +35,144 @@ Errors of any call are OpenAI error objects as JSON with a 4xx or 5xx status (:m
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from epd_serve.protocol.codec import M as M
-from epd_serve.protocol.codec import Message as Message
-from epd_serve.protocol.codec import decode as decode
-from epd_serve.protocol.codec import encode as encode
-from epd_serve.protocol.codec import from_json as from_json
-from epd_serve.protocol.codec import to_json as to_json
-from epd_serve.protocol.reports import AppliedShare as AppliedShare
-from epd_serve.protocol.reports import InstanceInfo as InstanceInfo
-from epd_serve.protocol.reports import Load as Load
-from epd_serve.protocol.reports import Report as Report
-from epd_serve.types import SamplingParams
+from epd_serve.types import SamplingParams, StageRate
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Base of all wire messages."""
+
+
+M = TypeVar("M", bound=Message)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """Message → msgpack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview, message_type: type[M]) -> M:
+    """msgpack → message. Raises ``ValueError`` (msgspec.ValidationError) that names the wrong field."""
+    return msgspec.msgpack.decode(data, type=message_type)
+
+
+def to_json(message: Message) -> bytes:
+    return msgspec.json.encode(message)
+
+
+def from_json(data: bytes, message_type: type[M]) -> M:
+    return msgspec.json.decode(data, type=message_type)
+
+
+#: Far beyond what any instance has, and far below where sums and products overflow.
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
+Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+NumParameters = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class Load(Message, frozen=True):
+    """An instance's load, for routing. It counts everything that was received, from whichever gateway.
+
+    Attributes:
+        num_waiting_tokens: tokens of prompts not computed yet; an estimate for prompts that are still text.
+        num_waiting_encodes: open encode calls; equal items count for each of them.
+        num_waiting_pixels: pixels of distinct items that are not encoded yet.
+        num_expected: sequences that will be decoded here once their prompts are computed elsewhere.
+        mean_output_tokens: of sequences that ended here lately; 0: none has.
+        tokens_per_character: of prompts lately; 0: there was none.
+        rates: measured rates by stage ("E", "P", "D"); a stage that has not worked yet is missing.
+    """
+
+    num_running: Count = 0
+    num_waiting: Count = 0
+    num_waiting_tokens: Count = 0
+    num_waiting_encodes: Count = 0
+    num_waiting_pixels: Count = 0
+    num_expected: Count = 0
+    free_blocks: Count = 0
+    total_blocks: Count = 0
+    mean_output_tokens: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    tokens_per_character: Annotated[float, msgspec.Meta(ge=0, le=1e3)] = 0.0
+    rates: Annotated[dict[Name, StageRate], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=dict)
+
+
+class Report(Message, frozen=True):
+    """An instance's state at one moment.
+
+    Attributes:
+        received: stage and request id (``"P" + request_id``) of each stage call that came since the last report to
+            this caller, in the first report of all that are open: the load contains them, so that the caller need
+            not count them itself any more.
+        encoded: mm_hashes of features that came to be made here since then, in the first of the latest ones.
+        epoch: as in InstanceInfo. A new one means that ``/info`` has changed, the role with it.
+    """
+
+    load: Load
+    ready: bool = True
+    received: list[str] = msgspec.field(default_factory=list)
+    encoded: list[Name] = msgspec.field(default_factory=list)
+    epoch: Count = 0
+
+
+class AppliedShare(Message, frozen=True):
+    """``part`` of a device, the strength of its enforcement ("isolated", "cooperative"), and the mechanisms."""
+
+    part: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    strength: Name
+    mechanisms: Annotated[list[Name], msgspec.Meta(max_length=64)]
+
+
+class InstanceInfo(Message, frozen=True):
+    """An instance's identity and state, served as JSON at ``/info``.
+
+    Attributes:
+        media_fingerprint: hex name of everything but the media bytes that decides a feature: model revision,
+            processor, dtype, shape version. It goes into each mm_hash.
+        parameters: number of parameters held, by part ("tower", "language_model").
+        share: part of the device that the instance keeps to; None: no limit.
+        budgets: of a step, in tokens, sequences, pixels and milliseconds; found from the SLO where there is one.
+        host_id: of the machine; equal where instances share memory.
+        block_size: tokens per KV block; 0 where there is no KV cache.
+        kv_token_bytes: bytes of one token's KV; 0 where there is no KV cache.
+        tokens_per_pixel: of the model's features, about; a feature has ``feature_token_bytes`` for each token.
+        steals: it encodes, and gets prompts only by taking them from the queues of others.
+        epoch: number of times that this process has changed its role and made its caches anew.
+        state: of its role, see :class:`epd_serve.instance.lifecycle.SwitchState`.
+    """
+
+    name: Name
+    role: Name
+    url: Text
+    model: Text
+    model_path: Text
+    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=10**9)]
+    media_fingerprint: Name
+    device: Text
+    dtype: Name
+    pid: Count
+    ready: bool
+    load: Load
+    parameters: Annotated[dict[Name, NumParameters], msgspec.Meta(max_length=64)] = msgspec.field(
+        default_factory=dict
+    )
+    share: AppliedShare | None = None
+    budgets: Annotated[dict[Name, Number], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
+    host_id: Name = ""
+    block_size: Count = 0
+    kv_token_bytes: Count = 0
+    tokens_per_pixel: Annotated[float, msgspec.Meta(ge=0, le=1e3)] = 0.0
+    feature_token_bytes: Count = 0
+    steals: bool = False
+    epoch: Count = 0
+    state: Name = "SERVING"
 
 
 class MediaRef(Message, frozen=True):
@@ -417,7 +539,7 @@ _NO_MEDIA = b"\xa5media\xc4\x00"
 
 
 def encode_in_parts(request: EncodeRequest) -> list[bytes]:
-    """Encode as :func:`epd_serve.protocol.codec.encode` does, in parts: the media's bytes are not copied."""
+    """Encode as :func:`encode` does, in parts: the media's bytes are not copied."""
     size = len(request.media)
     if size < 1 << 8:
         return [encode(request)]
@@ -448,3 +570,28 @@ def read_prompt_note(note: str) -> tuple[int | None, set[int]]:
         int(number) if number.isdecimal() else None,
         {int(index) for index in had.split(",") if index.isdecimal()},
     )
+
+
+class TokenizeRequest(Message, frozen=True):
+    """Ask for the tokens of a chat or prompt; ``items`` need a size alone."""
+
+    items: list[MediaRef]
+    messages: list[ChatMessage] | None = None
+    prompt: str | list[int] | None = None
+    prompting: PromptOptions = PromptOptions()
+    with_texts: bool = False
+
+
+class TokenizeReply(Message, frozen=True):
+    """``texts`` are those of the single tokens, where they were asked for."""
+
+    tokens: list[int]
+    texts: list[str] | None = None
+
+
+class DetokenizeRequest(Message, frozen=True):
+    tokens: list[int]
+
+
+class DetokenizeReply(Message, frozen=True):
+    text: str

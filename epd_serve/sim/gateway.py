@@ -22,9 +22,9 @@ from epd_serve.routing.policy import Demand, Route
 from epd_serve.routing.record import Encoding, OpenCall
 from epd_serve.routing.stealing import StealRule
 from epd_serve.routing.table import InstanceTable
-from epd_serve.sim.clock import Clock
+from epd_serve.sim.device import Clock
 from epd_serve.sim.instance import Reservation, SimInstance
-from epd_serve.sim.request import SimRequest
+from epd_serve.sim.workloads import SimRequest
 from epd_serve.types import MediaSpan, SamplingParams, Stage
 
 

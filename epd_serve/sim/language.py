@@ -23,8 +23,7 @@ from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.budget import StepWork
 from epd_serve.sched.language import ScheduleOutput
 from epd_serve.sched.queues import Order, Queues, fcfs, sjf, slack
-from epd_serve.sim.clock import Clock
-from epd_serve.sim.device import Activity, SimDevice
+from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.spec import SimInstanceSpec, size_steps_of
 
 _TOKENS = [0] * 4096

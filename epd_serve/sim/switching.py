@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from epd_serve.autoscale.controller import Controller, Decision, Order
 from epd_serve.autoscale.seen import see
-from epd_serve.sim.clock import Clock
+from epd_serve.sim.device import Clock
 from epd_serve.sim.gateway import SimGateway
 from epd_serve.sim.instance import SimInstance
 from epd_serve.sim.spec import SimInstanceSpec, with_memory

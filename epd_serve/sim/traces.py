@@ -10,8 +10,7 @@ from typing import Any
 
 from epd_serve.bench.workloads.options import LineError, json_lines, whole_number
 from epd_serve.bench.workloads.trace import BLOCK_TOKENS
-from epd_serve.sim.request import SimRequest
-from epd_serve.sim.workloads import WORKLOADS
+from epd_serve.sim.workloads import WORKLOADS, SimRequest
 
 #: Of an image whose size is not known: ShareGPT-4o's mean (EPD-Serve, section 4.1).
 IMAGE_PIXELS = 802 * 652

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from epd_serve.backends.base import StageCalls
-from epd_serve.config.resilience import HealthConfig
+from epd_serve.config.gateway import HealthConfig
 from epd_serve.errors import InstanceLost, ServeError, Unavailable
 from epd_serve.flow.events import Lost
 from epd_serve.routing.table import InstanceRecord, InstanceTable

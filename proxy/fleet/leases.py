@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from epd_serve.config.resilience import InstanceName, InstanceUrl
+from epd_serve.config.gateway import InstanceName, InstanceUrl
 from epd_serve.errors import Conflict, InvalidRequest
 from proxy.admin.switches import NoSuchInstance
 from proxy.fleet.members import Members

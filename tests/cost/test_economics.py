@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from epd_serve.cli.app import app
 from epd_serve.cost import economics as eq
-from epd_serve.cost.report import price_of, read_prices
+from epd_serve.cost.economics import price_of, read_prices
 from epd_serve.cost.shape import KNOWN_SHAPES, shape_from_config, shape_of
 
 #: Table 3: visual tokens, KV and embedding in MiB, R for MHA and for the model's own heads. What equations 1 and 2

@@ -21,7 +21,7 @@ from PIL import Image
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
 from epd_serve.protocol import wire
-from epd_serve.protocol.prompt_calls import TokenizeRequest
+from epd_serve.protocol.wire import TokenizeRequest
 from epd_serve.types import SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

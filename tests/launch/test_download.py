@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from epd_serve.config import DeploymentConfig, load_config, model_path
-from epd_serve.config.hub import HubModel, beside
+from epd_serve.config.model_files import HubModel, beside
 from epd_serve.demo import weights_dir
 
 pytest.importorskip("huggingface_hub")

@@ -24,8 +24,7 @@ from epd_serve.plan.strategies import algorithm_2, exhaustive, partition, race, 
 from epd_serve.sim.device import MeasuredSharing
 from epd_serve.sim.gateway import Job
 from epd_serve.sim.records import attainment
-from epd_serve.sim.request import SimRequest
-from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, WorkloadShape
+from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, SimRequest, WorkloadShape
 from epd_serve.topology import parse_topology
 
 

@@ -6,15 +6,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from benchmarks.ablations.routing import RandomOfTwoEncoders, RoundRobinEncoders
-from epd_serve.cost.devices import spec_of
 from epd_serve.cost.profile import EncodeLine
-from epd_serve.cost.roofline import analytic_profile
+from epd_serve.cost.roofline import analytic_profile, spec_of
 from epd_serve.cost.shape import shape_of
 from epd_serve.cost.stages import Work
 from epd_serve.routing.encoders import BOUND, BoundedHash, Together
-from epd_serve.sim.build import build as build_sim
-from epd_serve.sim.request import SimRequest
+from epd_serve.sim.simulator import build as build_sim
 from epd_serve.sim.simulator import check_books, simulate
+from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 from epd_serve.types import Stage, StageRate
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.sched.encode import HandoffBatcher, VisionFirst
-from epd_serve.sim.clock import Clock
+from epd_serve.sim.device import Clock
 
 
 def test_a_batch_goes_when_it_is_full_or_late() -> None:

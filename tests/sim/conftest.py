@@ -2,12 +2,10 @@ from collections.abc import Callable
 
 import pytest
 
-from epd_serve.cost.devices import spec_of
 from epd_serve.cost.profile import Profile
-from epd_serve.cost.roofline import analytic_profile
+from epd_serve.cost.roofline import analytic_profile, spec_of
 from epd_serve.cost.shape import shape_of
-from epd_serve.sim.build import build
-from epd_serve.sim.simulator import SimDeployment
+from epd_serve.sim.simulator import SimDeployment, build
 from epd_serve.sim.spec import Batching
 from epd_serve.topology import parse_topology
 

@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.cost.profile import DecodeLine, Profile, Transport
-from epd_serve.sim.build import build
 from epd_serve.sim.device import Activity, MeasuredSharing
-from epd_serve.sim.request import SimRequest
-from epd_serve.sim.simulator import Fault, Outcome, SimDeployment, check_books, simulate
-from epd_serve.sim.workloads import SHAREGPT_4O
+from epd_serve.sim.simulator import Fault, Outcome, SimDeployment, build, check_books, simulate
+from epd_serve.sim.workloads import SHAREGPT_4O, SimRequest
 from epd_serve.topology import parse_topology
 
 REQUEST = SimRequest(at_s=1.0, images=(("cat", 784 * 500),), num_text_tokens=12, num_output_tokens=3)

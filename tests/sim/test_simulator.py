@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from epd_serve.cost.profile import Profile
 from epd_serve.sim.language import LanguageSide
-from epd_serve.sim.request import SimRequest
 from epd_serve.sim.simulator import Fault, NoWay, Outcome, SimDeployment, check_books, simulate
 from epd_serve.sim.spec import Batching
-from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, WorkloadShape, at_rate
+from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, SimRequest, WorkloadShape, at_rate
 
 TOPOLOGIES = ("EPD", "EP-D", "ED-P", "E-P-D", "(E-P)-D", "(E-D)-P", "(E-PD)", "2E-P-2D", "2EPD")
 Deploy = Callable[..., SimDeployment]
@@ -156,5 +155,5 @@ def test_rates_are_stretched() -> None:
 
 
 def test_no_torch_and_no_clock() -> None:
-    check = "import sys, epd_serve.sim.build, epd_serve.sim.workloads; assert 'torch' not in sys.modules"
+    check = "import sys, epd_serve.sim.simulator, epd_serve.sim.workloads; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -8,15 +8,13 @@ from statistics import fmean
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd_serve.cost.devices import spec_of
-from epd_serve.cost.roofline import analytic_profile
+from epd_serve.cost.roofline import analytic_profile, spec_of
 from epd_serve.cost.shape import shape_of
 from epd_serve.flow.stealing import DEFAULT_RULE
 from epd_serve.routing.stealing import Mode, StealRule
-from epd_serve.sim.build import build
-from epd_serve.sim.request import SimRequest
-from epd_serve.sim.simulator import Fault, Outcome, SimDeployment, check_books, simulate
+from epd_serve.sim.simulator import Fault, Outcome, SimDeployment, build, check_books, simulate
 from epd_serve.sim.spec import Batching
+from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology, place
 
 PROFILES = {name: analytic_profile(shape_of("llava-1.5-7b"), spec_of(name)) for name in ("rtx-4090", "a100")}
