@@ -26,8 +26,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.chaos import DEADLINE_S, ROOT, Chaos
-from benchmarks.chaos_load import Outcome, Request, ask, make_requests, make_streams
+from benchmarks.chaos import DEADLINE_S, ROOT, Chaos, Outcome, Request, ask, make_requests, make_streams
 from benchmarks.kill_streams import counters, publish
 from epd_serve.config import load_config
 from epd_serve.launch import LocalDeployment

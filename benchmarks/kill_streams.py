@@ -25,8 +25,7 @@ import httpx
 import psutil
 from rich.console import Console
 
-from benchmarks.chaos import DEADLINE_S, ROOT, Chaos, deployment_config, new_parser, started
-from benchmarks.chaos_load import Outcome, make_streams
+from benchmarks.chaos import DEADLINE_S, ROOT, Chaos, Outcome, deployment_config, make_streams, new_parser, started
 
 RESULT = ROOT / "benchmarks" / "results" / "kill-streams-cpu.json"
 LEAST_COMPLETE = 0.99

@@ -24,8 +24,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.chaos import DEADLINE_S, ROOT, Chaos, deployment_config, new_parser, started
-from benchmarks.chaos_load import Outcome, make_streams
+from benchmarks.chaos import DEADLINE_S, ROOT, Chaos, Outcome, deployment_config, make_streams, new_parser, started
 from benchmarks.kill_streams import counters, publish
 from epd_serve.launch.ports import free_port
 

@@ -53,8 +53,7 @@ def simulated(count: int, rate: float) -> None:
 
 
 def live(count: int, seed: int) -> None:
-    from benchmarks.elastic.live import row_of
-    from benchmarks.elastic.shifts import SHIFT
+    from benchmarks.elastic.live import SHIFT, row_of
 
     row, switched, arrivals_s = asyncio.run(row_of(SHIFT, count, seed))
     ratio = {name: row["ratio"][f"{name}_s"]["mean"] for name in ("latency", "ttft", "tpot")}

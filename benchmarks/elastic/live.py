@@ -10,30 +10,103 @@ The controller is told neither the change nor a layout.
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import os
 import random
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
+from PIL import Image
 
 from benchmarks.deployed import Timing, ask, closed_loop, machine
-from benchmarks.elastic.figures import ratios, summary, tpot_s
-from benchmarks.elastic.plots import Span
+from benchmarks.elastic.plots import DRAINING, REBUILDING, Span
 from benchmarks.elastic.quotas import PERIOD_US, limited
-from benchmarks.elastic.roles import Watcher
-from benchmarks.elastic.shifts import TTFT_SLO_S, Phase, Shift, body, config
 from benchmarks.transfer_models import make_model
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
 from epd_serve.launch.ports import free_port
+
+TTFT_SLO_S = 2.6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """``num_tokens``: of an answer; ``side``: of the request's square picture, in pixels; 0: it has none."""
+
+    num_tokens: int
+    side: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shift:
+    """The first tenth of the requests is ``before``, the others are ``after``.
+
+    Attributes:
+        start: the layout, made for ``before``; it has ``num_decodes`` decode instances.
+    """
+
+    start: str
+    num_decodes: int
+    before: Phase
+    after: Phase
+
+    def phases(self, count: int) -> list[Phase]:
+        return [self.before if number < count // 10 else self.after for number in range(count)]
+
+
+SHIFT = Shift(
+    start="5E-P-2D",
+    num_decodes=2,
+    before=Phase(num_tokens=25, side=336),
+    after=Phase(num_tokens=250, side=336),
+)
+
+
+def config(path: Path, topology: str, admin_port: int, tpot_slo_s: float, *, controlled: bool) -> DeploymentConfig:
+    return DeploymentConfig.model_validate(
+        {
+            "topology": topology,
+            "model": str(path),
+            "served_model_name": "benchmark",
+            "dtype": "float32",
+            "gateway": {"port": 0, "admin": {"port": admin_port}, "health": {"probe_timeout_s": 60}},
+            "slo": {"ttft_ms": 1e3 * TTFT_SLO_S, "tpot_ms": 1e3 * tpot_slo_s},
+            "instances": {
+                "base_port": 0,
+                "threads": 1,
+                "queue_timeout_s": 600,
+                "num_blocks": 8192,
+                "max_num_seqs": 256,
+                "max_num_batched_tokens": 512,
+                "batching": {"policy": "unlimited"},
+            },
+            "elastic": {"enabled": controlled, "interval_s": 0.5, "hold_s": 1.5, "cooldown_s": 3},
+        }
+    )
+
+
+def body(number: int, phase: Phase) -> dict[str, Any]:
+    """A request for a picture that no other number has."""
+    content: list[dict[str, Any]] = [{"type": "text", "text": f"Where is the blue square, {number}?"}]
+    if phase.side:
+        blocks = np.random.default_rng(number).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+        buffer = io.BytesIO()
+        Image.fromarray(blocks).resize((phase.side, phase.side), Image.Resampling.NEAREST).save(buffer, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+        content.insert(0, {"type": "image_url", "image_url": {"url": url}})
+    sampling = {"temperature": 0, "max_tokens": phase.num_tokens, "ignore_eos": True}
+    return {**sampling, "messages": [{"role": "user", "content": content}]}
+
 
 PATH = "/v1/chat/completions"
 CORES = 0.2
@@ -226,3 +299,98 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
         at_s += draw.expovariate(rate)
         found.append(at_s)
     return found
+
+
+def summary(outcomes: Sequence[Timing | Exception], lengths: Sequence[int]) -> dict[str, Any]:
+    """Seconds of those that were answered, and how many were not; ``lengths``: tokens of each answer.
+
+    Raises RuntimeError where none was answered.
+    """
+    answered = [(one, num) for one, num in zip(outcomes, lengths, strict=True) if isinstance(one, Timing)]
+    errors = [str(one) or repr(one) for one in outcomes if isinstance(one, Exception)]
+    if not answered:
+        raise RuntimeError(f"none of {len(errors)} requests was answered: {errors[:1]}")
+    return {
+        "latency_s": spread([one.tokens_s[-1] for one, _ in answered]),
+        "ttft_s": spread([one.first_s for one, _ in answered]),
+        "tpot_s": spread([tpot_s(one, num) for one, num in answered]),
+        "errors": len(errors),
+        "first_error": errors[0] if errors else None,
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(values, (50, 99))
+    return {"mean": fmean(values), "p50": float(p50), "p99": float(p99)}
+
+
+def tpot_s(timing: Timing, num_tokens: int) -> float:
+    """Seconds for each token of an answer: an event may carry several."""
+    return (timing.tokens_s[-1] - timing.first_s) / (num_tokens - 1)
+
+
+def ratios(without: dict[str, Any], switched: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """How many times lower each figure is with switches."""
+    return {
+        name: {kind: without[name][kind] / switched[name][kind] for kind in without[name]}
+        for name in ("latency_s", "ttft_s", "tpot_s")
+    }
+
+
+_LOOK_S = 0.25
+_STATES = {"DRAINING": DRAINING, "REBUILDING": REBUILDING}
+
+
+class Watcher:
+    """Looks four times a second. Times are seconds since it was made."""
+
+    def __init__(self, urls: Mapping[str, str]) -> None:
+        self._urls = urls
+        self._began = time.monotonic()
+        self._last: dict[str, tuple[str, float]] = {}
+        self._spans: list[Span] = []
+
+    @asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        async with httpx.AsyncClient(timeout=10, trust_env=False) as client, asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._watch(client, name, url)) for name, url in self._urls.items()]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def _watch(self, client: httpx.AsyncClient, name: str, url: str) -> None:
+        while True:
+            with suppress(httpx.HTTPError):
+                info = (await client.get(f"{url}/info")).json()
+                self.note(name, _STATES.get(info["state"], info["role"]), time.monotonic() - self._began)
+            await asyncio.sleep(_LOOK_S)
+
+    def note(self, name: str, state: str, now_s: float) -> None:
+        """``state``: a role, or what plots call the way to another."""
+        before, since_s = self._last.get(name, (None, 0.0))
+        if state == before:
+            return
+        if before is not None:
+            self._spans.append((name, before, since_s, now_s))
+        self._last[name] = state, now_s
+
+    def spans(self, until_s: float) -> list[Span]:
+        """All that lie before, the last one of each instance up to there."""
+        open_ones = ((name, state, since_s, until_s) for name, (state, since_s) in self._last.items())
+        return [
+            (name, state, since_s, min(end_s, until_s))
+            for name, state, since_s, end_s in (*self._spans, *open_ones)
+            if since_s < until_s
+        ]
+
+    def layout(self) -> str:
+        """The roles of now."""
+        return layout_of(state for state, _ in self._last.values())
+
+
+def layout_of(roles: Iterable[str]) -> str:
+    """As in 2E1P5D."""
+    known = list(roles)
+    return "".join(f"{known.count(role)}{role}" for role in ("E", "P", "D") if role in known)

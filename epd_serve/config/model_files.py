@@ -1,4 +1,4 @@
-"""The directory of a model: found by its name on the Hugging Face hub, its files checked before anything loads them."""
+"""The directory of a model: found by its name on the Hugging Face hub, its files checked before it is loaded."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.fuzz_cases import Fuzzer, answer_problem, valid_bodies
+from benchmarks.fuzz import Fuzzer, answer_problem, valid_bodies
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

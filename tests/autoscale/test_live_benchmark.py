@@ -10,11 +10,8 @@ import psutil
 import pytest
 
 from benchmarks.deployed import Timing
-from benchmarks.elastic.figures import ratios, summary
-from benchmarks.elastic.live import together_per_s
+from benchmarks.elastic.live import SHIFT, Watcher, ratios, summary, together_per_s
 from benchmarks.elastic.quotas import ROOT, limited
-from benchmarks.elastic.roles import Watcher
-from benchmarks.elastic.shifts import SHIFT
 
 
 def test_a_process_gets_its_part_of_a_core_and_all_of_it_back() -> None:

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.planner_measured import goodput, points_of
-from benchmarks.planner_ranking import Noise, noise_of, rank, student_t, tau_b
+from benchmarks.planner_measured import Noise, goodput, noise_of, points_of, rank, student_t, tau_b
 from benchmarks.planner_runs import WORKLOADS, in_order, mean_profile
 from epd_serve.cost.profile import Line, Profile
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from benchmarks.hostile_bodies import HOSTILE
+from benchmarks.hostile import HOSTILE
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
