@@ -13,11 +13,7 @@ it could have: in turn, the better of two at random, hashing alone.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import base64
-import io
-import json
 import random
 import sys
 import tempfile
@@ -28,24 +24,30 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
-from PIL import Image
 
 from benchmarks.ablations.routing import RandomOfTwoEncoders, RoundRobinEncoders
-from benchmarks.deployed import Figures, ask, deployed, figures, growth, machine
+from benchmarks.common import (
+    CHAT_PATH,
+    argument_parser,
+    data_url,
+    greedy_chat,
+    machine,
+    noise,
+    typed,
+    write,
+)
+from benchmarks.deployed import Figures, ask, deployed, figures, growth
+from benchmarks.models import make_model
 from benchmarks.routing_simulator import Request, SimulatedInstance, simulate
-from benchmarks.transfer_models import make_model
 from epd_serve.launch import LocalDeployment
 from epd_serve.launch.ports import free_port
 from epd_serve.routing.choice import EncoderChoice, Router
 from epd_serve.routing.encoders import BoundedHash
 from epd_serve.types import StageRate
 
-RESULT = Path(__file__).parent / "results" / "affinity-cpu.json"
 REPEATED = 0.6
 #: Sides of the images, in pixels.
 SIDES = (224, 336, 448, 672)
-PATH = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,10 +56,7 @@ class Picture:
     side: int
 
     def url(self) -> str:
-        pixels = np.random.default_rng(self.seed).integers(0, 256, (self.side, self.side, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "JPEG")
-        return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+        return data_url(noise(self.seed, self.side, self.side, "JPEG"), "jpeg")
 
 
 def workload(num_requests: int, seed: int) -> list[Picture]:
@@ -74,17 +73,6 @@ def workload(num_requests: int, seed: int) -> list[Picture]:
 
 def ideal_hit_rate(pictures: list[Picture]) -> float:
     return 1 - len(set(pictures)) / len(pictures)
-
-
-def body(picture: Picture) -> dict[str, Any]:
-    image = {"type": "image_url", "image_url": {"url": picture.url()}}
-    content = [image, {"type": "text", "text": "What is it?"}]
-    return {
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": 2,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
 
 
 @asynccontextmanager
@@ -124,7 +112,11 @@ async def send_all(urls: list[str], pictures: list[Picture], concurrency: int) -
 
     async def work() -> None:
         for number, picture in waiting:
-            timing = await ask(clients[number % len(clients)], PATH, body(picture))
+            timing = await ask(
+                clients[number % len(clients)],
+                CHAT_PATH,
+                greedy_chat("What is it?", [picture.url()], max_tokens=2),
+            )
             waits.append(timing.first_s)
 
     clients = [httpx.AsyncClient(base_url=url, timeout=120) for url in urls]
@@ -220,13 +212,12 @@ def fleet(num_encoders: int) -> list[SimulatedInstance]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "affinity-cpu.json")
     parser.add_argument("--requests", type=int, default=500, help="of each run")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--encoders", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--gateways", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     pictures = workload(options.requests, options.seed)
     real: list[dict[str, Any]] = []
@@ -255,9 +246,8 @@ def main() -> None:
     ]
     for row in simulated:
         print(f"simulated use {row['use']} {row['policy']:16}", _line(row))
-    command = "python -m benchmarks.affinity " + " ".join(sys.argv[1:])
-    report = {"command": command.strip(), "machine": machine(), "real": real, "simulated": simulated}
-    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = {"command": typed("affinity"), "machine": machine(), "real": real, "simulated": simulated}
+    write(options.output, report)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import platform
 import random
-import shlex
 import sys
 import tempfile
 import time
@@ -24,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
-from benchmarks.chaos import DEADLINE_S, ROOT, Chaos, Outcome, Request, ask, make_requests, make_streams
-from benchmarks.kill_streams import counters, publish
+from benchmarks.chaos import DEADLINE_S, Chaos, Outcome, Request, ask, make_requests, make_streams, publish
+from benchmarks.common import ROOT, argument_parser, machine, typed
+from benchmarks.kill_streams import counters
 from epd_serve.config import load_config
 from epd_serve.launch import LocalDeployment
 
-RESULT = ROOT / "benchmarks" / "results" / "apply-ring-cpu.json"
 #: Names of files in deploy/: EPD, EP-D, E-P-D, (E-P)-D, (E-D)-P, (E-PD), ED-P, 2E-P-D.
 RING = ("cpu-epd", "cpu-ep-d", "cpu-e-p-d", "cpu-e_p-d", "cpu-e_d-p", "cpu-e_pd", "cpu-ed-p", "cpu-2e-p-d")
 #: On any ports, as others may run on this machine.
@@ -145,8 +142,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     kinds = Counter(step.split()[0] for one in applies for step in one["steps"])
     complete = report["outcomes"][Outcome.IDENTICAL.value]
     return {
-        "command": "python -m benchmarks.apply_ring " + shlex.join(sys.argv[1:]),
-        "machine": f"{platform.machine()}, {psutil.cpu_count()} cores",
+        "command": typed("apply_ring"),
+        "machine": machine(),
         "concurrency": arguments.concurrency,
         "seconds": round(seconds, 1),
         "passed": complete == len(chaos.results) and not report["leaks"] and not too_early,
@@ -163,7 +160,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__, "apply-ring-cpu.json")
     parser.add_argument("--requests", type=int, default=120, help="different ones, asked again and again")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--concurrency", type=int, default=8)
@@ -171,7 +168,6 @@ def main() -> int:
     parser.add_argument("--answers", type=int, default=12, help="at least between two changes")
     parser.add_argument("--ring", nargs="+", default=list(RING), help="names of files in deploy/")
     parser.add_argument("--direct", action="store_true", help="in this process, without the command")
-    parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     return publish(asyncio.run(run(arguments)), arguments.output)
 

@@ -9,26 +9,22 @@ count in full; two threads by the clock, which needs an idle machine. Takes abou
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.common import argument_parser, typed, write
 from device.check_batch import Batch
 from device.host import processor_name
 from device.ops.cpu import CpuOps
 from device.ops.plain import PlainOps
 
 Call = Callable[[], object]
-RESULTS = Path(__file__).parent / "results" / "attention-cpu.json"
 BLOCK_SIZE = 16
 _ROUNDS = 7
 _ROUND_S = 0.004
@@ -36,9 +32,8 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__, "attention-cpu.json")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     started = time.monotonic()
@@ -52,11 +47,11 @@ def main() -> None:
     result = {
         "processor": processor_name(),
         "torch": torch.__version__,
-        "command": " ".join(["python -m benchmarks.attention_cpu", *sys.argv[1:]]),
+        "command": typed("attention_cpu"),
         "seconds": round(time.monotonic() - started),
         "rows": rows,
     }
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.output, result)
 
 
 def race(calls: Mapping[str, Call], clock: Callable[[], float]) -> tuple[float, dict[str, float]]:

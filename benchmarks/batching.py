@@ -13,11 +13,9 @@ this at a raised priority). Figures are medians of the rounds that count.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.batching_instance import SIDE, TOKENS
-from benchmarks.deployed import machine
+from benchmarks.common import RESULTS, JsonProcess, argument_parser, machine
 
-RESULTS = Path(__file__).parent / "results"
 POLICIES = ("stage-level", "unlimited")
 #: TPOT_max as a multiple of what a step of all chats' decodes takes on this machine.
 TPOT_OF_DECODE_STEP = 3.0
@@ -47,27 +44,18 @@ class Process:
 
     def __init__(self, model: Path, role: str, policy: str, tpot_ms: float | None, cache: Path) -> None:
         limit = [] if tpot_ms is None else ["--tpot-ms", str(tpot_ms)]
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "benchmarks.batching_instance", str(model)),
-                *("--role", role, "--policy", policy, *limit),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "EPD_SERVE_CACHE": str(cache), "OMP_NUM_THREADS": "1"},
-        )
-        self.started = self._answer()
+        command = [sys.executable, "-m", "benchmarks.batching_instance", str(model)]
+        command += ["--role", role, "--policy", policy, *limit]
+        environment = {**os.environ, "EPD_SERVE_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+        self._process = JsonProcess(command, environment)
+        self.started = self._known(self._process.answer())
 
     def turn(self, seed: int, chats: int, documents: int = 0, questions: int = 0) -> dict[str, Any]:
         """A load's figures, and the share of its time in which threads of the instance waited for a core."""
-        assert self._process.stdin is not None
         counts = {"chat": chats, "document": documents, "question": questions}
         load = {kind: (count, CLIENTS[kind]) for kind, count in counts.items() if count}
         before, start = self._waited_s(), time.perf_counter()
-        self._process.stdin.write(json.dumps({"seed": seed, "load": load}) + "\n")
-        self._process.stdin.flush()
-        answer = self._answer()
+        answer = self._known(self._process.ask({"seed": seed, "load": load}))
         return {**answer, "waited": (self._waited_s() - before) / (time.perf_counter() - start)}
 
     def _waited_s(self) -> float:
@@ -76,16 +64,12 @@ class Process:
         return 1e-9 * sum(int((task / "schedstat").read_text().split()[1]) for task in tasks)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
+        self._process.close()
 
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the instance has ended with status {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
+    @staticmethod
+    def _known(answer: dict[str, Any] | None) -> dict[str, Any]:
+        if answer is None:
+            raise RuntimeError("the instance has ended")
         return answer
 
 
@@ -227,10 +211,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--images", action="store_true", help="EPD instances, and questions about images")
     arguments = parser.parse_args()
-    from benchmarks.transfer_models import make_model
+    from benchmarks.models import make_model
 
     with tempfile.TemporaryDirectory() as directory:
         shape = MODEL | (VISION if arguments.images else {})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import io
 import json
 import logging
 import random
@@ -17,8 +15,8 @@ from typing import Any
 
 import torch
 import uvicorn
-from PIL import Image
 
+from benchmarks.common import argument_parser, noise
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import BatchingConfig, SLOConfig
 from epd_serve.instance.http import ControlApp
@@ -140,11 +138,10 @@ def requests(instance: Instance, rng: random.Random, name: str, kind: str, count
         items: list[wire.MediaRef] = []
         encoding = None
         if kind == "question":
-            data = io.BytesIO()
-            Image.frombytes("RGB", (SIDE, SIDE), rng.randbytes(3 * SIDE * SIDE)).save(data, "BMP")
+            data = noise(rng.getrandbits(40), SIDE, SIDE, "BMP")
             items = [wire.MediaRef(rng.randbytes(32).hex(), SIDE, SIDE)]
             prompt.insert(0, instance.family.image_token_id)
-            encode = wire.EncodeRequest(request_id, items[0], data.getvalue(), instance.url)
+            encode = wire.EncodeRequest(request_id, items[0], data, instance.url)
             encoding = instance.encodes().encode(encode)
         request = wire.PrefillRequest(
             request_id=request_id,
@@ -159,7 +156,7 @@ def requests(instance: Instance, rng: random.Random, name: str, kind: str, count
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--role", required=True)
     parser.add_argument("--policy", required=True)

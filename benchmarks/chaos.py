@@ -11,14 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
-import io
 import json
 import os
-import platform
 import random
 import re
-import shlex
 import signal
 import sys
 import tempfile
@@ -34,10 +30,10 @@ from typing import Any, get_args
 
 import httpx
 import numpy as np
-import psutil
 from PIL import Image
 from rich.console import Console
 
+from benchmarks.common import RESULTS, data_url, encoded, machine, typed, write
 from epd_serve.config import DEMO_MODEL, DeploymentConfig
 from epd_serve.launch import Backoff, LocalDeployment, ProcessState
 from epd_serve.types import KVMode
@@ -130,9 +126,7 @@ def _picture(number: int) -> str:
     for _ in range(3):
         x, y = int(rng.integers(width)), int(rng.integers(height))
         pixels[y : y + 50, x : x + 50] += rng.integers(0, 190, 3, dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return data_url(encoded(Image.fromarray(pixels)))
 
 
 async def ask(client: httpx.AsyncClient, request: Request, expected: str | None, deadline_s: float) -> Result:
@@ -208,11 +202,6 @@ def _judge_error(status: int, body: str) -> Result:
     return Result(outcome=Outcome.WRONG, detail=f"status {status}: {body[:200]}")
 
 
-ROOT = Path(__file__).parents[1]
-RESULTS = {
-    "embedded": ROOT / "benchmarks" / "results" / "chaos-cpu.json",
-    "mooncake": ROOT / "benchmarks" / "results" / "chaos-cpu-mooncake.json",
-}
 LEASE_S = 3.0
 DEADLINE_S = 60.0
 HANG_TIMEOUT_S = 9.0
@@ -418,8 +407,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds = time.monotonic() - began
         await chaos.settle()
         return {
-            "command": "python -m benchmarks.chaos " + shlex.join(sys.argv[1:]),
-            "machine": f"{platform.machine()}, {psutil.cpu_count()} cores",
+            "command": typed("chaos"),
+            "machine": machine(),
             "topology": arguments.topology,
             "store": arguments.store,
             "transport": arguments.transport,
@@ -427,9 +416,19 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "concurrency": arguments.concurrency,
             "interval_s": arguments.interval,
             "seconds": round(seconds, 1),
-            **chaos.report(),
+            **(report := chaos.report()),
+            "passed": not report["leaks"] and not any(report["outcomes"][outcome.value] for outcome in _BAD),
             "logs": str(log_dir),
         }
+
+
+def publish(report: dict[str, Any], output: Path) -> int:
+    """Print and keep what was found; the exit code."""
+    logs = report.pop("logs")
+    write(output, report)
+    Console().print_json(data=report)
+    print(f"logs: {logs}")
+    return 0 if report["passed"] else 1
 
 
 def new_parser(description: str, *, num_requests: int) -> argparse.ArgumentParser:
@@ -452,14 +451,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/chaos-cpu[-mooncake].json")
     arguments = parser.parse_args()
     report = asyncio.run(run(arguments))
-    logs = report.pop("logs")
-    output: Path = arguments.output or RESULTS[arguments.store]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2) + "\n")
-    Console().print_json(data=report)
-    print(f"logs: {logs}")
-    bad = report["leaks"] or any(report["outcomes"][outcome.value] for outcome in _BAD)
-    return 1 if bad else 0
+    file = "chaos-cpu.json" if arguments.store == "embedded" else "chaos-cpu-mooncake.json"
+    return publish(report, arguments.output or RESULTS / file)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,7 @@ machine meets both alike.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import io
 import json
 import os
 import statistics
@@ -23,18 +21,17 @@ from typing import Any
 
 import numpy as np
 import psutil
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.deployed import closed_loop, deployed, machine
-from benchmarks.transfer_models import make_model
+from benchmarks.common import CHAT_PATH, RESULTS, argument_parser, greedy_chat, machine, noise, write
+from benchmarks.deployed import closed_loop, deployed
+from benchmarks.models import make_model
 from epd_serve.instance.http import Peers
 from epd_serve.launch import LocalDeployment
 from epd_serve.protocol import wire
 
-RESULT = Path(__file__).parents[1] / "benchmarks" / "results" / "colocation-cpu.json"
-PATH = "/v1/chat/completions"
+RESULT = RESULTS / "colocation-cpu.json"
 DEFAULT_TOPOLOGY = "(E-D)-P"
 SIDE = 448
 CONCURRENCY, TOKENS, REQUESTS = 4, 48, 8
@@ -124,16 +121,8 @@ def wait_for_quiet() -> float:
 
 async def text(deployment: LocalDeployment, num_requests: int) -> list[list[float]]:
     """For each request the seconds between its tokens, from the second on: the first is made by P."""
-    bodies = [
-        {
-            "messages": [{"role": "user", "content": f"what is {i} and {time.time_ns()}"}],
-            "max_tokens": TOKENS,
-            "ignore_eos": True,
-            "temperature": 0,
-        }
-        for i in range(num_requests)
-    ]
-    timings = await closed_loop(deployment.gateway_url, PATH, bodies, CONCURRENCY)
+    bodies = [greedy_chat(f"what is {i} and {time.time_ns()}", max_tokens=TOKENS) for i in range(num_requests)]
+    timings = await closed_loop(deployment.gateway_url, CHAT_PATH, bodies, CONCURRENCY)
     return [list(np.diff(timing.tokens_s[1:])) for timing in timings]
 
 
@@ -149,11 +138,9 @@ class Encoder:
         self.num_done = 0
 
     async def encode(self) -> None:
-        pixels = self._random.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
-        data = io.BytesIO()
-        Image.fromarray(pixels).save(data, "BMP")
+        data = noise(int(self._random.integers(1 << 40)), SIDE, SIDE, "BMP")
         name = self._random.bytes(32).hex()
-        request = wire.EncodeRequest(name[:16], wire.MediaRef(name, SIDE, SIDE), data.getvalue(), self._prefill)
+        request = wire.EncodeRequest(name[:16], wire.MediaRef(name, SIDE, SIDE), data, self._prefill)
         await self._peers.call(self._encoder, "/stage/encode", request, 120)
         self.num_done += 1
 
@@ -243,7 +230,7 @@ def show(data: dict[str, Any], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     every = list(settings(len(os.sched_getaffinity(0)), None))
     parser.add_argument("--only", nargs="*", default=every, choices=every, help="measure these anew")
@@ -251,7 +238,7 @@ def main() -> None:
     console = Console(width=150)
     known = json.loads(RESULT.read_text())["deployments"] if RESULT.exists() else {}
     data = asyncio.run(run(arguments.rounds, arguments.only, known, console))
-    RESULT.write_text(json.dumps(data, indent=1) + "\n")
+    write(RESULT, data)
     show(data, console)
 
 

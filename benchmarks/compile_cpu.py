@@ -10,8 +10,6 @@ seconds are for ``--layers`` layers, each with weights, and so code, of its own;
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -24,11 +22,12 @@ import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.common import RESULTS, argument_parser, write
 from device.host import processor_name
 from device.ops.linear import gated_linear, linear
 from device.registry import get_device
 
-RESULT = Path(__file__).parent / "results" / "compile-cpu.json"
+RESULT = RESULTS / "compile-cpu.json"
 HIDDEN, FEED_FORWARD, QUERY_HEADS, KV_HEADS, HEAD_DIM = 896, 4864, 14, 2, 64
 EPSILON = 1e-6
 Weights = dict[str, Tensor]
@@ -149,7 +148,7 @@ def measure(num_layers: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
@@ -162,7 +161,7 @@ def main() -> int:
         "torch": torch.__version__,
         "by_tokens": measure(options.layers),
     }
-    options.output.write_text(json.dumps(content, indent=1) + "\n")
+    write(options.output, content)
     return 0
 
 

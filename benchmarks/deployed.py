@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import platform
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.ablations.processes import ablated
@@ -22,10 +20,6 @@ from epd_serve.launch import LocalDeployment
 
 Figures = dict[str, float]
 _PREFIX = "epd_serve_instance_"
-
-
-def machine() -> str:
-    return f"{platform.machine()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total >> 30} GiB"
 
 
 @asynccontextmanager
@@ -76,6 +70,21 @@ async def figures(deployment: LocalDeployment, name: str) -> Figures:
 
 def growth(before: Figures, after: Figures) -> Figures:
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
+
+
+async def held_in(deployment: LocalDeployment, timeout_s: float = 60) -> dict[str, Any]:
+    """Things that instances still hold when nothing is going on; {} after all of it has come back."""
+    deadline = time.monotonic() + timeout_s
+    async with httpx.AsyncClient(timeout=timeout_s, trust_env=False) as client:
+        while True:
+            held: dict[str, Any] = {}
+            for name, instance in deployment.instances.items():
+                answer = await client.get(f"{instance.url}/integrity")
+                if answer.status_code != 200 or any(answer.json().values()):
+                    held[name] = answer.json()
+            if not held or time.monotonic() > deadline:
+                return held
+            await asyncio.sleep(0.2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,6 @@ which ``vllm serve`` runs; without ``--vllm-python`` its column is missing, and 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -29,13 +28,12 @@ from typing import IO, Any
 import torch
 from transformers import AutoConfig
 
-from benchmarks.engine_shapes import BUILT_IN, make_model
+from benchmarks.common import RESULTS, ROOT, JsonProcess, argument_parser, write
+from benchmarks.models import BUILT_IN, make_shape
 from device.host import processor_name
 from epd_serve.demo import weights_dir
 from epd_serve.launch.commands import HEAP_TUNABLES
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 BATCHES = (1, 8, 32)
 PROMPT, TOKENS = 128, 32
 
@@ -53,43 +51,24 @@ class Worker:
             "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": str(ROOT),
         }
-        self._process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
-        self._answer()
+        self._process = JsonProcess(command, environment, self._log)
+        self._seen(self._process.answer())
 
     def ask(self, **case: Any) -> dict[str, Any] | None:
         """Times of a case; None where the engine has failed."""
-        if self.failure is not None:
-            return None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(case) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+        return None if self.failure is not None else self._seen(self._process.ask(case))
 
     def close(self) -> None:
-        with self._process:  # closes its pipes, which ends it, and waits
-            pass
+        self._process.close()
         self._log.close()
 
-    def _answer(self) -> dict[str, Any] | None:
-        """The next line of JSON, past what libraries print."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        self._log.seek(0)
-        lines = self._log.read().strip().splitlines()
-        self.failure = lines[-1][:200] if lines else "it ended without a word"
-        print(f"{self.name} takes no part: {self.failure}", flush=True)
-        return None
+    def _seen(self, answer: dict[str, Any] | None) -> dict[str, Any] | None:
+        if answer is None:
+            self._log.seek(0)
+            lines = self._log.read().strip().splitlines()
+            self.failure = lines[-1][:200] if lines else "it ended without a word"
+            print(f"{self.name} takes no part: {self.failure}", flush=True)
+        return answer
 
 
 def roofline(threads: int) -> dict[str, float]:
@@ -198,7 +177,7 @@ def table(results: dict[str, Any], engines: Sequence[str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--gpu", action="store_true", help="measure a CUDA GPU instead of this CPU")
     parser.add_argument(
         "--device", help="with --gpu: the device (default cuda:0); cpu checks that the script runs"
@@ -219,7 +198,7 @@ def main() -> int:
         return run(options.device or "cuda:0", tiny=options.tiny, output=options.output)
     commands = {
         "native": [sys.executable, "-m", "benchmarks.engine_native"],
-        "transformers": [sys.executable, "-m", "benchmarks.engine_transformers"],
+        "transformers": [sys.executable, "-m", "benchmarks.engine_native", "--transformers"],
     }
     if options.vllm_python:
         commands["vllm"] = [options.vllm_python, str(ROOT / "benchmarks" / "engine_vllm.py")]
@@ -227,7 +206,7 @@ def main() -> int:
         print("vLLM takes no part: name the Python of its environment with --vllm-python")
     results: dict[str, Any] = {}
     for name in options.models:
-        path = weights_dir() if name == BUILT_IN else make_model(name, options.cache / name)
+        path = weights_dir() if name == BUILT_IN else make_shape(name, options.cache / name)
         vocabulary = AutoConfig.from_pretrained(path).get_text_config().vocab_size
         arguments = [str(path), "--threads", str(options.threads), "--vocabulary", str(vocabulary)]
         workers = [Worker(engine, command + arguments, options.threads) for engine, command in commands.items()]
@@ -248,7 +227,7 @@ def main() -> int:
         "models": results,
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(content, indent=1) + "\n")
+    write(output, content)
     output.with_suffix(".md").write_text(text + "\n")
     return 0
 

@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.common import RESULTS, write
 from benchmarks.engine_native import image_inputs
-from benchmarks.engine_shapes import make_model
+from benchmarks.models import make_shape
 from device.base import Device
 from device.registry import get_device
 from epd_serve.engine.step import StepExecutor
@@ -39,7 +40,7 @@ from epd_serve.models.tower import Tower
 
 SHAPES = ("Qwen2.5-VL-7B", "Qwen3-VL-8B")
 BLOCK_SIZE = 16
-_RESULTS = Path(__file__).parent / "results"
+_RESULTS = RESULTS
 
 
 def run(name: str, *, tiny: bool, output: Path | None) -> int:
@@ -67,7 +68,7 @@ def run(name: str, *, tiny: bool, output: Path | None) -> int:
     }
     file = output or _RESULTS / f"engine-{device.description.lower().replace(' ', '-')}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    write(file, result)
     print(json.dumps(result, indent=1))
     return 0
 
@@ -77,7 +78,7 @@ def measure_engine(device: Device, limits: dict[str, float], *, tiny: bool = Fal
     results: dict[str, Any] = {}
     for name in ("tiny",) if tiny else SHAPES:
         with tempfile.TemporaryDirectory() as folder:
-            path = make_model(name, Path(folder), device.name)
+            path = make_shape(name, Path(folder), device.name)
             results[name] = _Model(path, device, limits, tiny=tiny).measure()
         gc.collect()
         if device.type == "cuda":

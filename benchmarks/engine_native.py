@@ -1,11 +1,10 @@
-"""Our engine as a benchmark's worker: reads cases from standard input, answers with their times.
+"""Our engine as a benchmark's worker, or transformers': reads cases from standard input, answers with their times.
 
 The engine is the one that an instance runs, without the servers around it: scheduler, block pool, runner, sampler.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import queue
 import sys
@@ -16,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
+from benchmarks.common import argument_parser
 from device.base import Device
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
@@ -177,27 +178,28 @@ def serve(calls: dict[str, Callable[..., dict[str, Any]]]) -> None:
         print(json.dumps(result), flush=True)
 
 
-def arguments_of_worker(description: str | None) -> argparse.Namespace:
-    """The command line that all workers share; sets the number of threads."""
-    parser = argparse.ArgumentParser(description=description)
+def main() -> None:
+    parser = argument_parser(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--vocabulary", type=int, required=True, help="random prompts are of tokens below this")
+    parser.add_argument(
+        "--transformers", action="store_true", help="transformers' generate in place of the engine"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    return arguments
+    (serve_transformers if arguments.transformers else serve_native)(arguments.model, arguments.vocabulary)
 
 
-def main() -> None:
-    arguments = arguments_of_worker(__doc__)
+def serve_native(model: Path, vocabulary: int) -> None:
     device = get_device("cpu")
-    engine = NativeEngine(arguments.model, torch.bfloat16, device, max_tokens=16_384, graph_sizes=[])
-    tower = Tower(arguments.model, torch.bfloat16, device)
+    engine = NativeEngine(model, torch.bfloat16, device, max_tokens=16_384, graph_sizes=[])
+    tower = Tower(model, torch.bfloat16, device)
 
     def generate(batch: int, prompt: int, tokens: int) -> dict[str, Any]:
         executor = engine.executor
         executor.model_s, executor.steps = 0.0, 0
-        engine.generate(random_prompts(batch, prompt, arguments.vocabulary), tokens)
+        engine.generate(random_prompts(batch, prompt, vocabulary), tokens)
         return {"model_cpu_s": executor.model_s, "steps": executor.steps}
 
     def encode(batch: int, grid: list[int], width: int) -> dict[str, Any]:
@@ -206,6 +208,32 @@ def main() -> None:
 
     serve({"generate": generate, "encode": encode})
     engine.close()
+
+
+def serve_transformers(path: Path, vocabulary: int) -> None:
+    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None
+
+    @torch.inference_mode()
+    def generate(batch: int, prompt: int, tokens: int) -> dict[str, Any]:
+        ids = torch.tensor(random_prompts(batch, prompt, vocabulary))
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return {}
+
+    @torch.inference_mode()
+    def encode(batch: int, grid: list[int], width: int) -> dict[str, Any]:
+        inputs = image_inputs(batch, grid, width)
+        inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+        return timed(lambda: sum(map(len, model.get_image_features(**inputs, return_dict=True).pooler_output)))
+
+    serve({"generate": generate, "encode": encode})
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -21,13 +19,13 @@ import httpx
 import psutil
 from rich.console import Console
 
-from benchmarks.chaos import ROOT
-from benchmarks.engine_shapes import SHAPES, make_model
+from benchmarks.common import RESULTS, argument_parser, machine, write
+from benchmarks.models import SHAPES, make_shape
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
 from epd_serve.launch.ports import free_port
 
-RESULT = ROOT / "benchmarks" / "results" / "first-switches-cpu.json"
+RESULT = RESULTS / "first-switches-cpu.json"
 TOPOLOGY = "E-2P-2D"
 #: In this order; p0 and d0 stay what they are, so that each stage is served.
 MOVES = {"p1": ("D", "P", "E", "P", "E", "P", "D"), "e0": ("P", "E", "P"), "d1": ("E", "D", "E")}
@@ -102,7 +100,7 @@ def summary(moves: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    model = make_model(arguments.shape, arguments.models / arguments.shape)
+    model = make_shape(arguments.shape, arguments.models / arguments.shape)
     moves: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     load = []
     for _ in range(arguments.rounds):
@@ -111,7 +109,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             all_of += await time_moves(model, keep)
     return {
         "command": f"python -m benchmarks.first_switches --shape {arguments.shape} --rounds {arguments.rounds}",
-        "machine": f"{platform.machine()}, {psutil.cpu_count()} cores",
+        "machine": machine(),
         "topology": TOPOLOGY,
         "shape": arguments.shape,
         "dtype": "bfloat16",
@@ -123,14 +121,14 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5B")
     parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "epd-serve-shapes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     report = asyncio.run(run(arguments))
-    arguments.output.write_text(json.dumps(report, indent=2) + "\n")
+    write(arguments.output, report)
     Console().print_json(data=report)
 
 

@@ -9,11 +9,8 @@ larger than after the first tenth of the cases, within a margin.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import base64
 import copy
-import io
 import json
 import random
 import time
@@ -26,7 +23,8 @@ import aiohttp
 import psutil
 from PIL import Image
 
-from benchmarks.deployed import machine
+from benchmarks.common import argument_parser, data_url, encoded, machine
+from benchmarks.deployed import held_in
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
 
@@ -51,9 +49,7 @@ class Case:
 
 def picture(colour: str) -> str:
     """A data URL of 40x30 pixels."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (40, 30), colour).save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return data_url(encoded(Image.new("RGB", (40, 30), colour)))
 
 
 def valid_bodies() -> list[tuple[str, dict[str, Any]]]:
@@ -307,22 +303,6 @@ async def check_valid(url: str) -> list[str]:
     return wrong
 
 
-async def in_use(deployment: LocalDeployment, timeout_s: float = 60) -> dict[str, Any]:
-    """Things that instances still hold when nothing is going on; {} after all of it has come back."""
-    deadline = time.monotonic() + timeout_s
-    async with aiohttp.ClientSession() as session:
-        while True:
-            held: dict[str, Any] = {}
-            for name, instance in deployment.instances.items():
-                async with session.get(f"{instance.url}/integrity") as response:
-                    state = await response.json(content_type=None)
-                    if response.status != 200 or any(state.values()):
-                        held[name] = state
-            if not held or time.monotonic() > deadline:
-                return held
-            await asyncio.sleep(0.2)
-
-
 def sizes_bytes() -> dict[int, int]:
     """Resident memory of each process of the deployment."""
     sizes = {}
@@ -348,7 +328,7 @@ async def fuzz(count: int, concurrency: int, seed: int) -> dict[str, Any]:
         await run_cases(deployment.gateway_url, fuzzer, warm, concurrency, found)
         before = sizes_bytes()
         await run_cases(deployment.gateway_url, fuzzer, count - warm, concurrency, found)
-        held = await in_use(deployment)
+        held = await held_in(deployment)
         after = sizes_bytes()
         wrong_after = await check_valid(deployment.gateway_url)
     growth = {str(pid): after[pid] - size for pid, size in before.items() if pid in after}
@@ -381,7 +361,7 @@ def is_clean(result: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--concurrency", type=int, default=6)
     parser.add_argument("--seed", type=int, default=1)

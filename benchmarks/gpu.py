@@ -21,7 +21,6 @@ Times are medians over CUDA events. The exit status is 1 where a test or a targe
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -34,14 +33,15 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.common import ROOT, argument_parser, write
+
 PARTS = ("tests", "write", "decode", "prefill", "vision", "layers", "model", "engine", "tune")
 # On a GPU machine plugins of the full test environment may be missing, and libraries warn of this and that.
 PYTEST = ("--noconftest", "-q", "--tb=short", "-W", "default", "-p", "no:cacheprovider")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--out", type=Path, help="the JSON file; by default benchmarks/results/gpu-NAME.json")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run; all by default")
     arguments = parser.parse_args()
@@ -52,7 +52,7 @@ def main() -> int:
     out = arguments.out or ROOT / "benchmarks/results" / f"gpu-{name.lower().replace(' ', '-')}.json"
     result, good = measure(name, arguments.only)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write(out, result)
     print(f"\n{'all passed' if good else 'NOT all passed'}; written to {out}")
     return 0 if good else 1
 

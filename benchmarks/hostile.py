@@ -7,7 +7,6 @@ For each body: the slowest answers of the healthy client before and meanwhile, a
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -21,7 +20,7 @@ import aiohttp
 import httpx
 import psutil
 
-from benchmarks.deployed import machine
+from benchmarks.common import argument_parser, machine, write
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
 
@@ -297,13 +296,13 @@ async def run(names: list[str] | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--bodies", nargs="+", help="only these")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     result = asyncio.run(run(options.bodies))
     if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.output, result)
 
 
 if __name__ == "__main__":

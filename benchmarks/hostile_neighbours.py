@@ -7,9 +7,7 @@ Each attack goes on for ``--seconds``; the modest client sends a short request, 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.deployed import machine
+from benchmarks.common import argument_parser, machine, write
 from benchmarks.hostile import p99
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.keys import hash_key
@@ -111,7 +109,7 @@ async def run(name: str, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument("--output", type=Path)
@@ -123,7 +121,7 @@ def main() -> None:
     if options.output is not None:
         command = "python -m benchmarks.hostile_neighbours"
         record = {"command": command, "machine": machine(), "attacks": results}
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        write(options.output, record)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
 import re
-import shlex
 import sys
 import tempfile
 import time
@@ -22,12 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
-from rich.console import Console
 
-from benchmarks.chaos import DEADLINE_S, ROOT, Chaos, Outcome, deployment_config, make_streams, new_parser, started
+from benchmarks.chaos import (
+    DEADLINE_S,
+    Chaos,
+    Outcome,
+    deployment_config,
+    make_streams,
+    new_parser,
+    publish,
+    started,
+)
+from benchmarks.common import RESULTS, machine, typed
 
-RESULT = ROOT / "benchmarks" / "results" / "kill-streams-cpu.json"
+RESULT = RESULTS / "kill-streams-cpu.json"
 LEAST_COMPLETE = 0.99
 #: An instance of the built-in model is there again after a few seconds, however busy the machine.
 WAIT_S = 30.0
@@ -51,8 +56,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds = time.monotonic() - began
         await chaos.settle()
         return {
-            "command": "python -m benchmarks.kill_streams " + shlex.join(sys.argv[1:]),
-            "machine": f"{platform.machine()}, {psutil.cpu_count()} cores",
+            "command": typed("kill_streams"),
+            "machine": machine(),
             "topology": arguments.topology,
             "concurrency": arguments.concurrency,
             "interval_s": arguments.interval,
@@ -83,16 +88,6 @@ async def counters(client: httpx.AsyncClient) -> dict[str, int]:
     """The gateway's counters of retries, continuations and moves."""
     exposition = (await client.get("/metrics")).text
     return {name or outcome: int(float(value)) for name, outcome, value in _COUNTERS.findall(exposition)}
-
-
-def publish(report: dict[str, Any], output: Path) -> int:
-    """Print and keep what was found; the exit code."""
-    logs = report.pop("logs")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=2) + "\n")
-    Console().print_json(data=report)
-    print(f"logs: {logs}")
-    return 0 if report["passed"] else 1
 
 
 def main() -> int:

@@ -7,10 +7,7 @@ much each instance grew from minute 5 to the end.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import platform
 import sys
 import time
 from pathlib import Path
@@ -20,10 +17,11 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common import RESULTS, argument_parser, machine, write
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.launch import LocalDeployment
 
-RESULT = Path(__file__).parent / "results" / "memory-cpu.json"
+RESULT = RESULTS / "memory-cpu.json"
 MIB = 1 << 20
 PART_S = 300
 
@@ -81,23 +79,22 @@ def grown(samples: list[dict[str, Any]], start_s: float) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--rate", type=float, default=1.5)
     arguments = parser.parse_args()
     if arguments.minutes < 8:
         parser.error("what happens behind minute 5 takes 8 minutes at least")
     result = asyncio.run(measure(arguments.rate, arguments.minutes))
-    machine = f"{platform.machine()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total >> 30} GiB"
     samples = result["samples"]
-    result = {"machine": machine, "rate": arguments.rate, "flat": grown(samples, PART_S), **result}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"machine": machine(), "rate": arguments.rate, "flat": grown(samples, PART_S), **result}
+    write(RESULT, result)
     names = list(samples[0]["rss_mib"])
     table = Table("minute", *(f"{name} RSS MiB" for name in names))
     for minute in range(round(samples[-1]["at_s"] / 60) + 1):
         at = min(samples, key=lambda one: abs(one["at_s"] - 60 * minute))
         table.add_row(str(minute), *(str(at["rss_mib"][name]) for name in names))
-    Console(width=100).print(f"{machine}; grown after minute 5: {result['flat']} MiB", table)
+    Console(width=100).print(f"{machine()}; grown after minute 5: {result['flat']} MiB", table)
 
 
 if __name__ == "__main__":

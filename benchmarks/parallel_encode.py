@@ -10,22 +10,17 @@ token by token, and which encoder had which image is counted.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import base64
-import io
 import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import httpx
-import numpy as np
-from PIL import Image
 
-from benchmarks.deployed import figures, growth, machine
+from benchmarks.common import CHAT_PATH, RESULTS, argument_parser, data_url, greedy_chat, machine, noise, write
+from benchmarks.deployed import figures, growth
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.profile import EncodeLine, Line, Profile
 from epd_serve.cost.roofline import analytic_profile, spec_of
@@ -36,7 +31,7 @@ from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 
-RESULT = Path(__file__).parent / "results" / "parallel-encode.json"
+RESULT = RESULTS / "parallel-encode.json"
 NUM_IMAGES = (2, 4, 6, 8)
 #: EPD, Table 4: seconds with 2, 4, 6 and 8 images in a request. MiniCPM-V 2.6, 0.25 requests a second, images of
 #: 4032x3024 pixels, prompts of 22 tokens (sections 4 and 4.2).
@@ -148,25 +143,9 @@ def simulated() -> list[dict[str, Any]]:
     return rows
 
 
-def picture(seed: int) -> str:
-    """A picture that looks like no other one."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (112, 112, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
 def question(num_images: int, seed: int) -> dict[str, Any]:
-    urls = [picture(seed * 100 + index) for index in range(num_images)]
-    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-    return {
-        "model": "demo",
-        "messages": [{"role": "user", "content": [*images, {"type": "text", "text": "What is in the pictures?"}]}],
-        "temperature": 0,
-        "max_tokens": 12,
-        "ignore_eos": True,
-        "logprobs": True,
-    }
+    urls = [data_url(noise(seed * 100 + index, 112, 112)) for index in range(num_images)]
+    return greedy_chat("What is in the pictures?", urls, max_tokens=12, model="demo", logprobs=True)
 
 
 async def answers(topology: str, *, parallel: bool) -> tuple[list[list[str]], list[dict[str, int]]]:
@@ -183,7 +162,7 @@ async def answers(topology: str, *, parallel: bool) -> tuple[list[list[str]], li
         async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=120) as client:
             for number, num_images in enumerate(NUM_IMAGES):
                 before = {name: await figures(deployment, name) for name in names}
-                answer = await client.post("/v1/chat/completions", json=question(num_images, number + 1))
+                answer = await client.post(CHAT_PATH, json=question(num_images, number + 1))
                 answer.raise_for_status()
                 content = answer.json()["choices"][0]["logprobs"]["content"]
                 tokens.append([one["token"] for one in content])
@@ -205,7 +184,7 @@ async def processes() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("part", nargs="?", choices=["simulator", "processes"], help="both where it is left out")
     part = parser.parse_args().part
     result: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
@@ -220,7 +199,7 @@ def main() -> None:
     if part != "simulator":
         result["processes"] = asyncio.run(processes())
         print(json.dumps(result["processes"], indent=1))
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULT, result)
 
 
 if __name__ == "__main__":

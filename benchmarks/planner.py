@@ -9,14 +9,13 @@ Against own runs: ``benchmarks.planner_runs`` measures them, ``benchmarks.planne
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from benchmarks.common import RESULTS, argument_parser
 from epd_serve.cost.roofline import analytic_profile, spec_of
 from epd_serve.cost.shape import shape_of
 from epd_serve.plan.evaluate import Evaluator, Goal
@@ -179,7 +178,6 @@ def section_5_4(num_cells: int = len(TRIINFER_SLOS), *, most: int = 250) -> list
     return cells
 
 
-RESULTS = Path(__file__).parent / "results"
 _FACTORS = (1.0, 1.5, 2.0, 2.5)
 
 
@@ -221,7 +219,7 @@ def papers() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("what", choices=["speed", "papers", "search"])
     parser.add_argument("--requests", type=int, default=100_000, help="of speed")
     parser.add_argument("--cells", type=int, default=15, help="of search: models x data sets")

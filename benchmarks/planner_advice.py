@@ -11,14 +11,13 @@ them, and compares.
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner_measured import RESULTS, figures, goodput, is_good, sim_requests
+from benchmarks.common import RESULTS, argument_parser, write
+from benchmarks.planner_measured import figures, goodput, is_good, sim_requests
 from benchmarks.planner_runs import TPOT_MS, TTFT_MS, MeasuredRun, kept, make_runs_model
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.config import DeploymentConfig
@@ -119,7 +118,7 @@ def judge(work_dir: Path, profile: Profile) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("what", choices=["take", "judge"])
     parser.add_argument("work_dir", type=Path)
     parser.add_argument("--rates", default="3,5,7,9")
@@ -131,7 +130,7 @@ def main() -> None:
         take(wanted.work_dir, wanted.rates, wanted.duration, wanted.seed)
         return
     found = judge(wanted.work_dir, Profile.read(wanted.profile))
-    (RESULTS / "planner-advice.json").write_text(json.dumps(found, indent=1) + "\n")
+    write(RESULTS / "planner-advice.json", found)
     for load, one in found.items():
         print(f"{load}: planner says {one['recommended']}, measured best {one['best_measured']}")
         for plan, row in one["measured"].items():

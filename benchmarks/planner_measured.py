@@ -7,11 +7,11 @@ simulated with these; a point is a deployment, a workload and a rate, and its fi
 measured and simulated alike. Errors are of points below saturation: those whose rate is at most ``BELOW`` of the
 most requests a second that the deployment got through at any rate.
 
-Rankings: what a deployment does in a round (good requests) is taken for the sum of a part of the deployment, a part of the
-round, which all deployments share, and noise. Deployments that are the same processes, whatever devices their
-topologies name, have one part in common: they repeat each other. The noise is what the analysis of variance
-leaves, of one size in all rankings; two deployments are told apart where their means differ by more than Fisher's
-least significant difference at 5 %. Four figures come of it:
+Rankings: what a deployment does in a round (good requests) is taken for the sum of a part of the deployment, a
+part of the round, which all deployments share, and noise. Deployments that are the same processes, whatever
+devices their topologies name, have one part in common: they repeat each other. The noise is what the analysis of
+variance leaves, of one size in all rankings; two deployments are told apart where their means differ by more
+than Fisher's least significant difference at 5 %. Four figures come of it:
 
 ``tau_of_kinds``: Kendall's over all pairs of different processes, of which those that are the same have one mean:
     no simulation can know which of these will come out ahead.
@@ -23,7 +23,6 @@ least significant difference at 5 %. Four figures come of it:
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -36,8 +35,9 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.common import RESULTS, ROOT, argument_parser, write
 from benchmarks.planner import kendall_tau
-from benchmarks.planner_runs import ROOT, RUNS, TPOT_MS, TTFT_MS, Asked, MeasuredRun
+from benchmarks.planner_runs import RUNS, TPOT_MS, TTFT_MS, Asked, MeasuredRun
 from epd_serve.bench.statistics import wilson
 from epd_serve.config import load_config
 from epd_serve.cost.profile import Profile
@@ -161,7 +161,6 @@ def _sign(value: float) -> int:
     return (value > 0) - (value < 0)
 
 
-RESULTS = Path(__file__).parent / "results"
 FIGURES = ("ttft_s", "tpot_s", "throughput")
 BELOW = 0.75
 CORES = 2
@@ -398,14 +397,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--profile", type=Path, default=RESULTS / "profile-runs-cpu.json")
     parser.add_argument("--runs", type=Path, default=RUNS)
     parser.add_argument("--png", action="store_true", help="draw planner-measured.png too")
     wanted = parser.parse_args()
     runs = msgspec.json.decode(wanted.runs.read_bytes(), type=list[MeasuredRun])
     found = compare(runs, Profile.read(wanted.profile))
-    (RESULTS / "planner-measured.json").write_text(json.dumps(found, indent=1) + "\n")
+    write(RESULTS / "planner-measured.json", found)
     for row in found["points"]:
         pairs = " ".join(f"{name} {row['measured'][name]:.4g}/{row['simulated'][name]:.4g}" for name in FIGURES)
         print(row["file"], row["workload"], row["rate"], pairs, "" if row["below_saturation"] else "saturated")

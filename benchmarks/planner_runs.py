@@ -16,7 +16,6 @@ the rounds that were there stay, which is right only where the same profile hold
 
 from __future__ import annotations
 
-import argparse
 import io
 import random
 import subprocess
@@ -30,7 +29,8 @@ import msgspec
 from PIL import Image
 from rich.console import Console
 
-from benchmarks.transfer_models import make_model
+from benchmarks.common import RESULTS, ROOT, argument_parser
+from benchmarks.models import make_model
 from epd_serve.bench.deployed import Candidate, deployed
 from epd_serve.bench.plan import take_items
 from epd_serve.bench.run_directory import RunDirectory, new_directory
@@ -40,8 +40,7 @@ from epd_serve.bench.workloads import load_workload
 from epd_serve.config import change_config, load_config
 from epd_serve.cost.profile import Profile
 
-ROOT = Path(__file__).parents[1]
-RUNS = Path(__file__).parent / "results" / "planner-runs.json"
+RUNS = RESULTS / "planner-runs.json"
 PROFILE = RUNS.with_name("profile-runs-cpu.json")
 #: Of an idle EPD instance there about four times the time to the first token, and 2.5 times that per token.
 TTFT_MS, TPOT_MS = 900, 23
@@ -221,7 +220,7 @@ def _pixels(item: Item) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("what", choices=["take", "keep"])
     parser.add_argument("work_dir", type=Path)
     parser.add_argument("--files", default=",".join(map(str, sorted((ROOT / "deploy").glob("cpu-*.yaml")))))

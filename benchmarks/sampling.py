@@ -9,8 +9,6 @@ Times are processor time of the engine's thread: inside the model's call, and fr
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -25,8 +23,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from benchmarks import engine_native
+from benchmarks.common import RESULTS, argument_parser, write
 from benchmarks.engine_native import NativeEngine, random_prompts
-from benchmarks.engine_shapes import make_model
+from benchmarks.models import make_shape
 from device.host import processor_name
 from device.registry import get_device
 from epd_serve.engine.sampler import PromptLogprobs
@@ -34,7 +33,7 @@ from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import Fed, StepInputs
 from epd_serve.types import SamplingParams
 
-RESULT = Path(__file__).parent / "results" / "sampling-cpu.json"
+RESULT = RESULTS / "sampling-cpu.json"
 PROMPT = 64
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -84,7 +83,7 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--model", default="0.5B")
@@ -93,7 +92,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     engine_native.TimedExecutor = StampingExecutor  # type: ignore[assignment,misc]
-    path = make_model(options.model, options.cache / options.model)
+    path = make_shape(options.model, options.cache / options.model)
     room = options.batch * (PROMPT + options.steps + 32)
     engine = NativeEngine(path, torch.bfloat16, get_device("cpu"), max_tokens=room, graph_sizes=[])
     vocabulary = AutoConfig.from_pretrained(path).get_text_config().vocab_size
@@ -110,7 +109,7 @@ def main() -> int:
         "torch": torch.__version__,
         "kinds": found,
     }
-    options.output.write_text(json.dumps(content, indent=1) + "\n")
+    write(options.output, content)
     return 0
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -22,13 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
-from benchmarks.chaos import DEADLINE_S, ROOT, Chaos, Outcome, deployment_config, make_streams, new_parser, started
-from benchmarks.kill_streams import counters, publish
+from benchmarks.chaos import (
+    DEADLINE_S,
+    Chaos,
+    Outcome,
+    deployment_config,
+    make_streams,
+    new_parser,
+    publish,
+    started,
+)
+from benchmarks.common import RESULTS, machine, typed
+from benchmarks.kill_streams import counters
 from epd_serve.launch.ports import free_port
 
-RESULT = ROOT / "benchmarks" / "results" / "switches-cpu.json"
+RESULT = RESULTS / "switches-cpu.json"
 #: Roles that an instance takes in turn under load, and those whose pairs are timed.
 UNDER_LOAD = ("P", "D", "E", "PD", "EP", "EPD", "ED")
 TIMED = ("P", "D", "E")
@@ -122,8 +129,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         report = chaos.report()
         complete = report["outcomes"][Outcome.IDENTICAL.value]
         return {
-            "command": "python -m benchmarks.switches " + shlex.join(sys.argv[1:]),
-            "machine": f"{platform.machine()}, {psutil.cpu_count()} cores",
+            "command": typed("switches"),
+            "machine": machine(),
             "topology": arguments.topology,
             "model": arguments.model,
             "concurrency": arguments.concurrency,

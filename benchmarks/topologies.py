@@ -5,11 +5,8 @@ Run as ``python -m benchmarks.topologies [--rounds 20]`` from the root of the re
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import base64
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -20,12 +17,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common import CHAT_PATH, RESULTS, ROOT, argument_parser, data_url, machine, user_message, write
 from epd_serve.config import change_config, load_config
 from epd_serve.launch import LocalDeployment
 
-ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "three-shapes.png"
-RESULT = ROOT / "benchmarks" / "results" / "topologies-cpu.json"
+RESULT = RESULTS / "topologies-cpu.json"
 QUESTION, ANSWER = "Where is the blue square?", "right"
 MIB = 1 << 20
 
@@ -60,7 +57,7 @@ async def ask(client: httpx.AsyncClient) -> tuple[str, float, float]:
     body = {"model": "demo", "temperature": 0, "stream": True, "messages": [image_message()]}
     text, first = "", 0.0
     start = time.perf_counter()
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+    async with client.stream("POST", CHAT_PATH, json=body) as answer:
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 first = first or time.perf_counter() - start
@@ -70,19 +67,15 @@ async def ask(client: httpx.AsyncClient) -> tuple[str, float, float]:
 
 def image_message() -> dict[str, Any]:
     """The README's question about its picture, as a message of a chat."""
-    url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
-    return {"role": "user", "content": content}
+    return user_message(QUESTION, [data_url(PICTURE.read_bytes())])
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=20)
     rounds: int = parser.parse_args().rounds
     rows = [await measure(file, rounds) for file in sorted((ROOT / "deploy").glob("*.yaml"))]
-    machine = f"{platform.machine()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total >> 30} GiB"
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+    write(RESULT, {"machine": machine(), "rows": rows})
     columns = (
         "topology",
         "processes",
@@ -107,7 +100,7 @@ async def main() -> None:
             f"{row['ttft_ms']:.0f}",
             f"{row['latency_ms']:.0f}",
         )
-    Console(width=120).print(f"{machine}; medians of {rounds} requests, one at a time", table)
+    Console(width=120).print(f"{machine()}; medians of {rounds} requests, one at a time", table)
 
 
 if __name__ == "__main__":

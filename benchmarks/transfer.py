@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -14,42 +12,19 @@ from typing import Any
 import transformers
 
 from benchmarks import transfer_features, transfer_kv, transfer_reports, transfer_ttft
-from benchmarks.deployed import machine
-
-RESULTS = Path(__file__).parent / "results"
-
-
-async def table2(directory: Path, repeats: int) -> dict[str, Any]:
-    return await transfer_ttft.table2(transfer_ttft.model(directory))
-
-
-async def table3(directory: Path, repeats: int) -> dict[str, Any]:
-    return await transfer_features.table3(transfer_features.model(directory))
-
-
-async def table4(directory: Path, repeats: int) -> dict[str, Any]:
-    return await transfer_kv.table4(transfer_kv.model(directory), repeats)
-
-
-async def handshakes(directory: Path, repeats: int) -> dict[str, Any]:
-    return await transfer_kv.handshakes(transfer_kv.model(directory))
-
-
-async def reuse(directory: Path, repeats: int) -> dict[str, Any]:
-    return await transfer_ttft.reuse(transfer_ttft.model(directory))
-
+from benchmarks.common import RESULTS, argument_parser, machine, write
 
 EXPERIMENTS: dict[str, Callable[[Path, int], Awaitable[dict[str, Any]]]] = {
-    "table2": table2,
-    "table3": table3,
-    "table4": table4,
-    "handshakes": handshakes,
-    "reuse": reuse,
+    "table2": lambda directory, _: transfer_ttft.table2(transfer_ttft.model(directory)),
+    "table3": lambda directory, _: transfer_features.table3(transfer_features.model(directory)),
+    "table4": lambda directory, repeats: transfer_kv.table4(transfer_kv.model(directory), repeats),
+    "handshakes": lambda directory, _: transfer_kv.handshakes(transfer_kv.model(directory)),
+    "reuse": lambda directory, _: transfer_ttft.reuse(transfer_ttft.model(directory)),
 }
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("experiment", nargs="?", default="all", choices=[*EXPERIMENTS, "all"])
     parser.add_argument("--repeats", type=int, default=3, help="of table4; medians are taken")
     arguments = parser.parse_args()
@@ -68,7 +43,7 @@ async def main() -> None:
             "took_s": round(time.monotonic() - start),
             **data,
         }
-        (RESULTS / f"transfer-{name}.json").write_text(json.dumps(data, indent=2) + "\n")
+        write(RESULTS / f"transfer-{name}.json", data)
         transfer_reports.report(name, data, RESULTS)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +12,15 @@ import numpy as np
 from aiohttp import web
 from PIL import Image
 
+from benchmarks.common import CHAT_PATH, data_url, encoded, greedy_chat
 from benchmarks.deployed import Figures, ask, closed_loop, deployed, figures, growth
-from benchmarks.transfer_models import make_model
+from benchmarks.models import make_model
 from epd_serve.launch import LocalDeployment
 from epd_serve.protocol import wire
 from proxy.media.loader import mm_hash
 
 HIDDEN = 3584
-PATH = "/v1/chat/completions"
+PATH = CHAT_PATH
 #: One link for all sizes, at which none is faster than in the paper.
 LINK = {"bandwidth": "159MB/s", "latency_ms": 3.6}
 
@@ -58,21 +57,14 @@ def picture(seed: int, width: int, height: int) -> bytes:
     """A PNG that no other seed has; smooth, so that the file is small."""
     x, y = np.meshgrid(np.linspace(0, 255, width), np.linspace(0, 255, height))
     pixels = np.stack([x, y, np.full_like(x, seed % 256)], axis=2).astype(np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
-    return buffer.getvalue()
+    return encoded(Image.fromarray(pixels), compress_level=1)
 
 
 def body(data: bytes, text: str = "What is this?", *, before: str = "") -> dict[str, Any]:
-    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
-    system = [{"role": "system", "content": before}] if before else []
-    return {
-        "messages": [*system, {"role": "user", "content": content}],
-        "max_tokens": 2,
-        "temperature": 0,
-        "ignore_eos": True,
-    }
+    chat = greedy_chat(text, [data_url(data)], max_tokens=2)
+    if before:
+        chat["messages"].insert(0, {"role": "system", "content": before})
+    return chat
 
 
 async def encode_ahead(deployment: LocalDeployment, pictures: list[tuple[bytes, int, int]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from benchmarks.deployed import Figures, ask, closed_loop, deployed, figures, growth
-from benchmarks.transfer_models import make_model
+from benchmarks.models import make_model
 
 LAYERS = 28
 CONCURRENCY = 16

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 
 from benchmarks.deployed import Timing, ask, deployed, figures, growth, open_loop
+from benchmarks.models import make_model
 from benchmarks.transfer_features import PATH, body, picture
-from benchmarks.transfer_models import make_model
 
 #: The average image of ShareGPT-4o.
 WIDTH, HEIGHT = 802, 652

@@ -8,7 +8,6 @@ Overlap = 1 - exposed / transfer.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -23,11 +22,11 @@ import httpx
 import transformers
 
 from benchmarks.ablations.processes import environment
-from benchmarks.deployed import ask, deployed, machine
-from benchmarks.transfer_models import HEAD_DIM, make_model
+from benchmarks.common import RESULTS, argument_parser, machine, write
+from benchmarks.deployed import ask, deployed
+from benchmarks.models import HEAD_DIM, make_model
 from epd_serve.launch import LocalDeployment
 
-RESULTS = Path(__file__).parent / "results" / "vllm-overlap-cpu.json"
 PATH = "/v1/completions"
 LAYERS, KV_HEADS, HIDDEN = 12, 2, 256
 TOKENS = 768
@@ -106,7 +105,7 @@ async def run(python: str, num_requests: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--vllm-python", required=True, help="Python of the environment that has vLLM for CPUs")
     parser.add_argument("--requests", type=int, default=20, help="for each connector; medians are taken")
     arguments = parser.parse_args()
@@ -123,7 +122,7 @@ def main() -> None:
         "bytes": PROMPT_BYTES,
         **data,
     }
-    RESULTS.write_text(json.dumps(report, indent=1) + "\n")
+    write(RESULTS / "vllm-overlap-cpu.json", report)
     for row in data["rows"]:
         print(
             f"{row['kv']:9} P alone {row['alone_s'] * 1e3:6.1f} ms, first token {row['first_s'] * 1e3:6.1f} ms, "

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
-import io
 import json
 import random
 import time
@@ -21,16 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import psutil
-from PIL import Image
 
-from benchmarks.deployed import figures, machine
+from benchmarks.common import CHAT_PATH, RESULTS, argument_parser, data_url, greedy_chat, machine, noise, write
+from benchmarks.deployed import figures
 from epd_serve.config import DEMO_MODEL, DeploymentConfig
 from epd_serve.launch import LocalDeployment
 from epd_serve.launch.vllm_probe import probe_vllm
 
-RESULTS = Path(__file__).parent / "results"
 TOPOLOGIES = ("EPD", "E-P-D", "E-PD", "EP-D")
 PASSES = [(stream, concurrency) for concurrency in (4, 24) for stream in (False, True)]
 COMMAND = "python -m benchmarks.vllm_soundness --vllm-python PYTHON"
@@ -49,23 +45,14 @@ SCHEMA = {"type": "object", "properties": {"color": {"enum": ["red", "blue"]}}, 
 Answer = tuple[str, list[tuple[str, float]]]
 
 
-def picture(seed: int, size: tuple[int, int]) -> dict[str, Any]:
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def chat(text: str, *pictures: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    content = [*pictures, {"type": "text", "text": text}]
-    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-    return {"messages": [{"role": "user", "content": content}], **greedy, **fields}
+def chat(text: str, *pictures: str, **fields: Any) -> dict[str, Any]:
+    return {**greedy_chat(text, pictures, max_tokens=12), **fields}
 
 
 def questions() -> list[dict[str, Any]]:
     """24."""
-    seen = [picture(seed, size) for seed, size in enumerate([(160, 192), (192, 160), (224, 128), (160, 160)])]
+    sizes = [(160, 192), (192, 160), (224, 128), (160, 160)]
+    seen = [data_url(noise(seed, *size)) for seed, size in enumerate(sizes)]
     drawn = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
     structured: dict[str, Any] = {"ignore_eos": False, "max_tokens": 40, "response_format": form}
@@ -88,7 +75,7 @@ def questions() -> list[dict[str, Any]]:
 
 async def ask(client: httpx.AsyncClient, url: str, body: Mapping[str, Any], *, stream: bool) -> list[Answer]:
     """The answer's choices. Raises RuntimeError for an error."""
-    path = f"{url}/v1/chat/completions"
+    path = f"{url}{CHAT_PATH}"
     whole: dict[int, Answer] = {}
     if not stream:
         answer = await client.post(path, json={**body, "model": MODEL})
@@ -285,11 +272,11 @@ async def run(arguments: argparse.Namespace) -> None:
             "took_s": sum(one["took_s"] for one in rows.values()),
             "rows": sorted(rows.values(), key=lambda one: TOPOLOGIES.index(one["topology"])),
         }
-        results.write_text(json.dumps(report, indent=1) + "\n")
+        write(results, report)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--vllm-python", required=True, help="Python of the environment that has vLLM for CPUs")
     parser.add_argument("--topologies", nargs="*", default=TOPOLOGIES, choices=TOPOLOGIES)
     parser.add_argument(

@@ -8,13 +8,12 @@ each request (section 6.1). The paper: 2,793 tokens/s without stealing, 3,156 wi
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks.common import RESULTS, write
 from epd_serve.cost.profile import EncodeLine, Line, Profile
 from epd_serve.cost.roofline import analytic_profile, spec_of
 from epd_serve.cost.shape import shape_of
@@ -25,7 +24,7 @@ from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 
-RESULT = Path(__file__).parent / "results" / "work-stealing.json"
+RESULT = RESULTS / "work-stealing.json"
 PAPER = {"tokens_per_s": (2793, 3156), "ratio": 1.13}
 SHAPE = shape_of("llava-1.5-7b")
 NUM_TEXT_TOKENS, NUM_OUTPUT_TOKENS = 40, 128
@@ -138,7 +137,7 @@ def main() -> None:
                 flush=True,
             )
     result = {"command": "python -m benchmarks.work_stealing", "paper": PAPER, "rows": rows}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULT, result)
 
 
 if __name__ == "__main__":

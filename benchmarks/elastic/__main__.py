@@ -11,16 +11,15 @@ needs to be root; a row for each seed.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic.plots import DRAINING, REBUILDING, roles_over_time, write_png
+from benchmarks.common import RESULTS, argument_parser, write
+from benchmarks.elastic.plots import DRAINING, REBUILDING, roles_over_time
+from epd_serve.bench.report.page import draw_pngs
 
 SIMULATED_SEEDS = 8
-RESULTS = Path(__file__).parents[1] / "results"
 
 
 def simulated(count: int, rate: float) -> None:
@@ -49,7 +48,7 @@ def simulated(count: int, rate: float) -> None:
         "half_as_long": {"requests": half, "rate": rate, "start": START, "rows": shorter},
         "opposite": {"requests": count, "rate": rate, "start": DECODERS, "rows": back},
     }
-    write("elastic-simulated", found, drawing)
+    publish("elastic-simulated", found, drawing)
 
 
 def live(count: int, seed: int) -> None:
@@ -67,20 +66,17 @@ def live(count: int, seed: int) -> None:
     path = RESULTS / "elastic-live.json"
     others = json.loads(path.read_text()) if path.exists() else []
     rows = [row, *(one for one in others if one["seed"] != seed)]
-    write("elastic-live", sorted(rows, key=lambda one: one["seed"]), drawing)
+    publish("elastic-live", sorted(rows, key=lambda one: one["seed"]), drawing)
 
 
-def write(name: str, found: Any, drawing: Any) -> None:
-    """The figures also to standard output."""
-    RESULTS.mkdir(exist_ok=True)
-    text = json.dumps(found, indent=1)
-    (RESULTS / f"{name}.json").write_text(text + "\n")
-    print(text)
-    write_png(RESULTS / f"{name}.png", drawing)
+def publish(name: str, found: Any, drawing: Any) -> None:
+    """Write the figures and the picture; print the figures."""
+    print(write(RESULTS / f"{name}.json", found))
+    draw_pngs({RESULTS / f"{name}.png": drawing})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("what", choices=["simulated", "live"])
     parser.add_argument("--requests", type=int, help="200 simulated ones, 100 live ones")
     parser.add_argument("--rate", type=float, default=3.0, help="simulated: requests a second")

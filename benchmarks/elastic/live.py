@@ -10,8 +10,6 @@ The controller is told neither the change nor a layout.
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import os
 import random
 import tempfile
@@ -28,10 +26,11 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from benchmarks.deployed import Timing, ask, closed_loop, machine
+from benchmarks.common import CHAT_PATH, data_url, encoded, greedy_chat, machine
+from benchmarks.deployed import Timing, ask, closed_loop, held_in
 from benchmarks.elastic.plots import DRAINING, REBUILDING, Span
 from benchmarks.elastic.quotas import PERIOD_US, limited
-from benchmarks.transfer_models import make_model
+from benchmarks.models import make_model
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
 from epd_serve.launch.ports import free_port
@@ -97,18 +96,15 @@ def config(path: Path, topology: str, admin_port: int, tpot_slo_s: float, *, con
 
 def body(number: int, phase: Phase) -> dict[str, Any]:
     """A request for a picture that no other number has."""
-    content: list[dict[str, Any]] = [{"type": "text", "text": f"Where is the blue square, {number}?"}]
+    urls: list[str] = []
     if phase.side:
         blocks = np.random.default_rng(number).integers(0, 256, (12, 12, 3), dtype=np.uint8)
-        buffer = io.BytesIO()
-        Image.fromarray(blocks).resize((phase.side, phase.side), Image.Resampling.NEAREST).save(buffer, "PNG")
-        url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-        content.insert(0, {"type": "image_url", "image_url": {"url": url}})
-    sampling = {"temperature": 0, "max_tokens": phase.num_tokens, "ignore_eos": True}
-    return {**sampling, "messages": [{"role": "user", "content": content}]}
+        picture = Image.fromarray(blocks).resize((phase.side, phase.side), Image.Resampling.NEAREST)
+        urls.append(data_url(encoded(picture)))
+    return greedy_chat(f"Where is the blue square, {number}?", urls, max_tokens=phase.num_tokens)
 
 
-PATH = "/v1/chat/completions"
+PATH = CHAT_PATH
 CORES = 0.2
 OVERLOAD = 1.8
 #: Between two tokens, in times of what it takes where nobody else is served.
@@ -223,7 +219,7 @@ async def run(path: Path, shift: Shift, tpot_slo_s: float, arrivals_s: Sequence[
             used = {name: (spent - used[name]) / seconds for name, spent in cpu_s(deployment).items()}
         async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
             decisions = (await client.get(f"http://127.0.0.1:{port}/elastic")).json()["decisions"] or ()
-            held = await held_at_the_end(client, deployment)
+        held = await held_in(deployment)
     figures = {
         **summary(outcomes, [phase.num_tokens for phase in phases]),
         "seconds": seconds,
@@ -245,17 +241,6 @@ def cpu_s(deployment: LocalDeployment) -> dict[str, float]:
     gateways = [one.pid for one in deployment.processes if one.pid not in pids]
     groups = {"instances": pids, "gateway": gateways, "clients": [os.getpid()]}
     return {name: sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in those) for name, those in groups.items()}
-
-
-async def held_at_the_end(client: httpx.AsyncClient, deployment: LocalDeployment) -> dict[str, Any]:
-    """Things that instances hold once all is answered, thirty seconds later at most; {} for nothing."""
-    deadline = time.monotonic() + 30
-    while True:
-        answers = {name: await client.get(f"{one.url}/integrity") for name, one in deployment.instances.items()}
-        held = {name: answer.json() for name, answer in answers.items() if any(answer.json().values())}
-        if not held or time.monotonic() > deadline:
-            return held
-        await asyncio.sleep(0.2)
 
 
 async def row_of(shift: Shift, count: int, seed: int) -> tuple[dict[str, Any], Run, list[float]]:

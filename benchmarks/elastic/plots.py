@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from epd_serve.bench.report.page import browser
-from epd_serve.bench.report.theme import TEMPLATES, Trace, figure
+from epd_serve.bench.report.theme import Trace, bars, figure, titled
 
 #: Okabe and Ito's, as in the load tester's reports.
 COLORS = {"E": "#E69F00", "P": "#0072B2", "D": "#009E73"}
@@ -23,19 +19,11 @@ def roles_over_time(spans: Sequence[Span], title: str, subtitle: str, marks: Seq
     names = sorted({name for name, *_ in spans})
     data: list[Trace] = []
     for state, color in {**COLORS, DRAINING: "#bbbbbb", REBUILDING: "#C0392B"}.items():
-        bars = [span for span in spans if span[1] == state]
-        if bars:
-            data.append(
-                {
-                    "type": "bar",
-                    "orientation": "h",
-                    "name": state,
-                    "y": [name for name, *_ in bars],
-                    "base": [round(begin, 2) for _, _, begin, _ in bars],
-                    "x": [round(end - begin, 2) for _, _, begin, end in bars],
-                    "marker": {"color": color, "line": {"width": 0}},
-                }
-            )
+        some = [span for span in spans if span[1] == state]
+        if some:
+            lengths = [round(end - begin, 2) for _, _, begin, end in some]
+            begins = [round(begin, 2) for _, _, begin, _ in some]
+            data.append(bars(state, lengths, [name for name, *_ in some], color, "%{x} s", base=begins))
     shapes = [
         {
             "type": "line",
@@ -63,23 +51,8 @@ def roles_over_time(spans: Sequence[Span], title: str, subtitle: str, marks: Seq
         barmode="overlay",
         bargap=0.25,
         shapes=shapes,
-        xaxis={"title": {"text": "seconds since the begin"}, "rangemode": "tozero"},
+        xaxis=titled("seconds since the begin", rangemode="tozero"),
         yaxis={"categoryorder": "array", "categoryarray": names[::-1], "showgrid": False},
         height=170 + 34 * len(names),
         legend={"traceorder": "normal"},
     )
-
-
-def write_png(path: Path, drawing: Any) -> None:
-    """Raises ValueError where a browser is missing."""
-    from kaleido import Kaleido
-
-    os.environ.setdefault("BROWSER_PATH", browser())
-    themed = {"data": drawing["data"], "layout": {**drawing["layout"], "template": TEMPLATES["light"]}}
-    options: dict[str, Any] = {"format": "png", "width": 1000, "height": drawing["layout"]["height"], "scale": 1.5}
-
-    async def draw() -> None:
-        async with Kaleido() as drawer:
-            await drawer.write_fig(themed, path=path, opts=options)
-
-    asyncio.run(draw())

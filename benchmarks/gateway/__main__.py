@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.deployed import machine
+from benchmarks.common import argument_parser, machine, write
 from benchmarks.gateway.answers import CELLS, TOKENS, Cell, write_answers, write_bodies
 from benchmarks.gateway.programs import (
     Peer,
@@ -32,7 +31,6 @@ from benchmarks.gateway.programs import (
     wait_until_served,
 )
 
-RESULTS = Path(__file__).parent.parent / "results"
 Figures = dict[str, float]
 
 
@@ -53,12 +51,12 @@ def main() -> None:
         report = measure(chosen, cells, Path(directory), options.rounds)
     print(table(report))
     if options.out is not None:
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        write(options.out.with_suffix(".json"), report)
         options.out.with_suffix(".md").write_text(table(report))
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gateway", description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--vllm-proxy", type=Path, help="disagg_epd_proxy.py from the examples of vLLM's sources")
     parser.add_argument(
         "--python", default=sys.executable, help="that runs it; needs aiohttp, fastapi, msgspec, uvloop"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import random
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from benchmarks.common import data_url, encoded, user_message
 from epd_serve.protocol import chunks, frames, wire
 
 TOKENS = 64
@@ -70,16 +69,12 @@ def write_bodies(directory: Path) -> dict[str, Path]:
 
 
 def _body(images: list[bytes]) -> bytes:
-    content: list[dict[str, object]] = [
-        {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{base64.b64encode(one).decode()}"}}
-        for one in images
-    ]
-    content.append({"type": "text", "text": "What is to be seen here, and what does it mean? " * 4})
+    urls = [data_url(one, "jpeg") for one in images]
     chat = {
         "model": MODEL,
         "messages": [
             {"role": "system", "content": "You answer in one sentence."},
-            {"role": "user", "content": content},
+            user_message("What is to be seen here, and what does it mean? " * 4, urls),
         ],
         "max_tokens": TOKENS,
         "temperature": 0.0,
@@ -94,12 +89,11 @@ def _jpeg(nbytes: int) -> bytes:
     noise = random.Random(1)
     side = 256
     while True:
-        buffer = io.BytesIO()
-        Image.frombytes("RGB", (side, side), noise.randbytes(3 * side * side)).save(buffer, "JPEG", quality=85)
-        size = buffer.tell()
-        if abs(size - nbytes) < nbytes * 0.03:
-            return buffer.getvalue()
-        side = max(16, round(side * (nbytes / size) ** 0.5))
+        picture = Image.frombytes("RGB", (side, side), noise.randbytes(3 * side * side))
+        data = encoded(picture, "JPEG", quality=85)
+        if abs(len(data) - nbytes) < nbytes * 0.03:
+            return data
+        side = max(16, round(side * (nbytes / len(data)) ** 0.5))
 
 
 MODEL = "demo"

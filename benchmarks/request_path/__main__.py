@@ -9,7 +9,6 @@ figure. Functions that also run in three idle seconds are left out where the ord
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -25,11 +24,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.topologies import ROOT, image_message
+from benchmarks.common import RESULTS, ROOT, argument_parser, write
+from benchmarks.topologies import image_message
 from epd_serve.config import change_config, load_config
 from epd_serve.launch import LocalDeployment
 
-RESULT = ROOT / "benchmarks" / "results" / "request-path.json"
+RESULT = RESULTS / "request-path.json"
 
 
 class Entry(NamedTuple):
@@ -127,13 +127,13 @@ def way(entries: list[Entry]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     summaries = [summary(idle, busy) for idle, busy in asyncio.run(record(options.rounds))]
     best = min(summaries, key=lambda row: (row["functions"], row["files"]))
-    options.out.write_text(json.dumps(best, indent=1) + "\n")
+    write(options.out, best)
     table = Table("one image request of 4 tokens through E-P-D", "lowest", "of all rounds")
     for name in [name for name, figure in best.items() if isinstance(figure, int)]:
         table.add_row(name, str(best[name]), str([row[name] for row in summaries]))

@@ -9,7 +9,6 @@ highest throughput); medians over the rounds stand beside them, and what the ser
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -26,7 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.deployed import machine
+from benchmarks.common import argument_parser, machine, write
 from benchmarks.tester.paced import NUM_PROMPT_TOKENS, NUM_TOKENS
 from benchmarks.tester.requests import Plain
 from epd_serve.bench.session import Session
@@ -77,7 +76,7 @@ CELLS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tester.agreement", description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--vllm", required=True, help="the program vllm")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
@@ -87,7 +86,7 @@ def main() -> None:
     text = _table(report)
     print(text)
     if options.out is not None:
-        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        write(options.out.with_suffix(".json"), report)
         options.out.with_suffix(".md").write_text(text)
     sys.exit(0 if report["agrees"] else 1)
 

@@ -6,9 +6,7 @@ each cell the round that others on the machine disturbed least is given, all rou
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import os
 import tempfile
 import urllib.request
@@ -18,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.deployed import machine
+from benchmarks.common import argument_parser, machine, write
 from benchmarks.gateway.answers import write_answers
 from benchmarks.gateway.programs import compile_programs, free_ports, running, wait_until_served
 from benchmarks.tester.requests import Plain
@@ -51,7 +49,7 @@ CELLS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tester.speed", description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of requests in each run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
@@ -63,7 +61,7 @@ def main() -> None:
     for cell, figures in report["cells"].items():
         print(f"{cell}: {_line(figures)}")
     if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
+        write(options.out, report)
 
 
 def _measure(directory: Path, seconds: float, rounds: int, cores: list[int]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from epd_serve.errors import ServeError
 from epd_serve.instance.http import JSON, Handler, Reply
 from epd_serve.instance.kv_delivery import confirm_pulled
 from epd_serve.instance.metrics import CONTENT_TYPE
-from epd_serve.protocol import prompt_calls, wire
+from epd_serve.protocol import wire
 from epd_serve.types import Stage
 
 if TYPE_CHECKING:
@@ -106,11 +106,11 @@ class ControlCalls:
         return self._instance.refusals.call(lambda: has_begun(request_id), is_spared=is_held)
 
     async def _tokenize(self, body: bytes) -> Reply:
-        reply = await self._instance.prefills().tokenize(wire.decode(body, prompt_calls.TokenizeRequest))
+        reply = await self._instance.prefills().tokenize(wire.decode(body, wire.TokenizeRequest))
         return Reply(body=wire.encode(reply))
 
     async def _detokenize(self, body: bytes) -> Reply:
-        reply = await self._instance.prefills().detokenize(wire.decode(body, prompt_calls.DetokenizeRequest))
+        reply = await self._instance.prefills().detokenize(wire.decode(body, wire.DetokenizeRequest))
         return Reply(body=wire.encode(reply))
 
     async def _feature_event(self, body: bytes) -> Reply:

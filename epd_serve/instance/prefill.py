@@ -19,7 +19,7 @@ from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, res
 from epd_serve.instance.lifecycle import Refusals, moved
 from epd_serve.instance.prompt import Prompt, PromptProcessor
 from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor, Wanted
-from epd_serve.protocol import chunks, frames, prompt_calls, wire
+from epd_serve.protocol import chunks, frames, wire
 from epd_serve.request import Sequence, SequenceState
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer
@@ -162,17 +162,17 @@ class PrefillService:
             self._end(request_id)
             raise
 
-    async def tokenize(self, request: prompt_calls.TokenizeRequest) -> prompt_calls.TokenizeReply:
+    async def tokenize(self, request: wire.TokenizeRequest) -> wire.TokenizeReply:
         """The tokens of a chat or prompt. Raises InvalidRequest as :meth:`prefill` would."""
         self._prompts.check_size(request)
         cost_s = self._prompts.cost_s(request)
         with Wanted() as wanted:
             return await self._processor.run("text", cost_s, self._prompts.tokenize, request, wanted.check)
 
-    async def detokenize(self, request: prompt_calls.DetokenizeRequest) -> prompt_calls.DetokenizeReply:
+    async def detokenize(self, request: wire.DetokenizeRequest) -> wire.DetokenizeReply:
         """The text of tokens. Raises InvalidRequest for those that are none."""
         cost_s = S_PER_CHARACTER * len(request.tokens)
-        return prompt_calls.DetokenizeReply(
+        return wire.DetokenizeReply(
             await self._processor.run("text", cost_s, self._prompts.detokenize, request.tokens)
         )
 

@@ -21,7 +21,7 @@ from instance_info import instance_info
 from PIL import Image
 from servers import QuietServer
 
-from epd_serve.protocol import frames, prompt_calls, wire
+from epd_serve.protocol import frames, wire
 from proxy.app import create_app
 from proxy.main import new_server
 
@@ -31,7 +31,7 @@ MESSAGES: dict[str, type[wire.Message]] = {
     "/stage/decode": wire.DecodeRequest,
     "/role": wire.RoleOrder,
     "/leave": wire.LeaveOrder,
-    "/prompt/tokenize": prompt_calls.TokenizeRequest,
+    "/prompt/tokenize": wire.TokenizeRequest,
 }
 
 
@@ -162,8 +162,8 @@ class FakeInstance:
     def _regular(self, message: Any) -> Script:
         if isinstance(message, wire.EncodeRequest):
             return [(200, {}), wire.encode(wire.EncodeReply(cached=False, num_tokens=4))]
-        if isinstance(message, prompt_calls.TokenizeRequest):
-            return [(200, {}), wire.encode(prompt_calls.TokenizeReply(tokens=[1, 2]))]
+        if isinstance(message, wire.TokenizeRequest):
+            return [(200, {}), wire.encode(wire.TokenizeReply(tokens=[1, 2]))]
         if isinstance(message, wire.DecodeRequest):
             return [0.05, (200, {}), *([REST, DONE] if message.stream else [WHOLE])]
         follows = message.decode_url is not None

@@ -1,10 +1,10 @@
-"""The models that the engine benchmarks run: the built-in one, and true shapes with random weights."""
+"""The models that benchmarks run: true shapes and small ones, both with random weights."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from transformers import (
 from epd_serve.demo import weights_dir
 
 BUILT_IN = "built-in"
+HEAD_DIM = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,6 @@ class Shape:
     text: dict[str, Any]
     vision: dict[str, Any]
     tied: bool = False
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 def _sizes(
@@ -99,52 +99,88 @@ SHAPES = {
 }
 
 
-def make_model(name: str, path: Path, device: str = "cpu") -> Path:
+def make_shape(name: str, path: Path, device: str = "cpu") -> Path:
     """Save the model of a shape in bfloat16 with the built-in model's tokenizer, unless it is there already."""
     if (path / "preprocessor_config.json").exists():
         return path
     shape = SHAPES[name]
-    tokens = AutoTokenizer.from_pretrained(weights_dir()).convert_tokens_to_ids(
-        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
-    )
-    names = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id")
-    head_dim = shape.text.get("head_dim") or shape.text["hidden_size"] // shape.text["num_attention_heads"]
-    section = [head_dim // 8, head_dim * 3 // 16, head_dim * 3 // 16]
-    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": section, "rope_theta": 1e6}
-    if shape.family == "qwen3_vl":
-        rope["mrope_interleaved"] = True
-    text = shape.text | {
-        "max_position_embeddings": 32_768,
-        "rope_parameters": rope,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    }
-    config_class, model_class = {
-        "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
-        "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
-    }[shape.family]
-    vision = shape.vision | {"out_hidden_size": shape.text["hidden_size"]}
-    config = config_class(
-        text_config=text,
-        vision_config=vision,
-        tie_word_embeddings=shape.tied,
-        **dict(zip(names, tokens, strict=True)),
-    )
-    torch.manual_seed(0)
+    processor = json.loads((weights_dir() / "preprocessor_config.json").read_text())
+    patch = 16 if shape.family == "qwen3_vl" else 14
+    processor |= {"patch_size": patch, "size": {"shortest_edge": 3136, "longest_edge": 4_000_000}}
+    text = shape.text | {"max_position_embeddings": 32_768}
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            model: Any = model_class(config)
+            _save(path, shape.family, text, shape.vision, processor, tied=shape.tied)
     finally:
         torch.set_default_dtype(default)
+    return path
+
+
+def make_model(
+    path: Path,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    intermediate: int,
+    vision_layers: int = 1,
+    vision_hidden: int = 32,
+    max_length: int = 4096,
+    max_pixels: int = 1 << 24,
+) -> Path:
+    """Save a Qwen2.5-VL model, small enough for a CPU. Its tower attends within windows: images stay cheap."""
+    words = len(AutoTokenizer.from_pretrained(weights_dir()))
+    text = _sizes(hidden, layers, heads, kv_heads, intermediate, words)
+    vision = {
+        "depth": vision_layers,
+        "hidden_size": vision_hidden,
+        "intermediate_size": 2 * vision_hidden,
+        "num_heads": max(2, vision_hidden // 64),
+        "window_size": 112,
+        "fullatt_block_indexes": [],
+    }
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": 56 * 56,
+        "max_pixels": max_pixels,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    }
+    text |= {"head_dim": HEAD_DIM, "max_position_embeddings": max_length}
+    _save(path, "qwen2_5_vl", text, vision, processor, tied=True)
+    return path
+
+
+def _save(
+    path: Path, family: str, text: dict[str, Any], vision: dict[str, Any], processor: dict[str, Any], *, tied: bool
+) -> None:
+    tokens = AutoTokenizer.from_pretrained(weights_dir()).convert_tokens_to_ids(
+        ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
+    )
+    names = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id")
+    head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    section = [head_dim // 8, head_dim * 3 // 16, head_dim * 3 // 16]
+    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": section, "rope_theta": 1e6}
+    if family == "qwen3_vl":
+        rope["mrope_interleaved"] = True
+    config_class, model_class = {
+        "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+        "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    }[family]
+    config = config_class(
+        text_config=text | {"rope_parameters": rope, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0},
+        vision_config=vision | {"out_hidden_size": text["hidden_size"]},
+        tie_word_embeddings=tied,
+        **dict(zip(names, tokens, strict=True)),
+    )
+    torch.manual_seed(0)
+    model: Any = model_class(config)
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     model.save_pretrained(path)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(weights_dir() / file, path / file)
-    processor = json.loads((weights_dir() / "preprocessor_config.json").read_text())
-    patch = 16 if shape.family == "qwen3_vl" else 14
-    processor |= {"patch_size": patch, "size": {"shortest_edge": 3136, "longest_edge": 4_000_000}}
     (path / "preprocessor_config.json").write_text(json.dumps(processor))
-    return path

@@ -1,0 +1,111 @@
+"""What the benchmarks share: options, result files, chats with pictures, and workers that answer over pipes."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import psutil
+from PIL import Image
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+CHAT_PATH = "/v1/chat/completions"
+
+
+def machine() -> str:
+    return f"{platform.machine()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total >> 30} GiB"
+
+
+def argument_parser(description: str | None, result: str | None = None) -> argparse.ArgumentParser:
+    """A parser; with ``result`` it has --output, by default that file in :data:`RESULTS`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if result is not None:
+        parser.add_argument("--output", type=Path, default=RESULTS / result)
+    return parser
+
+
+def typed(module: str) -> str:
+    """The command as it was typed."""
+    return f"python -m benchmarks.{module} {shlex.join(sys.argv[1:])}".strip()
+
+
+def write(path: Path, content: object) -> str:
+    """Write a result file; return its text."""
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+    return text
+
+
+def noise(seed: int, width: int, height: int, form: str = "PNG") -> bytes:
+    """A picture that looks like no other one."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return encoded(Image.fromarray(pixels), form)
+
+
+def encoded(image: Image.Image, form: str = "PNG", **more: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **more)
+    return buffer.getvalue()
+
+
+def data_url(data: bytes, form: str = "png") -> str:
+    return f"data:image/{form};base64,{base64.b64encode(data).decode()}"
+
+
+def user_message(text: str, urls: Sequence[str] = ()) -> dict[str, Any]:
+    """A message of a chat with pictures before its text."""
+    images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"role": "user", "content": [*images, {"type": "text", "text": text}]}
+
+
+def greedy_chat(text: str, urls: Sequence[str] = (), *, max_tokens: int, **fields: Any) -> dict[str, Any]:
+    """A chat whose answer is always the same and as long as it may be."""
+    sampling = {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+    return {"messages": [user_message(text, urls)], **sampling, **fields}
+
+
+class JsonProcess:
+    """A process that reads a line of JSON and answers with one; other lines are what libraries print."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: IO[str] | None = None) -> None:
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
+        self.pid = self._process.pid
+
+    def answer(self) -> dict[str, Any] | None:
+        """The next answer; None where the process has ended."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        return None
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any] | None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
+
+    def close(self) -> None:
+        with self._process:  # closes its pipes, which ends it, and waits
+            pass
