@@ -7,8 +7,6 @@ slow senders; ``bounded`` is the same with them, as the gateway serves what is n
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -17,11 +15,11 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from benchmarks.deployed import machine
+from benchmarks.common import argument_parser, machine, write
 from benchmarks.gateway import serve
-from benchmarks.gateway.__main__ import RESULTS, measure_each
-from benchmarks.gateway.cells import CELLS, TOKENS
-from benchmarks.gateway.peers import Peer, Stages
+from benchmarks.gateway.__main__ import measure_each
+from benchmarks.gateway.answers import CELLS, TOKENS
+from benchmarks.gateway.programs import Peer, Stages
 from proxy import main as gateway
 from proxy.http.connection import GatewayConnection
 from proxy.http.http1 import BoundedHttp
@@ -37,14 +35,12 @@ def main() -> None:
         gateway.GatewayConnection = _SERVERS[server]  # type: ignore[misc]
         serve.main()
         return
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.http_server", description=__doc__)
+    parser = argument_parser(__doc__, "http-server-cpu.json")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS / "http-server-cpu.json")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="epd-serve-http-") as directory:
         report = _measure(Path(directory), options.rounds)
-    print(json.dumps(report, indent=1))
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(write(options.output, report))
 
 
 def _peer(server: str) -> Peer:

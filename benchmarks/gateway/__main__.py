@@ -83,7 +83,7 @@ def measure(chosen: list[Peer], cells: list[Cell], directory: Path, rounds: int)
 
 
 def measure_each(
-    chosen: list[peers.Peer], cells: list[Cell], directory: Path, rounds: int
+    chosen: list[Peer], cells: list[Cell], directory: Path, rounds: int
 ) -> dict[str, dict[str, list[Figures]]]:
     """The figures of each round, by cell and gateway."""
     runs: dict[str, dict[str, list[Figures]]] = {}
