@@ -12,7 +12,7 @@ from torch import Tensor
 
 from device.base import Device
 from epd_serve.config import InstanceOptions
-from epd_serve.config.kv_size import MIN_BLOCKS, blocks_in
+from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
 from epd_serve.engine.commands import CopyBlock, Land
 from epd_serve.engine.followers import Followers
 from epd_serve.protocol.wire import KVLayout, Region
