@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, result files, chats with pictures, and workers that answer over pipes."""
+"""Shared by the benchmarks: options, result files, chats with pictures, and workers that answer over pipes."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ NAMED = re.compile(
     r"`((?:device|epd_serve|proxy|deploy|docs|tests|benchmarks|requirements)/[\w./-]*\w\.(?:py|md|yaml|json|sh))`"
 )
 
+MODULE = re.compile(r"python -m ((?:benchmarks|epd_serve)\.[\w.]*\w)")
 OPTION = re.compile(r"`((?:gateway|instances|vllm|elastic|mooncake|slo)\.[a-z_][a-z_.0-9]*)(?::[^`]*)?`")
 
 
@@ -49,7 +50,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_exist(page: Path) -> None:
     missing = {name for name in NAMED.findall(page.read_text()) if not (ROOT / name).exists()}
-    assert not missing
+    modules = [ROOT / name.replace(".", "/") for name in MODULE.findall(page.read_text())]
+    files = ((module.with_suffix(".py"), module / "__main__.py") for module in modules)
+    missing |= {str(module) for module, package in files if not module.is_file() and not package.is_file()}
+    assert missing == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
