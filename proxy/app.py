@@ -37,7 +37,7 @@ from proxy.api.endpoint import Endpoint, GenerationEndpoint
 from proxy.api.openapi import openapi_router
 from proxy.api.responses import ResponsesEndpoint
 from proxy.api.tokenizing import TokenizingEndpoint
-from proxy.api.views import health_router, models_router
+from proxy.api.views import health_router, home_router, models_router
 from proxy.dispatch.dispatcher import Dispatch, Dispatcher
 from proxy.dispatch.job import Instances
 from proxy.dispatch.stealing import Stealing
@@ -174,6 +174,7 @@ def create_app(
     app.include_router(models_router(table, poller, admission.authenticator))
     app.include_router(health_router(table, metrics, admission.authenticator, gateway, crew))
     app.include_router(openapi_router())
+    app.include_router(home_router(table, admission.authenticator, dashboard=gateway.dashboard))
     if gateway.dashboard:
         app.include_router(
             dashboard_router(
@@ -182,6 +183,7 @@ def create_app(
                 admission,
                 crew,
                 lambda: current.now.config.topology,
+                slo=config.slo,
                 is_local=settings.is_local,
             )
         )

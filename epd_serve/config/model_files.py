@@ -80,8 +80,10 @@ def check_model_files(path: Path) -> dict[str, int]:
     Raises ValueError that names the file which is missing, cut short or no JSON. The format of
     safetensors: eight bytes with the header's length, the header as JSON, the tensors' bytes.
     """
-    read_model_config(path)
-    for names, what in ((_TOKENIZERS, "tokenizer"), (_PROCESSORS, "image processor")):
+    needed: list[tuple[tuple[str, ...], str]] = [(_TOKENIZERS, "tokenizer")]
+    if "vision_config" in read_model_config(path):
+        needed.append((_PROCESSORS, "image processor"))
+    for names, what in needed:
         present = [path / name for name in names if (path / name).is_file()]
         if not present:
             raise ValueError(f"{path}: there is no {names[0]}, so the model has no {what}; copy it from the model")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 from torch import Tensor
 
 from device.base import Device
@@ -151,7 +152,7 @@ class Instance:
             image_budget_pixels=options.image_budget_pixels,
             feature_batch=(options.feature_batch, options.feature_batch_ms / 1000),
         )
-        if role.encodes:
+        if role.encodes and self.family.takes_images:
             await self.encode.warm_up(lambda tower: self.batching.find_image_budget(tower, self.family))
         if role.has_language_model:
             if self._weights is None:  # known before the engine, which may fail: others use them then
@@ -188,6 +189,12 @@ class Instance:
         """(method, path, handler) of the control server; see :mod:`epd_serve.protocol.wire`."""
         parts = (ControlCalls(self), self.reports, self.lifecycle)
         return [route for part in parts for route in part.routes()]
+
+    def check_role(self, role: Role) -> None:
+        """Raise ValueError for a role that the options or the model do not allow."""
+        in_role(self.options, role)
+        if not (self.family.takes_images or role.has_language_model):
+            raise ValueError("the model takes text alone, so an instance of role E has nothing to encode")
 
     @property
     def draining(self) -> bool:
@@ -253,11 +260,31 @@ class Instance:
             host_id=host_id(),
             block_size=options.tokens_per_block if language else 0,
             kv_token_bytes=language.kv_token_bytes if language else 0,
-            tokens_per_pixel=self.family.num_image_tokens(_TYPICAL_SIZE) / math.prod(_TYPICAL_SIZE),
+            tokens_per_pixel=self._tokens_per_pixel(),
             feature_token_bytes=self.dtype.itemsize * text.hidden_size,
             steals=options.steals and str(machine.role) == "EPD",
             epoch=machine.epoch,
             state=machine.state,
+            takes_images=self.family.takes_images,
+            usage=self._usage(),
+        )
+
+    def _tokens_per_pixel(self) -> float:
+        if not self.family.takes_images:
+            return 0.0
+        return self.family.num_image_tokens(_TYPICAL_SIZE) / math.prod(_TYPICAL_SIZE)
+
+    def _usage(self) -> wire.Usage:
+        """This process's and its device's."""
+        times = os.times()
+        total, free = (0, 0) if self.device.type == "cpu" else self.device.memory()
+        return wire.Usage(
+            at_s=time.monotonic(),
+            cpu_s=times.user + times.system,
+            memory_bytes=psutil.Process().memory_info().rss,
+            device_bytes=total - free,
+            device_total_bytes=total,
+            busy_s=dict(self.rates.busy_s),
         )
 
     def load(self) -> wire.Load:

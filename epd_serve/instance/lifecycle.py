@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING
 
-from epd_serve.config.role_files import in_role
 from epd_serve.errors import (
     DRAINING,
     Conflict,
@@ -239,7 +238,7 @@ class Lifecycle:
         if self._instance.draining:
             raise Conflict("it is leaving; it takes no other role")
         try:
-            in_role(self._instance.options, role)
+            self._instance.check_role(role)
         except ValueError as error:
             raise InvalidRequest(str(error), param="role") from error
         old = machine.role

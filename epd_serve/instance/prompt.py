@@ -78,7 +78,7 @@ class PromptProcessor:
         vocab_size = family.config.get_text_config().vocab_size
         if len(self.tokenizer) > vocab_size:
             raise ValueError(
-                f"{path}: text_config.vocab_size is {vocab_size}, but its tokenizer has {len(self.tokenizer)} "
+                f"{path}: vocab_size is {vocab_size}, but its tokenizer has {len(self.tokenizer)} "
                 "tokens; the model must have them all"
             )
         self.vocabulary = Vocabulary(self.tokenizer)

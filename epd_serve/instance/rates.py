@@ -26,6 +26,7 @@ class StageRates:
     Attributes:
         mean_output_tokens: of sequences that ended here; 0: none has.
         tokens_per_character: of prompts, media apart; 0: there was none.
+        busy_s: seconds that each stage has computed, by its letter; a step with prompts counts as prefill.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -34,6 +35,7 @@ class StageRates:
         self._measured_s = dict.fromkeys(Stage, 0.0)
         self.mean_output_tokens = 0.0
         self.tokens_per_character = 0.0
+        self.busy_s = {stage.value: 0.0 for stage in Stage}
 
     def report(self) -> dict[str, StageRate]:
         """By stage, without those that have not worked."""
@@ -46,6 +48,7 @@ class StageRates:
 
     def encoded(self, num_pixels: int, seconds: float) -> None:
         """A batch of images kept the encoder busy, on the tower's thread."""
+        self.busy_s[Stage.ENCODE] += seconds
         self._observe(Stage.ENCODE, num_pixels, seconds)
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
@@ -54,6 +57,7 @@ class StageRates:
         A step without prompts is one of decodes; of a mixed one, what its decodes take is not the prompts'.
         """
         num_decodes = len(output.decodes)
+        self.busy_s[Stage.PREFILL if output.prefills else Stage.DECODE] += seconds
         if output.prefills:
             num_tokens = output.num_tokens - num_decodes
             if num_tokens >= _FEWEST_TOKENS:

@@ -15,7 +15,7 @@ from epd_serve.config.model_files import check_model_files, read_model_config
 from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
 from epd_serve.cost.shape import LanguageShape, shape_from_config
 from epd_serve.launch.ports import choose_ports
-from epd_serve.models.model_types import MIXTURES_OF_EXPERTS, NATIVE
+from epd_serve.models.model_types import MIXTURES_OF_EXPERTS, NATIVE, TEXT
 from epd_serve.models.sharding import check_heads, check_width
 from epd_serve.topology import InstancePlacement
 
@@ -57,6 +57,11 @@ def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShap
     content = read_model_config(path)
     _check_family(path, content)
     weights = check_model_files(path)
+    if content["model_type"] in TEXT and any(not one.role.has_language_model for one in config.placement()):
+        raise ValueError(
+            f"topology {config.topology} has E by itself, and the family {content['model_type']!r} takes text "
+            f"alone: there is nothing to encode; write topology: P-D (--topology P-D), or PD for one instance"
+        )
     try:
         language = shape_from_config(content, path.name).language
     except ValueError:  # transformers has the sizes that are left out
@@ -75,9 +80,8 @@ def _check_family(path: Path, content: Mapping[str, Any]) -> None:
         return
     if not isinstance(family, str):
         raise ValueError(f"{path / 'config.json'}: there is no model_type in it, so it is no transformers model's")
-    text_only = "" if "vision_config" in content else ", which has no vision tower"
     raise ValueError(
-        f"{path}: engine: native does not run the family {family!r}{text_only}; it runs {', '.join(NATIVE)}. "
+        f"{path}: engine: native does not run the family {family!r}; it runs {', '.join(NATIVE)}. "
         f"{_vllm_advice(content)}"
     )
 

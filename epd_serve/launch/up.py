@@ -9,7 +9,7 @@ import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,10 +21,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from epd_serve.config import DEMO_MODEL, DeploymentConfig
+from epd_serve.config import DEMO_MODEL, DeploymentConfig, model_path
+from epd_serve.config.model_files import read_model_config
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessState
 from epd_serve.launch.runtime import new_log_run
+from epd_serve.models.model_types import TEXT
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -106,20 +108,24 @@ def _restart_text(death: ProcessDied, delay_s: float) -> str:
 
 
 def _ready_text(deployment: LocalDeployment) -> str:
-    config = deployment.config
-    is_demo = config.model == DEMO_MODEL
-    questions = demo_questions(deployment.log_dir / "picture.png") if is_demo else Questions()
-    steps = next_steps(
-        deployment.gateway_url,
-        config.model_name,
-        questions,
-        images=not config.topology.text_only,
-        needs_key=config.gateway.needs_key,
-    )
+    config, url = deployment.config, deployment.gateway_url
+    images = not config.topology.text_only and not _is_text_model(config)
+    picture = deployment.log_dir / "picture.png"
+    questions = Questions(picture=drawn(picture) if images else None)
+    if config.model == DEMO_MODEL:  # what it can answer
+        questions = replace(
+            questions, text="What is the capital of France?", about_picture="What color is the circle?"
+        )
+    steps = next_steps(url, config.model_name, questions, needs_key=config.gateway.needs_key)
+    dashboard = f"Dashboard: {url}/dashboard\n" if config.gateway.dashboard else ""
     return (
-        f"\nReady: {deployment.gateway_url}/v1 serves model {config.model_name!r} as {config.topology}. "
-        f"Logs: {deployment.log_dir}. Ctrl-C stops.\n\n{steps}\n"
+        f"\nReady: {url}/v1 serves model {config.model_name!r} as {config.topology}. Ctrl-C stops.\n"
+        f"{dashboard}Logs: {deployment.log_dir}\n\n{steps}\n"
     )
+
+
+def _is_text_model(config: DeploymentConfig) -> bool:
+    return config.engine == "native" and read_model_config(model_path(config.model)).get("model_type") in TEXT
 
 
 def _notes(config: DeploymentConfig) -> list[str]:
@@ -146,40 +152,39 @@ _PLACEHOLDER = "PICTURE"
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """The questions in the commands: one in words, and one about the PNG file ``picture``."""
+    """The questions in the commands: one in words, and one about a PNG file; None: no picture is asked about."""
 
     text: str = "How many legs do two spiders have?"
     about_picture: str = "What is in the picture?"
-    picture: str = "picture.png"
+    picture: str | None = None
 
 
-def demo_questions(picture: Path) -> Questions:
-    """Questions that the built-in model can answer, about a picture that is drawn to ``picture`` if it can be."""
+def drawn(picture: Path) -> str | None:
+    """The name of a PNG file with a red circle and a blue square; None where it cannot be written."""
     image = Image.new("RGB", (320, 240), "white")
     draw = ImageDraw.Draw(image)
     draw.ellipse((40, 60, 140, 160), fill="red")
     draw.rectangle((190, 80, 280, 170), fill="blue")
-    text = "What is the capital of France?"
     try:
         image.save(picture)
     except OSError as error:  # a disk that is full
-        logger.warning("%s cannot be written (%s): take a picture of your own", picture, error.strerror or error)
-        return Questions(text=text)
-    return Questions(text=text, about_picture="What color is the circle?", picture=str(picture))
+        logger.warning("%s cannot be written: %s", picture, error.strerror or error)
+        return None
+    return str(picture)
 
 
-def next_steps(base_url: str, model: str, questions: Questions, *, images: bool, needs_key: bool) -> str:
-    """Commands to paste: a question in words, one about a picture, and a client in Python.
+def next_steps(base_url: str, model: str, questions: Questions, *, needs_key: bool) -> str:
+    """Commands to paste: a question in words, one about a picture, a chat, and a whole program in Python.
 
     Args:
         base_url: of the gateway, without ``/v1``.
-        images: whether the topology can encode.
         needs_key: whether clients must send the API key; the commands then take it from ``$API_KEY``.
     """
     key = ' -H "Authorization: Bearer $API_KEY"' if needs_key else ""
     curl = f"curl -s {base_url}/v1/chat/completions -H 'Content-Type: application/json'{key}"
     steps = ["Ask in words:", f"{curl} -d {_quoted(_body(model, questions.text))}"]
-    if images:
+    image = ""
+    if questions.picture is not None:
         content = [
             {"type": "text", "text": questions.about_picture},
             {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_PLACEHOLDER}"}},
@@ -188,9 +193,33 @@ def next_steps(base_url: str, model: str, questions: Questions, *, images: bool,
         picture = f"""'"$(base64 -w0 {questions.picture})"'"""
         # echo and a pipe, since a picture can be longer than an argument of a program may be
         steps += ["Ask about a picture:", f"echo {before}{picture}{after} | {curl} -d @-"]
+        image = f" --image {questions.picture}"
+    own_key = 'OPENAI_API_KEY="$API_KEY" ' if needs_key else ""
+    steps += ["Chat in the terminal:", f"{own_key}epd-serve chat --url {base_url}{image}"]
+    text = "\n".join(step if step.endswith(":") else f"  {step}\n" for step in steps)
+    return (
+        f"{text}\nFrom Python (pip install openai):\n\n{_program(base_url, model, questions, needs_key=needs_key)}"
+    )
+
+
+def _program(base_url: str, model: str, questions: Questions, *, needs_key: bool) -> str:
+    content, read = f"{questions.text!r}", ""
+    if questions.picture is not None:
+        read = f"picture = base64.b64encode(open({questions.picture!r}, 'rb').read()).decode()\n"
+        content = (
+            f"[{{'type': 'text', 'text': {questions.about_picture!r}}}, "
+            "{'type': 'image_url', 'image_url': {'url': f'data:image/png;base64,{picture}'}}]"
+        )
+    modules = [*(["base64"] if read else []), *(["os"] if needs_key else []), "openai"]
     api_key = "os.environ['API_KEY']" if needs_key else "'-'"
-    steps += ["From Python:", f"client = openai.OpenAI(base_url='{base_url}/v1', api_key={api_key})"]
-    return "\n".join(step if step.endswith(":") else f"  {step}\n" for step in steps).rstrip()
+    return (
+        f"import {', '.join(modules)}\n"
+        f"client = openai.OpenAI(base_url='{base_url}/v1', api_key={api_key})\n"
+        f"{read}content = {content}\n"
+        "messages = [{'role': 'user', 'content': content}]\n"
+        f"answer = client.chat.completions.create(model={model!r}, messages=messages)\n"
+        "print(answer.choices[0].message.content)"
+    )
 
 
 def _body(model: str, content: object) -> str:

@@ -18,10 +18,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, cache_utils, masking_utils, modeling_rope_utils
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    cache_utils,
+    masking_utils,
+    modeling_rope_utils,
+)
 from transformers.activations import ACT2FN
 
-from epd_serve.models.model_types import LLAVA, QWEN_VL
+from epd_serve.models.model_types import LLAVA, NATIVE, QWEN_VL, TEXT
 
 _QWEN_FIELDS = frozenset(
     ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
@@ -46,7 +53,7 @@ _FAMILIES: dict[str, frozenset[str]] = {
 #: Their heads are as wide as they fit into the hidden states.
 _NARROW_HEADS = ("qwen2_vl_text", "qwen2_5_vl_text")
 _MROPE_MODELS = (*_NARROW_HEADS, "qwen3_vl_text", "qwen3_vl_moe_text")
-_TEXT_MODELS = ("llama", "mistral", "qwen2", "qwen3", *_MROPE_MODELS)
+_TEXT_MODELS = (*TEXT, *_MROPE_MODELS)
 #: What the decoder honours, whichever class of the above declares it.
 _TEXT_FIELDS = frozenset(
     (
@@ -158,22 +165,27 @@ def read_config(path: Path) -> Any:
 
 def model_class(config: Any) -> Any:
     """transformers' class for a configuration of a known family."""
-    return AutoModelForImageTextToText._model_mapping[type(config)]
+    auto = AutoModelForCausalLM if config.model_type in TEXT else AutoModelForImageTextToText
+    return auto._model_mapping[type(config)]
 
 
 def _check(config: Any) -> None:
-    _check_type("family", config.model_type, _FAMILIES)
-    text, vision = config.get_text_config(), config.vision_config
-    _check_type("language model", text.model_type, _TEXT_MODELS)
-    _check_type("vision tower", vision.model_type, _TOWERS)
-    parts = (
-        ("", config, _FAMILIES[config.model_type]),
-        ("text_config.", text, _TEXT_FIELDS),
-        ("vision_config.", vision, _TOWERS[vision.model_type]),
-    )
-    extras = [extra for where, part, honoured in parts for extra in _check_declared(where, part, honoured)]
-    _check_text(text)
-    _check_vision(vision)
+    _check_type("family", config.model_type, NATIVE)
+    if config.model_type in TEXT:
+        extras = list(_check_declared("", config, _TEXT_FIELDS))
+        _check_text("", config)
+    else:
+        text, vision = config.get_text_config(), config.vision_config
+        _check_type("language model", text.model_type, _TEXT_MODELS)
+        _check_type("vision tower", vision.model_type, _TOWERS)
+        parts = (
+            ("", config, _FAMILIES[config.model_type]),
+            ("text_config.", text, _TEXT_FIELDS),
+            ("vision_config.", vision, _TOWERS[vision.model_type]),
+        )
+        extras = [extra for where, part, honoured in parts for extra in _check_declared(where, part, honoured)]
+        _check_text("text_config.", text)
+        _check_vision(vision)
     if extras:
         _check_read(config, extras)
 
@@ -224,8 +236,8 @@ def _check_read(config: Any, extras: Iterable[tuple[str, Any, str]]) -> None:
             )
 
 
-def _check_text(text: Any) -> None:
-    where, heads, kv_heads = "text_config.", text.num_attention_heads, text.num_key_value_heads
+def _check_text(where: str, text: Any) -> None:
+    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
     if heads % kv_heads:
         raise ValueError(
             f"{where}num_key_value_heads is {kv_heads}; it must divide num_attention_heads, which is {heads}"

@@ -15,7 +15,7 @@ from transformers import AutoImageProcessor
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.checkpoint_config import read_config
-from epd_serve.models.model_types import LLAVA, QWEN_VL
+from epd_serve.models.model_types import LLAVA, QWEN_VL, TEXT
 
 #: Tower inputs of one image by argument name; a batch concatenates them along dimension 0.
 TowerInputs = dict[str, Tensor]
@@ -30,6 +30,8 @@ class Family(Protocol):
     """One model family's conventions. Sizes are (width, height) in pixels as displayed."""
 
     config: Any
+    #: Whether it has a tower; a family of text alone refuses each size of an image.
+    takes_images: bool
     image_token_id: int
     #: Axes of the rotary positions: 3 for M-RoPE, 1 else.
     num_position_axes: int
@@ -58,6 +60,7 @@ class Family(Protocol):
 class QwenVL:
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: any resolution, M-RoPE."""
 
+    takes_images = True
     num_position_axes = 3
 
     def __init__(self, config: Any, image_processor: Any) -> None:
@@ -139,6 +142,7 @@ class QwenVL:
 class Llava:
     """LLaVA-1.5: every image is scaled and cropped to one size; plain rotary positions."""
 
+    takes_images = True
     num_position_axes = 1
 
     def __init__(self, config: Any, image_processor: Any) -> None:
@@ -175,6 +179,31 @@ class Llava:
         return torch.arange(len(ids)).unsqueeze(0), 0
 
 
+class TextOnly:
+    """Llama, Mistral, Qwen2, Qwen3: language models without a tower; plain rotary positions."""
+
+    takes_images = False
+    image_token_id = -1
+    num_position_axes = 1
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def num_image_tokens(self, size: tuple[int, int]) -> int:
+        raise InvalidRequest("the model takes text alone; leave out the images", param="messages")
+
+    num_pixels = num_image_tokens
+
+    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
+        raise InvalidRequest("the model takes text alone; it has no tower that encodes an image")
+
+    def check(self) -> None:
+        pass
+
+    def positions(self, ids: Sequence[int], sizes: Sequence[tuple[int, int]], model: Any) -> tuple[Tensor, int]:
+        return torch.arange(len(ids)).unsqueeze(0), 0
+
+
 _FAMILIES: dict[str, Callable[[Any, Any], Family]] = {
     **dict.fromkeys(QWEN_VL, QwenVL),
     **dict.fromkeys(LLAVA, Llava),
@@ -184,6 +213,8 @@ _FAMILIES: dict[str, Callable[[Any, Any], Family]] = {
 def load_family(path: Path) -> Family:
     """The family of the model in ``path``. Raises ValueError for a model that the engine would not run rightly."""
     config = read_config(path)
+    if config.model_type in TEXT:
+        return TextOnly(config)
     family = _FAMILIES[config.model_type](config, AutoImageProcessor.from_pretrained(path, local_files_only=True))
     try:
         family.check()

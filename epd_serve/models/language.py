@@ -31,7 +31,7 @@ class MoreLogits(Protocol):
 
 
 class LanguageModel:
-    """Embedding, decoder and head of a transformers vision-language model, or one rank's share of them.
+    """Embedding, decoder and head of a transformers model, or one rank's share of them.
 
     Attributes:
         num_layers, num_kv_heads, head_dim: the shape of one token's KV, all ranks together.
@@ -40,7 +40,7 @@ class LanguageModel:
         feature_width: (1 + deepstack levels) * hidden, what a feature has for each token.
         max_model_len: longest context that the rotary embedding and the attention window allow.
         num_parameters: of the language model and its head, all ranks together.
-        inner: the transformers model without weights, for its position arithmetic.
+        inner: the transformers model without weights, for its position arithmetic; None for text alone.
     """
 
     def __init__(
@@ -68,25 +68,26 @@ class LanguageModel:
         self.feature_width = (1 + num_levels) * self._hidden_size
         self._device = device.torch_device
         self._group = group or Alone()
-        language_model = model.model.language_model
+        language_model = getattr(model.model, "language_model", model.model)
         self._embedding: Tensor = language_model.embed_tokens.weight.to(self._device)
         self._vocab_size: int = text.vocab_size
         key = f"{path} {dtype} {self._group.rank}/{self._group.size}"
         with shared_weights(ModelPart.LANGUAGE_MODEL.value, key, at_once=at_once):
-            self._head, self._head_rows = self._load_head(model, text.vocab_size)
+            self._head, self._head_rows = self._load_head(model.lm_head.weight, language_model, text.vocab_size)
             self._decoder = Decoder(language_model, device.ops, self._device, self._group)
         self.num_layers = self._decoder.num_layers
         self.num_kv_heads: int = text.num_key_value_heads
         self.kv_heads = self._decoder.kv_heads
         self.head_dim = self._decoder.head_dim
         self.capturable = self._decoder.is_dense
-        self.inner = model.model
-        self.inner.language_model = None
+        self.inner = None
+        if language_model is not model.model:
+            self.inner = model.model
+            self.inner.language_model = None
 
-    def _load_head(self, model: Any, vocab_size: int) -> tuple[Linear, int]:
+    def _load_head(self, weight: Tensor, language_model: Any, vocab_size: int) -> tuple[Linear, int]:
         """The product with this rank's rows of the head, and how many they are."""
-        weight = model.lm_head.weight
-        if weight is model.model.language_model.embed_tokens.weight:
+        if weight is language_model.embed_tokens.weight:
             weight = self._embedding
         part = -(-vocab_size // self._group.size)
         rows = weight[self._group.rank * part : (self._group.rank + 1) * part].to(self._device)

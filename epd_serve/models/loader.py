@@ -13,6 +13,7 @@ from blake3 import blake3
 from torch import nn
 
 from epd_serve.models.checkpoint_config import model_class, read_config
+from epd_serve.models.model_types import TEXT
 
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 1 << 16
@@ -33,6 +34,7 @@ def load_part(path: Path, part: ModelPart, dtype: torch.dtype) -> nn.Module:
     or that the model does not have.
     """
     config = read_config(path)
+    assert part is ModelPart.LANGUAGE_MODEL or config.model_type not in TEXT, "a model of text alone has no tower"
     model, info = _partial_class(model_class(config), part).from_pretrained(
         path,
         config=config,
@@ -83,6 +85,8 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
         if part is ModelPart.TOWER:
             dropped = ["model.language_model", "lm_head"]
             self.all_tied_weights_keys = {}
+        elif config.model_type in TEXT:
+            dropped = []
         else:
             names = [name for name, _ in self.model.named_children()]
             dropped = [f"model.{name}" for name in names if name != "language_model"]

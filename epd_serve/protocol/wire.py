@@ -130,6 +130,22 @@ class AppliedShare(Message, frozen=True):
     mechanisms: Annotated[list[Name], msgspec.Meta(max_length=64)]
 
 
+class Usage(Message, frozen=True):
+    """The seconds and bytes that an instance has used by ``at_s`` of its own clock.
+
+    Attributes:
+        busy_s: by stage; a step with prompts counts as prefill.
+        device_bytes: in use on its accelerator, by whomever; 0 on a CPU.
+    """
+
+    at_s: Number = 0.0
+    cpu_s: Number = 0.0
+    memory_bytes: Count = 0
+    device_bytes: Count = 0
+    device_total_bytes: Count = 0
+    busy_s: Annotated[dict[Name, Number], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=dict)
+
+
 class InstanceInfo(Message, frozen=True):
     """An instance's identity and state, served as JSON at ``/info``.
 
@@ -146,6 +162,7 @@ class InstanceInfo(Message, frozen=True):
         steals: it encodes, and gets prompts only by taking them from the queues of others.
         epoch: number of times that this process has changed its role and made its caches anew.
         state: of its role, see :class:`epd_serve.instance.lifecycle.SwitchState`.
+        takes_images: whether the model has a tower.
     """
 
     name: Name
@@ -173,6 +190,8 @@ class InstanceInfo(Message, frozen=True):
     steals: bool = False
     epoch: Count = 0
     state: Name = "SERVING"
+    takes_images: bool = True
+    usage: Usage | None = None
 
 
 class MediaRef(Message, frozen=True):

@@ -28,6 +28,8 @@ class InstanceRecord:
         accepting: whether this gateway gives it any.
         cut_off: names of instances that it cannot reach, as far as is known, though this gateway can.
         is_gone: it cannot be reached. num_returns: number of times that it was here again after that.
+        before: its answer to ``/info`` before the last one, if the same process gave it.
+        num_restarts: number of times that another process has taken its place.
         is_stale: it has been silent for longer than it should; it gets work only where no other can take it.
         load: its last report's.
         costs: times of its stages, by its own measurements where there are any.
@@ -52,6 +54,8 @@ class InstanceRecord:
     cut_off: set[str] = field(default_factory=set)
     is_gone: bool = False
     num_returns: int = 0
+    before: InstanceInfo | None = None
+    num_restarts: int = 0
     is_stale: bool = False
     load: Load = field(default_factory=Load)
     costs: StageCosts = field(default_factory=StageCosts)

@@ -73,6 +73,8 @@ class InstanceTable:
         record.role = Role.parse(info.role)
         self._forget()
         before = record.info or info
+        record.before = record.info if info.pid == before.pid else None
+        record.num_restarts += info.pid != before.pid
         if (info.pid, info.epoch) != (before.pid, before.epoch):
             record.kept.clear()
             record.features.clear()  # another process, or its caches were made anew

@@ -194,6 +194,10 @@ class Endpoint:
 
     async def _media(self, exchange: Exchange, sources: list[MediaSource], salt: str = "") -> list[MediaItem]:
         info = self._table.models().get(exchange.record.model)
+        if sources and info is not None and not info.takes_images:
+            raise InvalidRequest(
+                f"the model {info.model!r} takes text alone; leave out the images", param="messages"
+            )
         fingerprint = "" if info is None else info.media_fingerprint
         if any(not source.is_inline for source in sources):
             exchange.client.let_go()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse
 
 from epd_serve.config import GatewayConfig
 from epd_serve.errors import InvalidRequest, ModelNotFound, Unavailable
@@ -65,6 +66,27 @@ def models_router(table: InstanceTable, poller: Poller, authenticator: Authentic
             known = ", ".join(map(repr, found)) or "none yet"
             raise ModelNotFound(f"there is no model {name[:100]!r}; served here: {known}", param="model")
         return JSONResponse(describe(found[name]))
+
+    return router
+
+
+def home_router(table: InstanceTable, authenticator: Authenticator, *, dashboard: bool) -> APIRouter:
+    """``GET /``: the dashboard, or where there is none a text on how to ask."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.api_route("/", methods=_READ)
+    async def home(request: Request) -> Response:
+        if dashboard:
+            return RedirectResponse("dashboard")
+        name = next(iter(table.models()), "MODEL") if authenticator.is_open else "MODEL"
+        key = "" if authenticator.is_open else " -H 'Authorization: Bearer YOUR-KEY'"
+        body = {"model": name, "messages": [{"role": "user", "content": "Say hello"}]}
+        return PlainTextResponse(
+            "This is the gateway of an epd-serve deployment. It speaks the OpenAI API below /v1. Ask it:\n\n"
+            f"curl {request.base_url}v1/chat/completions{key} -H 'Content-Type: application/json' "
+            f"-d '{json.dumps(body)}'\n",
+            headers={"x-content-type-options": "nosniff"},
+        )
 
     return router
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
@@ -15,20 +15,26 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
+from epd_serve.config.sections import SLOConfig
 from epd_serve.protocol.addresses import cross_site
+from epd_serve.protocol.wire import Usage
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.topology.draw import sends_features, sends_kv
 from epd_serve.topology.notation import Topology
 from epd_serve.topology.placement import place_units
+from epd_serve.types import Stage
 from proxy.admission.control import AdmissionControl
 from proxy.api.views import key_required, kv_usage, pending_s
 from proxy.observe.access_log import stages
-from proxy.observe.figures import Second
+from proxy.observe.figures import RANGES_S, Slot, joined, series, window
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
 from proxy.workers.crew import Crew
 
 _NUM_REQUESTS = 30
+#: A stage that is used beyond this part holds up the others.
+_SATURATED = 0.8
+_NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
 _PAGE = Path(__file__).with_name("dashboard.html")
 _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
@@ -54,6 +60,7 @@ def dashboard_router(
     crew: Crew,
     topology: Callable[[], Topology | None] = lambda: None,
     *,
+    slo: SLOConfig | None = None,
     is_local: bool = False,
 ) -> APIRouter:
     """The page is open to all and shows nothing by itself; its data ask for an API key where there are any.
@@ -84,8 +91,9 @@ def dashboard_router(
         return Response(text, media_type="text/html; charset=utf-8", headers=headers)
 
     @router.get("/dashboard/data", dependencies=[Depends(guard)])
-    async def data() -> Response:
-        shown = snapshot(table, observer, admission, topology(), await crew.ask("dashboard", Part))
+    async def data(range_s: int = 60) -> Response:
+        others = await crew.ask("dashboard", Part)
+        shown = snapshot(table, observer, admission, topology(), others, slo=slo, range_s=range_s)
         return Response(
             msgspec.json.encode(shown), media_type="application/json", headers={"cache-control": "no-store"}
         )
@@ -99,7 +107,7 @@ class Part(msgspec.Struct, kw_only=True):
     running: int
     waiting: int
     in_flight: dict[str, int]
-    seconds: list[Second]
+    slots: dict[int, list[Slot]]
     requests: list[dict[str, Any]]
 
 
@@ -110,7 +118,7 @@ def part_of(table: InstanceTable, observer: Observer, admission: AdmissionContro
         running=admission.queue.num_running,
         waiting=admission.queue.num_waiting,
         in_flight={record.name: sum(record.in_flight.values()) for record in table},
-        seconds=list(figures.seconds),
+        slots=figures.slots(),
         requests=[_request(record, now_s) for record in figures.latest(_NUM_REQUESTS)],
     )
 
@@ -121,13 +129,22 @@ def snapshot(
     admission: AdmissionControl,
     topology: Topology | None = None,
     others: Sequence[Part] = (),
+    *,
+    slo: SLOConfig | None = None,
+    range_s: int = 60,
 ) -> dict[str, Any]:
     """Everything that the page shows, as of now, with the parts of ``others``. Times of requests count back from
-    now, in milliseconds."""
+    now, in milliseconds.
+
+    Args:
+        range_s: the seconds that are looked back, one of :data:`~proxy.observe.figures.RANGES_S`; else the least.
+    """
     now_s = time.monotonic()
+    range_s = range_s if range_s in RANGES_S else min(RANGES_S)
+    width, limits = RANGES_S[range_s], slo or SLOConfig()
     records = list(table)
     parts = [part_of(table, observer, admission), *others]
-    figures = observer.figures.with_others(other.seconds for other in others) if others else observer.figures
+    slots = joined(part.slots[width] for part in parts)
     requests = sorted((one for part in parts for one in part.requests), key=lambda one: float(one["ended_ms_ago"]))
     return {
         "version": version("epd-serve"),
@@ -137,8 +154,11 @@ def snapshot(
         "missing": [stage.value for stage in table.missing_stages()],
         "running": sum(part.running for part in parts),
         "waiting": sum(part.waiting for part in parts),
-        "series": figures.series(now_s),
-        "window": figures.window(now_s, min(60, max(1, round(now_s - observer.started_s)))),
+        "slo": {"ttft_ms": limits.ttft_ms, "tpot_ms": limits.tpot_ms},
+        "range_s": range_s,
+        "series": series(slots, width, now_s),
+        "window": window(slots, width, now_s, min(range_s, max(1, round(now_s - observer.started_s)))),
+        "bottleneck": bottleneck(records),
         "units": _units(table, topology),
         "instances": [
             _instance(record, sum(part.in_flight.get(record.name, 0) for part in parts)) for record in records
@@ -155,8 +175,55 @@ def snapshot(
     }
 
 
+def bottleneck(records: Sequence[InstanceRecord]) -> str:
+    """A sentence that names the stage which holds up the others, or the one that is used most."""
+    used: dict[Stage, tuple[float, str]] = {}
+    for stage in Stage:
+        parts = [
+            (part, one.name) for one in records if one.ready and one.covers(stage) for part in _part(one, stage)
+        ]
+        if parts:
+            mean = sum(part for part, _ in parts) / len(parts)
+            used[stage] = mean, max(parts)[1]
+    if not used:
+        return ""
+    stage = max(used, key=lambda one: used[one][0])
+    part, name = used[stage]
+    percent = f"{100 * part:.0f} %"
+    if part < _SATURATED:
+        of = "its places or its KV cache" if stage is Stage.DECODE else "the time"
+        return f"No stage holds up the others. Used most: {_NAMES[stage]}, {percent} of {of}."
+    ahead_s = max(pending_s(one).get(stage, 0.0) for one in records if one.ready)
+    waiting = f", and {1e3 * ahead_s:.0f} ms of work wait" if ahead_s >= 0.001 else ""
+    most = f", {name} most" if sum(one.ready and one.covers(stage) for one in records) > 1 else ""
+    if stage is Stage.DECODE:
+        return f"Decode is the bottleneck: {percent} of its places or of its KV cache are taken{most}{waiting}."
+    return f"{_NAMES[stage].capitalize()} is the bottleneck: it computes {percent} of the time{most}{waiting}."
+
+
+def _part(record: InstanceRecord, stage: Stage) -> Iterator[float]:
+    """The part of an instance that a stage uses: of the time; where it decodes, which any sequence makes it do all
+    of the time, of its places or its KV cache. Nothing where it is not known."""
+    if stage is not Stage.DECODE:
+        if (busy := _spent(record, lambda usage: usage.busy_s.get(stage.value, 0.0))) is not None:
+            yield min(1.0, busy)
+        return
+    places = 0 if record.info is None else record.info.budgets.get("max_num_seqs", 0)
+    yield max(kv_usage(record) or 0.0, min(1.0, record.load.num_running / places) if places else 0.0)
+
+
+def _spent(record: InstanceRecord, seconds: Callable[[Usage], float]) -> float | None:
+    """Seconds of something in each second between an instance's last two accounts; None: there are not two."""
+    now = None if record.info is None else record.info.usage
+    before = None if record.before is None else record.before.usage
+    if now is None or before is None or now.at_s <= before.at_s:
+        return None
+    return max(0.0, seconds(now) - seconds(before)) / (now.at_s - before.at_s)
+
+
 def _instance(record: InstanceRecord, in_flight: int) -> dict[str, Any]:
     info, load = record.info, record.load
+    usage = None if info is None else info.usage
     return {
         "name": record.name,
         "role": None if record.role is None else str(record.role),
@@ -168,6 +235,12 @@ def _instance(record: InstanceRecord, in_flight: int) -> dict[str, Any]:
         "in_flight": in_flight,
         "pending_ms": {stage.value: round(1e3 * seconds, 2) for stage, seconds in pending_s(record).items()},
         "kv_usage": kv_usage(record),
+        "restarts": record.num_restarts,
+        "busy": _spent(record, lambda usage: sum(usage.busy_s.values())),
+        "cpus": _spent(record, lambda usage: usage.cpu_s),
+        "memory_bytes": None if usage is None else usage.memory_bytes,
+        "device_bytes": None if usage is None else usage.device_bytes,
+        "device_total_bytes": None if usage is None else usage.device_total_bytes,
     }
 
 
@@ -190,6 +263,7 @@ def _request(record: RequestRecord, now_s: float) -> dict[str, Any]:
         "modality": record.modality,
         "images": record.num_images,
         "status": record.status,
+        "error": record.error,
         "ended_ms_ago": ms(now_s - (record.end_s or now_s)),
         "ms": ms(record.duration_s),
         "ttft_ms": ms(record.ttft_s),

@@ -1,64 +1,104 @@
-"""Figures of what a gateway's clients have got in the last two minutes, second by second."""
+"""Figures of what a gateway's clients have got in the last minutes, in slots of one, five and thirty seconds."""
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 from statistics import quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from epd_serve.config.sections import SLOConfig
 from proxy.observe.record import ENCODE, QUEUE, TRANSFER, RequestRecord
 
-SPAN_S = 120
-#: Times that are kept of one second: enough for its percentiles, however many requests end in it.
-_MAX_SAMPLES = 128
+#: Seconds that can be looked back, and the width of the slots that are shown of them.
+RANGES_S = {60: 1, 300: 5, 1800: 30}
+NUM_SLOTS = 60
+#: Times that are kept of one slot: enough for its percentiles, however many requests end in it.
+_MAX_SAMPLES = 256
 _NUM_REQUESTS = 120
 
+_Key = TypeVar("_Key")
 
-class Second(msgspec.Struct):
-    """Figures of the requests that ended in a second; ``second`` is one of the monotonic clock."""
 
-    second: int
+class Slot(msgspec.Struct):
+    """Figures of the requests that ended in some seconds; ``number`` counts slots of the monotonic clock.
+
+    Attributes:
+        num_failed: for want of an instance, or by a fault of one.
+        num_measured: streamed answers and failed ones. num_met: those of them that kept the SLO.
+        reasons: of those that were not answered with 200, by status and code.
+    """
+
+    number: int
     num_requests: int = 0
     num_failed: int = 0
+    num_measured: int = 0
+    num_met: int = 0
     num_tokens: int = 0
     ttft_s: list[float] = msgspec.field(default_factory=list)
     tpot_s: list[float] = msgspec.field(default_factory=list)
+    reasons: dict[str, int] = msgspec.field(default_factory=dict)
     sources: dict[str, int] = msgspec.field(default_factory=dict)
     flows: dict[tuple[str, str, str], int] = msgspec.field(default_factory=dict)
     stages: dict[str, int] = msgspec.field(default_factory=dict)
+
+    def add(self, other: Slot) -> None:
+        """Put another slot's figures to these."""
+        for name in ("num_requests", "num_failed", "num_measured", "num_met", "num_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for times, more in ((self.ttft_s, other.ttft_s), (self.tpot_s, other.tpot_s)):
+            times += more
+            if len(times) > _MAX_SAMPLES:
+                times[:] = random.sample(times, _MAX_SAMPLES)
+        _add(self.reasons, other.reasons)
+        _add(self.sources, other.sources)
+        _add(self.flows, other.flows)
+        _add(self.stages, other.stages)
+
+
+def _add(counts: dict[_Key, int], more: dict[_Key, int]) -> None:
+    for key, count in more.items():
+        counts[key] = counts.get(key, 0) + count
 
 
 class Figures:
     """Takes requests that are over; :attr:`requests` are the last of them.
 
-    Attributes:
-        seconds: those in which any ended, oldest first.
+    A second's figures go into the wider slots when the next one begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slo: SLOConfig | None = None) -> None:
+        self._slo = slo or SLOConfig()
         self.requests: deque[RequestRecord] = deque(maxlen=_NUM_REQUESTS)
-        self.seconds: deque[Second] = deque(maxlen=SPAN_S + 2)
+        self._slots = {width: deque[Slot](maxlen=NUM_SLOTS + 2) for width in RANGES_S.values()}
 
     def add(self, record: RequestRecord) -> None:
         """A finished request."""
         assert record.end_s is not None
         self.requests.append(record)
-        second = int(record.end_s)
-        if not self.seconds or self.seconds[-1].second != second:
-            self.seconds.append(Second(second))
-        now = self.seconds[-1]
+        second, seconds = int(record.end_s), self._slots[1]
+        if not seconds or seconds[-1].number != second:
+            if seconds:
+                self._put_into_wider(seconds[-1])
+            seconds.append(Slot(second))
+        now = seconds[-1]
         now.num_requests += 1
-        now.num_failed += record.status >= 500
+        failed = record.status >= 500
+        now.num_failed += failed
         now.num_tokens += record.output_tokens or 0
+        if record.status != 200:
+            reason = f"{record.status} {record.error}".strip()
+            now.reasons[reason] = now.reasons.get(reason, 0) + 1
         ttft_s, tpot_s = record.ttft_s, record.tpot_s
-        if ttft_s is not None and len(now.ttft_s) < _MAX_SAMPLES:
-            now.ttft_s.append(ttft_s)
-        if tpot_s is not None and len(now.tpot_s) < _MAX_SAMPLES:
-            now.tpot_s.append(tpot_s)
+        if failed or ttft_s is not None:
+            now.num_measured += 1
+            now.num_met += not failed and self._is_met(ttft_s, tpot_s)
+        _sample(now.ttft_s, ttft_s, now.num_requests)
+        _sample(now.tpot_s, tpot_s, now.num_requests)
         prefill = record.prefill or ""
         for span in record.spans:
             name, about = span.name, span.attributes
@@ -77,74 +117,98 @@ class Figures:
             if instance != prefill and "failed" not in about:
                 now.flows[flow] = now.flows.get(flow, 0) + 1
 
-    def with_others(self, others: Iterable[Iterable[Second]]) -> Figures:
-        """These and those of other processes of this machine together; of the requests only these."""
-        together: dict[int, Second] = {}
-        for part in (self.seconds, *others):
-            for one in part:
-                sum_ = together.setdefault(one.second, Second(one.second))
-                sum_.num_requests += one.num_requests
-                sum_.num_failed += one.num_failed
-                sum_.num_tokens += one.num_tokens
-                sum_.ttft_s += one.ttft_s
-                sum_.tpot_s += one.tpot_s
-                for mine, theirs in ((sum_.sources, one.sources), (sum_.stages, one.stages)):
-                    for name, count in theirs.items():
-                        mine[name] = mine.get(name, 0) + count
-                for flow, count in one.flows.items():
-                    sum_.flows[flow] = sum_.flows.get(flow, 0) + count
-        figures = Figures()
-        figures.requests = self.requests
-        figures.seconds.extend(together[second] for second in sorted(together))
-        return figures
+    def _is_met(self, ttft_s: float | None, tpot_s: float | None) -> bool:
+        limits = ((self._slo.ttft_ms, ttft_s), (self._slo.tpot_ms, tpot_s))
+        return all(limit is None or seconds is None or 1e3 * seconds <= limit for limit, seconds in limits)
+
+    def _put_into_wider(self, second: Slot) -> None:
+        for width, slots in self._slots.items():
+            if width == 1:
+                continue
+            number = second.number // width
+            if not slots or slots[-1].number != number:
+                slots.append(Slot(number))
+            slots[-1].add(second)
+
+    def slots(self) -> dict[int, list[Slot]]:
+        """All slots by their width, oldest first; those of the last second, too."""
+        slots = {width: list(some) for width, some in self._slots.items()}
+        for width, some in slots.items():
+            if width > 1 and slots[1]:
+                last = slots[1][-1]
+                one = Slot(last.number // width)
+                if some and some[-1].number == one.number:
+                    one.add(some.pop())
+                one.add(last)
+                some.append(one)
+        return slots
 
     def latest(self, number: int) -> list[RequestRecord]:
         """The last ``number`` requests, newest first."""
         return list(islice(reversed(self.requests), number))
 
-    def series(self, now_s: float) -> dict[str, list[float | None]]:
-        """Return figures of the last :data:`SPAN_S` whole seconds, oldest first; times in ms, None without any."""
-        last = int(now_s) - 1
-        of = {second.second: second for second in self.seconds}
-        seconds = [of.get(number, Second(number)) for number in range(last - SPAN_S + 1, last + 1)]
-        return {
-            "requests": [second.num_requests for second in seconds],
-            "failed": [second.num_failed for second in seconds],
-            "tokens": [second.num_tokens for second in seconds],
-            "ttft_ms": [_percentile(second.ttft_s, 50) for second in seconds],
-            "tpot_ms": [_percentile(second.tpot_s, 50) for second in seconds],
-        }
 
-    def window(self, now_s: float, span_s: int = 60) -> dict[str, Any]:
-        """Rates, percentiles and sums of the last ``span_s`` seconds."""
-        seconds = [second for second in self.seconds if now_s - span_s <= second.second]
-        ttft_s = [value for second in seconds for value in second.ttft_s]
-        tpot_s = [value for second in seconds for value in second.tpot_s]
-        flows: dict[tuple[str, str, str], int] = {}
-        sources: dict[str, int] = {}
-        stages: dict[str, int] = {}
-        for second in seconds:
-            for flow, count in second.flows.items():
-                flows[flow] = flows.get(flow, 0) + count
-            for name, count in second.sources.items():
-                sources[name] = sources.get(name, 0) + count
-            for name, count in second.stages.items():
-                stages[name] = stages.get(name, 0) + count
-        return {
-            "span_s": span_s,
-            "requests_per_s": sum(second.num_requests for second in seconds) / span_s,
-            "tokens_per_s": sum(second.num_tokens for second in seconds) / span_s,
-            "num_requests": sum(second.num_requests for second in seconds),
-            "num_failed": sum(second.num_failed for second in seconds),
-            "ttft_ms": {"p50": _percentile(ttft_s, 50), "p95": _percentile(ttft_s, 95)},
-            "tpot_ms": {"p50": _percentile(tpot_s, 50), "p95": _percentile(tpot_s, 95)},
-            "sources": sources,
-            "stages_per_s": {name: count / span_s for name, count in stages.items()},
-            "flows": [
-                {"kind": kind, "source": source, "target": target, "per_s": count / span_s}
-                for (kind, source, target), count in flows.items()
-            ],
-        }
+def _sample(times: list[float], seconds: float | None, number: int) -> None:
+    """Keep a time, in place of any other once there are as many as are kept of ``number``."""
+    if seconds is None:
+        return
+    if len(times) < _MAX_SAMPLES:
+        times.append(seconds)
+    elif (place := random.randrange(number)) < _MAX_SAMPLES:
+        times[place] = seconds
+
+
+def joined(parts: Iterable[Iterable[Slot]]) -> list[Slot]:
+    """The slots of several processes of this machine, all of one width, together."""
+    together: dict[int, Slot] = {}
+    for part in parts:
+        for one in part:
+            together.setdefault(one.number, Slot(one.number)).add(one)
+    return [together[number] for number in sorted(together)]
+
+
+def series(slots: Iterable[Slot], width: int, now_s: float) -> dict[str, list[float | None]]:
+    """Rates and times in ms of the last :data:`NUM_SLOTS` whole slots, oldest first; None: there were none."""
+    last = int(now_s) // width - 1
+    of = {one.number: one for one in slots}
+    shown = [of.get(number, Slot(number)) for number in range(last - NUM_SLOTS + 1, last + 1)]
+    return {
+        "requests": [one.num_requests / width for one in shown],
+        "failed": [one.num_failed for one in shown],
+        "attainment": [one.num_met / one.num_measured if one.num_measured else None for one in shown],
+        "tokens": [one.num_tokens / width for one in shown],
+        "ttft_ms": [_percentile(one.ttft_s, 50) for one in shown],
+        "tpot_ms": [_percentile(one.tpot_s, 50) for one in shown],
+    }
+
+
+def window(slots: Iterable[Slot], width: int, now_s: float, span_s: int) -> dict[str, Any]:
+    """Rates, percentiles and sums of the last ``span_s`` seconds."""
+    total = Slot(0)
+    ttft_s: list[float] = []
+    tpot_s: list[float] = []
+    for one in slots:
+        if now_s - span_s < (one.number + 1) * width:
+            total.add(one)
+            ttft_s += one.ttft_s
+            tpot_s += one.tpot_s
+    return {
+        "span_s": span_s,
+        "requests_per_s": total.num_requests / span_s,
+        "tokens_per_s": total.num_tokens / span_s,
+        "num_requests": total.num_requests,
+        "num_failed": total.num_failed,
+        "reasons": dict(sorted(total.reasons.items(), key=lambda item: -item[1])),
+        "attainment": total.num_met / total.num_measured if total.num_measured else None,
+        "ttft_ms": {f"p{percent}": _percentile(ttft_s, percent) for percent in (50, 95, 99)},
+        "tpot_ms": {f"p{percent}": _percentile(tpot_s, percent) for percent in (50, 95, 99)},
+        "sources": total.sources,
+        "stages_per_s": {name: count / span_s for name, count in total.stages.items()},
+        "flows": [
+            {"kind": kind, "source": source, "target": target, "per_s": count / span_s}
+            for (kind, source, target), count in total.flows.items()
+        ],
+    }
 
 
 def _percentile(values: list[float], percent: int) -> float | None:

@@ -11,6 +11,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from epd_serve.config import DeploymentConfig
+from epd_serve.config.sections import SLOConfig
 from epd_serve.randomness import random_block
 from epd_serve.telemetry.otel import span_export
 from epd_serve.telemetry.trace_context import TRACEPARENT_HEADER, TRACESTATE_HEADER, join
@@ -37,6 +38,7 @@ class Observer:
         access_log: None: there is none.
         export: None: OpenTelemetry gets no spans; trace contexts are passed on all the same.
         trace: the trace file; None: there is none.
+        slo: the limits that requests are held against.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class Observer:
         access_log: AccessLog | None = None,
         export: RequestExport | None = None,
         trace: TraceWriter | None = None,
+        slo: SLOConfig | None = None,
     ) -> None:
         self.metrics = metrics
-        self._figures = Figures()
+        self._figures = Figures(slo)
         self._finished: list[RequestRecord] = []
         self._access_log = access_log
         self._export = export
@@ -129,4 +132,5 @@ def new_observer(config: DeploymentConfig, metrics: GatewayMetrics, ledger: Ledg
         access_log=AccessLog(target, writing=writing) if target else None,
         export=None if export is None else RequestExport(export),
         trace=TraceWriter(config.trace, "gateway") if config.trace else None,
+        slo=config.slo,
     )

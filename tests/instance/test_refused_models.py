@@ -77,7 +77,7 @@ async def test_by_its_weights(tmp_path: Path) -> None:
 
 async def test_by_its_vocabulary(tmp_path: Path) -> None:
     """One of the others would end the engine."""
-    with pytest.raises(ValueError, match=r"text_config.vocab_size is 300, but its tokenizer has \d+ tokens"):
+    with pytest.raises(ValueError, match=r"vocab_size is 300, but its tokenizer has \d+ tokens"):
         await started(tmp_path, "PD", of_few_tokens)
 
 

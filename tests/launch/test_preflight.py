@@ -24,7 +24,7 @@ from epd_serve.demo import weights_dir
 from epd_serve.launch import preflight
 from epd_serve.launch.preflight import check_deployment
 from epd_serve.models.checkpoint_config import _FAMILIES
-from epd_serve.models.model_types import NATIVE
+from epd_serve.models.model_types import NATIVE, TEXT
 
 #: Ten times what it takes on a machine that does nothing else.
 LIMIT_S = 4.0
@@ -66,6 +66,12 @@ def cut(model: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def as_text(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config["text_config"], "model_type": "llama"}))
+    (model / "preprocessor_config.json").unlink()
+
+
 def nothing(model: Path) -> None:
     pass
 
@@ -80,8 +86,8 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     ),
     "a family without pictures": (
         "model: MODEL",
-        lambda model: (model / "config.json").write_text('{"model_type": "llama"}') and None,
-        "the family 'llama', which has no vision tower; it runs qwen2_vl",
+        as_text,
+        "topology E-P-D has E by itself, and the family 'llama' takes text alone",
     ),
     "cut weights": ("model: MODEL", cut, "model.safetensors: it has "),
     "no tokenizer": (
@@ -254,7 +260,7 @@ def test_the_vllm_that_is_there_is_asked_for_a_family(
 
 
 def test_the_families_are_those_of_the_loader() -> None:
-    assert set(NATIVE) == set(_FAMILIES)
+    assert set(NATIVE) == {*_FAMILIES, *TEXT}
 
 
 def test_the_gpus_are_those_that_torch_sees() -> None:

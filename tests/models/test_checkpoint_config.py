@@ -120,7 +120,7 @@ _FIXED = {
 
 
 #: LLaVA over text models whose own fields little differs from Llama's.
-_TRIED_APART = ("llava-mistral", "llava-qwen2", "llava-qwen3")
+_TRIED_APART = ("llava-mistral", "llava-qwen2", "llava-qwen3", "mistral", "qwen2", "qwen3")
 #: Of every configuration class.
 _COMMON = {field.name for field in dataclasses.fields(PreTrainedConfig)}
 
@@ -143,11 +143,10 @@ def _changes(family: str) -> Iterator[tuple[str, list[list[odd_models.Change]]]]
     """All fields of a family's configuration classes, each with the changes to be tried."""
     _, text_type, tower_type = odd_models.FAMILIES[family]
     config: Any = AutoConfig.for_model(**odd_models.config_of(family))
-    for part, owner in (
-        ("", config),
-        ("text_config", config.text_config),
-        ("vision_config", config.vision_config),
-    ):
+    owners = [("", config)]
+    if tower_type:
+        owners += [("text_config", config.text_config), ("vision_config", config.vision_config)]
+    for part, owner in owners:
         if family.startswith("llava"):  # what another family here has as well is tried once
             is_new = {"": text_type == "llama", "text_config": tower_type == "clip_vision_model"}
             if not is_new.get(part, text_type == "llama"):

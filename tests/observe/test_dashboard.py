@@ -7,9 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import browser
 import in_process
 import pytest
+from gateway_settings import gateway_settings
+from servers import served
+
+from proxy.app import create_app
+from proxy.main import new_server
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -30,15 +36,33 @@ async def test_the_page_asks_for_the_key_and_shows_live_data(
         assert any("401" in problem for problem in page.problems)
         page.problems.clear()
         await page.run(
-            "document.getElementById('key').value = 'sk-observed'; document.querySelector('button').click()"
+            "document.getElementById('key').value = 'sk-observed'; document.querySelector('form button').click()"
         )
         await page.until("Number(document.body.dataset.ticks) >= 1")
         before = await page.run("document.querySelectorAll('.request .track').length")
         await ask("gold", stream=True, max_tokens=8)
         await page.until(f"document.querySelectorAll('.request .track').length > {before}")
         text = await page.run("document.body.innerText")
-        for expected in ("ready", "TTFT", "e0", "p1", "d2", "8 tokens", "Feature hits", "Recent requests"):
+        for expected in (
+            "ready",
+            "TTFT",
+            "e0",
+            "p1",
+            "d2",
+            "8 tokens",
+            "Feature hits",
+            "Recent requests",
+            "SLO attainment",
+        ):
             assert expected in text
+        assert "p99" in text and "restarts" in text.lower() and "No stage holds up the others" in text
+        for choice, start in (("log", "0"), ("5 min", "")):
+            buttons = "[...document.querySelectorAll('.choice button')]"
+            await page.run(f"{buttons}.find(one => one.textContent == '{choice}').click()")
+            pressed = "[...document.querySelectorAll('[aria-pressed=true]')].map(one => one.textContent).join()"
+            assert choice in await page.run(pressed)
+            assert (await page.run("document.querySelector('.axis').textContent")).startswith(start)
+        await page.until("document.querySelector('.note').textContent.includes('last')")
         for width, scheme in ((1280, "light"), (1280, "dark"), (400, "dark"), (400, "light")):
             await page.look(width, 900, scheme)
             ticks = await page.run("Number(document.body.dataset.ticks)")
@@ -63,3 +87,31 @@ async def test_the_data_ask_for_a_key_and_the_page_allows_nothing_foreign(observ
         data = await response.json()
     assert {one["name"] for one in data["instances"]} == {"e0", "p1", "d2"}
     assert "alice" not in str(data)
+
+
+async def test_the_first_page_is_the_dashboard(observed: in_process.Deployment) -> None:
+    async with observed.session.get(f"{observed.url}/", headers={"authorization": ""}) as response:
+        assert response.status == 200 and str(response.url) == f"{observed.url}/dashboard"
+
+
+async def test_a_gateway_without_it_says_how_to_ask() -> None:
+    app = create_app(gateway_settings(dashboard=False), [])
+    async with (
+        served(new_server(app, "127.0.0.1", 0)) as url,
+        aiohttp.ClientSession() as session,
+        session.get(url + "/") as response,
+    ):
+        text = await response.text()
+    assert response.status == 200 and f"curl {url}/v1/chat/completions" in text
+
+
+async def test_failed_requests_are_shown_with_their_reason(observed: in_process.Deployment, ask: Any) -> None:
+    await ask(max_tokens=2)
+    asked = {"model": "gone", "messages": [{"role": "user", "content": "x"}]}
+    status, _ = await observed.post("/v1/chat/completions", asked)
+    assert status == 404
+    async with observed.session.get(f"{observed.url}/dashboard/data?range_s=300") as response:
+        data = await response.json()
+    assert data["range_s"] == 300 and data["window"]["reasons"]["404 model_not_found"] >= 1
+    assert len(data["series"]["requests"]) == 60 and data["window"]["num_failed"] == 0
+    assert all(one["memory_bytes"] > 1 << 20 and one["restarts"] == 0 for one in data["instances"])

@@ -77,9 +77,9 @@ class Fleet:
             for stream in (False, True):
                 ask = _stream if stream else _whole
                 answers = await asyncio.gather(
-                    *(ask(client, q.body(stream=stream, ignore_eos=self.ignore_eos)) for q in QUESTIONS)
+                    *(ask(client, q.body(stream=stream, ignore_eos=self.ignore_eos)) for q in self.expected)
                 )
-                assert dict(zip(QUESTIONS, answers, strict=True)) == self.expected
+                assert dict(zip(self.expected, answers, strict=True)) == self.expected
             await Books(urls).check()
 
 
@@ -95,7 +95,7 @@ async def start_fleet(
     """All instances of a topology with the model in ``path``; ``settings`` of the deployment go over the usual."""
     reference = Reference(path)
     expected = {}
-    for question in QUESTIONS:
+    for question in (one for one in QUESTIONS if reference.takes_images or not one.images):
         ids = reference.generate(question.text, question.images, max_tokens=MAX_TOKENS)
         if ids[-1] == reference.tokenizer.eos_token_id and not ignore_eos:
             ids.pop()  # it ends the text and is no part of it

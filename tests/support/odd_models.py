@@ -15,13 +15,20 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 
 from device.base import AttnMeta
 from device.registry import get_device
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
+from epd_serve.models.model_types import TEXT
 from epd_serve.models.tower import Tower
 
 #: name → (model type, text type, tower type)
@@ -35,6 +42,7 @@ FAMILIES = {
     "llava-mistral-clip": ("llava", "mistral", "clip_vision_model"),
     "llava-qwen2-clip": ("llava", "qwen2", "clip_vision_model"),
     "llava-qwen3-clip": ("llava", "qwen3", "clip_vision_model"),
+    **{name: (name, name, "") for name in TEXT},
 }
 IMAGE_TOKEN, VIDEO_TOKEN, START, END = 5, 6, 7, 8
 NUM_NEW_TOKENS = 4
@@ -51,6 +59,8 @@ class CannotBuild(Exception):
 def config_of(family: str, *changes: Change) -> dict[str, Any]:
     """The content of a config.json. Sizes that must agree with a changed one follow it."""
     model_type, text_type, tower_type = FAMILIES[family]
+    if not tower_type:
+        return _text(text_type) | {field: value for _, field, value in changes}
     parts: dict[str, dict[str, Any]] = {
         "": {},
         "text_config": _text(text_type),
@@ -145,20 +155,24 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
     try:
         read = AutoConfig.from_pretrained(path)
         torch.manual_seed(0)
-        model: Any = AutoModelForImageTextToText.from_config(read, dtype=torch.float32).eval()
+        auto: Any = AutoModelForImageTextToText if hasattr(read, "vision_config") else AutoModelForCausalLM
+        model: Any = auto.from_config(read, dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:  # transformers begins biases with 0 and norms with 1
                     parameter.add_(torch.randn_like(parameter), alpha=0.3)
         model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
         model.save_pretrained(path)
-        (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(read)))
         (path / "config.json").write_text(json.dumps(config))  # as a checkpoint of somebody else has it
-        processor = AutoImageProcessor.from_pretrained(path)
-        inputs = dict(processor(images=[picture()], return_tensors="pt"))
+        inputs: dict[str, Any] = {}
+        ids = [20, 21, 22, *range(30, 42)]
         with torch.inference_mode():
-            features = model.get_image_features(**inputs, return_dict=True).pooler_output
-            ids = _ids(read, sum(len(feature.view(-1, feature.shape[-1])) for feature in features))
+            if hasattr(read, "vision_config"):
+                (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(read)))
+                processor = AutoImageProcessor.from_pretrained(path)
+                inputs = dict(processor(images=[picture()], return_tensors="pt"))
+                features = model.get_image_features(**inputs, return_dict=True).pooler_output
+                ids = _ids(read, sum(len(feature.view(-1, feature.shape[-1])) for feature in features))
             tokens = torch.tensor([ids])
             if "image_grid_thw" in inputs:
                 inputs["mm_token_type_ids"] = (tokens == _image_token(read)).int()
@@ -180,14 +194,15 @@ def answer(path: Path, reference: Answer) -> Tensor:
     """Our logits of the same tokens: [tokens, vocab]. Raises ValueError for a model that is refused."""
     device = get_device("cpu")
     family = load_family(path)
-    tower = Tower(path, torch.float32, device)
     model = LanguageModel(path, torch.float32, device)
-    image = picture()
-    features = tower.encode([family.preprocess(np.array(image))])[0]
-    assert len(features) == family.num_image_tokens(image.size), "as many tokens as the tower makes"
     prompt = reference.prompt
-    assert prompt.count(family.image_token_id) == len(features)
-    positions, delta = family.positions(prompt, [image.size], model.inner)
+    images = [picture()] if family.takes_images else []
+    features: Tensor | None = None
+    for image in images:
+        features = Tower(path, torch.float32, device).encode([family.preprocess(np.array(image))])[0]
+        assert len(features) == family.num_image_tokens(image.size), "as many tokens as the tower makes"
+        assert prompt.count(family.image_token_id) == len(features)
+    positions, delta = family.positions(prompt, [image.size for image in images], model.inner)
     ids = torch.tensor(prompt + reference.tokens[:-1])
     rest = torch.arange(len(prompt), len(ids)) + delta
     positions = torch.cat((positions, rest.expand(len(positions), -1)), dim=1)

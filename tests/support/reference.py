@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 
 class Reference:
@@ -16,10 +22,14 @@ class Reference:
 
     def __init__(self, path: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self._images: Any = AutoImageProcessor.from_pretrained(path)
-        self._model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-        config = self._model.config
-        self._placeholder = getattr(config, "image_token_id", None) or config.image_token_index
+        config: Any = AutoConfig.from_pretrained(path)
+        self.takes_images = hasattr(config, "vision_config")
+        auto: Any = AutoModelForImageTextToText if self.takes_images else AutoModelForCausalLM
+        self._model: Any = auto.from_pretrained(path, dtype=torch.float32).eval()
+        self._placeholder = None
+        if self.takes_images:
+            self._images: Any = AutoImageProcessor.from_pretrained(path)
+            self._placeholder = getattr(config, "image_token_id", None) or config.image_token_index
 
     def generate(self, text: str, images: Sequence[Image.Image] = (), *, max_tokens: int) -> list[int]:
         """Token ids of the answer to one user message with its images before the text; stops at EOS."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     LlavaConfig,
@@ -25,6 +27,13 @@ from transformers import (
 from epd_serve.demo import weights_dir
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "llava")
+#: Kinds without a tower, with fields that differ from their text config's usual ones.
+TEXT_KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 48},
+}
 _INIT = {"initializer_range": 0.2}
 #: transformers has these where a model's file has nothing; vLLM then leaves pixels as they are.
 _NORMALISATION = {
@@ -80,7 +89,10 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
     vocab = len(tokenizer)
     torch.manual_seed(seed)
     model: Any
-    if kind == "qwen2_5_vl":
+    if kind in TEXT_KINDS:
+        config = AutoConfig.for_model(kind, **_text(vocab, **TEXT_KINDS[kind], **text))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    elif kind == "qwen2_5_vl":
         model = Qwen2_5_VLForConditionalGeneration(
             Qwen2_5_VLConfig(
                 text_config=_text(vocab, rope_parameters=_mrope(), **text),
@@ -124,7 +136,8 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
     model.save_pretrained(path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(weights_dir() / name, path / name)
-    (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(kind)))
+    if kind not in TEXT_KINDS:
+        (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(kind)))
     return path
 
 

@@ -1,0 +1,31 @@
+"""Models of text alone: P-D and EPD give ``generate``'s tokens, and an image is refused in one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_models
+from fleet import gateway
+from identity import QUESTIONS, start_fleet
+
+from epd_serve.protocol import wire
+
+PICTURED = next(question for question in QUESTIONS if question.images)
+
+
+@pytest.mark.parametrize("kind", tiny_models.TEXT_KINDS)
+async def test_tokens_equal_generate_and_images_are_refused(kind: str, tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model(kind, tmp_path / kind)
+    async with start_fleet(model, "P-D-EPD") as fleet:
+        for names in (("p0", "d0"), ("epd0",)):
+            await fleet.check_tokens(names)
+        async with gateway(fleet.urls) as url, httpx.AsyncClient(base_url=url, timeout=150) as client:
+            refused = await client.post("/v1/chat/completions", json=PICTURED.body(stream=False, ignore_eos=True))
+            switched = await client.post(
+                f"{fleet.urls['epd0']}/role", content=wire.encode(wire.RoleOrder(role="E"))
+            )
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "the model 'tested' takes text alone; leave out the images"
+    assert switched.status_code == 400 and "has nothing to encode" in switched.text
