@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,15 @@ from benchmarks.common import (
 )
 from benchmarks.deployed import Figures, ask, deployed, figures, growth
 from benchmarks.models import make_model
-from benchmarks.routing_simulator import Request, SimulatedInstance, simulate
+from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.launch import LocalDeployment
 from epd_serve.launch.ports import free_port
 from epd_serve.routing.choice import EncoderChoice, Router
 from epd_serve.routing.encoders import BoundedHash
-from epd_serve.types import StageRate
+from epd_serve.sim.simulator import build, check_books, simulate
+from epd_serve.sim.spec import Batching
+from epd_serve.sim.workloads import SimRequest
+from epd_serve.topology import parse_topology
 
 REPEATED = 0.6
 #: Sides of the images, in pixels.
@@ -166,49 +169,66 @@ def _imbalance(done: list[Figures], key: str) -> float:
     return max(values) * len(values) / sum(values)
 
 
-#: What a simulated instance takes: an image of 672 x 672 pixels 47 ms.
-RATES = {"E": StageRate(0.002, 1e-7), "P": StageRate(0.002, 2e-5), "D": StageRate(0.01, 2e-4)}
+#: A simulated instance encodes an image of 672 x 672 pixels in 47 ms.
+PROFILE = Profile(
+    kind="measured",
+    device="cuda",
+    model="m",
+    step=(Line(base_s=0.002, token_s=2e-5),),
+    encode=(EncodeLine(base_s=0.002, pixel_s=1e-7),),
+    decode=tuple(DecodeLine(num_sequences=count, base_s=0.01 + 2e-4 * count) for count in (1, 1000)),
+    kv_token_bytes=1000,
+    feature_token_bytes=1000,
+    tokens_per_image=1,
+)
 
 
 def compare(pictures: list[Picture], num_encoders: int, num_gateways: int, use: float) -> list[dict[str, Any]]:
     """The simulator's figures for each policy; new images alone would keep the encoders busy for ``use`` of the
     time."""
     rng = random.Random(0)
-    mean_s = sum(RATES["E"].seconds(side**2) for side in SIDES) / len(SIDES)
+    mean_s = sum(PROFILE.encode_s([side**2]) for side in SIDES) / len(SIDES)
     rate = use * num_encoders / (mean_s * (1 - REPEATED))
     at_s, requests = 0.0, []
     for picture in pictures:
         at_s += rng.expovariate(rate)
-        requests.append(Request(at_s=at_s, images=((str(picture.seed), picture.side**2),)))
+        images = ((str(picture.seed), picture.side**2),)
+        requests.append(SimRequest(at_s=at_s, images=images, num_text_tokens=100, num_output_tokens=2))
     policies: dict[str, EncoderChoice] = {
         "bounded hashing": BoundedHash(),
         "hashing alone": BoundedHash(bound=float("inf"), even=float("inf")),
         "random of two": RandomOfTwoEncoders(random.Random(1).random),
         "round robin": RoundRobinEncoders(),
     }
+    topology = parse_topology(f"{num_encoders}E-P-D")
+    deployment = build(
+        topology,
+        [f"cuda:{number}" for number in range(topology.num_devices)],
+        lambda *_: PROFILE,
+        batching=Batching(policy="unlimited", image_budget_pixels=1),
+        num_blocks=1 << 16,
+    )
     rows = []
     for name, encoders in policies.items():
-        outcome = simulate(fleet(num_encoders), [Router(encoders=encoders)] * num_gateways, requests)
+        outcome = simulate(deployment, requests, routers=[Router(encoders=encoders)] * num_gateways)
+        check_books(outcome)
+        busy = [outcome.busy[f"host0/cuda:{number}"] for number in range(num_encoders)]
+        waits = sorted(job.first_token_s - job.sent_s for job in outcome.jobs if job.first_token_s is not None)
+        hit_rate = 1 - outcome.encoded / len(requests)
         rows.append(
             {
                 "policy": name,
                 "encoders": num_encoders,
                 "gateways": num_gateways,
                 "use": use,
-                "of_ideal": outcome.hit_rate / ideal_hit_rate(pictures),
-                **asdict(outcome),
+                "of_ideal": hit_rate / ideal_hit_rate(pictures),
+                "hit_rate": hit_rate,
+                "imbalance": max(busy) * len(busy) / sum(busy),
+                "mean_wait_s": sum(waits) / len(waits),
+                "p99_wait_s": waits[int(0.99 * (len(waits) - 1))],
             }
         )
     return rows
-
-
-def fleet(num_encoders: int) -> list[SimulatedInstance]:
-    encoders = [SimulatedInstance(name=f"e{number}", role="E", rates=RATES) for number in range(num_encoders)]
-    return [
-        *encoders,
-        SimulatedInstance(name="p0", role="P", rates=RATES),
-        SimulatedInstance(name="d0", role="D", rates=RATES),
-    ]
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ def run(
     requests = requests_of(NUM_REQUESTS)
     outcome = simulate(replace(deployment, steal=rule), requests, concurrency=concurrency)
     check_books(outcome)
-    stealing = outcome.gateway.stealing
+    stealing = outcome.gateways[0].stealing
     assert stealing is not None and not any(job.failure for job in outcome.jobs)
     waits = [job.first_token_s - job.sent_s for job in outcome.jobs if job.first_token_s is not None]
     return {

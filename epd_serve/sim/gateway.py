@@ -62,6 +62,7 @@ class Attempt:
     reservation: Reservation | None = None
     is_expected: bool = False
     is_over: bool = False
+    is_prefilled: bool = False
     num_before: int = 0
 
 
@@ -133,11 +134,9 @@ class SimGateway:
     def num_open(self) -> int:
         return len(self._attempts)
 
-    def report(self) -> None:
-        """Hear of each instance in which something has changed."""
-        for name, instance in self._instances.items():
-            if instance.is_changed:
-                self.table.report(name, instance.report())
+    def has(self, sequence: Sequence) -> bool:
+        """Whether a sequence is of one of its requests."""
+        return sequence.request_id in self._attempts
 
     # ------------------------------------------------------------------ a request
 
@@ -258,7 +257,7 @@ class SimGateway:
         nbytes = profile.feature_token_bytes * profile.image_tokens(ref.width)
 
         def arrived() -> None:
-            if not attempt.is_over:
+            if not attempt.is_over and not attempt.is_prefilled:  # it may have used another request's feature
                 prefill.take_feature(ref.mm_hash, attempt.id, nbytes)
 
         def encoded(cached: bool) -> None:
@@ -374,6 +373,7 @@ class SimGateway:
         job.last_token_s = now
         job.token_times_s.append(now)
         instance.features.release(attempt.id)
+        attempt.is_prefilled = True
         if attempt.route.fused:
             return
         decode = self._instances[attempt.route.decode.name]

@@ -11,7 +11,8 @@ from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
 from epd_serve.flow.stealing import DEFAULT_RULE
-from epd_serve.routing.choice import router_of
+from epd_serve.request import Sequence as SequenceOfTokens
+from epd_serve.routing.choice import Router, router_of
 from epd_serve.routing.stealing import StealRule
 from epd_serve.sim.device import Clock, FluidSharing, MeasuredSharing, Sharing, SimDevice
 from epd_serve.sim.gateway import Job, SimGateway
@@ -84,7 +85,7 @@ class Outcome:
     num_steps: int
     num_preempted: int
     num_events: int
-    gateway: SimGateway
+    gateways: list[SimGateway]
     instances: dict[str, SimInstance]
 
 
@@ -114,6 +115,7 @@ def simulate(
     until_s: float = float("inf"),
     concurrency: int | None = None,
     switching: Switching | None = None,
+    routers: Sequence[Router] = (),
 ) -> Outcome:
     """Run all requests to their ends. The same arguments give the same outcome.
 
@@ -124,6 +126,7 @@ def simulate(
         until_s: the run ends there whatever is under way.
         concurrency: so many requests at a time, whatever their times are: the next is sent as one ends.
         switching: changes the roles of instances, each alone on its device.
+        routers: those of several gateways, to which requests go in turn; else one has the deployment's.
     """
     clock = Clock()
     devices: dict[str, SimDevice] = {}
@@ -148,17 +151,25 @@ def simulate(
             clock,
             devices[place],
             spec,
-            on_prompt=lambda instance, sequence: gateway.prompt_done(instance, sequence),
-            on_end=lambda sequence: gateway.ended(sequence),
-            on_tokens=(lambda sequence, count, now: gateway.tokens(sequence, count, now)) if gaps else None,
+            on_prompt=lambda instance, sequence: gateway_of(sequence).prompt_done(instance, sequence),
+            on_end=lambda sequence: gateway_of(sequence).ended(sequence),
+            on_tokens=(lambda sequence, count, now: gateway_of(sequence).tokens(sequence, count, now))
+            if gaps
+            else None,
         )
         one.pid = pid
         every.append(one)
 
     for spec in deployment.instances:
         start(spec)
-    router = router_of(deployment.routing, parallel_encode=deployment.parallel_encode)
-    gateway = SimGateway(clock, instances, router, link=link, on_done=lambda job: end(job), steal=deployment.steal)
+    gateways = [
+        SimGateway(clock, instances, router, link=link, on_done=lambda job: end(job), steal=deployment.steal)
+        for router in routers or [router_of(deployment.routing, parallel_encode=deployment.parallel_encode)]
+    ]
+
+    def gateway_of(sequence: SequenceOfTokens) -> SimGateway:
+        return next(one for one in gateways if one.has(sequence))
+
     jobs = [
         Job(number=number, request=request, num_tokens=0, sent_s=request.at_s)
         for number, request in enumerate(requests)
@@ -170,20 +181,24 @@ def simulate(
     def send() -> None:
         if (job := next(waiting, None)) is not None:
             job.sent_s = clock.now
-            gateway.serve(job)
+            gateways[job.number % len(gateways)].serve(job)
 
     def end(job: Job) -> None:
         done.append(job)
         send()
 
     def arrive(index: int) -> None:
-        gateway.serve(jobs[index])
+        gateways[index % len(gateways)].serve(jobs[index])
         if index + 1 < len(jobs):
             clock.at(jobs[index + 1].sent_s, lambda: arrive(index + 1))
 
     def report() -> None:
         nonlocal given_up
-        gateway.report()
+        for name, instance in instances.items():
+            if instance.is_changed:
+                told = instance.report()
+                for gateway in gateways:
+                    gateway.table.report(name, told)
         if switching is not None:
             switching.tick()
         if not clock.has_events and len(done) < len(jobs):
@@ -197,15 +212,17 @@ def simulate(
     def die(fault: Fault) -> None:
         instance = instances[fault.instance]
         instance.drop_all()
-        gateway.lost(fault.instance)
+        for gateway in gateways:
+            gateway.lost(fault.instance)
         clock.after(fault.down_s, lambda: back(instance))
 
     def back(instance: SimInstance) -> None:
         instance.ready = True
-        gateway.table.update(instance.spec.name, instance.info(), contains=0)
+        for gateway in gateways:
+            gateway.table.update(instance.spec.name, instance.info(), contains=0)
 
     if switching is not None:
-        switching.begin(clock, gateway, instances, start)
+        switching.begin(clock, gateways[0], instances, start)
     for _ in range(concurrency or 0):
         clock.at(0.0, send)
     if jobs and concurrency is None:
@@ -233,14 +250,14 @@ def simulate(
         num_steps=sum(one.num_steps for one in languages()),
         num_preempted=sum(one.num_preempted for one in languages()),
         num_events=clock.num_events,
-        gateway=gateway,
+        gateways=gateways,
         instances=instances,
     )
 
 
 def check_books(outcome: Outcome) -> None:
     """Raise AssertionError unless all blocks and features are back once all requests have ended."""
-    assert not outcome.gateway.num_open, "requests are open"
+    assert not any(gateway.num_open for gateway in outcome.gateways), "requests are open"
     for instance in outcome.instances.values():
         instance.tower.store.check_integrity()
         instance.features.check_integrity()

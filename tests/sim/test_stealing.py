@@ -57,9 +57,9 @@ def test_idle_encoders_add_to_the_throughput() -> None:
     requests = requests_of([0.0] * 400, 128)
     without, stealing = (simulate(tiers(rule=rule), requests) for rule in (NEVER, None))
     check_books(stealing)
-    taken = stealing.gateway.stealing
+    taken = stealing.gateways[0].stealing
     assert taken is not None and set(taken.num_taken) == {"epd0", "epd1"}
-    assert without.gateway.stealing is not None and not without.gateway.stealing.num_taken
+    assert without.gateways[0].stealing is not None and not without.gateways[0].stealing.num_taken
     assert without.seconds > 1.1 * stealing.seconds
     assert [job.num_output for job in stealing.jobs] == [128] * 400
 
@@ -75,7 +75,7 @@ def test_queueing_delay_does_not_grow_and_modes_do_not_thrash(gaps: list[float],
     without, stealing = (simulate(tiers(line, rule), requests) for rule in (NEVER, None))
     check_books(stealing)
     assert fmean(waits(stealing)) <= fmean(waits(without)) * (1 + 1e-6) + 0.03, "but for a step that images wait"
-    taken = stealing.gateway.stealing
+    taken = stealing.gateways[0].stealing
     assert taken is not None
     for name in taken.num_taken:
         switches = taken.thieves[name].num_switches
