@@ -21,9 +21,10 @@ import httpx
 
 from benchmarks.common import CHAT_PATH, RESULTS, argument_parser, data_url, greedy_chat, machine, noise, write
 from benchmarks.deployed import figures, growth
+from device.datasheets import spec_of
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.profile import EncodeLine, Line, Profile
-from epd_serve.cost.roofline import analytic_profile, spec_of
+from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import ModelShape, VisionShape, shape_of
 from epd_serve.launch import LocalDeployment
 from epd_serve.sim.simulator import build, check_books, simulate

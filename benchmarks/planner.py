@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any
 
 from benchmarks.common import RESULTS, argument_parser
-from epd_serve.cost.roofline import analytic_profile, spec_of
+from device.datasheets import spec_of
+from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.pools import Fleet, Pool

@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from benchmarks.common import RESULTS, write
+from device.datasheets import spec_of
 from epd_serve.cost.profile import EncodeLine, Line, Profile
-from epd_serve.cost.roofline import analytic_profile, spec_of
+from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.flow.stealing import DEFAULT_RULE
 from epd_serve.routing.stealing import StealRule

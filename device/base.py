@@ -11,8 +11,6 @@ from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor

@@ -14,6 +14,8 @@ from pathlib import Path
 from device.ascend_limits import parse_visible_devices
 
 _NO_CUDA_DEVICE = 100  # of cuInit: CUDA_ERROR_NO_DEVICE
+#: The directory in which the processes on one emulated device count its memory together.
+EMULATED_MEMORY = "EPD_SERVE_EMULATED_MEMORY"
 _DEVICE_FILES = Path("/dev")
 #: The variable that decides which devices of a kind a process sees.
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}

@@ -9,7 +9,7 @@ from typing import Protocol
 from device.base import Device, DeviceReport, DeviceUnavailable
 
 KINDS = ("cpu", "cuda", "npu")
-_NAME = re.compile(r"(?P<kind>cpu|cuda|npu)(:(?P<index>[0-9]{1,4}))?")
+_NAME = re.compile(r"(?P<kind>cpu|cuda|npu|emulated:[a-z0-9-]{1,40})(:(?P<index>[0-9]{1,4}))?")
 
 
 class _Backend(Protocol):
@@ -23,7 +23,7 @@ class _Backend(Protocol):
 
 
 def get_device(name: str) -> Device:
-    """Open ``cpu``, ``cuda``, ``cuda:1``, ``npu:0``; without an index it is the first.
+    """Open ``cpu``, ``cuda``, ``cuda:1``, ``npu:0``, ``emulated:h200:0``; without an index it is the first.
 
     Raises:
         DeviceUnavailable: there is no such device here; the message says what is missing.
@@ -31,10 +31,16 @@ def get_device(name: str) -> Device:
     """
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"unknown device {name!r}: use cpu, cuda, cuda:N, npu or npu:N")
+        raise ValueError(f"unknown device {name!r}: use cpu, cuda, cuda:N, npu, npu:N or emulated:h200:N")
     if (reason := _torch_missing()) is not None:
         raise DeviceUnavailable(f"{name}: {reason}")
-    return _backend(match["kind"]).open_device(int(match["index"] or 0))
+    kind, _, chip = match["kind"].partition(":")
+    index = int(match["index"] or 0)
+    if kind == "emulated":
+        from device import emulated
+
+        return emulated.open_device(chip, index)
+    return _backend(kind).open_device(index)
 
 
 def list_devices() -> list[DeviceReport]:

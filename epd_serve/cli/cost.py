@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from device.datasheets import spec_of
 from epd_serve.config.sizes import parse_rate
 from epd_serve.cost.economics import (
     Latency,
@@ -19,7 +20,6 @@ from epd_serve.cost.economics import (
     read_prices,
     show_cost,
 )
-from epd_serve.cost.roofline import spec_of
 from epd_serve.cost.shape import shape_of
 
 

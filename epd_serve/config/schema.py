@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -17,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from device.datasheets import spec_of
 from epd_serve.config.applied import Anew, Hot, Rebuild, Restart
 from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, check_thieves, read_secret
@@ -51,9 +53,27 @@ def _read_topology(value: object) -> Topology:
 def _check_device(name: str) -> str:
     if name == "cpu" or re.fullmatch(r"(cuda|npu):\d+", name):
         return name
-    if name in ("cuda", "npu"):
-        raise ValueError(f"{name!r} lacks an index; write {name}:0")
-    raise ValueError(f"{name!r} is no device; write cpu, cuda:0 or npu:0")
+    kind, _, chip = name.partition(":")
+    if kind == "emulated" and chip:
+        sheet, _, index = chip.partition(":")
+        spec_of(sheet)
+        if index.isdecimal():
+            return name
+    if kind in ("cuda", "npu", "emulated"):
+        full = "emulated:h200" if name == "emulated" else name
+        raise ValueError(f"{name!r} lacks an index; write {full}:0")
+    raise ValueError(f"{name!r} is no device; write cpu, cuda:0, npu:0 or emulated:h200:0")
+
+
+def _read_devices(value: object) -> object:
+    """``cuda x 8`` means cuda:0 to cuda:7."""
+    if not isinstance(value, list | tuple):
+        return value
+    names: list[object] = []
+    for one in value:
+        many = re.fullmatch(r"(\S+) x (\d{1,4})", one) if isinstance(one, str) else None
+        names += [f"{many[1]}:{index}" for index in range(int(many[2]))] if many else [one]
+    return tuple(names)
 
 
 class DeploymentConfig(SharedConfig):
@@ -91,10 +111,14 @@ class DeploymentConfig(SharedConfig):
         description="What computes. native: epd-serve's own engine. vllm: vLLM, and vllm-ascend on NPUs.",
     )
     vllm: VllmConfig = VllmConfig()
-    devices: Hot[tuple[Annotated[str, AfterValidator(_check_device)], ...]] = Field(
+    devices: Hot[
+        Annotated[tuple[Annotated[str, AfterValidator(_check_device)], ...], BeforeValidator(_read_devices)]
+    ] = Field(
         default=("cpu",),
         validate_default=True,
-        description="cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances.",
+        description="cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
+        "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 is this machine with the memory and the "
+        "asynchrony of an accelerator, not with its speed.",
     )
     restart: Anew[Literal["on-failure", "never"]] = Field(
         default="on-failure",
@@ -150,6 +174,13 @@ class DeploymentConfig(SharedConfig):
     def _engine_can(self) -> DeploymentConfig:
         placement = self.placement()
         settings = {str(one.role): self.settings_for(str(one.role)) for one in placement}
+        emulated = [one for one in placement if one.devices[0].startswith("emulated:")]
+        if emulated and self.engine == "vllm":
+            raise ValueError(
+                "devices: vLLM runs on no emulated device; write engine: native, or a device of yours"
+            )
+        if any(one.tensor_parallel > 1 for one in emulated):
+            raise ValueError("topology: emulated devices share no language model; leave @tp out")
         if self.engine == "vllm":
             check_vllm(placement, settings, self.vllm, self.model_fields_set)
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):

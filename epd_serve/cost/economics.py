@@ -13,7 +13,8 @@ from rich.table import Table
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from epd_serve.cost.roofline import DEVICE_SPECS, DeviceSpec, language_lines, spec_of
+from device.datasheets import DEVICE_SPECS, DeviceSpec, spec_of
+from epd_serve.cost.roofline import language_lines
 from epd_serve.cost.shape import ModelShape
 
 #: The paper's "M" is 2**20 bytes: 2·32·32·128·704·2 bytes are its 352 M.

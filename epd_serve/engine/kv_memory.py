@@ -196,7 +196,7 @@ def num_kv_blocks(options: InstanceOptions, layout: KVLayout, device_type: str, 
     block_bytes = block_nbytes(layout)
     if options.kv_cache_bytes is not None:
         return blocks_in(options.kv_cache_bytes, block_bytes=block_bytes, block_size=layout.block_size)
-    if device_type == "cpu":
+    if device_type in ("cpu", "emulated"):  # in the memory of the host
         size = _DEFAULT_KV_BYTES
     else:
         size = int(free_bytes * _FREE_MEMORY_FOR_KV) * len(options.devices)

@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from device.base import AttentionOps
+from device.copies import Readback, to_device
 from epd_serve.engine.constraints import is_restricted, mask_ends, restrict
-from epd_serve.engine.step_inputs import StepInputs, integers, move, on_device
+from epd_serve.engine.step_inputs import StepInputs, integers, on_device
 from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.request import Sequence
 from epd_serve.types import SamplingParams
@@ -310,23 +311,6 @@ class Sampler:
         return self._scores[: len(some)].copy_(some)
 
 
-class Readback:
-    """A copy of a tensor on its way to the host."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.Event | None = None
-        self._copy = tensor
-        if tensor.device.type != "cpu":
-            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-            self._event = torch.Event(tensor.device)
-            self._event.record()
-
-    def wait(self) -> Tensor:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copy
-
-
 def _is_held_back(row: Row) -> bool:
     return len(row.sequence.output_ids) < row.sampling.min_tokens
 
@@ -407,7 +391,7 @@ class Penalties:
         if not ids:
             return
         where, amount, factor = (
-            move(torch.from_numpy(np.concatenate(parts)), scores.device) for parts in (ids, amounts, factors)
+            to_device(torch.from_numpy(np.concatenate(parts)), scores.device) for parts in (ids, amounts, factors)
         )
         flat = scores.view(-1)
         values = flat.index_select(0, where)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from device.base import AttnMeta, Device, GraphRunner
+from device.copies import to_device
 from epd_serve.engine.commands import CreateCache
 from epd_serve.engine.sampler import PromptLogprobs
-from epd_serve.engine.step_inputs import Fed, StepInputs, integers, move
+from epd_serve.engine.step_inputs import Fed, StepInputs, integers
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 
@@ -87,7 +88,7 @@ class StepExecutor:
             logprobs = PromptLogprobs(inputs, target)
         return self._model.forward(
             ids,
-            move(inputs.positions, target),
+            to_device(inputs.positions, target),
             StepContext(plan=plan, kv=self._kv, on_layer=on_layer),
             integers(inputs.rows, target),
             None if features is None else features.to(target),

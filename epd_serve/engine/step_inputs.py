@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from device.base import AttnMeta
+from device.copies import to_device
 
 
 class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -64,22 +65,17 @@ class Fed:
         ids.index_copy_(0, on_device(ids, self.rows), self.tokens)
 
 
-def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device, for which the host does not wait."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
 def on_device(like: Tensor, values: list[int] | list[float], dtype: torch.dtype = torch.long) -> Tensor:
     """Numbers on a tensor's device."""
-    return move(torch.tensor(values, dtype=dtype), like.device)
+    return to_device(torch.tensor(values, dtype=dtype), like.device)
 
 
 def integers(values: list[int], device: torch.device) -> Tensor:
-    return move(torch.tensor(values, dtype=torch.long), device)
+    return to_device(torch.tensor(values, dtype=torch.long), device)
 
 
 def _table(rows: list[list[int]], device: torch.device) -> Tensor:
     """[len(rows), longest row], padded with 0."""
     width = max(map(len, rows), default=0)
     padded = [row + [0] * (width - len(row)) for row in rows]
-    return move(torch.tensor(padded, dtype=torch.long).view(len(rows), width), device)
+    return to_device(torch.tensor(padded, dtype=torch.long).view(len(rows), width), device)

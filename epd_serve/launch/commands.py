@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
-from device.present import visibility
+from device.present import EMULATED_MEMORY, visibility
 from device.shares import share_environment
 from device.weight_files import COPIES, VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig, InstanceOptions, decode_graph_sizes
@@ -79,6 +79,8 @@ def prepare_instances(
             device_board=boards.get(instance.name),
             switch_dir=directory,
         )
+        if directory and instance.devices[0].startswith("emulated:"):
+            visible[EMULATED_MEMORY] = str(directory)
         mps = share_environment(share.share) if share and instance.devices[0].startswith("cuda:") else {}
         chosen.append((instance, options, {**visible, **mps}, wished is None and share is None))
     own = npu_environments([(instance, options) for instance, options, _, _ in chosen])

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from device.datasheets import spec_of
 from device.present import accelerators, torch_lacks, visibility
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.model_files import check_model_files, read_model_config
@@ -153,11 +154,11 @@ def device_faults(config: DeploymentConfig, environment: Mapping[str, str]) -> I
     for kind in dict.fromkeys(device.partition(":")[0] for device in devices):
         own = [device for device in devices if device.partition(":")[0] == kind]
         lack = torch_lacks(kind) if config.engine == "native" else ""
-        if kind != "cpu" and not lack and (reason := accelerators(kind).reason):
+        if kind in ("cuda", "npu") and not lack and (reason := accelerators(kind).reason):
             lack = f"{reason}; on this machine write devices: [cpu]"
         if lack:
             yield f"{', '.join(own)}: {lack}"
-        elif kind != "cpu":
+        elif kind in ("cuda", "npu"):
             yield from filter(None, (_absent(device, environment) for device in own))
 
 
@@ -217,6 +218,8 @@ def _memory_advice(config: DeploymentConfig, mostly_kv: bool) -> str:
 
 def _memory_of(device: str) -> int | None:
     kind, _, index = device.partition(":")
+    if kind == "emulated":
+        return int(spec_of(index.partition(":")[0]).memory_bytes)
     if kind != "cpu":
         return accelerators(kind).memory_bytes[int(index)]
     limits = [psutil.virtual_memory().total + psutil.swap_memory().total]

@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from device.datasheets import spec_of
 from epd_serve.cost.profile import Profile
-from epd_serve.cost.roofline import analytic_profile, spec_of
+from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import ModelShape, shape_of
 
 Kind = Literal["cuda", "npu", "cpu"]

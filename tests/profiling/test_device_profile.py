@@ -8,10 +8,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from device.datasheets import DEVICE_SPECS
 from epd_serve.cli.app import app
 from epd_serve.config.schema import model_path
 from epd_serve.cost.profile import DecodeLine, Profile
-from epd_serve.cost.roofline import DEVICE_SPECS, analytic_profile
+from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import KNOWN_SHAPES, shape_of
 from epd_serve.profiling import device_profile
 

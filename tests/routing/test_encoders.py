@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from benchmarks.ablations.routing import RandomOfTwoEncoders, RoundRobinEncoders
+from device.datasheets import spec_of
 from epd_serve.cost.profile import EncodeLine
-from epd_serve.cost.roofline import analytic_profile, spec_of
+from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.cost.stages import Work
 from epd_serve.routing.encoders import BOUND, BoundedHash, Together

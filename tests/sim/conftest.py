@@ -2,8 +2,9 @@ from collections.abc import Callable
 
 import pytest
 
+from device.datasheets import spec_of
 from epd_serve.cost.profile import Profile
-from epd_serve.cost.roofline import analytic_profile, spec_of
+from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.sim.simulator import SimDeployment, build
 from epd_serve.sim.spec import Batching

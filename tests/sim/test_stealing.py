@@ -8,7 +8,8 @@ from statistics import fmean
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd_serve.cost.roofline import analytic_profile, spec_of
+from device.datasheets import spec_of
+from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.flow.stealing import DEFAULT_RULE
 from epd_serve.routing.stealing import Mode, StealRule

@@ -1,0 +1,63 @@
+"""Data sheets of devices: arithmetic, memory and links, for devices on which nothing was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSpec:
+    """Dense half-precision arithmetic, memory, and links of one device.
+
+    Attributes:
+        flops: operations a second. bytes_per_s: bandwidth of its memory. link_bytes_per_s: bandwidth to its
+            neighbours in one machine.
+        compute_share, bandwidth_share: part of each that large kernels reach: HeteroServe's 85 % (section 2) for
+            encodes and prefills, its 80 % for decodes.
+        launch_s: further time of a step on the host.
+        price: in dollars; None: not known here.
+    """
+
+    name: str
+    flops: float
+    bytes_per_s: float
+    memory_bytes: float
+    link_bytes_per_s: float
+    compute_share: float = 0.85
+    bandwidth_share: float = 0.8
+    launch_s: float = 2e-3
+    price: float | None = None
+
+
+def _spec(name: str, teraflops: float, gb_per_s: float, gb: float, link: float, price: float | None) -> DeviceSpec:
+    return DeviceSpec(
+        name=name,
+        flops=teraflops * 1e12,
+        bytes_per_s=gb_per_s * 1e9,
+        memory_bytes=gb * 1e9,
+        link_bytes_per_s=link * 1e9,
+        price=price,
+    )
+
+
+#: TFLOP/s, memory GB/s, memory GB, link GB/s. The two prices and the RTX 4090's 330 TFLOP/s are HeteroServe's
+#: (sections 1 and 6.1); what the makers' data sheets say is the rest.
+DEVICE_SPECS: dict[str, DeviceSpec] = {
+    spec.name: spec
+    for spec in (
+        _spec("a100", 312, 2039, 80, 300, 16000),
+        _spec("h20", 148, 4000, 96, 450, None),
+        _spec("h800", 989, 3350, 80, 200, None),
+        _spec("h200", 989, 4800, 141, 450, None),
+        _spec("rtx-4090", 330, 1008, 24, 25, 3000),
+        _spec("ascend-910b3", 313, 1600, 64, 28, None),
+    )
+}
+
+
+def spec_of(name: str) -> DeviceSpec:
+    """Raises ValueError that lists the names there are."""
+    key = name.lower().replace("_", "-").replace(" ", "-")
+    if key not in DEVICE_SPECS:
+        raise ValueError(f"device {name!r} is not known; there are {', '.join(DEVICE_SPECS)}")
+    return DEVICE_SPECS[key]

@@ -1,0 +1,205 @@
+"""An accelerator without the chip: everything asynchronous as on one, computed on this machine's cores.
+
+Its memory is that of the data sheet, its streams and copies are asynchronous, and a graph replays what was
+captured and nothing else. Numbers are NaN until they are computed: code that is right here waits where it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from device import base, host
+from device.base import AttentionPlan, AttnMeta, DeviceUnavailable, Partition, PartitionStrength, check_update
+from device.datasheets import spec_of
+from device.emulated_torch import TYPE, Chip, EmulatedTensor, Event, Stream, add_chip, pinned, recorded
+from device.ops.plain import PlainOps
+from device.shares import check_share
+from device.transport import TRANSPORTS, TransportCapability
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmulatedPlan(AttentionPlan):
+    """Filled when the device comes to it: in a graph the lengths of decodes are those of the replay."""
+
+    computed: list[AttentionPlan] = field(default_factory=list)
+
+
+class EmulatedOps(PlainOps):
+    """torch's own operators; attention is one launch, which reads the lengths of decodes on the device."""
+
+    name = "plain torch, emulated"
+
+    def __init__(self, chip: Chip) -> None:
+        self._chip = chip
+
+    def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> EmulatedPlan:  # type: ignore[override]
+        plan = EmulatedPlan(meta=meta)
+        tensors = [meta.slot_mapping, meta.decode_block_table, meta.decode_context_lens, meta.prefill_block_table]
+        slots, decode_table, decode_lens, prefill_table = (_raw(one) for one in tensors)
+
+        def compute() -> None:
+            now = AttnMeta(
+                block_size=meta.block_size,
+                slot_mapping=slots,
+                num_decodes=meta.num_decodes,
+                decode_block_table=decode_table,
+                decode_context_lens=decode_lens,
+                decode_context_lens_host=decode_lens.tolist(),
+                prefill_query_lens=meta.prefill_query_lens,
+                prefill_context_lens=meta.prefill_context_lens,
+                prefill_block_table=prefill_table,
+            )
+            plan.computed[:] = [super(EmulatedOps, self).prepare(now, dtype)]
+
+        self._chip.launch(compute, (meta,))
+        return plan
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        assert isinstance(plan, EmulatedPlan), "a plan serves the operators that prepared it"
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        states = [_raw(one) for one in (output, query, key, value, kv_layer)]
+
+        def compute() -> None:
+            target, *inputs = states
+            target.copy_(super(EmulatedOps, self).attend(*inputs, plan.computed[0], scale))  # type: ignore[call-arg,arg-type]
+
+        self._chip.launch(compute, (output, query, key, value, kv_layer, plan))
+        return output
+
+
+class EmulatedGraphRunner:
+    """Fills the GraphRunner protocol: keeps what a step launches and launches it again."""
+
+    name = "emulated graph"
+    captures = True
+
+    def __init__(self, chip: Chip) -> None:
+        self._chip = chip
+        self._graphs: dict[int, tuple[list[Callable[[], None]], Tensor]] = {}
+
+    def capture(self, size: int, step: Callable[[], Tensor]) -> None:
+        step()  # what is set up at first use must be there before
+        self._chip.synchronize()
+        with recorded() as work:
+            output = step()
+        self._graphs[size] = work, output
+
+    def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
+        check_update(size, decode_context_lens, self._graphs)
+
+    def replay(self, size: int) -> Tensor:
+        work, output = self._graphs[size]
+        stream = self._chip.current()
+        for one in work:
+            stream.launch(one)
+        return output
+
+
+class EmulatedDevice:
+    """Fills the Device protocol; ``kind`` names a data sheet (:mod:`device.datasheets`)."""
+
+    type = TYPE
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    has_streams = True
+    visible_devices_variable = None
+    partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction",))
+
+    def __init__(self, kind: str, index: int) -> None:
+        sheet = spec_of(kind)
+        self.index = index
+        self.name = f"{TYPE}:{sheet.name}:{index}"
+        self.description = f"emulated {sheet.name}"
+        self._chip = add_chip(index, self.name, int(sheet.memory_bytes))
+        self.ops: base.AttentionOps = EmulatedOps(self._chip)
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds by which the device lengthens each launch."""
+        return self._chip.launch_s
+
+    @launch_s.setter
+    def launch_s(self, seconds: float) -> None:
+        self._chip.launch_s = seconds
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(TYPE, self.index)
+
+    @property
+    def cores(self) -> int | None:
+        return None
+
+    @property
+    def transport(self) -> TransportCapability:
+        return TRANSPORTS["cpu"]
+
+    def apply_share(self, share: float, start: float = 0.0) -> Partition:
+        check_share(share, start)
+        self.set_memory_fraction(share)
+        return Partition(strength=self.partition.strength, mechanisms=(f"memory fraction {share:g}",))
+
+    def memory(self) -> tuple[int, int]:
+        return self._chip.memory.total, self._chip.memory.free
+
+    def headroom(self) -> int:
+        memory = self._chip.memory
+        return min(int(memory.fraction * memory.total) - memory.used, memory.free)
+
+    def reset_peak_memory(self) -> int:
+        memory = self._chip.memory
+        memory.peak = memory.used
+        return memory.used
+
+    def peak_memory(self) -> int:
+        return self._chip.memory.peak
+
+    def set_memory_fraction(self, fraction: float) -> None:
+        if not 0 < fraction <= 1:
+            raise ValueError(f"memory fraction {fraction}: it lies above 0 and at 1 at most")
+        self._chip.memory.fraction = fraction
+
+    def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
+        host.set_threads(threads, cores)
+
+    def activate(self) -> None:
+        return
+
+    def synchronize(self) -> None:
+        self._chip.synchronize()
+
+    def stream(self, priority: int = 0) -> base.Stream:
+        return Stream(self._chip, min(priority, 0))
+
+    def current_stream(self) -> base.Stream:
+        return self._chip.current()
+
+    def event(self, enable_timing: bool = False) -> base.Event:
+        return Event(self._chip)
+
+    def record_event(self) -> base.Event:
+        return self._chip.current().record_event()
+
+    def graph_runner(self) -> base.GraphRunner:
+        return EmulatedGraphRunner(self._chip)
+
+    def pin_memory(self, tensor: Tensor) -> Tensor:
+        return pinned(tensor)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, EmulatedTensor), f"expected a tensor on {TYPE}, found one on {tensor.device}"
+    return tensor.raw
+
+
+def open_device(kind: str, index: int) -> EmulatedDevice:
+    """Raises DeviceUnavailable for a kind without a data sheet."""
+    try:
+        return EmulatedDevice(kind, index)
+    except ValueError as error:
+        raise DeviceUnavailable(f"{TYPE}:{kind}: {error}") from error

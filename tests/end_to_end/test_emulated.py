@@ -1,0 +1,39 @@
+"""Deployments on emulated accelerators: what is read too early is no number, and tokens are those of generate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from fleet import figures
+from identity import start_fleet
+
+TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0")}
+CASES: dict[str, dict[str, Any]] = {
+    "pushed KV, steps launched ahead": {"async_scheduling": "on"},
+    "pulled KV, small pool": {"kv_transfer": {"mode": "pull"}, "num_blocks": 20},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path / "cache"))
+    model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
+    settings = {"devices": ["emulated:h200 x 5"], "instances": CASES[case]}
+    async with start_fleet(model, "E-P-ED-EPD-D", **settings) as fleet:
+        for _ in range(3):  # whether sequences meet in the small pool is a matter of timing
+            for names in TOPOLOGIES.values():
+                await fleet.check_tokens(names)
+            preempted = [(await figures(url))["preemptions_total"] for url in fleet.urls.values()]
+            if "num_blocks" not in CASES[case] or sum(preempted):
+                return
+    raise AssertionError("the pool was large enough for all")
+
+
+async def test_instances_on_one_device_share_its_memory(tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    async with start_fleet(model, "(E-PD)", devices=["emulated:a100:0"]) as fleet:
+        await fleet.check_tokens(("e0", "pd0"))
