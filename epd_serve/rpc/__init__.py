@@ -9,5 +9,6 @@ Three ways are others because of what they carry. Orders to decoders of media ca
 (:mod:`epd_serve.media.decoder_pool`). KV and features are bytes that are written where they are to lie
 (:mod:`epd_serve.transfer`). Notices to processes of vLLM come over TCP from strangers, with limits for each sender
 (:mod:`epd_serve.vllm_plugin.notices`). aiohttp, with redirects and resolvers of its own, reaches servers that are
-of no deployment: those of media and of web hooks.
+of no deployment: those of media and of web hooks. ``epd-serve chat`` and the profiler, which wait for one answer
+at a time, have urllib.
 """
