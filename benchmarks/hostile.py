@@ -49,9 +49,21 @@ def _tokens(token: str, number: int) -> str:
     return '{"prompt":[' + ",".join([token] * number) + '],"max_tokens":1}'
 
 
+def _call(arguments: str) -> str:
+    return json.dumps({"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}})
+
+
+def _parts(part: str, number: int) -> str:
+    return _messages('{"role":"user","content":[' + ",".join([part] * number) + "]}", 1)
+
+
+def _picture(url: str, **fields: Any) -> str:
+    parts = [{"type": "image_url", "image_url": {"url": url}}]
+    return json.dumps({"messages": [{"role": "user", "content": parts}], **fields})
+
+
 _PICTURE = json.dumps({"type": "image_url", "image_url": {"url": _PIXEL}})
 _PART = '{"type":"text","text":"a"}'
-_CALL = json.dumps({"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}})
 
 #: Name → (path, status, the body's text).
 HOSTILE: dict[str, tuple[str, int, Callable[[], str]]] = {
@@ -61,22 +73,14 @@ HOSTILE: dict[str, tuple[str, int, Callable[[], str]]] = {
     "messages of nothing": (CHAT, 413, lambda: _messages("{}", 2_000_000)),
     "16,000 wrong messages": (CHAT, 400, lambda: _messages("{}", 16_000)),
     "100,000 pictures": (CHAT, 413, lambda: _messages(f'{{"role":"user","content":[{_PICTURE}]}}', 100_000)),
-    "5,000 pictures": (
-        CHAT,
-        400,
-        lambda: _messages('{"role":"user","content":[' + ",".join([_PICTURE] * 5000) + "]}", 1),
-    ),
+    "5,000 pictures": (CHAT, 400, lambda: _parts(_PICTURE, 5000)),
     "marks of payloads": (CHAT, 413, lambda: _chat(user=";base64,'" * 7_000_000)),
     "data URLs": (CHAT, 413, lambda: '{"user":[' + ",".join(['"data:"'] * 1_000_000) + "]}"),
-    "10,000 parts": (
-        CHAT,
-        413,
-        lambda: _messages('{"role":"user","content":[' + ",".join([_PART] * 16_500) + "]}", 1),
-    ),
+    "10,000 parts": (CHAT, 413, lambda: _parts(_PART, 16_500)),
     "calls": (
         CHAT,
         400,
-        lambda: _messages('{"role":"assistant","tool_calls":[' + ",".join([_CALL] * 5000) + "]}", 1),
+        lambda: _messages('{"role":"assistant","tool_calls":[' + ",".join([_call("{}")] * 5000) + "]}", 1),
     ),
     "an enum of 100,000": (CHAT, 400, lambda: _schema({"enum": [str(i) for i in range(100_000)]})),
     "an enum in a text": (
@@ -88,19 +92,7 @@ HOSTILE: dict[str, tuple[str, int, Callable[[], str]]] = {
         CHAT,
         413,
         lambda: _messages(
-            json.dumps(
-                {
-                    "role": "assistant",
-                    "tool_calls": [
-                        {
-                            "id": "a",
-                            "type": "function",
-                            "function": {"name": "f", "arguments": '{"a":[' + "[]," * 1_000_000 + "[]]}"},
-                        }
-                    ],
-                }
-            ),
-            1,
+            '{"role":"assistant","tool_calls":[' + _call('{"a":[' + "[]," * 1_000_000 + "[]]}") + "]}", 1
         ),
     ),
     "wrong tokens": (COMPLETION, 400, lambda: _tokens("-1", 262_000)),
@@ -120,55 +112,14 @@ HOSTILE: dict[str, tuple[str, int, Callable[[], str]]] = {
     "escapes": (CHAT, 413, lambda: '{"' + "\\" * ((8 << 20) - 10)),
     "texts to detokenize": ("/detokenize", 400, lambda: '{"tokens":[' + ",".join(["-1"] * 262_000) + "]}"),
     "messages to tokenize": ("/tokenize", 413, lambda: _messages(_SHORT, 1_000_000)),
-    "a picture and a wrong field": (
-        CHAT,
-        400,
-        lambda: json.dumps(
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {
-                                "type": "image_url",
-                                "image_url": {"url": _DATA + "A" * (LIMIT - 2048)},
-                            }
-                        ],
-                    }
-                ],
-                "temprature": 1,
-            }
-        ),
-    ),
-    "a picture that is none": (
-        CHAT,
-        400,
-        lambda: json.dumps(
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [
-                            {
-                                "type": "image_url",
-                                "image_url": {"url": _DATA + "A" * (12 << 20) + "!"},
-                            }
-                        ],
-                    }
-                ],
-            }
-        ),
-    ),
+    "a picture and a wrong field": (CHAT, 400, lambda: _picture(_DATA + "A" * (LIMIT - 2048), temprature=1)),
+    "a picture that is none": (CHAT, 400, lambda: _picture(_DATA + "A" * (12 << 20) + "!")),
 }
 
 #: Bodies within all limits that are much work: an instance may refuse them for their length in tokens.
 HEAVY: dict[str, tuple[str, int, Callable[[], str]]] = {
     "2,048 messages": (CHAT, 200, lambda: _messages(_SHORT, 2048)),
-    "4,096 parts": (
-        CHAT,
-        200,
-        lambda: _messages('{"role":"user","content":[' + ",".join([_PART] * 4000) + "]}", 1),
-    ),
+    "4,096 parts": (CHAT, 200, lambda: _parts(_PART, 4000)),
     "8 MiB of text": (CHAT, 200, lambda: _messages('{"role":"user","content":"' + "word, " * 1_390_000 + '"}', 1)),
     "8 MiB of letters": (
         CHAT,

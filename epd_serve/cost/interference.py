@@ -9,6 +9,8 @@ from typing import Annotated, Literal, Self
 
 import msgspec
 
+from epd_serve.cost.profile import read_measured
+
 Demand = Literal["compute", "bandwidth", "communication"]
 Kind = Literal["operator", "stage"]
 Isolation = Literal["process", "stream"]
@@ -82,14 +84,7 @@ class InterferenceMatrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises ValueError that names the file and what is wrong with it."""
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
-        except OSError as error:
-            raise ValueError(
-                f"interference file {path}: {error.strerror}; 'epd-serve interference' makes one"
-            ) from error
-        except msgspec.DecodeError as error:
-            raise ValueError(f"interference file {path}: {error}; 'epd-serve interference' makes one") from error
+        return read_measured(path, cls, f"interference file {path}", "epd-serve interference")
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"

@@ -6,12 +6,24 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import msgspec
 
 #: Of the file's form. A file of another version is measured again.
 VERSION = 1
+
+
+T = TypeVar("T")
+
+
+def read_measured(path: Path, kind: type[T], what: str, maker: str) -> T:
+    """Read a file of measurements. Raises ValueError that names it, what is wrong with it, and its ``maker``."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{what}: {reason}; '{maker}' makes one") from error
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -241,12 +253,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises ValueError that names the file and what is wrong with it."""
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
-        except OSError as error:
-            raise ValueError(f"profile {path}: {error.strerror}; 'epd-serve profile' makes one") from error
-        except msgspec.DecodeError as error:
-            raise ValueError(f"profile {path}: {error}; 'epd-serve profile' makes one") from error
+        return read_measured(path, cls, f"profile {path}", "epd-serve profile")
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
