@@ -37,6 +37,7 @@ class EmulatedOps(PlainOps):
         self._chip = chip
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> EmulatedPlan:  # type: ignore[override]
+        self._chip.check_active()
         plan = EmulatedPlan(meta=meta)
         tensors = [meta.slot_mapping, meta.decode_block_table, meta.decode_context_lens, meta.prefill_block_table]
         slots, decode_table, decode_lens, prefill_table = (_raw(one) for one in tensors)
@@ -168,7 +169,7 @@ class EmulatedDevice:
         host.set_threads(threads, cores)
 
     def activate(self) -> None:
-        return
+        self._chip.activate()
 
     def synchronize(self) -> None:
         self._chip.synchronize()

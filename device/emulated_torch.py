@@ -115,6 +115,14 @@ class Chip:
         stack: list[Stream] = getattr(_LOCAL, "streams", [])
         return next((stream for stream in reversed(stack) if stream.chip is self), self.default)
 
+    def activate(self) -> None:
+        _LOCAL.active = self.index
+
+    def check_active(self) -> None:
+        """Raise where a kernel of ours is launched on a thread whose device is another: it would run there."""
+        if (active := getattr(_LOCAL, "active", 0)) != self.index:
+            raise RuntimeError(f"this thread's device is {TYPE}:{active}; call activate() of {self.memory.name}")
+
     def synchronize(self) -> None:
         for stream in list(self.streams):
             stream.synchronize()

@@ -197,10 +197,11 @@ def num_kv_blocks(options: InstanceOptions, layout: KVLayout, device_type: str, 
     if options.kv_cache_bytes is not None:
         return blocks_in(options.kv_cache_bytes, block_bytes=block_bytes, block_size=layout.block_size)
     if device_type in ("cpu", "emulated"):  # in the memory of the host
-        size = _DEFAULT_KV_BYTES
-    else:
-        size = int(free_bytes * _FREE_MEMORY_FOR_KV) * len(options.devices)
-    return max(size // block_bytes, MIN_BLOCKS)
+        return max(_DEFAULT_KV_BYTES // block_bytes, MIN_BLOCKS)
+    heads_each = -(-layout.num_kv_heads // len(options.devices))  # more ranks than heads repeat them
+    return max(
+        int(free_bytes * _FREE_MEMORY_FOR_KV) * layout.num_kv_heads // (block_bytes * heads_each), MIN_BLOCKS
+    )
 
 
 def resolve_dtype(name: str, config: Any) -> torch.dtype:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from device.base import AttentionOps
+from device.copies import Readback
 from epd_serve.engine.followers import Followers
 from epd_serve.engine.sampler import PromptLogprobs, Row, SampledToken, Sampler, Sampling
 from epd_serve.engine.step import StepExecutor
@@ -50,6 +51,10 @@ class LanguageRunner:
         self._block_size = block_size
         self._num_position_axes = num_position_axes
         self._followers = followers
+
+    def activate(self) -> None:
+        """Make its device that of this thread, which is to launch steps."""
+        self._executor.activate()
 
     def step(self, output: ScheduleOutput, features_by_hash: Mapping[str, Tensor]) -> StepResult:
         """Compute a step from its launch to its tokens."""
@@ -116,12 +121,14 @@ class LaunchedStep:
         self._rows = [Row(s, index) for s in sampled for index in range(s.index, s.index + s.num_sampled)]
         self._places = {row.sequence: place for place, row in enumerate(self._rows)}
         self._sampling: Sampling | None = None
+        self._computed: Readback | None = None
 
     def sample(self) -> None:
         """Let the device choose the tokens; those before them must be known."""
         if self._scored is not None:
             self._scored.logprobs.send()
         if not self._rows:
+            self._computed = Readback(self._logits)  # of no rows: its end is that of the step
             return
         logits = self._logits
         if len(self._rows) > len(self._sampled):
@@ -136,7 +143,9 @@ class LaunchedStep:
         return tokens.index_select(0, on_device(tokens, [self._places[sequence] for sequence in sequences]))
 
     def read(self) -> StepResult:
-        """Wait for the tokens, and hand each sequence the log-probabilities of its known ones."""
+        """Wait for the end of the step, and hand each sequence the log-probabilities of its known tokens."""
+        if self._computed is not None:
+            self._computed.wait()
         if self._scored is not None:
             self._scored.hand_out()
         tokens = iter([] if self._sampling is None else self._sampling.read())

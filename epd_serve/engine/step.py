@@ -35,6 +35,7 @@ class StepExecutor:
         graph_sizes: Sequence[int],
         max_model_len: int,
     ) -> None:
+        device.activate()  # of the thread that captures
         self._model = model
         self._device = device
         self.device = device.torch_device
@@ -63,6 +64,9 @@ class StepExecutor:
             graph_sizes=cache.graph_sizes,
             max_model_len=cache.max_model_len,
         )
+
+    def activate(self) -> None:
+        self._device.activate()
 
     def compute(
         self,

@@ -75,6 +75,7 @@ class StepLoop:
 
     def _run(self) -> None:
         try:
+            self._runner.activate()
             while (output := self._engine.next_step(self._output_in_flight)) is not None:
                 self._advance(output)
         except BaseException:  # nothing would be computed any more, and nobody would know

@@ -132,7 +132,7 @@ def test_processes_share_the_memory_of_a_device(tmp_path: Path, monkeypatch: pyt
     code = (
         "import torch\n"
         "from device.registry import get_device\n"
-        "device = get_device('emulated:h20:2')\n"
+        "device = get_device('emulated:h20:4')\n"
         "held = torch.empty(3_000_000, dtype=torch.uint8, device=device.torch_device)\n"
         "print(device.memory()[1], flush=True)\n"
         "input()\n"
@@ -141,7 +141,7 @@ def test_processes_share_the_memory_of_a_device(tmp_path: Path, monkeypatch: pyt
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert int(other.stdout.readline()) == 96_000_000_000 - 3_000_000
-        device = get_device("emulated:h20:2")
+        device = get_device("emulated:h20:4")
         held = torch.empty(1_000_000, dtype=torch.uint8, device=device.torch_device)
         assert device.memory() == (96_000_000_000, 96_000_000_000 - 4_000_000)
         other.kill()

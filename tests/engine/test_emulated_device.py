@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny_models
 from engine_bench import EngineBench
 from pictures import noise
 from PIL import Image
@@ -13,7 +15,7 @@ from reference import Reference
 
 from device.emulated import EmulatedDevice
 from device.registry import get_device
-from epd_serve.sched.language import Budget
+from epd_serve.sched.language import Budget, ScheduleOutput
 
 DELAY_S = 2e-4
 
@@ -21,7 +23,7 @@ DELAY_S = 2e-4
 @pytest.fixture
 def slow_device() -> Iterator[EmulatedDevice]:
     """Each launch takes a while, so that nothing is ready by chance."""
-    device = get_device("emulated:h200:0")
+    device = get_device("emulated:h200:2")  # no thread's device before it says so
     assert isinstance(device, EmulatedDevice)
     device.launch_s = DELAY_S
     yield device
@@ -36,6 +38,36 @@ def requests() -> list[tuple[str, str, list[Image.Image]]]:
         ("two images", "What is in the picture?", [two, one]),
         ("long text", "Repeat: " + "apple banana " * 12, []),
     ]
+
+
+class TimedBench(EngineBench):
+    """Asks at the end of each step how long the device is still at work."""
+
+    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        start_s = time.perf_counter()
+        self.device.synchronize()
+        waits_s.append(time.perf_counter() - start_s)
+        super().stepped(output, seconds)
+
+
+waits_s: list[float] = []
+
+
+def test_a_step_without_tokens_ends_when_the_device_has_computed_it(
+    tmp_path: Path, slow_device: EmulatedDevice
+) -> None:
+    """The middle chunks of a prompt: their times decide on budgets and groups."""
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    slow_device.launch_s = 2e-3
+    waits_s.clear()
+    bench = TimedBench(model, Budget(max_num_tokens=16, max_num_seqs=4), device=slow_device)
+    try:
+        bench.engine.submit(bench.sequence("long", "Repeat: " + "apple " * 60, [], max_tokens=1))
+        bench.collect(1)
+        assert len(waits_s) > 3
+        assert max(waits_s) < 0.05, "each of these has above a hundred launches of 2 ms"
+    finally:
+        bench.close()
 
 
 @pytest.mark.parametrize(

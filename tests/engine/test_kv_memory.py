@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from device.registry import get_device
+from epd_serve.config import InstanceOptions
 from epd_serve.engine.commands import Command, CopyBlock, Land
-from epd_serve.engine.kv_memory import KVCache, KVMemory
+from epd_serve.engine.kv_memory import KVCache, KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.types import Role
 
 LAYOUT = wire.KVLayout(num_layers=3, num_kv_heads=4, head_dim=2, block_size=2, dtype="float32", model="m")
 NUM_BLOCKS = 9
@@ -62,3 +65,16 @@ def test_saved_blocks_come_back_elsewhere(num_ranks: int) -> None:
         torch.testing.assert_close(cache[:, :, untouched], old[:, :, untouched], rtol=0, atol=0)
         assert not cache[:, :, [1, 7]].any()
     transport.close()
+
+
+@pytest.mark.parametrize(("num_ranks", "heads_each"), [(1, 4), (2, 2), (4, 1), (8, 1)])
+def test_the_kv_of_a_rank_fits_into_its_device(num_ranks: int, heads_each: int) -> None:
+    """More ranks than heads repeat heads, and each keeps one whole."""
+    devices = ",".join(f"cuda:{index}" for index in range(num_ranks))
+    options = InstanceOptions(
+        name="pd0", role=Role.parse("PD"), model=Path("m"), served_model_name="m", device=devices
+    )
+    free = 1 << 30
+    blocks = num_kv_blocks(options, LAYOUT, "cuda", free)
+    rank_bytes = blocks * block_nbytes(LAYOUT) * heads_each // LAYOUT.num_kv_heads
+    assert 0.79 * free < rank_bytes <= 0.8 * free
