@@ -30,23 +30,22 @@ from transformers.activations import ACT2FN
 
 from epd_serve.models.model_types import LLAVA, NATIVE, QWEN_VL, TEXT
 
-_QWEN_FIELDS = frozenset(
-    ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
-)
+
+def _names(*texts: str) -> frozenset[str]:
+    return frozenset(" ".join(texts).split())
+
+
 #: What the engine honours at the top level of each family's configuration.
 _FAMILIES: dict[str, frozenset[str]] = {
-    **dict.fromkeys(QWEN_VL, _QWEN_FIELDS),
+    **dict.fromkeys(
+        QWEN_VL,
+        _names("image_token_id video_token_id vision_start_token_id vision_end_token_id tie_word_embeddings"),
+    ),
     **dict.fromkeys(
         LLAVA,
-        frozenset(
-            (
-                "image_token_index",
-                "projector_hidden_act",
-                "vision_feature_select_strategy",
-                "vision_feature_layer",
-                "multimodal_projector_bias",
-                "tie_word_embeddings",
-            )
+        _names(
+            "image_token_index projector_hidden_act vision_feature_select_strategy vision_feature_layer",
+            "multimodal_projector_bias tie_word_embeddings",
         ),
     ),
 }
@@ -54,96 +53,40 @@ _FAMILIES: dict[str, frozenset[str]] = {
 _NARROW_HEADS = ("qwen2_vl_text", "qwen2_5_vl_text")
 _MROPE_MODELS = (*_NARROW_HEADS, "qwen3_vl_text", "qwen3_vl_moe_text")
 _TEXT_MODELS = (*TEXT, *_MROPE_MODELS)
-#: What the decoder honours, whichever class of the above declares it.
-_TEXT_FIELDS = frozenset(
-    (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_parameters",
-        "attention_bias",
-        "mlp_bias",
-        "tie_word_embeddings",
-        "use_sliding_window",
-        "sliding_window",
-        "max_window_layers",
-        "layer_types",
-        # mixture-of-experts layers are transformers' own
-        "num_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "decoder_sparse_step",
-        "mlp_only_layers",
-    )
+#: What the decoder honours, whichever class of the above declares it. Layers of experts are transformers' own.
+_TEXT_FIELDS = _names(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
+    "hidden_act max_position_embeddings rms_norm_eps rope_parameters attention_bias mlp_bias tie_word_embeddings",
+    "use_sliding_window sliding_window max_window_layers layer_types",
+    "num_experts num_experts_per_tok moe_intermediate_size decoder_sparse_step mlp_only_layers",
 )
 _QWEN_TOWER = (
-    "depth",
-    "hidden_size",
-    "hidden_act",
-    "num_heads",
-    "in_channels",
-    "patch_size",
-    "spatial_merge_size",
-    "temporal_patch_size",
-    "rope_parameters",
+    "depth hidden_size hidden_act num_heads in_channels patch_size spatial_merge_size temporal_patch_size "
+    "rope_parameters"
 )
 _PATCH_TOWER = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_channels",
-    "image_size",
-    "patch_size",
-    "hidden_act",
-    "layer_norm_eps",
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_channels image_size patch_size "
+    "hidden_act layer_norm_eps"
 )
-_DEEP_TOWER = ("intermediate_size", "out_hidden_size", "num_position_embeddings", "deepstack_visual_indexes")
+_DEEP_TOWER = "intermediate_size out_hidden_size num_position_embeddings deepstack_visual_indexes"
 #: What the encoder honours, by the tower's model type.
 _TOWERS: dict[str, frozenset[str]] = {
-    "qwen2_vl_vision": frozenset((*_QWEN_TOWER, "embed_dim", "mlp_ratio")),
-    "qwen2_5_vl_vision": frozenset(
-        (*_QWEN_TOWER, "intermediate_size", "out_hidden_size", "window_size", "fullatt_block_indexes")
+    "qwen2_vl_vision": _names(_QWEN_TOWER, "embed_dim mlp_ratio"),
+    "qwen2_5_vl_vision": _names(
+        _QWEN_TOWER, "intermediate_size out_hidden_size window_size fullatt_block_indexes"
     ),
-    "qwen3_vl_vision": frozenset((*_QWEN_TOWER, *_DEEP_TOWER)),
-    "qwen3_vl_moe_vision": frozenset((*_QWEN_TOWER, *_DEEP_TOWER)),
-    "clip_vision_model": frozenset(_PATCH_TOWER),
-    "siglip_vision_model": frozenset((*_PATCH_TOWER, "vision_use_head")),
+    "qwen3_vl_vision": _names(_QWEN_TOWER, _DEEP_TOWER),
+    "qwen3_vl_moe_vision": _names(_QWEN_TOWER, _DEEP_TOWER),
+    "clip_vision_model": _names(_PATCH_TOWER),
+    "siglip_vision_model": _names(_PATCH_TOWER, "vision_use_head"),
 }
-#: What decides no token of an answer, whatever it is.
-_DESCRIPTIVE = frozenset(
-    (
-        "architectures",
-        "transformers_version",
-        "dtype",
-        "model_type",
-        "initializer_range",
-        "initializer_factor",
-        "use_cache",
-        "attention_dropout",
-        "bos_token_id",
-        "eos_token_id",  # read where a generation ends, not here
-        "pad_token_id",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "problem_type",
-        "pretraining_tp",
-        "chunk_size_feed_forward",
-        "output_hidden_states",
-        "output_router_logits",
-        "router_aux_loss_coef",
-        "projection_dim",  # of CLIP's head, behind the layers that are read
-        "image_seq_length",  # counted from the sizes
-        "tokens_per_second",  # of videos
-    )
+#: What decides no token of an answer, whatever it is. The end of a generation is read elsewhere; projection_dim is
+#: of CLIP's head, behind the layers that are read; image_seq_length is counted; tokens_per_second is of videos.
+_DESCRIPTIVE = _names(
+    "architectures transformers_version dtype model_type initializer_range initializer_factor use_cache",
+    "attention_dropout bos_token_id eos_token_id pad_token_id id2label label2id num_labels problem_type",
+    "pretraining_tp chunk_size_feed_forward output_hidden_states output_router_logits router_aux_loss_coef",
+    "projection_dim image_seq_length tokens_per_second",
 )
 _PARTS = ("text_config", "vision_config")
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
