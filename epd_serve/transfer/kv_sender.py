@@ -222,7 +222,7 @@ class KVSender:
     def _push(self, lane: _Lane, job: _Push) -> None:
         try:
             job.wait_for_compute()
-            # held from before the look at the leases until all is written: see write_locks
+            # held from before the look at the leases until all is written: see WriteLocks
             with self._write_locks.held(job.region, [part.slot for part in job.parts]):
                 start = self._clock()
                 parts = [part for part in job.parts if self._may_write(part.transfer, start)]
