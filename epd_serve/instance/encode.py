@@ -261,7 +261,7 @@ class EncodeService:
 
     async def _align(self, consumer: str) -> None:
         """Wait for the others of the batch that the consumer gets together."""
-        if consumer == self._url:
+        if consumer == self._url or self.aligned.size == 1:
             return
         complete = asyncio.Event()
         ticket = self.aligned.join(consumer, complete.set)

@@ -64,10 +64,11 @@ class LanguageEngine(EngineHooks):
             num_position_axes=instance.family.num_position_axes,
             max_model_len=self.max_model_len,
         )
+        self._start_engine(runner)
         self.receiver = factory("features", FeatureReceiver)(
             instance.options.feature_cache_bytes,
             instance.store.fetch,
-            lambda: self.engine.wake(),
+            self.engine.wake,
             form=FeatureForm(
                 dtype=self._layout.dtype,
                 width=weights.language.feature_width,
@@ -77,7 +78,6 @@ class LanguageEngine(EngineHooks):
             clock=time.monotonic,
             observe=instance.metrics.feature_used,
         )
-        self._start_engine(runner)
         self._start_services()
 
     def _start_engine(self, runner: LanguageRunner) -> None:

@@ -66,7 +66,7 @@ class HandoffBatcher:
             raise ValueError(
                 f"{size} features within {timeout_s} s are no batch; it has one, and more time than 0"
             )
-        self._size = size
+        self.size = size
         self._timeout_s = timeout_s
         self._call_later = call_later
         self._open: dict[str, dict[object, Callable[[], None]]] = {}
@@ -81,7 +81,7 @@ class HandoffBatcher:
         Returns a ticket for :meth:`leave`.
         """
         ticket = object()
-        if self._size == 1:
+        if self.size == 1:
             go()
             return ticket
         batch = self._open.get(receiver)
@@ -89,7 +89,7 @@ class HandoffBatcher:
             batch = self._open[receiver] = {}
             self._call_later(self._timeout_s, lambda: self._send(receiver, batch))
         batch[ticket] = go
-        if len(batch) == self._size:
+        if len(batch) == self.size:
             self._send(receiver, batch)
         return ticket
 
