@@ -86,9 +86,9 @@ class DecodeService:
         queue_timeout_s: float,
         orphan_s: float,
         listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
-        on_read: Callable[[int, float], None] = lambda nbytes, seconds: None,
-        timeline: Timeline | None = None,
-        compile: Callable[[Grammar], Awaitable[Constraint]] | None = None,
+        on_read: Callable[[int, float], None],
+        timeline: Timeline,
+        compile: Callable[[Grammar], Awaitable[Constraint]],
     ) -> None:
         self._compile = compile
         self._engine = engine
@@ -98,7 +98,7 @@ class DecodeService:
         self._transport = transport
         self._peers = peers
         self._on_read = on_read
-        self._timeline = Timeline(time.monotonic, lambda span: None) if timeline is None else timeline
+        self._timeline = timeline
         self._queue_timeout_s = queue_timeout_s
         self._orphan_s = orphan_s
         self._listen = listen
@@ -272,7 +272,7 @@ class DecodeService:
     async def take(self, handoff: wire.Handoff, answer: Answer | None = None) -> None:
         """:meth:`complete`, once the grammar that the answer follows is compiled."""
         grammar = handoff.sampling.grammar
-        constraint = None if grammar is None or self._compile is None else await self._compile(grammar)
+        constraint = None if grammar is None else await self._compile(grammar)
         self.complete(handoff, answer, constraint)
 
     def complete(

@@ -128,7 +128,7 @@ class LanguageEngine(EngineHooks):
             listen=self.listeners.listen,
             spawn=instance.spawn,
             delivered=instance.metrics.kv_delivered,
-            tokens_per_character=lambda: instance.rates.tokens_per_character,
+            rates=instance.rates,
             refusals=instance.refusals,
             compile=compiler.compile,
         )

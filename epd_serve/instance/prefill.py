@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from epd_serve.instance.http import JSON, BrokenStream, Reply
 from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, reserve_request
 from epd_serve.instance.lifecycle import Refusals, moved
 from epd_serve.instance.prompt import Prompt, PromptProcessor
+from epd_serve.instance.rates import StageRates
 from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor, Wanted
 from epd_serve.protocol import chunks, frames, wire
 from epd_serve.request import Sequence, SequenceState
@@ -62,7 +62,7 @@ class PrefillService:
         timeline: told what becomes of each request, for metrics.
         listen: directs a request's engine events to a function; None ends that.
         spawn: runs a clean-up in the background, owned by the instance.
-        tokens_per_character: of prompts, for the load.
+        rates: of prompts, for the load.
         refusals: what hands a request over may be refused by.
         compile: a grammar, for the sequences that follow it.
 
@@ -83,21 +83,21 @@ class PrefillService:
         lease_s: float,
         listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
         spawn: Callable[[asyncio.Task[None]], None],
-        delivered: Callable[[OutgoingTransfer], None] = lambda transfer: None,
-        timeline: Timeline | None = None,
-        tokens_per_character: Callable[[], float] = lambda: 0.0,
-        refusals: Refusals | None = None,
-        compile: Callable[[Grammar], Awaitable[MatcherConstraint]] | None = None,
+        delivered: Callable[[OutgoingTransfer], None],
+        timeline: Timeline,
+        rates: StageRates,
+        refusals: Refusals,
+        compile: Callable[[Grammar], Awaitable[MatcherConstraint]],
     ) -> None:
         self._compile = compile
-        self._refusals = refusals or Refusals("")
+        self._refusals = refusals
         self._engine = engine
         self._prompts = prompts
         self._processor = processor
-        self._timeline = Timeline(time.monotonic, lambda span: None) if timeline is None else timeline
+        self._timeline = timeline
         self._receiver = receiver
         self._deliver = deliver
-        self._tokens_per_character = tokens_per_character
+        self._rates = rates
         self._delivered = delivered
         self._layout = layout
         self._feature_timeout_s = feature_timeout_s
@@ -132,7 +132,7 @@ class PrefillService:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
         self._prompts.check_size(request)
         self._active.add(request_id)
-        self._preparing[request_id] = self._prompts.estimate(request, self._tokens_per_character())
+        self._preparing[request_id] = self._prompts.estimate(request, self._rates.tokens_per_character)
         try:
             self._receiver.expect(request_id, request.items)  # before all else: features may be here already
             had = [i for i, item in enumerate(request.items) if self._receiver.get(item.mm_hash) is not None]
@@ -146,7 +146,6 @@ class PrefillService:
                         "text", self._prompts.cost_s(request), self._prepare, request, wanted
                     )
                 if prompt.sampling.grammar is not None:
-                    assert self._compile is not None, "nothing compiles grammars here"
                     prompt = replace(prompt, constraint=await self._compile(prompt.sampling.grammar))
                 if answer.finished:  # the client lacks nothing but the end
                     reply = self._ended(request, answer)

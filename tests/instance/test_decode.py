@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.instance.decode import DecodeService
 from epd_serve.protocol import wire
 from epd_serve.sched.queues import Asker
+from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
 
@@ -88,6 +90,9 @@ def service(engine: Engine, memory: Memory, *, queue_timeout_s: float = 60) -> D
         queue_timeout_s=queue_timeout_s,
         orphan_s=10,
         listen=lambda request_id, feed: None,
+        on_read=lambda nbytes, seconds: None,
+        timeline=Timeline(time.monotonic, lambda span: None),
+        compile=nowhere,
     )
 
 

@@ -17,11 +17,14 @@ from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavail
 from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
 from epd_serve.instance.http import BrokenStream
 from epd_serve.instance.kv_delivery import PushDelivery
+from epd_serve.instance.lifecycle import Refusals
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.prompt import Prompt
+from epd_serve.instance.rates import StageRates
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence
+from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.kv_sender import OutgoingTransfer
@@ -125,6 +128,7 @@ class Bench:
         def deliver(reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> PushDelivery:
             return PushDelivery(reserve, decode_url, *sender, abort=self.engine.abort, spawn=self.tasks.add)
 
+        nothing: Any = None
         parts: list[Any] = [self.engine, self.prompts, self.receiver, deliver, LAYOUT]
         self.service = PrefillService(
             *parts,
@@ -133,6 +137,11 @@ class Bench:
             lease_s=LEASE_S,
             listen=self.listeners.__setitem__,
             spawn=self.tasks.add,
+            delivered=lambda transfer: None,
+            timeline=Timeline(time.monotonic, lambda span: None),
+            rates=StageRates(time.monotonic),
+            refusals=Refusals("p0"),
+            compile=nothing,
         )
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ from epd_serve.instance.kv_delivery import PullDelivery, confirm_pulled
 from epd_serve.instance.lifecycle import left
 from epd_serve.protocol import wire
 from epd_serve.request import Sequence as Prompt
+from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.transport import Piece, TransferError, WriteGate
 from epd_serve.types import SamplingParams
 
@@ -153,9 +154,15 @@ class Bench:
     def __init__(self) -> None:
         self.engine, self.memory, self.transport, self.peers = Engine(), Memory(), Transport(), Peers()
         parts: list[Any] = [self.engine, self.memory, Vocabulary(), LAYOUT]
-        others: dict[str, Any] = {"transport": self.transport, "peers": self.peers}
+        others: dict[str, Any] = {"transport": self.transport, "peers": self.peers, "compile": None}
         self.decode = DecodeService(
-            *parts, **others, orphan_s=10, queue_timeout_s=60, listen=lambda request_id, feed: None
+            *parts,
+            **others,
+            orphan_s=10,
+            queue_timeout_s=60,
+            listen=lambda request_id, feed: None,
+            on_read=lambda nbytes, seconds: None,
+            timeline=Timeline(time.monotonic, lambda span: None),
         )
 
     @property
