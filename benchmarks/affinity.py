@@ -41,7 +41,6 @@ from benchmarks.models import make_model
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.launch import LocalDeployment
 from epd_serve.launch.ports import free_port
-from epd_serve.routing.choice import EncoderChoice, Router
 from epd_serve.routing.encoders import BoundedHash
 from epd_serve.sim.simulator import build, check_books, simulate
 from epd_serve.sim.spec import Batching

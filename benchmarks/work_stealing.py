@@ -18,8 +18,7 @@ from device.datasheets import spec_of
 from epd_serve.cost.profile import EncodeLine, Line, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
-from epd_serve.flow.stealing import DEFAULT_RULE
-from epd_serve.routing.stealing import StealRule
+from epd_serve.flow.stealing import DEFAULT_RULE, StealRule
 from epd_serve.sim.simulator import build, check_books, simulate
 from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import SimRequest

@@ -24,7 +24,7 @@ from epd_serve.protocol.openai import (
 )
 from epd_serve.protocol.responses import InputTokensCall, ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
-from epd_serve.routing.choice import Router, router_of
+from epd_serve.routing.routes import Router, router_of
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.control import Control
 from proxy.admin.operations import operations_router
@@ -41,15 +41,12 @@ from proxy.api.views import health_router, home_router, models_router
 from proxy.dispatch.dispatcher import Dispatch, Dispatcher
 from proxy.dispatch.job import Instances
 from proxy.dispatch.stealing import Stealing
-from proxy.fleet.engines import connector, vllm_targets
 from proxy.fleet.health import Health, Pairs
 from proxy.fleet.leases import Leases, leases_router
-from proxy.fleet.members import Members
+from proxy.fleet.members import Members, connector, vllm_targets
 from proxy.fleet.poller import Poller
-from proxy.http.arrival import ArrivalLimits
-from proxy.http.cors import install_cors
-from proxy.http.errors import install_error_handlers
-from proxy.http.large_bodies import Turns, give_back
+from proxy.http.arrival import ArrivalLimits, Turns, give_back
+from proxy.http.asgi import install_cors, install_error_handlers
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.observe.dashboard import dashboard_router

@@ -20,9 +20,9 @@ from epd_serve.rpc.descriptors import FEW, raise_limit
 from proxy.admin.reload import Reloader
 from proxy.admin.rollout import GatewayFiles
 from proxy.app import create_app
+from proxy.http.client import ResponseAborted
 from proxy.http.connection import GatewayConnection
 from proxy.http.server import GatewayServer, WorkerServer, mark_stopping
-from proxy.http.sink import ResponseAborted
 from proxy.observe.log_filters import Sparing, redact_logs
 from proxy.settings import GatewaySettings
 from proxy.workers.crew import Crew, TakenOver

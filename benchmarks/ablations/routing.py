@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.encoders import encoders
-from epd_serve.routing.policy import ANY, Demand, Route, possible_routes, route_s
+from epd_serve.routing.routes import ANY, Demand, Route, possible_routes, route_s
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 
 from epd_serve.cost.stages import PRIOR_DECODE, PRIOR_ENCODE, PRIOR_PREFILL
-from epd_serve.routing.estimates import PRIOR_TOKENS_PER_PIXEL
-from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.routing.table import PRIOR_TOKENS_PER_PIXEL, InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage, StageRate
 
 #: Of a KV pool: with less free, what waits to be decoded waits for room.

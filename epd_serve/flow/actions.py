@@ -8,10 +8,9 @@ from typing import Literal
 from msgspec import Struct
 
 from epd_serve.errors import ServeError
-from epd_serve.flow.held import HeldKV
-from epd_serve.flow.tried import Tried
+from epd_serve.flow.failures import HeldKV, Tried
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.routing.policy import Route
+from epd_serve.routing.routes import Route
 from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
 

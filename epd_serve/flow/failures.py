@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from epd_serve.cost.stages import Work
 from epd_serve.errors import (
     DECODE_DRAINING,
     DRAINING,
     KV_HELD,
     NO_ROOM,
+    PREPARATION_FULL,
     REQUEST_ENDED,
     InstanceFailed,
+    InvalidRequest,
     Overloaded,
     ServeError,
     StageTimeout,
 )
-from epd_serve.routing.policy import Route
+from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.routes import Route, Router
+from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
 
@@ -44,3 +54,110 @@ def blamed(route: Route, stage: Stage, failure: ServeError, *, moves: bool) -> s
         is_decodes = isinstance(failure, InstanceFailed) or failure.code in (NO_ROOM, REQUEST_ENDED)
         return (route.decode if is_decodes else route.prefill).name
     return (route.prefill if isinstance(failure, StageTimeout) else route.decode).name
+
+
+#: A record, its process, its role and its returns until then.
+_Life = tuple[InstanceRecord, int, int, int]
+
+
+class Suspects:
+    """Instances that failed a request: it avoids them, until they are other processes, have another role, or come
+    back after an absence."""
+
+    def __init__(self, table: InstanceTable) -> None:
+        self._table = table
+        self._lives: dict[str, _Life | None] = {}
+
+    def add(self, names: Collection[str]) -> None:
+        self._lives.update((name, self._life(name)) for name in names)
+
+    def names(self) -> set[str]:
+        return {name for name, life in self._lives.items() if self._life(name) == life}
+
+    def _life(self, name: str) -> _Life | None:
+        record = self._table.get(name)
+        if record is None or record.info is None:
+            return None
+        return record, record.info.pid, record.info.epoch, record.num_returns
+
+
+@dataclass(slots=True)
+class Tried:
+    """The tries of a request so far; each of its choices that goes on by itself goes on from there.
+
+    Attributes:
+        num_attempts: that count.
+        suspects: instances that failed it.
+        failure: of the last attempt, where other instances may do better.
+    """
+
+    suspects: Suspects
+    num_attempts: int = 0
+    failure: ServeError | None = None
+
+    def split(self) -> Tried:
+        """For one choice: attempts of its own from now on; what fails one choice all of them avoid."""
+        return Tried(self.suspects, self.num_attempts, self.failure)
+
+
+class HeldKV(Struct, frozen=True):
+    """Kept by ``record`` for a while, as that of the request which it knows by ``request_id``."""
+
+    record: InstanceRecord
+    request_id: str
+
+    def route(self, other: Route) -> Route | None:
+        """To the decode instance of a route on which the prompt would be computed again; None: there is none."""
+        if other.decode is self.record:
+            return None
+        answer = other.prefill_work if other.fused else other.decode_work
+        work = Work(num_sequences=answer.num_sequences, num_kv_tokens=answer.num_kv_tokens)
+        return Route(prefill=self.record, decode=other.decode, decode_work=work)
+
+
+#: Encoders that may leave one item without an answer before P encodes it itself.
+_MAX_STALLED = 2
+
+
+@dataclass(slots=True, eq=False)
+class ItemEncode:
+    """P waits for the feature for twice the first ``patience_s``. An E that gives no answer may take half of that,
+    the next half of the rest; what is left then is for P, however many more encoders there are, and P itself says
+    when it is over.
+    """
+
+    ref: MediaRef
+    param: str | None
+    encoder: InstanceRecord
+    patience_s: float
+    num_stalled: int = 0
+    tried: set[str] = field(default_factory=set)
+
+    def stalled(self) -> None:
+        """The encoder gave no answer in its time."""
+        self.num_stalled += 1
+        self.patience_s /= 2
+
+    def next_encoder(
+        self, router: Router, table: InstanceTable, prefill: InstanceRecord, failure: ServeError
+    ) -> None:
+        """Another one after a failure, at last P itself, which loads the tower for it.
+
+        Raises ServeError where nobody is left; the failure itself where the item is wrong, P leaves its role, or
+        encoders are only too busy, which P does not take over.
+        """
+        if isinstance(failure, InvalidRequest):
+            failure.param = failure.param or self.param
+            raise failure
+        self.tried.add(self.encoder.name)
+        encoder = prefill
+        if self.num_stalled < _MAX_STALLED:
+            [encoder] = router.encoders.choose_encoders(table, prefill, [self.ref], exclude=self.tried)
+        is_tried = encoder.name in self.tried
+        if failure.code == PREPARATION_FULL and (is_tried or not encoder.covers(Stage.ENCODE)):
+            raise failure
+        if is_tried:
+            if is_planned(failure):
+                raise failure
+            raise InstanceFailed(f"the image could not be encoded: {failure.message}", param=self.param)
+        self.encoder = encoder

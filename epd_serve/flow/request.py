@@ -26,13 +26,9 @@ from epd_serve.errors import (
 )
 from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
-from epd_serve.flow.encodes import ItemEncode
 from epd_serve.flow.events import Progress
-from epd_serve.flow.failures import blamed, is_planned, leaver, may_help
-from epd_serve.flow.held import HeldKV
-from epd_serve.flow.tried import Suspects, Tried
-from epd_serve.routing.choice import Router
-from epd_serve.routing.policy import Demand, Route
+from epd_serve.flow.failures import HeldKV, ItemEncode, Suspects, Tried, blamed, is_planned, leaver, may_help
+from epd_serve.routing.routes import Demand, Route, Router
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 

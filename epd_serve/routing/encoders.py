@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol
 
 from epd_serve.cost.stages import link_between
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.routing.estimates import PRIOR_TOKENS_PER_PIXEL
-from epd_serve.routing.routes import weight
-from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.routing.table import PRIOR_TOKENS_PER_PIXEL, InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
 #: How much more than the mean an encoder may have to do before its items go elsewhere.
@@ -174,3 +173,8 @@ class Together:
         whole = MediaRef(mm_hash=items[0].mm_hash, width=num_pixels, height=1)
         [encoder] = self.encoders.choose_encoders(table, prefill, [whole], exclude=exclude)
         return [encoder] * len(items)
+
+
+def weight(key: str, name: str) -> bytes:
+    """The weight of a name for a key; the key belongs to the name of the lowest weight (rendezvous hashing)."""
+    return blake2b(f"{key} {name}".encode(), digest_size=8).digest()

@@ -14,14 +14,11 @@ from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
 from epd_serve.flow.events import Event
 from epd_serve.flow.request import Asked, Fleet, RequestFlow
-from epd_serve.flow.stealing import StealQueue
+from epd_serve.flow.stealing import StealQueue, StealRule
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.request import Sequence, SequenceState
-from epd_serve.routing.choice import Router
-from epd_serve.routing.policy import Demand, Route
-from epd_serve.routing.record import Encoding, OpenCall
-from epd_serve.routing.stealing import StealRule
-from epd_serve.routing.table import InstanceTable
+from epd_serve.routing.routes import Demand, Route, Router
+from epd_serve.routing.table import Encoding, InstanceTable, OpenCall
 from epd_serve.sim.device import Clock
 from epd_serve.sim.instance import Reservation, SimInstance
 from epd_serve.sim.workloads import SimRequest

@@ -25,7 +25,7 @@ from epd_serve.rpc.cluster import ClusterLinks, is_proved, with_link
 from proxy.admission.control import AdmissionControl
 from proxy.admission.keys import Authenticator, Client
 from proxy.api.views import key_required
-from proxy.http.errors import install_error_handlers
+from proxy.http.asgi import install_error_handlers
 from proxy.http.http1 import BoundedHttp
 from proxy.workers.crew import Crew
 from proxy.workers.follow import in_flight_everywhere, requests_everywhere, workers_everywhere

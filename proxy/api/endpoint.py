@@ -28,10 +28,18 @@ from proxy.dispatch.job import Job
 from proxy.dispatch.strands import stream_several, whole_several
 from proxy.fleet.poller import Poller
 from proxy.http.arrival import ArrivalLimits
-from proxy.http.client import AsgiClient, Client, ClientLeft, Outlet, headers_of
-from proxy.http.sink import EventSink, ResponseAborted, send_error, send_json
+from proxy.http.asgi import AsgiClient, headers_of
+from proxy.http.client import (
+    Client,
+    ClientLeft,
+    EventSink,
+    Outlet,
+    ResponseAborted,
+    send_error,
+    send_json,
+)
+from proxy.media.fetch import FetchPlace, FetchPlaces
 from proxy.media.loader import MediaItem, MediaLoader
-from proxy.media.places import FetchPlace, FetchPlaces
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord

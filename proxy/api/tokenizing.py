@@ -17,7 +17,7 @@ from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
 from proxy.api.endpoint import Endpoint, Exchange
 from proxy.api.payloads import parsed
-from proxy.http.sink import EventSink, send_json
+from proxy.http.client import EventSink, send_json
 
 
 class TokenizingEndpoint(Endpoint):

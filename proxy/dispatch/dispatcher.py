@@ -14,10 +14,10 @@ from epd_serve.backends.native import NativeInstance
 from epd_serve.errors import InstanceLost, ServeError
 from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
+from epd_serve.flow.failures import Tried
 from epd_serve.flow.request import Asked, Fleet, RequestFlow, State
-from epd_serve.flow.tried import Tried
 from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MoveRequest, PrefillRequest
-from epd_serve.routing.policy import Route
+from epd_serve.routing.routes import Route
 from epd_serve.routing.table import InstanceRecord, OpenCall
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Stage
@@ -25,7 +25,7 @@ from proxy.dispatch.forwarding import Forwarding, Streamed, Whole
 from proxy.dispatch.interruption import Interruption, TimeLimit
 from proxy.dispatch.job import Instances, Job, demand_of
 from proxy.dispatch.strands import stream_choices
-from proxy.http.sink import EventSink
+from proxy.http.client import EventSink
 from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, STORED, TRANSFER
 
 _LOOK_AGAIN_S = 0.05

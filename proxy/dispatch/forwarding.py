@@ -19,10 +19,10 @@ from epd_serve.errors import (
 )
 from epd_serve.flow import events as on
 from epd_serve.protocol.frames import FrameError, FrameReader, num_tokens, token_ids, token_ids_of_each
-from epd_serve.routing.policy import Route
+from epd_serve.routing.routes import Route
 from epd_serve.types import Stage
 from proxy.dispatch.job import Job
-from proxy.http.sink import EventSink
+from proxy.http.client import EventSink
 
 #: What a token may take of an answer, once more for itself and each alternative where its log-probability is told;
 #: what an answer has beside them.

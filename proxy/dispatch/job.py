@@ -12,8 +12,7 @@ import msgspec
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
-from epd_serve.routing.choice import Router
-from epd_serve.routing.policy import Demand
+from epd_serve.routing.routes import Demand, Router
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import SamplingParams
 from proxy.dispatch.stealing import Stealing

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from epd_serve.flow.events import Event, Stolen
-from epd_serve.flow.stealing import Run, StealQueue
-from epd_serve.routing.stealing import StealRule
+from epd_serve.flow.stealing import Run, StealQueue, StealRule
 from epd_serve.routing.table import InstanceTable
 
 #: HeteroServe, algorithm 1: between two looks at a queue that is long enough.

@@ -13,8 +13,7 @@ from epd_serve.flow.actions import SplitUp
 from epd_serve.protocol import chunks
 from epd_serve.protocol.wire import OutputOptions
 from proxy.dispatch.job import Job
-from proxy.http.client import Header
-from proxy.http.sink import EventSink
+from proxy.http.client import EventSink, Header
 
 if TYPE_CHECKING:
     from proxy.dispatch.dispatcher import Dispatcher

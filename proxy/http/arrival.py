@@ -1,10 +1,22 @@
-"""The time that a request may take to arrive: slow senders must not hold connections and memory for ever."""
+"""The arrival of a request: slow senders hold neither connections nor memory for ever, large bodies take turns.
+
+Large bodies are read a few at a time, in few pieces, and their memory goes back to the system. Read all at once,
+each would take as long as all together, and the memory of all of them. A body that comes as fast as the network
+has it would wake this process up for each few packets (SO_RCVLOWAT, socket(7) and tcp(7)). The C library keeps
+what is freed below the last piece in use of its heap, so that a gateway would stay as large as in its worst moment
+(malloc_trim(3)); C libraries other than glibc are left alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import resource
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from epd_serve.config import GatewayConfig
@@ -84,3 +96,160 @@ class HeadWatch:
             self._on_late()
         else:
             self._timer = self._loop.call_later(left_s, self._look)
+
+
+#: Smaller ones are read as they come.
+LARGE_BYTES = 64 * 1024
+
+
+class Turns:
+    """The turns of one event loop.
+
+    Args:
+        max_bytes: while there are so many in turns that have not ended, no other one begins ...
+        patience_s: ... for so long: a client that sends slowly does not hold up the others.
+    """
+
+    def __init__(self, max_bytes: int = 8 << 20, patience_s: float = 0.1) -> None:
+        self._max_bytes = max_bytes
+        self._patience_s = patience_s
+        self._num_bytes = 0
+        self._waiting: dict[Turn, asyncio.TimerHandle] = {}  # the oldest first
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_bytes(self) -> int:
+        """In turns that have begun and not ended."""
+        return self._num_bytes
+
+    def ask(self, loop: asyncio.AbstractEventLoop, nbytes: int, on_begin: Callable[[], None]) -> Turn:
+        """A turn for ``nbytes``, which must be ended. ``on_begin`` is called unless it has begun already."""
+        turn = Turn(self, nbytes, on_begin)
+        if self._num_bytes < self._max_bytes:
+            turn.has_begun = True
+            self._num_bytes += nbytes
+        else:
+            self._waiting[turn] = loop.call_later(self._patience_s, self._begin, turn)
+        return turn
+
+    def end(self, turn: Turn) -> None:
+        """Whether it has begun or not; once."""
+        if turn.has_begun:
+            self._num_bytes -= turn.nbytes
+        else:
+            self._waiting.pop(turn).cancel()
+        while self._waiting and self._num_bytes < self._max_bytes:
+            self._begin(next(iter(self._waiting)))
+
+    def _begin(self, turn: Turn) -> None:
+        self._waiting.pop(turn).cancel()
+        turn.has_begun = True
+        self._num_bytes += turn.nbytes
+        turn.on_begin()
+
+
+class Turn:
+    """See :meth:`Turns.ask`."""
+
+    __slots__ = ("has_begun", "nbytes", "on_begin", "turns")
+
+    def __init__(self, turns: Turns, nbytes: int, on_begin: Callable[[], None]) -> None:
+        self.turns = turns
+        self.nbytes = nbytes
+        self.on_begin = on_begin
+        self.has_begun = False
+
+    def end(self) -> None:
+        self.turns.end(self)
+
+
+#: Less than this is as soon set to zero.
+_ZEROED_BYTES = 32 * 1024
+
+_resize = ctypes.pythonapi.PyByteArray_Resize
+_resize.argtypes = (ctypes.py_object, ctypes.c_ssize_t)
+_resize.restype = ctypes.c_int
+
+
+def buffer(size: int) -> bytearray:
+    """``size`` bytes to be written before they are read: what is in them nobody knows. ``bytearray(size)`` would
+    write megabytes of zeros first."""
+    if size < _ZEROED_BYTES:
+        return bytearray(size)
+    room = bytearray()
+    _resize(room, size)
+    return room
+
+
+#: So much is waited for, while it is still to come: the system has to hold it meanwhile.
+MARK_BYTES = 256 * 1024
+
+
+class LowWater:
+    """The mark of one connection: bytes that have to be there before this process is told of them."""
+
+    __slots__ = ("_mark", "_socket")
+
+    def __init__(self, transport: asyncio.BaseTransport) -> None:
+        own: socket.socket | None = transport.get_extra_info("socket")
+        is_plain = own is not None and own.family in (socket.AF_INET, socket.AF_INET6)
+        self._socket = own if is_plain and transport.get_extra_info("sslcontext") is None else None
+        self._mark = 1
+
+    def expect(self, nbytes: int) -> None:
+        """So many bytes are still to come, for certain; none where it is not above 0. Any number of times."""
+        mark = MARK_BYTES if nbytes >= MARK_BYTES else 1
+        if mark != self._mark and self._socket is not None:
+            self._mark = mark
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, mark)
+
+
+_EVERY_S = 2.0
+#: Less is not worth the work.
+_MIN_BYTES = 16 << 20
+#: What grew by more since the last look is still in its burst.
+_STEADY_BYTES = 4 << 20
+_STATM = Path("/proc/self/statm")
+
+
+async def give_back() -> None:
+    """Gives the memory that a burst of large bodies took back to the system, for as long as the process lives."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "malloc_trim"):
+        return
+    try:
+        growth = Growth(resident_bytes)
+    except OSError:  # there is no /proc: the gateway serves all the same
+        return
+    while True:
+        await asyncio.sleep(_EVERY_S)
+        with suppress(OSError):  # no descriptor is free: the next look finds one
+            if growth.has_ended():
+                await asyncio.to_thread(library.malloc_trim, 0)
+                growth.start_again()
+
+
+def resident_bytes() -> int:
+    """Return the resident bytes of this process."""
+    return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+
+
+class Growth:
+    """The growth of a process since its memory was last given back."""
+
+    def __init__(self, resident: Callable[[], int]) -> None:
+        self._resident = resident
+        self.start_again()
+
+    def start_again(self) -> None:
+        self._least = self._last = self._resident()
+
+    def has_ended(self) -> bool:
+        """Whether there was some, and none is left since the last look."""
+        now, last = self._resident(), self._last
+        self._last = now
+        self._least = min(self._least, now)
+        return now >= self._least + _MIN_BYTES and now <= last + _STEADY_BYTES

@@ -1,14 +1,14 @@
-"""The client of one request, whatever server has accepted its connection: body in, answer out."""
+"""The client of one request, whatever server accepted its connection: its body, its answer in JSON or events."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from starlette.types import Receive, Scope, Send
-
-from epd_serve.errors import TooLarge
+from epd_serve.errors import ServeError, TooLarge
+from proxy.observe.record import RequestRecord
 
 Header = tuple[bytes, bytes]
 
@@ -61,85 +61,98 @@ class Client(Outlet, Protocol):
         """The answer is complete, or will not be."""
 
 
-def headers_of(scope: Scope) -> dict[bytes, bytes]:
-    """By name in lower case; the first of several with one name."""
-    return dict(reversed(scope["headers"]))
-
-
 def too_large(max_bytes: int) -> TooLarge:
     return TooLarge(f"the body has more than {max_bytes} bytes, the limit of this gateway")
 
 
-class AsgiClient:
-    """:class:`Client` over ASGI."""
+class ResponseAborted(Exception):
+    """A streamed answer broke off: raised out of the ASGI application, it makes the server close the connection
+    without a terminating chunk, so that no client takes what it has for the whole answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._headers = headers_of(scope)
-        self.address: str = (scope.get("client") or ("",))[0]
-        self.loop = asyncio.get_running_loop()
-        self._receive = receive
-        self._send = send
-        self._watcher: asyncio.Task[None] | None = None
-        self._start: Sequence[Header] | None = None
-        self._written: list[bytes | memoryview] = []
-        self._ended = False
-        self._sending = asyncio.Lock()
 
-    @property
-    def has_body(self) -> bool:
-        return False
+#: What a client is told to wait before it comes back to a gateway that has no instance or no room for it.
+RETRY_AFTER_S = 2
 
-    async def body(self, max_bytes: int) -> bytearray:
-        declared = self._headers.get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > max_bytes:
-            raise too_large(max_bytes)
-        body = bytearray()
-        more = True
-        while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            body += message.get("body", b"")
-            if len(body) > max_bytes:
-                raise too_large(max_bytes)
-            more = message.get("more_body", False)
-        return body
 
-    async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        headers = [*headers, (b"content-length", b"%d" % len(body))]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+#: Estimates beyond this say no more than "much later".
+MAX_RETRY_AFTER_S = 600
 
-    def start(self, headers: Sequence[Header]) -> None:
-        self._start = headers
 
-    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
-        self._written.append(data)
-        self._ended = last
-        return False
+def retry_headers(status: int, retry_after_s: float | None = None) -> dict[str, str]:
+    """``Retry-After`` where trying again later may help; in whole seconds (RFC 9110, section 10.2.3)."""
+    if status not in (429, 503):
+        return {}
+    seconds = RETRY_AFTER_S if retry_after_s is None else min(math.ceil(retry_after_s), MAX_RETRY_AFTER_S)
+    return {"retry-after": str(max(1, seconds))}
+
+
+async def send_error(client: Client, error: ServeError, record: RequestRecord) -> None:
+    """An error as the whole answer."""
+    await send_json(client, error.status, error.to_json(), record, error.retry_after_s)
+
+
+async def send_json(
+    client: Client, status: int, body: bytes, record: RequestRecord, retry_after_s: float | None = None
+) -> None:
+    """A whole answer in JSON."""
+    headers = [(b"content-type", b"application/json"), *record.headers]
+    headers += [(name.encode(), value.encode()) for name, value in retry_headers(status, retry_after_s).items()]
+    if status == 408:  # the rest of the body may still come, and is no request
+        headers.append((b"connection", b"close"))
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await client.respond(status, headers, body)
+
+
+class EventSink:
+    """Forwards whole server-sent events, unparsed; status and headers go out with the first of them.
+
+    Attributes:
+        started, ended: whether the first and the last of them were written.
+        outlet: where they go; once it has started, what is not the last may be written there.
+    """
+
+    __slots__ = ("_on_start", "_record", "ended", "outlet", "started")
+
+    def __init__(
+        self, outlet: Outlet, record: RequestRecord, on_start: Callable[[RequestRecord], None] = lambda _: None
+    ) -> None:
+        """``on_start`` is called with the first event."""
+        self.outlet = outlet
+        self._record = record
+        self._on_start = on_start
+        self.started = self.ended = False
+
+    def redirect(self, outlet: Outlet) -> None:
+        assert not self.started
+        self.outlet = outlet
+
+    def write(self, events: bytes | memoryview, *, last: bool = False) -> bool:
+        """Returns False where :meth:`drain` has to come before the next events. ``last``: these are all."""
+        if not self.started:
+            self.started = True
+            self._on_start(self._record)
+            self.outlet.start((*_HEADERS, *self._record.headers))
+        self.ended = last
+        return self.outlet.write(events, last=last)
 
     async def drain(self) -> None:
-        async with self._sending:  # several answers may share a stream
-            if self._start is not None:
-                headers, self._start = self._start, None
-                await self._send({"type": "http.response.start", "status": 200, "headers": list(headers)})
-            written, self._written = self._written, []
-            if written:
-                await self._send({"type": "http.response.body", "body": b"".join(written), "more_body": True})
-                if self._ended:
-                    await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        """Wait until the client can take more."""
+        await self.outlet.drain()
 
-    def let_go(self) -> None:
-        pass
+    async def finish(self) -> None:
+        if not self.ended:
+            self.outlet.write(b"", last=True)
+        await self.outlet.drain()
 
-    def watch(self, on_left: Callable[[], None]) -> None:
-        async def until_left() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            on_left()  # or, says ASGI, the answer is complete
+    async def fail(self, error: ServeError) -> None:
+        """Tell the client what happened. The caller aborts the connection."""
+        self.write(b"data: " + error.to_json() + b"\n\n")
+        await self.outlet.drain()
 
-        self._watcher = asyncio.create_task(until_left())
 
-    def close(self) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+)

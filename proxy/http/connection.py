@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import re
 import resource
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from epd_serve.errors import Unavailable
-from proxy.http.arrival import HeadWatch
-from proxy.http.cors import Cors
+from proxy.http.arrival import LARGE_BYTES, HeadWatch, LowWater, Turns
+from proxy.http.client import Header
 from proxy.http.http1 import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, HalfClosed, ReturningHttp, arrival_limits
-from proxy.http.large_bodies import LARGE_BYTES, LowWater, Turns
 from proxy.http.raw_client import RawClient, RawEndpoint
 
 if TYPE_CHECKING:
@@ -48,6 +48,28 @@ _REFUSAL = (
 #: What is not a body is received here and taken out at once; all connections share it.
 _scratch = bytearray(64 * 1024)
 _scratch_view = memoryview(_scratch)
+
+
+#: Headers of an answer that pages of other sites may read.
+SHOWN_HEADERS = ("x-request-id", "retry-after")
+
+
+class Cors:
+    """``origins`` as browsers send them ("https://chat.example.com"), or "*" for any; none: nothing is allowed."""
+
+    def __init__(self, origins: tuple[str, ...] = ()) -> None:
+        self._origins = frozenset(origin.encode() for origin in origins)
+
+    def headers(self, request: Mapping[bytes, bytes]) -> list[Header]:
+        """Return headers of an answer on the server's short way; the request's come with names in lower case."""
+        origin = request.get(b"origin")
+        if origin is None or not self._origins:
+            return []
+        shown = (b"access-control-expose-headers", ", ".join(SHOWN_HEADERS).encode())
+        if b"*" in self._origins:
+            return [(b"access-control-allow-origin", b"*"), shown]
+        vary = (b"vary", b"Origin")
+        return [(b"access-control-allow-origin", origin), shown, vary] if origin in self._origins else [vary]
 
 
 class GatewayConnection(asyncio.BufferedProtocol):

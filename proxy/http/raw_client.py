@@ -9,9 +9,8 @@ from http import HTTPStatus
 from typing import Protocol
 
 from epd_serve.errors import ServeError
-from proxy.http.client import Client, ClientLeft, Header, too_large
-from proxy.http.large_bodies import Turn, Turns, buffer
-from proxy.http.sink import ResponseAborted
+from proxy.http.arrival import Turn, Turns, buffer
+from proxy.http.client import Client, ClientLeft, Header, ResponseAborted, too_large
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from epd_serve.media.picture import MediaLimits, low_detail_size, pixel_size, pl
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from proxy.fair_threads import FairThreads
-from proxy.media.fetch import MediaFetcher
-from proxy.media.places import FetchPlaces
+from proxy.media.fetch import FetchPlaces, MediaFetcher
 from proxy.settings import Current
 
 #: Items of a request that are fetched at a time.

@@ -12,8 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from epd_serve.telemetry.merged import Family, families_of
-from epd_serve.telemetry.tally import Counter, Histogram
+from epd_serve.telemetry.metrics import Counter, Family, Histogram, families_of
 from proxy.observe.record import SOURCES, STAGES, RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -231,7 +230,7 @@ class GatewayMetrics:
         return generate_latest(self.registry)
 
     def families(self, instances: Iterable[InstanceFigures]) -> list[Family]:
-        """The same figures as families, for :func:`epd_serve.telemetry.merged.merge`."""
+        """The same figures as families, for :func:`epd_serve.telemetry.metrics.merge`."""
         self._look_at(instances)
         return families_of(self.registry)
 

@@ -19,7 +19,7 @@ import msgspec
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.rpc.link import LinkClosed
-from epd_serve.telemetry.merged import Family, cumulative, exposition, merge
+from epd_serve.telemetry.metrics import Family, cumulative, exposition, merge
 from proxy.http.server import ready_text
 from proxy.observe.metrics import GROWING_GAUGES, SUMMED_GAUGES
 from proxy.workers.channel import CallFailed, Channel

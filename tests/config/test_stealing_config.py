@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from epd_serve.config import ConfigError, parse_config
-from epd_serve.flow.stealing import steal_rule
-from epd_serve.routing.stealing import StealRule
+from epd_serve.flow.stealing import StealRule, steal_rule
 
 TIERS = """
 topology: 2EPD-2PD

@@ -32,8 +32,7 @@ from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
 from epd_serve.flow.request import Asked, Fleet, RequestFlow, State
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.routing.choice import Router
-from epd_serve.routing.policy import Demand
+from epd_serve.routing.routes import Demand, Router
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
 

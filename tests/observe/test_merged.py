@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from epd_serve.telemetry.merged import cumulative, exposition, families_of, merge
+from epd_serve.telemetry.metrics import cumulative, exposition, families_of, merge
 from proxy.observe.metrics import GROWING_GAUGES, SUMMED_GAUGES, GatewayMetrics, InstanceFigures
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.http.large_bodies import buffer
+from proxy.http.arrival import buffer
 
 
 @pytest.mark.parametrize("size", [0, 1, 32 * 1024 - 1, 32 * 1024, 5_000_001])

@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from proxy.http.large_bodies import MARK_BYTES, LowWater
+from proxy.http.arrival import MARK_BYTES, LowWater
 from proxy.observe.log_filters import Sparing
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()

@@ -23,7 +23,7 @@ from proxy.admission.keys import Authenticator
 from proxy.admission.queue import AdmissionQueue
 from proxy.api.views import health_router
 from proxy.fleet.health import Health
-from proxy.http.errors import install_error_handlers
+from proxy.http.asgi import install_error_handlers
 from proxy.observe.metrics import GatewayMetrics
 from proxy.settings import Current, GatewaySettings
 from proxy.workers import crew as crew_module

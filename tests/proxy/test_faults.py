@@ -8,7 +8,7 @@ import pytest
 from instance_info import instance_info
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.routing.choice import Router
+from epd_serve.routing.routes import Router
 from epd_serve.routing.table import InstanceTable
 from proxy.fleet.poller import Poller
 

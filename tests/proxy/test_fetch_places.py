@@ -10,7 +10,7 @@ from aiohttp import web
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import new_key
 from epd_serve.errors import Overloaded
-from proxy.media.places import FetchPlaces
+from proxy.media.fetch import FetchPlaces
 
 
 def key(name, **limits):

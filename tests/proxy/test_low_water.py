@@ -10,7 +10,7 @@ import termios
 import pytest
 import uvloop
 
-from proxy.http.large_bodies import MARK_BYTES, LowWater
+from proxy.http.arrival import MARK_BYTES, LowWater
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])

@@ -11,8 +11,7 @@ import pytest
 from instance_info import instance_info
 
 from epd_serve.flow.events import Event, Stolen
-from epd_serve.flow.stealing import DEFAULT_RULE
-from epd_serve.routing.stealing import StealRule
+from epd_serve.flow.stealing import DEFAULT_RULE, StealRule
 from epd_serve.routing.table import InstanceTable
 from proxy.dispatch.stealing import Stealing
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.http.large_bodies import LARGE_BYTES, Turns
+from proxy.http.arrival import LARGE_BYTES, Turns
 
 FOR_EVER_S = 1e6
 LARGE = json.dumps({"messages": [{"role": "user", "content": "a" * 5 * LARGE_BYTES}]}).encode()

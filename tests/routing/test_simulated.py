@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.ablations.routing import RandomOfTwo, RandomOfTwoEncoders, RoundRobinEncoders
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
-from epd_serve.routing.choice import EncoderChoice, RouteChoice, Router
 from epd_serve.routing.encoders import BoundedHash
-from epd_serve.routing.routes import LeastLoaded, PrefixAffinity, RoundRobin
+from epd_serve.routing.routes import EncoderChoice, LeastLoaded, PrefixAffinity, RoundRobin, RouteChoice, Router
 from epd_serve.sim.simulator import Fault, Outcome, SimDeployment, check_books, simulate
 from epd_serve.sim.spec import Batching, SimInstanceSpec
 from epd_serve.sim.workloads import SimRequest

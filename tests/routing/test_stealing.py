@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.errors import Unavailable
-from epd_serve.flow.stealing import DEFAULT_RULE
-from epd_serve.routing.policy import ANY
-from epd_serve.routing.routes import LeastLoaded
-from epd_serve.routing.stealing import Mode, StealRule, Thief, Thieves
+from epd_serve.flow.stealing import DEFAULT_RULE, Mode, StealRule, Thief, Thieves
+from epd_serve.routing.routes import ANY, LeastLoaded
 from epd_serve.types import Stage
 
 RULE = DEFAULT_RULE

@@ -10,8 +10,7 @@ from instance_info import instance_info
 
 from epd_serve.cost.stages import NONE, Work
 from epd_serve.protocol.wire import Load, Report
-from epd_serve.routing.record import Recent
-from epd_serve.routing.table import InstanceTable
+from epd_serve.routing.table import InstanceTable, Recent
 from epd_serve.types import Stage
 
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from device.datasheets import spec_of
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
-from epd_serve.flow.stealing import DEFAULT_RULE
-from epd_serve.routing.stealing import Mode, StealRule
+from epd_serve.flow.stealing import DEFAULT_RULE, Mode, StealRule
 from epd_serve.sim.simulator import Fault, Outcome, SimDeployment, build, check_books, simulate
 from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import SimRequest
