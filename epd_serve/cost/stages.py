@@ -43,11 +43,21 @@ class StageCosts:
 
     def encode_s(self, num_pixels: float) -> float:
         """Seconds to encode images together, in the largest batches allowed."""
-        return _batched_s(self.encode, num_pixels, self.max_batch_pixels)
+        if num_pixels <= 0:
+            return 0.0
+        rate = self.encode
+        if num_pixels <= self.max_batch_pixels:
+            return rate.base_s + rate.unit_s * num_pixels
+        return rate.base_s * math.ceil(num_pixels / self.max_batch_pixels) + rate.unit_s * num_pixels
 
     def prefill_s(self, num_tokens: float) -> float:
         """Seconds to prefill prompts together, in the largest steps allowed."""
-        return _batched_s(self.prefill, num_tokens, self.max_batch_tokens)
+        if num_tokens <= 0:
+            return 0.0
+        rate = self.prefill
+        if num_tokens <= self.max_batch_tokens:
+            return rate.base_s + rate.unit_s * num_tokens
+        return rate.base_s * math.ceil(num_tokens / self.max_batch_tokens) + rate.unit_s * num_tokens
 
     def step_s(self, num_sequences: float) -> float:
         """Seconds of one decode step."""
@@ -80,13 +90,6 @@ class StageCosts:
     def _sequence_s(self) -> float:
         least_s = _LEAST_SEQUENCE * self.decode.base_s
         return self.decode.unit_s if self.decode.unit_s > least_s else least_s
-
-
-def _batched_s(rate: StageRate, units: float, max_batch: float) -> float:
-    if units <= 0:
-        return 0.0
-    num_batches = 1 if units <= max_batch else math.ceil(units / max_batch)
-    return rate.base_s * num_batches + rate.unit_s * units
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -38,7 +38,7 @@ class Try(Struct, frozen=True, gc=False):
 
 
 class CallPrefill(Struct, frozen=True, gc=False):
-    """Send the prompt to P, with the tokens that the client has already.
+    """Send the prompt to P, with the tokens that the client has already; D, if it is another one, is to expect it.
 
     Attributes:
         again: whether the request was sent before, if to others.
@@ -58,14 +58,6 @@ class CallMove(Struct, frozen=True, gc=False):
     route: Route
     held: HeldKV
     generated: list[int]
-
-
-class CallDecode(Struct, frozen=True, gc=False):
-    """Tell D to expect the request."""
-
-    request_id: str
-    route: Route
-    again: bool
 
 
 class Encode(Struct, frozen=True, gc=False):
@@ -104,24 +96,30 @@ class Listen(Struct, frozen=True, gc=False):
     seconds: float
 
 
-class Close(Struct, frozen=True, gc=False):
-    """Close the call to P or D. One whose answer is not at its end is cancelled by it."""
-
-    stage: Stage
+class Release(Struct, frozen=True, gc=False):
+    """D need not expect the request any more: P answers all of it."""
 
 
 class CancelEncode(Struct, frozen=True, gc=False):
-    """Close the call to an item's encoder; ``failed``: that has stopped answering."""
+    """Close the call to an item's encoder, which has stopped answering."""
 
     item: int
-    failed: bool = False
 
 
-class Judge(Struct, frozen=True, gc=False):
-    """The request leaves these instances; ``failed`` are those among them that failed it."""
+class EndTry(Struct, frozen=True, gc=False):
+    """Close all calls. Those whose answers are not at their ends are cancelled by it.
+
+    The request leaves the instances ``names``; ``failed`` are those among them that failed it.
+    """
 
     names: Collection[str]
     failed: Collection[str] = ()
+
+
+class Judge(Struct, frozen=True, gc=False):
+    """An encoder has failed an item."""
+
+    name: str
 
 
 class ReportLost(Struct, frozen=True, gc=False):
@@ -148,7 +146,10 @@ class FallBack(Struct, frozen=True, gc=False):
 
 
 class Done(Struct, frozen=True, gc=False):
-    """The client has the whole answer; ``route`` is None where an instance failed behind its end."""
+    """The client has the whole answer, and all calls are closed.
+
+    ``route`` gave it; None where an instance failed behind its end.
+    """
 
     route: Route | None
 
@@ -176,13 +177,13 @@ Action = (
     | Try
     | CallPrefill
     | CallMove
-    | CallDecode
     | Encode
     | Forward
     | HandOver
     | Listen
-    | Close
+    | Release
     | CancelEncode
+    | EndTry
     | Note
     | End
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from msgspec import Struct
 
@@ -60,44 +59,38 @@ def blamed(route: Route, stage: Stage, failure: ServeError, *, moves: bool) -> s
 _Life = tuple[InstanceRecord, int, int, int]
 
 
-class Suspects:
-    """Instances that failed a request: it avoids them, until they are other processes, have another role, or come
-    back after an absence."""
-
-    def __init__(self, table: InstanceTable) -> None:
-        self._table = table
-        self._lives: dict[str, _Life | None] = {}
-
-    def add(self, names: Collection[str]) -> None:
-        self._lives.update((name, self._life(name)) for name in names)
-
-    def names(self) -> set[str]:
-        return {name for name, life in self._lives.items() if self._life(name) == life}
-
-    def _life(self, name: str) -> _Life | None:
-        record = self._table.get(name)
-        if record is None or record.info is None:
-            return None
-        return record, record.info.pid, record.info.epoch, record.num_returns
-
-
-@dataclass(slots=True)
-class Tried:
+class Tried(Struct, eq=False):
     """The tries of a request so far; each of its choices that goes on by itself goes on from there.
 
+    It avoids instances that failed it, until they are other processes, have another role, or come back after an
+    absence.
+
     Attributes:
-        num_attempts: that count.
-        suspects: instances that failed it.
+        num_attempts: those that count.
         failure: of the last attempt, where other instances may do better.
+        lives: of the instances that failed it, at that time.
     """
 
-    suspects: Suspects
+    table: InstanceTable
     num_attempts: int = 0
     failure: ServeError | None = None
+    lives: dict[str, _Life | None] = {}
+
+    def avoid(self, names: Collection[str]) -> None:
+        self.lives.update((name, self._life(name)) for name in names)
+
+    def suspects(self) -> set[str]:
+        return {name for name, life in self.lives.items() if self._life(name) == life}
 
     def split(self) -> Tried:
         """For one choice: attempts of its own from now on; what fails one choice all of them avoid."""
-        return Tried(self.suspects, self.num_attempts, self.failure)
+        return Tried(self.table, self.num_attempts, self.failure, self.lives)
+
+    def _life(self, name: str) -> _Life | None:
+        record = self.table.get(name)
+        if record is None or record.info is None:
+            return None
+        return record, record.info.pid, record.info.epoch, record.num_returns
 
 
 class HeldKV(Struct, frozen=True):
@@ -119,9 +112,10 @@ class HeldKV(Struct, frozen=True):
 _MAX_STALLED = 2
 
 
-@dataclass(slots=True, eq=False)
-class ItemEncode:
-    """P waits for the feature for twice the first ``patience_s``. An E that gives no answer may take half of that,
+class ItemEncode(Struct, eq=False):
+    """Who encodes one item of a try.
+
+    P waits for the feature for twice the first ``patience_s``. An E that gives no answer may take half of that,
     the next half of the rest; what is left then is for P, however many more encoders there are, and P itself says
     when it is over.
     """
@@ -131,7 +125,7 @@ class ItemEncode:
     encoder: InstanceRecord
     patience_s: float
     num_stalled: int = 0
-    tried: set[str] = field(default_factory=set)
+    tried: set[str] = set()
 
     def stalled(self) -> None:
         """The encoder gave no answer in its time."""

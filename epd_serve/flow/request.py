@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -27,7 +26,7 @@ from epd_serve.errors import (
 from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
 from epd_serve.flow.events import Progress
-from epd_serve.flow.failures import HeldKV, ItemEncode, Suspects, Tried, blamed, is_planned, leaver, may_help
+from epd_serve.flow.failures import HeldKV, ItemEncode, Tried, blamed, is_planned, leaver, may_help
 from epd_serve.routing.routes import Demand, Route, Router
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
@@ -89,6 +88,7 @@ class Asked(Struct, frozen=True, kw_only=True):
 
     Attributes:
         has_media: whether it has items that have to be named and encoded.
+        named: their names under a fingerprint, where these are known already.
         num_choices: of its answer.
         splits: whether its choices can go on each by itself.
         generated: tokens that its client has already, of a single choice.
@@ -98,6 +98,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     model: str
     demand: Demand
     has_media: bool = False
+    named: tuple[str, on.Named] | None = None
     num_choices: int = 1
     splits: bool = False
     generated: list[int] = []
@@ -114,6 +115,7 @@ class _Attempt(Struct, eq=False):
         decode: whether D's answer has begun, or why it will not.
         explained: the failure of P that D may explain.
         encodes: those under way, by the items' places in the request.
+        is_expected: whether another instance than P is to expect it.
     """
 
     route: Route
@@ -126,7 +128,7 @@ class _Attempt(Struct, eq=False):
     decode: ServeError | bool = False
     explained: on.Refused | on.Broke | None = None
     encodes: dict[int, ItemEncode] = {}
-    open: list[Stage] = []
+    is_expected: bool = False
 
     @property
     def is_moving(self) -> bool:
@@ -134,38 +136,54 @@ class _Attempt(Struct, eq=False):
         return self.held is not None and not self.is_moved
 
 
-@dataclass(slots=True, eq=False)
 class RequestFlow:
     """Told of events by :meth:`tell`, which returns what is to be done.
 
     Attributes:
-        progress: how far its answer has come.
-        tried: together with the other choices, before each went on by itself.
         state: what it waits for.
         thief: the instance that has taken the request.
     """
 
-    fleet: Fleet
-    asked: Asked
-    progress: Progress
-    tried: Tried | None = None
-    state: State = field(default=State.ROUTING, init=False)
-    thief: InstanceRecord | None = field(default=None, init=False)
-    _tried: Tried = field(init=False)
-    _generated: list[int] = field(init=False)
-    _attempt: _Attempt = field(init=False)
-    _actions: list[do.Action] = field(default_factory=list, init=False)
-    _number: int = field(default=0, init=False)
-    _num_planned: int = field(default=0, init=False)
-    _waits_for: ServeError | None = field(default=None, init=False)  # what is raised where no instance comes
-    _until_s: float = field(default=0.0, init=False)
-    _is_expected: bool = field(default=False, init=False)
-    _left: HeldKV | None = field(default=None, init=False)  # by the last try
-    _was_left: bool = field(default=False, init=False)
+    __slots__ = (
+        "_actions",
+        "_attempt",
+        "_generated",
+        "_is_awaited",
+        "_left",
+        "_num_planned",
+        "_number",
+        "_tried",
+        "_until_s",
+        "_waits_for",
+        "_was_left",
+        "_was_split",
+        "asked",
+        "fleet",
+        "progress",
+        "state",
+        "thief",
+    )
 
-    def __post_init__(self) -> None:
-        self._tried = self.tried or Tried(Suspects(self.fleet.table))
-        self._generated = self.asked.generated
+    def __init__(self, fleet: Fleet, asked: Asked, progress: Progress, tried: Tried | None = None) -> None:
+        """``progress``: how far its answer has come; ``tried``: together with its other choices, before each went
+        on by itself."""
+        self.fleet = fleet
+        self.asked = asked
+        self.progress = progress
+        self.state = State.ROUTING
+        self.thief: InstanceRecord | None = None
+        self._was_split = tried is not None
+        self._tried = tried or Tried(fleet.table)
+        self._generated = asked.generated
+        self._attempt: _Attempt
+        self._actions: list[do.Action] = []
+        self._number = 0
+        self._num_planned = 0
+        self._waits_for: ServeError | None = None  # what is raised where no instance comes
+        self._until_s = 0.0
+        self._is_awaited = False
+        self._left: HeldKV | None = None  # by the last try
+        self._was_left = False
 
     @property
     def route(self) -> Route:
@@ -204,7 +222,7 @@ class RequestFlow:
 
     def _abandoned(self, event: on.Abandoned) -> None:
         if self.state not in _UNSENT:
-            self._close_all()
+            self._end_try()
         self._enter(State.OVER)
 
     def _encoded(self, event: on.Encoded) -> None:
@@ -240,7 +258,7 @@ class RequestFlow:
             wait_s, expected_s = fleet.wait_s, 0.0
             if event.complete_at_s is not None:
                 expected_s = event.complete_at_s + wait_s - event.now_s
-            self._is_expected = expected_s > 0
+            self._is_awaited = expected_s > 0
             if tried.failure is None:
                 try:
                     if event.avoid:
@@ -251,7 +269,7 @@ class RequestFlow:
                     self._waits_for, self._until_s = failure, event.now_s + expected_s
             else:
                 self._waits_for, self._until_s = tried.failure, event.now_s + wait_s
-        exclude = tried.suspects.names()
+        exclude = tried.suspects()
         try:
             route = choose(table, model, exclude=exclude, demand=demand)
             if not route.is_cut:
@@ -259,7 +277,7 @@ class RequestFlow:
                 return route
             is_worth_waiting = True
         except Unavailable:
-            is_worth_waiting = self._is_expected or _may_come(table, model, exclude)
+            is_worth_waiting = self._is_awaited or _may_come(table, model, exclude)
         if is_worth_waiting and event.now_s < self._until_s:
             self._actions.append(do.Wait(self._until_s))
         else:
@@ -272,12 +290,16 @@ class RequestFlow:
         self._attempt = _Attempt(route, f"{self.asked.id}-{self._number}", held)
         if kind is not None:
             self._actions.append(do.Try(kind))
-        if self.asked.has_media and held is None:
-            self._enter(State.NAMING)
-            assert route.prefill.info is not None, "a ready instance has said what it is"
-            self._actions.append(do.Name(route.prefill.info.media_fingerprint))
-        else:
+        if not self.asked.has_media or held is not None:
             self._send(_NO_MEDIA)
+            return
+        assert route.prefill.info is not None, "a ready instance has said what it is"
+        fingerprint, named = route.prefill.info.media_fingerprint, self.asked.named
+        if named is not None and named[0] == fingerprint:
+            self._send(named[1])
+        else:
+            self._enter(State.NAMING)
+            self._actions.append(do.Name(fingerprint))
 
     def _named(self, event: on.Named) -> None:
         if self.state is State.NAMING:
@@ -288,18 +310,17 @@ class RequestFlow:
         attempt, act, fleet, refs = self._attempt, self._actions.append, self.fleet, media.refs
         route, request_id = attempt.route, attempt.request_id
         self._enter(State.SENT)
-        again = self._number > 1 or self.tried is not None
-        distinct = {ref.mm_hash: item for item, ref in enumerate(refs)} if refs else {}
-        items = [refs[item] for item in distinct.values()]
-        encoders = fleet.router.encoders.choose_encoders(fleet.table, route.prefill, items) if items else []
+        attempt.is_expected = not route.fused
         if attempt.held is None:
+            again = self._number > 1 or self._was_split
             act(do.CallPrefill(request_id, route, refs, self._generated, again))
         else:
             act(do.CallMove(request_id, route, attempt.held, self._generated))
-        attempt.open.append(_P)
-        if not route.fused:
-            act(do.CallDecode(request_id, route, again))
-            attempt.open.append(_D)
+        if not refs:
+            return
+        distinct = {ref.mm_hash: item for item, ref in enumerate(refs)}
+        items = [refs[item] for item in distinct.values()]
+        encoders = fleet.router.encoders.choose_encoders(fleet.table, route.prefill, items)
         for item, encoder in zip(distinct.values(), encoders, strict=True):
             encode = ItemEncode(refs[item], media.params[item], encoder, fleet.encode_timeout_s)
             self._encode(item, encode, again=False)
@@ -309,8 +330,7 @@ class RequestFlow:
         assert self.is_queued, "nothing else is stolen, and nothing twice"
         before, thief = self.route, event.thief
         self.thief = thief
-        self._close_all()
-        self._actions.append(do.Judge(before.names))
+        self._end_try(before.names)
         work = before.prefill_work + before.decode_work
         self._go(Route(prefill=thief, decode=thief, prefill_work=work), "stolen")
 
@@ -327,8 +347,9 @@ class RequestFlow:
         elif self.state is State.SENT:
             self._enter(State.FIRST)
             attempt.follows = event.follows
-            if not event.follows:
-                self._close(_D)  # it need not expect the request any more
+            if attempt.is_expected and not event.follows:
+                attempt.is_expected = False
+                self._actions.append(do.Release())
             self._actions.append(do.Forward(_P))
 
     def _ended(self, event: on.Ended) -> None:
@@ -336,7 +357,6 @@ class RequestFlow:
         attempt, route = self._attempt, self.route
         if self.state is State.REST or (self.state is State.FIRST and not attempt.follows):
             if self.progress.complete:
-                self._close_all()
                 self._end(do.Done(route))
             else:
                 name = (route.decode if self.state is State.REST else route.prefill).name
@@ -360,8 +380,6 @@ class RequestFlow:
 
     def _refused(self, event: on.Refused) -> None:
         attempt, stage, failure = self._attempt, event.stage, event.failure
-        if stage not in attempt.open:
-            return
         if stage is _P:
             if self.state is not State.SENT:
                 return
@@ -369,6 +387,8 @@ class RequestFlow:
                 self._ask_decode(event)  # which says why
             else:
                 self._failed(_P, failure)
+        elif not attempt.is_expected:
+            return
         elif self.state is State.FIRST:
             attempt.decode = failure  # it counts once P's answer is over
         elif self.state is State.FAILING:
@@ -384,7 +404,7 @@ class RequestFlow:
             self._fail(failure)
         elif event.kind == "said":
             self._blame(leaver(self.route, stage, failure), failure)
-        elif stage is _P and _D in attempt.open and attempt.decode is not True:
+        elif stage is _P and attempt.is_expected and attempt.decode is not True:
             self._ask_decode(event)  # P is lost, or alive and its hand-over to D has failed
         else:
             self._failed(stage, failure)
@@ -436,7 +456,7 @@ class RequestFlow:
         failure = InstanceLost(f"instance {name} has stopped answering")
         for item in [item for item, encode in attempt.encodes.items() if encode.encoder.name == name]:
             if item in attempt.encodes:  # else the try has failed
-                self._actions.append(do.CancelEncode(item, failed=True))
+                self._actions.append(do.CancelEncode(item))
                 self._encode_failed(on.EncodeFailed(item, failure))
         needed = {route.decode.name} if self.state is State.REST else route.names  # then P has nothing of it
         if self.state not in _UNSENT and name in needed:
@@ -470,7 +490,7 @@ class RequestFlow:
         if failure.code == PEER_UNREACHABLE:
             self._actions.append(do.KeepApart(encoder, prefill))
         elif not isinstance(failure, Unavailable | InvalidRequest):
-            self._actions.append(do.Judge((encoder.name,), (encoder.name,)))
+            self._actions.append(do.Judge(encoder.name))
         try:
             encode.next_encoder(self.fleet.router, self.fleet.table, prefill, failure)
         except ServeError as nobody:
@@ -488,8 +508,7 @@ class RequestFlow:
         attempt, tried, names, progress = self._attempt, self._tried, self.route.names, self.progress
         planned = is_planned(failure)
         is_innocent = planned or attempt.is_moving or isinstance(failure, Unavailable)
-        self._close_all()
-        self._actions.append(do.Judge(names, () if is_innocent else attempt.suspects))
+        self._end_try(names, () if is_innocent else attempt.suspects)
         if progress.complete:
             self._end(do.Done(None))
             return
@@ -502,7 +521,7 @@ class RequestFlow:
         if planned:  # for as long as it says so itself
             self._actions += [do.ReportLeaving(name) for name in attempt.suspects]
         elif not isinstance(failure, InstanceUnreachable):  # which may be here again the next moment
-            tried.suspects.add(attempt.suspects)
+            tried.avoid(attempt.suspects)
         tokens, begun, is_one = progress.tokens_of_each(), progress.begun, self.asked.num_choices == 1
         if tried.num_attempts >= self.fleet.max_attempts:
             self._end(do.Fail(failure))
@@ -528,19 +547,9 @@ class RequestFlow:
         self._enter(State.OVER)
         self._actions.append(last)
 
-    def _close_all(self) -> None:
-        attempt = self._attempt
-        if attempt.encodes:
-            self._actions += [do.CancelEncode(item) for item in attempt.encodes]
-            attempt.encodes.clear()
-        self._close(_P)
-        self._close(_D)
-
-    def _close(self, stage: Stage) -> None:
-        """Take back what P or D was told, unless that was done."""
-        if stage in self._attempt.open:
-            self._attempt.open.remove(stage)
-            self._actions.append(do.Close(stage))
+    def _end_try(self, names: Collection[str] = (), failed: Collection[str] = ()) -> None:
+        self._attempt.encodes.clear()
+        self._actions.append(do.EndTry(names, failed))
 
 
 _NO_MEDIA = on.Named([], [])

@@ -196,6 +196,12 @@ _JFIF, _COMMENT, _DQT, _DHT, _DRI, _SOS = 0xE0, 0xFE, 0xDB, 0xC4, 0xDD, 0xDA
 #: Baseline, extended sequential and progressive frames, all of Huffman codes.
 _PROGRESSIVE = 0xC2
 _FRAMES = frozenset({0xC0, 0xC1, _PROGRESSIVE})
+#: Segments that say nothing of the size.
+_SKIPPED = frozenset({_DHT, _DRI, _COMMENT})
+#: Tables of bytes, each behind its number.
+_DQT_TABLES = re.compile(rb"(?:[\x00-\x0f].{64})+", re.DOTALL)
+_SEGMENT = struct.Struct(">BBH").unpack_from
+_FRAME = struct.Struct(">HHB").unpack_from
 
 
 #: Markers of a progressive JPEG, chunks of a PNG: more are counted where there is time
@@ -233,34 +239,30 @@ def _jpeg_size(head: bytes) -> tuple[tuple[int, int], bool] | None:
     """Return the size in a file whose segments up to the first scan are plain; and if that scan must be all."""
     size: tuple[int, int] | None = None
     num_components = 0
-    position = 2
-    while position + 4 <= len(head) and head[position] == 0xFF:
-        marker = head[position + 1]
-        length = int.from_bytes(head[position + 2 : position + 4])
-        segment = head[position + 4 : position + 2 + length]
-        if len(segment) != length - 2:
+    position, last = 2, len(head) - 4
+    while position <= last:
+        mark, marker, length = _SEGMENT(head, position)
+        start, position = position + 4, position + 2 + length
+        if mark != 0xFF or length < 2 or position > last + 4:
             return None
-        if marker == _SOS:
-            return None if size is None else (size, segment[:1] == bytes((num_components,)))
-        if marker in _FRAMES:
-            if size is not None or len(segment) < 6 or segment[0] != 8 or segment[5] not in (1, 3):
+        if marker in _SKIPPED:
+            continue
+        if marker == _DQT:
+            if _DQT_TABLES.fullmatch(head, start, position) is None:
                 return None
-            if len(segment) != 6 + 3 * segment[5]:
+        elif marker in _FRAMES:
+            if size is not None or length < 8 or head[start] != 8 or head[start + 5] not in (1, 3):
                 return None
-            height, width = int.from_bytes(segment[1:3]), int.from_bytes(segment[3:5])
-            if not width or not height:
+            height, width, components = _FRAME(head, start + 1)
+            if length != 8 + 3 * components or not width or not height:
                 return None
             size = width, height
-            num_components = 0 if marker == _PROGRESSIVE else segment[5]
-        elif marker == _JFIF:
-            if segment[:5] != b"JFIF\x00" or len(segment) < 14:
-                return None
-        elif marker == _DQT:
-            if not segment or any(table >> 4 for table in segment[:: 1 + 64]) or len(segment) % 65:
-                return None
-        elif marker not in (_DHT, _DRI, _COMMENT):
+            num_components = 0 if marker == _PROGRESSIVE else components
+        elif marker == _SOS:
+            is_one_scan = length > 2 and head[start] == num_components
+            return None if size is None else (size, is_one_scan)
+        elif marker != _JFIF or length < 16 or head[start : start + 5] != b"JFIF\x00":
             return None
-        position += 2 + length
     return None
 
 

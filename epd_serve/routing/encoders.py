@@ -48,19 +48,24 @@ class BoundedHash:
         candidates = encoders(table, prefill, exclude)
         if not candidates:
             return [prefill] * len(items)
-        pending = {record.name: record.pending.num_pixels for record in candidates}
-        lately = {record.name: record.recent_pixels for record in candidates}
+        others = [one for one in candidates if one is not prefill]
+        has_tower = len(others) < len(candidates)
+        pending = {one.name: one.pending.num_pixels for one in candidates}
+        lately = {one.name: one.recent_pixels for one in candidates}
         chosen: list[InstanceRecord] = []
         for item in items:
-            record = next((one for one in candidates if item.mm_hash in one.encoding), None)
-            if record is None:
-                remote = self._remote(candidates, prefill, item, pending, lately)
-                record = remote or prefill
-                if remote is not None and prefill in candidates:
-                    remote_s = _encode_s(remote, item, pending) + _transfer_s(remote, prefill, item)
+            mm_hash, record = item.mm_hash, None
+            for one in candidates:
+                if mm_hash in one.encoding:
+                    record = one
+                    break
+            else:
+                record = self._remote(others, item, pending, lately) if others else prefill
+                if others and has_tower:
+                    remote_s = _encode_s(record, item, pending) + _transfer_s(record, prefill, item)
                     if _local_s(prefill, item, pending) <= remote_s:
                         record = prefill
-                if item.mm_hash not in record.features and record in candidates:
+                if mm_hash not in record.features:
                     pending[record.name] += item.width * item.height
                     lately[record.name] += item.width * item.height
             chosen.append(record)
@@ -68,29 +73,29 @@ class BoundedHash:
 
     def _remote(
         self,
-        candidates: Sequence[InstanceRecord],
-        prefill: InstanceRecord,
+        others: Sequence[InstanceRecord],
         item: MediaRef,
         pending: dict[str, float],
         lately: dict[str, float],
-    ) -> InstanceRecord | None:
-        others = [one for one in candidates if one is not prefill]
-        if not others:
-            return None
-        own = {one.name: one.costs.encode_s(item.width * item.height) for one in others}
-        to_do = {one.name: one.costs.encode_s(pending[one.name]) for one in others}
-        got = {one.name: one.costs.encode_s(lately[one.name]) for one in others}
-        own_s = sum(own.values()) / len(own)
+    ) -> InstanceRecord:
+        if len(others) == 1:
+            return others[0]
+        num_pixels = item.width * item.height
+        own = [one.costs.encode_s(num_pixels) for one in others]
+        to_do = [one.costs.encode_s(pending[one.name]) for one in others]
+        got = [one.costs.encode_s(lately[one.name]) for one in others]
+        own_s = sum(own) / len(own)
         to_do_limit, got_limit = _limit(to_do, own_s, self.bound), _limit(got, own_s, self.even)
-        return min(
-            others,
-            key=lambda one: (
+        keys = [
+            (
                 item.mm_hash not in one.features,  # it has nothing to do for it, however much else there is
-                to_do[one.name] + own[one.name] > to_do_limit,
-                got[one.name] + own[one.name] > got_limit,
+                to_do[index] + own[index] > to_do_limit,
+                got[index] + own[index] > got_limit,
                 weight(item.mm_hash, one.name),
-            ),
-        )
+            )
+            for index, one in enumerate(others)
+        ]
+        return others[keys.index(min(keys))]
 
 
 def encoders(table: InstanceTable, prefill: InstanceRecord, exclude: Collection[str]) -> list[InstanceRecord]:
@@ -128,14 +133,14 @@ def _transfer_s(record: InstanceRecord, prefill: InstanceRecord, item: MediaRef)
     return link_between(record.place, prefill.place).seconds(num_tokens * info.feature_token_bytes)
 
 
-def _limit(seconds: dict[str, float], own_s: float, bound: float) -> float:
+def _limit(seconds: Sequence[float], own_s: float, bound: float) -> float:
     """Seconds that an encoder may have with the item: ``bound`` times the mean.
 
     Where that is less than whole items: the number of items that are there if none has more than its share. In any
     case at least the seconds that the least loaded encoder would have.
     """
-    mean_s = (sum(seconds.values()) + own_s) / len(seconds)
-    limit = max(bound * mean_s, math.ceil(mean_s / own_s - _ROUNDING) * own_s, min(seconds.values()) + own_s)
+    mean_s = (sum(seconds) + own_s) / len(seconds)
+    limit = max(bound * mean_s, math.ceil(mean_s / own_s - _ROUNDING) * own_s, min(seconds) + own_s)
     return limit * (1 + _ROUNDING)
 
 

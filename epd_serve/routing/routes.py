@@ -108,14 +108,6 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
             prefix=self.prefix,
         )
 
-    def first_s(self, prefill: InstanceRecord) -> float:
-        """Seconds until the first token, without the transfer: prefill and encodes after what waits at P."""
-        return first_token_s(prefill, self.prompt.num_tokens)
-
-    def rest_s(self, decode: InstanceRecord, demand: Demand) -> float:
-        """Seconds of the answer after its first token, without the encodes that hold up D."""
-        return answer_s(decode, self.answer, demand)
-
 
 def route_parts(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Parts:
     """Collect the instances of which routes are made.
@@ -172,8 +164,8 @@ def route_s(route: Route, demand: Demand) -> tuple[float, float]:
     if not route.fused:
         nbytes = answer.num_kv_tokens * (prefill.info.kv_token_bytes if prefill.info else 0)
         seconds += link_between(prefill.place, decode.place).seconds(nbytes)
-    after = answer_s(decode, answer, demand)
-    return seconds, after if route.fused else after + decode.encode_s
+    after = answer_s(decode, answer, demand, with_encodes=not route.fused)
+    return seconds, after
 
 
 def first_token_s(prefill: InstanceRecord, num_tokens: float) -> float:
@@ -182,9 +174,12 @@ def first_token_s(prefill: InstanceRecord, num_tokens: float) -> float:
     return seconds + costs.encode_s(pending.num_pixels) if pending.num_pixels else seconds
 
 
-def answer_s(decode: InstanceRecord, answer: Work, demand: Demand) -> float:
-    seconds, room_tokens, _ = decode.decode_s(answer.num_sequences, demand.max_tokens)
-    return seconds if answer.num_kv_tokens <= room_tokens else seconds + decode.room_s(answer.num_kv_tokens)
+def answer_s(decode: InstanceRecord, answer: Work, demand: Demand, *, with_encodes: bool = False) -> float:
+    """Seconds of the answer after its first token; ``with_encodes``: with those that hold up a D."""
+    seconds, room_tokens, encode_s = decode.decode_s(answer.num_sequences, demand.max_tokens)
+    if answer.num_kv_tokens > room_tokens:
+        seconds += decode.room_s(answer.num_kv_tokens)
+    return seconds + encode_s if with_encodes else seconds
 
 
 def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[str]) -> list[InstanceRecord]:
@@ -247,9 +242,13 @@ def in_turn(route: Route) -> tuple[float, int]:
 def cheapest_of_few(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Route:
     """As :func:`cheapest_pair`, by a look at each pair, which is sooner done where there are few of them."""
     parts = route_parts(table, model, exclude, demand)
+    if len(parts.prefills) == 1:
+        [prefill] = parts.prefills
+        if prefill.covers(Stage.DECODE):
+            return parts.route(prefill, prefill)
+        if len(parts.decodes) == 1:
+            return parts.route(prefill, parts.decodes[0])
     pairs = _costs_of_pairs(parts, demand, cut=False) or _costs_of_pairs(parts, demand, cut=True)
-    if len(pairs) == 1:
-        return parts.route(*pairs[0][2:])
     best_first, best_rest, *_ = pairs[0]
     for first_s, rest_s, _, _ in pairs:
         if first_s + rest_s < best_first + best_rest:
@@ -272,18 +271,17 @@ def _costs_of_pairs(
     rests: list[tuple[InstanceRecord, float]] | None = None
     pairs: list[tuple[float, float, InstanceRecord, InstanceRecord]] = []
     for prefill in parts.prefills:
-        first_s = parts.first_s(prefill)
+        first_s = first_token_s(prefill, parts.prompt.num_tokens)
         if prefill.covers(Stage.DECODE):
-            pairs.append((first_s, parts.rest_s(prefill, demand), prefill, prefill))
+            pairs.append((first_s, answer_s(prefill, parts.answer, demand), prefill, prefill))
             continue
         if rests is None:
-            rests = [(decode, parts.rest_s(decode, demand) + decode.encode_s) for decode in parts.decodes]
+            rests = [(one, answer_s(one, parts.answer, demand, with_encodes=True)) for one in parts.decodes]
         nbytes = parts.num_tokens * (prefill.info.kv_token_bytes if prefill.info is not None else 0)
         for decode, rest_s in rests:
-            if not cut and decode.name in prefill.cut_off:
-                continue
-            way_s = link_between(prefill.place, decode.place).seconds(nbytes)
-            pairs.append((first_s + way_s, rest_s, prefill, decode))
+            if cut or decode.name not in prefill.cut_off:
+                way_s = link_between(prefill.place, decode.place).seconds(nbytes)
+                pairs.append((first_s + way_s, rest_s, prefill, decode))
     return pairs
 
 
@@ -297,21 +295,14 @@ def cheapest_pair(table: InstanceTable, model: str, exclude: Collection[str], de
         return cheapest_of_few(table, model, exclude, demand)
     fused = [one.covers(Stage.DECODE) for one in parts.prefills]
     decodes = [] if all(fused) else parts.decodes
-    answer = parts.answer
-    num_sequences, num_kv_tokens, max_tokens = answer.num_sequences, answer.num_kv_tokens, demand.max_tokens
-    rests: list[float] = []
-    for decode in decodes:
-        rest_s, room_tokens, encode_s = decode.decode_s(num_sequences, max_tokens)
-        if num_kv_tokens > room_tokens:
-            rest_s += decode.room_s(num_kv_tokens)
-        rests.append(rest_s + encode_s)
+    rests = [answer_s(one, parts.answer, demand, with_encodes=True) for one in decodes]
     places = [_place(one) for one in decodes]
     by_bytes: dict[float, _Ways] = {}
     rows: list[tuple[InstanceRecord, float, _Ways, float | None]] = []
     for prefill, is_fused in zip(parts.prefills, fused, strict=True):
-        first_s = parts.first_s(prefill)
+        first_s = first_token_s(prefill, parts.prompt.num_tokens)
         if is_fused:
-            rows.append((prefill, first_s, _NO_WAY, parts.rest_s(prefill, demand)))
+            rows.append((prefill, first_s, _NO_WAY, answer_s(prefill, parts.answer, demand)))
             continue
         nbytes = parts.num_tokens * (prefill.info.kv_token_bytes if prefill.info is not None else 0)
         ways = by_bytes.get(nbytes)

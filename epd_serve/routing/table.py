@@ -248,14 +248,14 @@ class InstanceRecord:
         name: its name in the deployment.
         url: its control URL.
         info: its last answer to ``/info``; None until the first.
-        before: its answer to ``/info`` before the last one, if the same process gave it.
-        num_restarts: number of times that another process has taken its place.
         place: its host and device, from that answer.
         role: its role, from that answer; None until the first.
         ready: whether it answers and is ready to work.
         accepting: whether this gateway gives it any.
         cut_off: names of instances that it cannot reach, as far as is known, though this gateway can.
         is_gone: it cannot be reached. num_returns: number of times that it was here again after that.
+        before: its answer to ``/info`` before the last one, if the same process gave it.
+        num_restarts: number of times that another process has taken its place.
         is_stale: it has been silent for longer than it should; it gets work only where no other can take it.
         load: its last report's.
         costs: times of its stages, by its own measurements where there are any.
@@ -273,8 +273,6 @@ class InstanceRecord:
     name: str
     url: str
     info: InstanceInfo | None = None
-    before: InstanceInfo | None = None
-    num_restarts: int = 0
     place: Place = UNKNOWN
     role: Role | None = None
     ready: bool = False
@@ -282,6 +280,8 @@ class InstanceRecord:
     cut_off: set[str] = field(default_factory=set)
     is_gone: bool = False
     num_returns: int = 0
+    before: InstanceInfo | None = None
+    num_restarts: int = 0
     is_stale: bool = False
     load: Load = field(default_factory=Load)
     costs: StageCosts = field(default_factory=StageCosts)

@@ -190,6 +190,8 @@ class SimGateway:
         )
         self._attempts[action.request_id] = run.attempt
         self._open(run.attempt, Stage.PREFILL)
+        if not route.fused:
+            self._open(run.attempt, Stage.DECODE)
         return run.attempt
 
     def _do(self, run: SimRun, action: do.Action) -> None:
@@ -205,13 +207,13 @@ class SimGateway:
                     run.events.append(on.Look(self._clock.now))
                 else:
                     self._looking.append(run)
-            case do.Done() | do.Fail():
-                self._end(run, action)
-        if attempt is None:
-            return  # it was not sent: there is nothing to be undone
+        if attempt is not None:  # else it was not sent: there is nothing to be undone
+            self._do_at_instances(attempt, action)
+        if isinstance(action, do.Done | do.Fail):
+            self._end(run, action)
+
+    def _do_at_instances(self, attempt: Attempt, action: do.Action) -> None:
         match action:
-            case do.CallDecode():
-                self._open(attempt, Stage.DECODE)
             case do.Encode():
                 self._encode(attempt, action)
             case do.HandOver(route):
@@ -219,13 +221,11 @@ class SimGateway:
                 attempt.instances = {route.decode.name: None}
             case do.CancelEncode(item):
                 attempt.encodes.pop(item).__exit__(None, None, None)
-            case do.Close(stage):
-                if (call := attempt.calls.pop(stage, None)) is not None:
-                    call.close()
-                if stage is Stage.PREFILL:
-                    self._over(attempt)
-            case do.Judge() if attempt.is_over:
+            case do.EndTry():
+                self._over(attempt)
                 self._give_back(attempt)
+            case do.Done():
+                self._over(attempt)
 
     def _open(self, attempt: Attempt, stage: Stage) -> None:
         route = attempt.route
@@ -305,6 +305,14 @@ class SimGateway:
         self._instances[attempt.route.decode.name].reserve(attempt.reservation)
 
     def _over(self, attempt: Attempt) -> None:
+        if attempt.is_over:
+            return  # an instance failed behind the end
+        for call in attempt.calls.values():
+            call.close()
+        for encode in attempt.encodes.values():
+            encode.__exit__(None, None, None)
+        attempt.calls.clear()
+        attempt.encodes.clear()
         del self._attempts[attempt.id]
         attempt.is_over = True
         if attempt.reservation is not None:

@@ -5,7 +5,7 @@ Those of several processes are shown as those of one.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import msgspec
@@ -15,33 +15,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 Labels = tuple[str, ...]
-
-
-class Tally:
-    """One histogram series."""
-
-    __slots__ = ("_bounds", "counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, how many are no greater) as Prometheus has it."""
-        total, found = 0, []
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self.counts, strict=True):
-            total += count
-            found.append((bound, float(total)))
-        return found
+_MAX_UNSORTED = 1024
 
 
 class Histogram:
-    """A family of tallies under one or more names; a series is there once it is asked for."""
+    """A family of histograms under one or more names; a series is there once it is asked for."""
 
     def __init__(
         self, names: str | Sequence[str], text: str, bounds: Sequence[float], labels: Sequence[str] = ()
@@ -50,29 +28,42 @@ class Histogram:
         self._text = text
         self._bounds = [float(bound) for bound in bounds]
         self._labels = labels
-        self._series: dict[Labels, Tally] = {}
+        #: By series: values that are in no bucket yet; counts up to each bound and in all; their sum.
+        self._series: dict[Labels, tuple[list[float], list[int], list[float]]] = {}
         if not labels:
             self.series()
 
-    def series(self, *values: str) -> Tally:
-        tally = self._series.get(values)
-        if tally is None:
-            tally = self._series[values] = Tally(self._bounds)
-        return tally
+    def series(self, *values: str) -> None:
+        """Have a series that nothing was observed of."""
+        self._series[values] = [], [0] * (len(self._bounds) + 1), [0.0]
 
     def observe(self, value: float, *labels: str) -> None:
-        tally = self._series.get(labels)
-        if tally is None:
-            tally = self.series(*labels)
-        tally.counts[bisect_left(self._bounds, value)] += 1
-        tally.sum += value
+        if labels not in self._series:
+            self.series(*labels)
+        values = self._series[labels][0]
+        values.append(value)
+        if len(values) >= _MAX_UNSORTED:
+            self._sort(labels)
 
     def collect(self) -> Iterator[Metric]:
         for name in self._names:
             family = HistogramMetricFamily(name, self._text, labels=self._labels)
-            for values, tally in self._series.items():
-                family.add_metric(values, tally.buckets(), tally.sum)
+            for labels in self._series:
+                counts, total = self._sort(labels)
+                bounds = (*map(str, self._bounds), "+Inf")
+                family.add_metric(labels, list(zip(bounds, map(float, counts), strict=True)), total)
             yield family
+
+    def _sort(self, labels: Labels) -> tuple[list[int], float]:
+        """Count what was observed: together, which is less work than one by one."""
+        values, counts, total = self._series[labels]
+        values.sort()
+        for index, bound in enumerate(self._bounds):
+            counts[index] += bisect_right(values, bound)
+        counts[-1] += len(values)
+        total[0] += sum(values)
+        values.clear()
+        return counts, total[0]
 
 
 class Counter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, assert_never, get_args
 
@@ -17,17 +16,18 @@ from epd_serve.flow import events as on
 from epd_serve.flow.failures import Tried
 from epd_serve.flow.request import Asked, Fleet, RequestFlow, State
 from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MoveRequest, PrefillRequest
-from epd_serve.routing.routes import Route
 from epd_serve.routing.table import InstanceRecord, OpenCall
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Stage
 from proxy.dispatch.forwarding import Forwarding, Streamed, Whole
 from proxy.dispatch.interruption import Interruption, TimeLimit
-from proxy.dispatch.job import Instances, Job, demand_of
+from proxy.dispatch.job import Instances, Job, demand_of, names_of, prompt_pieces
 from proxy.dispatch.strands import stream_choices
 from proxy.http.client import EventSink
 from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, STORED, TRANSFER
+from proxy.settings import GatewaySettings
 
+_P, _D = Stage.PREFILL, Stage.DECODE
 _LOOK_AGAIN_S = 0.05
 
 
@@ -36,6 +36,23 @@ class Dispatcher:
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
+        self._fleet_of: tuple[GatewaySettings, Fleet] | None = None
+
+    @property
+    def _fleet(self) -> Fleet:
+        """With the settings of now."""
+        instances = self._instances
+        settings = instances.settings.now
+        if self._fleet_of is None or self._fleet_of[0] is not settings:
+            fleet = Fleet(
+                table=instances.table,
+                router=instances.router,
+                max_attempts=settings.gateway.failover.max_attempts,
+                wait_s=settings.failover_wait_s,
+                encode_timeout_s=settings.encode_timeout_s,
+            )
+            self._fleet_of = settings, fleet
+        return self._fleet_of[1]
 
     async def stream(
         self, job: Job, sink: EventSink, generated: Sequence[int] = (), tried: Tried | None = None
@@ -64,82 +81,73 @@ class Dispatcher:
 
     async def _run(self, job: Job, answer: Forwarding, generated: list[int], tried: Tried | None) -> do.End:
         instances, n = self._instances, job.sampling.n
-        settings = instances.settings.now
-        fleet = Fleet(
-            table=instances.table,
-            router=instances.router,
-            max_attempts=settings.gateway.failover.max_attempts,
-            wait_s=settings.failover_wait_s,
-            encode_timeout_s=settings.encode_timeout_s,
-        )
+        pieces = await prompt_pieces(job, instances.table) if instances.router.routes.uses_prefix else ()
         asked = Asked(
             id=job.id,
             model=job.model,
-            demand=await demand_of(job, instances),
+            demand=demand_of(job, pieces),
             has_media=bool(job.items),
+            named=names_of(job.items) if job.items else None,
             num_choices=n,
             splits=n > 1 and not job.output.continuous_usage,  # else each event tells the usage of all together
             generated=generated,
         )
-        return await Dispatch(instances, job, RequestFlow(fleet, asked, answer, tried), answer).run()
-
-
-class _Call:
-    """An open call to P or D, counted as in flight until it is closed."""
-
-    __slots__ = ("_counted", "answer", "call")
-
-    def __init__(self, call: StageCall, counted: OpenCall) -> None:
-        self.call = call
-        self.answer: Answer
-        self._counted: OpenCall | None = counted
-
-    @property
-    def is_closed(self) -> bool:
-        return self._counted is None
-
-    def close(self) -> None:
-        counted, self._counted = self._counted, None
-        if counted is not None:
-            try:
-                self.call.close()
-            finally:
-                counted.close()
+        return await Dispatch(instances, job, RequestFlow(self._fleet, asked, answer, tried), answer).run()
 
 
 class _Superseded(Exception):
     """Something has happened that makes it pointless to go on forwarding."""
 
 
-@dataclass(slots=True, eq=False)
 class Dispatch:
     """One request: its calls, and the events that come of them.
 
     Actions are carried out as soon as they are asked for; those that take time by the task in :meth:`run`.
     """
 
-    _instances: Instances
-    _job: Job
-    flow: RequestFlow
-    _answer: Forwarding
-    _events: list[on.Event] = field(default_factory=list, init=False)
-    _is_feeding: bool = field(default=False, init=False)
-    _step: do.Wait | do.Name | do.Forward | do.End | None = field(default=None, init=False)
-    _news: asyncio.Future[None] | None = field(default=None, init=False)  # that the task waits for
-    _interruption: Interruption = field(init=False)
-    _is_forwarding: bool = field(default=False, init=False)
-    _crash: Exception | None = field(default=None, init=False)
-    _calls: dict[Stage, _Call] = field(default_factory=dict, init=False)
-    _encodes: dict[int, tuple[asyncio.Task[None], Span]] = field(default_factory=dict, init=False)
-    _cancelled: list[asyncio.Task[None]] = field(default_factory=list, init=False)
-    _words: asyncio.TimerHandle | None = field(default=None, init=False)
-    _request_id: str = field(default="", init=False)
-    _stage: Span | None = field(default=None, init=False)  # of P and D, the one under way
+    __slots__ = (
+        "_answer",
+        "_calls",
+        "_cancelled",
+        "_crash",
+        "_encodes",
+        "_events",
+        "_instances",
+        "_interruption",
+        "_is_feeding",
+        "_is_forwarding",
+        "_job",
+        "_news",
+        "_request_id",
+        "_stage",
+        "_step",
+        "_words",
+        "flow",
+    )
+
+    def __init__(self, instances: Instances, job: Job, flow: RequestFlow, answer: Forwarding) -> None:
+        self.flow = flow
+        self._instances = instances
+        self._job = job
+        self._answer = answer
+        self._events: list[on.Event] = []
+        self._is_feeding = False
+        self._step: do.Wait | do.Name | do.Forward | do.End | None = None
+        self._news: asyncio.Future[None] | None = None  # that the task waits for
+        self._interruption: Interruption
+        self._is_forwarding = False
+        self._crash: Exception | None = None
+        self._calls: dict[Stage, tuple[StageCall, OpenCall]] = {}  # each counts as in flight until it is closed
+        self._encodes: dict[int, tuple[asyncio.Task[None], Span]] = {}
+        self._cancelled: list[asyncio.Task[None]] = []
+        self._words: asyncio.TimerHandle | None = None
+        self._request_id = ""
+        self._stage: Span | None = None  # of P and D, the one under way
 
     async def run(self) -> do.Done | do.SplitUp:
         """Until it is over. Raises ServeError."""
         losses, stealing = self._instances.health.losses, self._instances.stealing
-        losses.watch(self)
+        losses.add(self)
         try:
             self._look()
             while True:
@@ -149,7 +157,7 @@ class Dispatch:
                 except _Superseded:
                     self._is_forwarding = False
         finally:
-            losses.forget(self)
+            losses.discard(self)
             if self.flow.state is not State.OVER:
                 self.feed(on.Abandoned())
             if stealing.queued or self.flow.thief is not None:
@@ -169,7 +177,8 @@ class Dispatch:
                 self._news = None
             elif isinstance(step, do.Forward):
                 self._is_forwarding, stage = True, step.stage
-                event = await self._answer.forward(stage, self.flow.route, self._calls[stage].answer)
+                answer = self._calls[stage][0].opened.result()
+                event = await self._answer.forward(stage, self.flow.route, answer)
                 self._is_forwarding = False
                 self.feed(event)
             elif isinstance(step, do.Wait):
@@ -186,8 +195,6 @@ class Dispatch:
             else:
                 if isinstance(step, do.SplitUp):
                     self._job.record.attempt_failed(self._request_id)
-                elif step.route is not None:
-                    self._succeeded(step.route)
                 return step
 
     def feed(self, event: on.Event) -> None:
@@ -213,18 +220,14 @@ class Dispatch:
 
     def _look(self) -> None:
         health = self._instances.health
-        self.feed(on.Look(time.monotonic(), health.was_complete_at, health.held_back()))
+        avoid = health.held_back() if health.returning else ()
+        self.feed(on.Look(time.monotonic(), health.was_complete_at, avoid))
 
     async def _settle(self) -> None:
         """Wait until encodes that were cancelled do not count as in flight any more."""
         if self._cancelled:
             await asyncio.wait(self._cancelled)
             self._cancelled.clear()
-
-    def _succeeded(self, route: Route) -> None:
-        instances = self._instances
-        instances.health.ended(route.names)
-        instances.pairs.worked(route.prefill, route.decode)
 
     def _crashed(self, error: Exception) -> None:
         self._crash = self._crash or error
@@ -247,13 +250,6 @@ class Dispatch:
         elif self._is_forwarding:
             self._interruption.fire(_Superseded())
 
-    def _called(self, action: do.CallPrefill | do.CallMove | do.CallDecode) -> None:
-        try:
-            self._call(action)
-        except ServeError as failure:
-            stage = Stage.DECODE if isinstance(action, do.CallDecode) else Stage.PREFILL
-            self._events.append(on.Refused(stage, failure))
-
     def _handed_over(self, action: do.HandOver) -> None:
         self._pass(DECODE, action.route.decode.name)
         if action.moved:
@@ -268,15 +264,14 @@ class Dispatch:
         task, span = self._encodes.pop(action.item)
         task.cancel()
         self._cancelled.append(task)
-        if action.failed:
-            span.end(failed=True)
+        span.end(failed=True)
 
     def _note(self, action: do.Note) -> None:
         """Note what is to be told of instances."""
         instances = self._instances
         match action:
-            case do.Judge(names, failed):
-                instances.health.ended(names, failed)
+            case do.Judge(name):
+                instances.health.ended((name,), (name,))
             case do.ReportLost(name):
                 instances.poller.report_lost(name)
             case do.ReportLeaving(name):
@@ -301,37 +296,50 @@ class Dispatch:
             record.again(continued=continued)
             (metrics.request_continuations if continued else metrics.request_retries).inc()
 
-    def _call(self, action: do.CallPrefill | do.CallMove | do.CallDecode) -> None:
-        """Open a call to P or D. Raises ServeError where that fails at once."""
-        instances, route, table = self._instances, action.route, self._instances.table
-        request_id = action.request_id
-        if isinstance(action, do.CallDecode):
-            call = self._decode_call(self._calls_to(route.decode), request_id)
-            counted = table.in_flight(
-                route.decode, Stage.DECODE, request_id=request_id, work=route.decode_work, again=action.again
-            )
-            self._open(Stage.DECODE, call, counted)
+    def _call_both(self, action: do.CallPrefill | do.CallMove) -> None:
+        """Call P, or the instance in its place, and D unless it is the same one."""
+        instances, job, route, table = self._instances, self._job, action.route, self._instances.table
+        request_id = self._request_id = action.request_id
+        first, second = instances.calls.get(route.prefill.name), instances.calls.get(route.decode.name)
+        if first is None or second is None:
+            stage, record = (_P, route.prefill) if first is None else (_D, route.decode)
+            self._events.append(on.Refused(stage, _left(record)))
             return
-        self._request_id = request_id
-        decode = None if route.fused else instances.calls.get(route.decode.name)
-        if decode is None and not route.fused:
-            return  # the call to D, which comes next, says so
-        again = True
-        calls, decode_url = self._calls_to(route.prefill), None if decode is None else decode.url
-        if isinstance(action, do.CallPrefill):
-            again = action.again
-            call = self._prefill_call(action, calls, decode_url)
-        else:
-            call = self._move_call(action, calls, decode_url or "")
-        counted = table.in_flight(
-            route.prefill,
-            Stage.PREFILL,
-            request_id=request_id,
-            work=route.prefill_work,
-            prefix=route.prefix,
-            again=again,
+        decode_url = None if route.fused else second.url
+        try:
+            if isinstance(action, do.CallPrefill):
+                again = action.again
+                call = self._prefill_call(action, first, decode_url)
+            else:
+                again = True
+                call = self._move_call(action, first, decode_url or "")
+            self._open(
+                _P,
+                call,
+                table.in_flight(
+                    route.prefill,
+                    _P,
+                    request_id=request_id,
+                    work=route.prefill_work,
+                    prefix=route.prefix,
+                    again=again,
+                ),
+            )
+        except ServeError as failure:
+            self._events.append(on.Refused(_P, failure))
+            return
+        if route.fused:
+            return
+        expected = DecodeRequest(
+            request_id=request_id, stream=job.output.stream, traceparent=job.record.traceparent()
         )
-        self._open(Stage.PREFILL, call, counted)
+        try:
+            call = second.decode(expected, trace_id=job.trace_id)
+        except ServeError as failure:
+            self._events.append(on.Refused(_D, failure))
+            return
+        counted = table.in_flight(route.decode, _D, request_id=request_id, work=route.decode_work, again=again)
+        self._open(_D, call, counted)
 
     def _prefill_call(self, action: do.CallPrefill, calls: StageCalls, decode_url: str | None) -> StageCall:
         job, refs = self._job, action.refs
@@ -363,50 +371,67 @@ class Dispatch:
         )
         return calls.move(request, trace_id=self._job.trace_id)
 
-    def _decode_call(self, calls: StageCalls, request_id: str) -> StageCall:
-        job = self._job
-        traceparent = job.record.traceparent()
-        request = DecodeRequest(request_id=request_id, stream=job.output.stream, traceparent=traceparent)
-        return calls.decode(request, trace_id=job.trace_id)
-
-    def _calls_to(self, record: InstanceRecord) -> StageCalls:
-        """Raises InstanceLost where the instance was taken out of the deployment meanwhile."""
-        calls = self._instances.calls.get(record.name)
-        if calls is None:
-            raise InstanceLost(f"instance {record.name} is no longer part of the deployment")
-        return calls
-
     def _open(self, stage: Stage, call: StageCall, counted: OpenCall) -> None:
-        self._calls[stage] = opened = _Call(call, counted)
-        call.opened.add_done_callback(partial(self._opened, stage, opened))
+        self._calls[stage] = call, counted
+        call.opened.add_done_callback(partial(self._opened, stage))
 
-    def _opened(self, stage: Stage, call: _Call, opened: asyncio.Future[Answer]) -> None:
+    def _opened(self, stage: Stage, opened: asyncio.Future[Answer]) -> None:
         """The answer has begun, or will not."""
-        if call.is_closed or opened.cancelled():
+        entry = self._calls.get(stage)
+        if entry is None or entry[0].opened is not opened or opened.cancelled():  # the call was closed
             return
         error = opened.exception()
         if error is None:
-            call.answer = answer = opened.result()
+            answer = opened.result()
             follows = answer.decode_follows
-            if stage is Stage.PREFILL:
-                route = self.flow.route
+            if stage is _P:
+                route, record = self.flow.route, self._job.record
                 has_next = follows and not route.fused
-                next_one = route.decode if has_next else route.prefill
-                record = self._job.record
                 record.prompt_note = answer.prompt_note or record.prompt_note
-                self._pass(TRANSFER if has_next else DECODE, next_one.name)
+                if has_next:
+                    self._pass(TRANSFER, route.decode.name)
+                else:
+                    self._pass(DECODE, route.prefill.name)
             self.feed(on.Opened(stage, follows))
         elif isinstance(error, ServeError):
             self.feed(on.Refused(stage, error))
         elif isinstance(error, Exception):
             self._crashed(error)
 
-    def _close(self, action: do.Close) -> None:
+    def _close(self, stage: Stage) -> None:
+        """Close the call to P or D, if there is one."""
+        if (entry := self._calls.pop(stage, None)) is not None:
+            call, counted = entry
+            try:
+                call.close()
+            finally:
+                counted.close()
+
+    def _release(self, action: do.Release) -> None:
+        self._close(_D)
+
+    def _end_try(self, action: do.EndTry) -> None:
+        self._close_all()
+        self._instances.health.ended(action.names, action.failed)
+
+    def _done(self, action: do.Done) -> None:
+        self._close_all()
+        if (route := action.route) is not None:
+            self._instances.health.ended(route.names)
+            self._instances.pairs.worked(route.prefill, route.decode)
+        self._later(action)
+
+    def _close_all(self) -> None:
         if self._words is not None:
             self._words.cancel()
             self._words = None
-        if (call := self._calls.pop(action.stage, None)) is not None:  # else it was refused at once
-            call.close()
+        if self._encodes:
+            for task, _ in self._encodes.values():
+                task.cancel()
+                self._cancelled.append(task)
+            self._encodes.clear()
+        self._close(_P)
+        self._close(_D)
 
     async def _encode(self, action: do.Encode, span: Span) -> None:
         instances, record, item = self._instances, self._job.record, self._job.items[action.item]
@@ -414,23 +439,24 @@ class Dispatch:
         if action.again:
             record.encode_retries += 1
             instances.metrics.encode_retries.inc()
-        try:
-            announce_to = self._calls_to(prefill).url
-        except InstanceLost as lost:
-            self.feed(on.Refused(Stage.PREFILL, lost))
+        calls, announce_to = instances.calls.get(encoder.name), instances.calls.get(prefill.name)
+        if announce_to is None:
+            self.feed(on.Refused(_P, _left(prefill)))
             return
         request = EncodeRequest(
             request_id=action.request_id,
             ref=action.ref,
             media=item.data,
-            announce_to=announce_to,
+            announce_to=announce_to.url,
             traceparent=record.traceparent(span),
         )
         event: on.Event = on.Encoded(action.item)
         try:
+            if calls is None:
+                raise _left(encoder)
             with instances.table.encoding(encoder, action.ref, action.request_id) as encoding:
                 with TimeLimit(self._job.loop, action.patience_s, TimeoutError()):
-                    reply = await self._calls_to(encoder).encode(request, trace_id=self._job.trace_id)
+                    reply = await calls.encode(request, trace_id=self._job.trace_id)
                 encoding.was_cached = reply.cached
             computed = ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED
             span.end(feature=STORED if reply.cached else computed)
@@ -448,16 +474,22 @@ class Dispatch:
         self.feed(event)
 
 
+def _left(record: InstanceRecord) -> InstanceLost:
+    """Say that an instance was taken out of the deployment meanwhile."""
+    return InstanceLost(f"instance {record.name} is no longer part of the deployment")
+
+
 _ACTIONS: dict[type, Callable[[Dispatch, Any], None]] = {
-    do.CallPrefill: Dispatch._called,
-    do.CallMove: Dispatch._called,
-    do.CallDecode: Dispatch._called,
+    do.CallPrefill: Dispatch._call_both,
+    do.CallMove: Dispatch._call_both,
     do.Encode: Dispatch._start_encode,
-    do.Close: Dispatch._close,
+    do.Release: Dispatch._release,
+    do.EndTry: Dispatch._end_try,
     do.CancelEncode: Dispatch._cancel_encode,
     do.HandOver: Dispatch._handed_over,
     do.Listen: Dispatch._listen,
     do.Try: Dispatch._begin,
     **dict.fromkeys(get_args(do.Note), Dispatch._note),
     **dict.fromkeys((do.Wait, do.Name, do.Forward, *get_args(do.End)), Dispatch._later),
+    do.Done: Dispatch._done,
 }

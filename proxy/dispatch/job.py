@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from epd_serve.backends.base import StageCalls
-from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
+from epd_serve.flow.events import Named
+from epd_serve.protocol.wire import ChatMessage, MediaRef, OutputOptions, PromptOptions
 from epd_serve.routing.routes import Demand, Router
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import SamplingParams
@@ -68,27 +69,39 @@ class Instances:
 _FIRST_BEGINNING = 256
 
 
-async def demand_of(job: Job, instances: Instances) -> Demand:
-    """Sizes, and where the router looks at it, the prompt's beginnings."""
-    pieces: list[str] = []
-    if instances.router.routes.uses_prefix:
-        texts = _texts(job)
-        infos = instances.table.models()
-        fingerprint = infos[job.model].media_fingerprint if job.model in infos else ""
-        names = iter([(await item.name(fingerprint)).mm_hash for item in job.items])
-        pieces = [next(names) if text is None else text for text in texts]
-        if isinstance(job.prompt, list):
-            pieces = [f"{token} " for token in job.prompt]
-        pieces.insert(0, job.prompting.cache_salt)
+def demand_of(job: Job, pieces: Sequence[str] = ()) -> Demand:
+    """The sizes of a request and, of the prompt's ``pieces``, the beginnings."""
     return Demand(
         num_characters=_num_characters(job),
         num_tokens=len(job.prompt) if isinstance(job.prompt, list) else 0,
         num_pixels=sum([item.width * item.height for item in job.items]),
         max_tokens=job.sampling.max_tokens,
         num_sequences=job.sampling.n,
-        prefix=beginnings(pieces),
+        prefix=beginnings(pieces) if pieces else (),
         prefix_characters=sum(map(len, pieces)),
     )
+
+
+async def prompt_pieces(job: Job, table: InstanceTable) -> list[str]:
+    """The prompt in pieces, in which media are their names, for a router that looks at it."""
+    infos = table.models()
+    fingerprint = infos[job.model].media_fingerprint if job.model in infos else ""
+    names = iter([(await item.name(fingerprint)).mm_hash for item in job.items])
+    pieces = [next(names) if text is None else text for text in _texts(job)]
+    if isinstance(job.prompt, list):
+        pieces = [f"{token} " for token in job.prompt]
+    return [job.prompting.cache_salt, *pieces]
+
+
+def names_of(items: Sequence[MediaItem]) -> tuple[str, Named] | None:
+    """The names of media items, and the fingerprint that all were named under; None where some are without."""
+    fingerprint = items[0].fingerprint
+    refs: list[MediaRef] = []
+    for item in items:
+        if not item.mm_hash or item.fingerprint != fingerprint:
+            return None
+        refs.append(item.ref(item.mm_hash))
+    return fingerprint, Named(refs, [item.param for item in items])
 
 
 def beginnings(pieces: Iterable[str]) -> tuple[tuple[int, bytes], ...]:

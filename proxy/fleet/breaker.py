@@ -51,6 +51,7 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self._num_consecutive = 0
         self._slices: deque[list[int]] = deque()  # number of the slice of time, calls, failures
+        self._slices_per_s = _NUM_SLICES / limits.window_s
         self._num_calls = self._num_failures = 0  # of them all
         self._open_s = limits.open_s
         self._until = 0.0
@@ -76,13 +77,30 @@ class Breaker:
         """A call has ended; whether that opens it. Those that end while it is not closed say nothing new."""
         if self.state is not BreakerState.CLOSED:
             return False
-        self._num_consecutive = self._num_consecutive + 1 if failed else 0
-        num_calls, num_failures = self._count(failed, now)
-        limits = self._limits
-        too_many = num_calls >= limits.min_calls and num_failures >= limits.failure_rate * num_calls
-        if self._num_consecutive >= limits.num_consecutive or too_many:
-            self._open(now)
-        return self.state is not BreakerState.CLOSED
+        limits, slices, number = self._limits, self._slices, int(now * self._slices_per_s)
+        if not slices or slices[-1][0] != number:
+            slices.append([number, 0, 0])
+            while slices[0][0] <= number - _NUM_SLICES:
+                _, calls, failures = slices.popleft()
+                self._num_calls -= calls
+                self._num_failures -= failures
+        latest = slices[-1]
+        latest[1] += 1
+        self._num_calls += 1
+        if not failed:
+            self._num_consecutive = 0
+            if not self._num_failures:
+                return False
+        else:
+            latest[2] += 1
+            self._num_failures += 1
+            self._num_consecutive += 1
+        num_calls = self._num_calls
+        too_many = num_calls >= limits.min_calls and self._num_failures >= limits.failure_rate * num_calls
+        if self._num_consecutive < limits.num_consecutive and not too_many:
+            return False
+        self._open(now)
+        return True
 
     def may_probe(self, now: float) -> bool:
         """Whether a probe is due; an open breaker is half-open from then on."""
@@ -116,21 +134,6 @@ class Breaker:
     def _open(self, now: float) -> None:
         self._until = now + self._open_s
         self._move_to(BreakerState.OPEN)
-
-    def _count(self, failed: bool, now: float) -> tuple[int, int]:
-        """Calls and failures of the last ``window_s``, this one included."""
-        number, slices = int(now / self._limits.window_s * _NUM_SLICES), self._slices
-        if not slices or slices[-1][0] != number:
-            slices.append([number, 0, 0])
-            while slices[0][0] <= number - _NUM_SLICES:
-                _, calls, failures = slices.popleft()
-                self._num_calls -= calls
-                self._num_failures -= failures
-        slices[-1][1] += 1
-        slices[-1][2] += failed
-        self._num_calls += 1
-        self._num_failures += failed
-        return self._num_calls, self._num_failures
 
     def _move_to(self, state: BreakerState) -> None:
         assert state in _ALLOWED[self.state], f"{self.state.name} -> {state.name}"

@@ -71,22 +71,12 @@ class Watcher(Protocol):
     def feed(self, event: Lost) -> None: ...
 
 
-class Losses:
-    """Tells all requests of an instance that has stopped answering."""
-
-    def __init__(self) -> None:
-        self._watchers: set[Watcher] = set()
-
-    def watch(self, watcher: Watcher) -> None:
-        """Tell ``watcher`` until it is to be forgotten."""
-        self._watchers.add(watcher)
-
-    def forget(self, watcher: Watcher) -> None:
-        self._watchers.discard(watcher)
+class Losses(set[Watcher]):
+    """All that wait for instances, to be told of one that has stopped answering."""
 
     def report(self, name: str) -> None:
         """The instance is as good as dead."""
-        for watcher in list(self._watchers):
+        for watcher in list(self):
             watcher.feed(Lost(name))
 
 
@@ -96,6 +86,7 @@ class Health:
     Attributes:
         was_complete_at: when there was an instance for each stage last; None: never. What it lacks since then is
             expected back, in this instance or another one.
+        returning: instances that have come back lately.
     """
 
     def __init__(
@@ -109,6 +100,7 @@ class Health:
     ) -> None:
         self.losses = Losses()
         self.was_complete_at: float | None = None
+        self.returning: set[str] = set()
         self._table = table
         self._calls = calls
         self._settings = settings
@@ -124,17 +116,19 @@ class Health:
         """A request has left these instances; ``failed`` are those among them that failed it."""
         now = self._clock()
         for name in names:
-            watched = self._of(name)
+            watched = self._watched.get(name) or self._of(name)
             if watched.breaker.record(name in failed, now):
                 logger.warning("instance %s gets no work for now: too many requests have failed there", name)
                 watched.probe_at = 0.0
                 self._apply(name, watched)
 
     def held_back(self) -> set[str]:
-        """Instances that this request should rather avoid: those that are just coming back get few at first."""
+        """Instances of :attr:`returning` that this request should rather avoid: they get few at first."""
         now, held = self._clock(), set()
-        for name, watched in self._watched.items():
-            if not watched.breaker.is_new:
+        for name in list(self.returning):
+            watched = self._watched.get(name)
+            if watched is None or not watched.breaker.is_new:
+                self.returning.discard(name)
                 continue
             share = watched.breaker.share(now)
             if 0.0 < share < 1.0 and self._rng.random() >= share and self._has_other(name):
@@ -253,6 +247,7 @@ class Health:
             watched.probe_at = 0.0  # the breaker says when
             self.losses.report(name)
         elif not was_closed and watched.breaker.state is BreakerState.CLOSED:
+            self.returning.add(name)
             logger.info("instance %s computes again; it gets its share of work bit by bit", name)
 
     async def _passes(self, name: str, *, doubted: bool) -> bool | None:

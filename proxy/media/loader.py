@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import binascii
 import struct
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import ParamSpec, TypeVar
 
 import msgspec
@@ -57,7 +57,10 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
             name = await _off_loop(
                 "", len(self.data), mm_hash, self.data, _kind(self.low_detail), fingerprint, self.salt
             )
-        return MediaRef(mm_hash=name, width=self.width, height=self.height, low_detail=self.low_detail)
+        return self.ref(name)
+
+    def ref(self, mm_hash: str) -> MediaRef:
+        return MediaRef(mm_hash=mm_hash, width=self.width, height=self.height, low_detail=self.low_detail)
 
 
 class MediaLoader:
@@ -93,76 +96,70 @@ class MediaLoader:
                 param=sources[most].param,
                 code="too_many_images",
             )
-        total = 0
+        here = [self._load_small(source, fingerprint, salt) for source in sources]
+        loaded = [item for item in here if item is not None]
+        _check_total(loaded, gateway.max_body_bytes)
+        if len(loaded) == len(sources):
+            return loaded
         fetches = asyncio.Semaphore(MAX_FETCHES)
 
-        async def fetch(url: str) -> bytes:
-            async with fetches:
-                return await self._fetcher.fetch(url, asker)
-
-        def checked(item: MediaItem) -> MediaItem:
-            nonlocal total
-            if salt:
-                item = msgspec.structs.replace(item, salt=salt, mm_hash="")
-            total += len(item.data)
-            if total > gateway.max_body_bytes:
-                raise TooLarge(
-                    f"the images of the request have more than {gateway.max_body_bytes} bytes together; "
-                    "send fewer or smaller ones",
-                    param=item.param,
-                )
+        async def load(source: MediaSource) -> MediaItem:
+            item = await self._load(source, fingerprint, salt, asker, fetches)
+            loaded.append(item)
+            _check_total(loaded, gateway.max_body_bytes)
             return item
 
-        async def load_one(source: MediaSource) -> MediaItem:
-            return checked(await self._load(source, fingerprint, fetch, asker))
+        try:
+            async with asyncio.TaskGroup() as group:
+                found = [
+                    group.create_task(load(source)) if item is None else item
+                    for source, item in zip(sources, here, strict=True)
+                ]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [one if isinstance(one, MediaItem) else one.result() for one in found]
 
-        items: dict[int, MediaItem] = {}
-        for index, source in enumerate(sources):
-            if (item := self._load_small(source, fingerprint)) is not None:
-                items[index] = checked(item)
-        if len(items) < len(sources):
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks = {
-                        index: group.create_task(load_one(source))
-                        for index, source in enumerate(sources)
-                        if index not in items
-                    }
-            except ExceptionGroup as failures:
-                raise failures.exceptions[0] from None
-            items.update((index, task.result()) for index, task in tasks.items())
-        return [items[index] for index in range(len(sources))]
-
-    def _load_small(self, source: MediaSource, fingerprint: str) -> MediaItem | None:
+    def _load_small(self, source: MediaSource, fingerprint: str, salt: str) -> MediaItem | None:
         """An item that is little work; None for one that needs a thread or the network."""
         if not source.is_inline or _num_characters(source) > INLINE_BYTES:
             return None
-        with _telling_place(source):
-            read = self._read(source, fingerprint)
+        read = self._read(source, fingerprint, salt)
         return read if isinstance(read, MediaItem) else None
 
     async def _load(
-        self, source: MediaSource, fingerprint: str, fetch: Callable[[str], Awaitable[bytes]], asker: str
+        self, source: MediaSource, fingerprint: str, salt: str, asker: str, fetches: asyncio.Semaphore
     ) -> MediaItem:
-        with _telling_place(source):
+        try:
             if source.is_inline:
-                read = await _off_loop(asker, _num_characters(source), self._read, source, fingerprint)
+                read = await _off_loop(asker, _num_characters(source), self._read, source, fingerprint, salt)
                 if isinstance(read, MediaItem):
                     return read
                 data = read
             else:
-                data = await fetch(source.url)
+                async with fetches:
+                    data = await self._fetcher.fetch(source.url, asker)
             size = self._plain_size(data)
             if size is None:
                 # Always in a thread: a small file can have thousands of parts.
                 size = await _threads.run(asker, pixel_size, data, self._limits)
-        return _item(source, data, size)
+        except InvalidRequest as error:
+            error.param = source.param
+            raise
+        return _item(source, data, size, "", salt)
 
-    def _read(self, source: MediaSource, fingerprint: str) -> MediaItem | bytes:
+    def _read(self, source: MediaSource, fingerprint: str, salt: str) -> MediaItem | bytes:
         """An item of the request's own; its bytes where its size is not plain to see."""
-        data = _decode(source, self._limits.max_bytes)
+        limits = self._limits
+        try:
+            if source.payload is None:
+                data = parse_data_url(source.url, limits.max_bytes)[1]
+            else:
+                data = decode_data_url(source.url, source.payload, limits.max_bytes)[1]
+        except InvalidRequest as error:
+            error.param = source.param
+            raise
         size = self._plain_size(data)
-        return data if size is None else _item(source, data, size, fingerprint)
+        return data if size is None else _item(source, data, size, fingerprint, salt)
 
     def _plain_size(self, data: bytes) -> tuple[int, int] | None:
         """Within the limits; what is not is Pillow's to explain."""
@@ -170,7 +167,18 @@ class MediaLoader:
         return size if size is not None and size[0] * size[1] <= self._limits.max_pixels else None
 
 
-def _item(source: MediaSource, data: bytes, size: tuple[int, int], fingerprint: str = "") -> MediaItem:
+def _check_total(items: Sequence[MediaItem], max_bytes: int) -> None:
+    total = 0
+    for item in items:
+        total += len(item.data)
+        if total > max_bytes:
+            raise TooLarge(
+                f"the images of the request have more than {max_bytes} bytes together; send fewer or smaller ones",
+                param=item.param,
+            )
+
+
+def _item(source: MediaSource, data: bytes, size: tuple[int, int], fingerprint: str, salt: str) -> MediaItem:
     width, height = low_detail_size(size) if source.low_detail else size
     scaled = (width, height) != size
     return MediaItem(
@@ -180,7 +188,8 @@ def _item(source: MediaSource, data: bytes, size: tuple[int, int], fingerprint: 
         param=source.param,
         low_detail=scaled,
         fingerprint=fingerprint,
-        mm_hash=mm_hash(data, _kind(scaled), fingerprint) if fingerprint else "",
+        mm_hash=mm_hash(data, _kind(scaled), fingerprint, salt) if fingerprint else "",
+        salt=salt,
     )
 
 
@@ -190,21 +199,6 @@ def _kind(low_detail: bool) -> str:
 
 def _num_characters(source: MediaSource) -> int:
     return len(source.url) if source.payload is None else len(source.payload)
-
-
-def _decode(source: MediaSource, max_bytes: int) -> bytes:
-    if source.payload is None:
-        return parse_data_url(source.url, max_bytes)[1]
-    return decode_data_url(source.url, source.payload, max_bytes)[1]
-
-
-@contextmanager
-def _telling_place(source: MediaSource) -> Iterator[None]:
-    try:
-        yield
-    except InvalidRequest as error:
-        error.param = source.param
-        raise
 
 
 async def _off_loop(asker: str, nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -226,6 +220,22 @@ def parse_data_url(url: str, max_bytes: int) -> tuple[str, bytes]:
 
 def decode_data_url(header: str, text: str | memoryview, max_bytes: int) -> tuple[str, bytes]:
     """The same for a data URL in two parts: up to its first comma, and the rest."""
+    media_type = _media_type(header) if len(header) <= 64 else _media_type.__wrapped__(header)
+    if len(text) // 4 * 3 > max_bytes + 2:
+        raise TooLarge(f"the image has about {len(text) // 4 * 3} bytes; at most {max_bytes} are accepted")
+    try:
+        data = pybase64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(
+            f"the base64 text of the data URL cannot be decoded ({error}); use the standard alphabet (A-Z a-z 0-9 "
+            f"+ /) with '=' padding and without line breaks"
+        ) from error
+    return media_type, data
+
+
+@lru_cache(maxsize=256)
+def _media_type(header: str) -> str:
+    """The media type of a data URL, by what is before its text."""
     if header[:5].lower() != "data:" or not header.endswith(","):
         raise InvalidRequest(
             f"{header[:40]!r} is no data URL; it should look like 'data:image/png;base64,iVBORw0...'"
@@ -236,16 +246,7 @@ def decode_data_url(header: str, text: str | memoryview, max_bytes: int) -> tupl
     media_type = media_type.strip().lower()
     if media_type and not media_type.startswith("image/"):
         raise InvalidRequest(f"the data URL has media type {media_type[:60]!r}; only image/... is supported")
-    if len(text) // 4 * 3 > max_bytes + 2:
-        raise TooLarge(f"the image has about {len(text) // 4 * 3} bytes; at most {max_bytes} are accepted")
-    try:
-        data = pybase64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InvalidRequest(
-            f"the base64 text of the data URL cannot be decoded ({error}); use the standard alphabet (A-Z a-z 0-9 "
-            f"+ /) with '=' padding and without line breaks"
-        ) from error
-    return media_type, bytes(data)
+    return media_type
 
 
 def mm_hash(data: bytes, modality: str, fingerprint: str, salt: str = "") -> str:
@@ -254,9 +255,24 @@ def mm_hash(data: bytes, modality: str, fingerprint: str, salt: str = "") -> str
     Over the media bytes, the modality, the model's ``media_fingerprint`` and the request's salt, if it has one;
     each field is preceded by its length, so that no two different ones give the same input.
     """
-    hasher = blake3(b"epd-serve media 1")
-    salts = (salt.encode("utf-8", "surrogatepass"),) if salt else ()
-    for field in (modality.encode(), fingerprint.encode(), data, *salts):
-        hasher.update(struct.pack("<Q", len(field)))
-        hasher.update(field)
+    hasher = _named_hasher(modality, fingerprint).copy()
+    hasher.update(_LENGTH(len(data)))
+    hasher.update(data)
+    if salt:
+        encoded = salt.encode("utf-8", "surrogatepass")
+        hasher.update(_LENGTH(len(encoded)))
+        hasher.update(encoded)
     return hasher.hexdigest()
+
+
+_LENGTH = struct.Struct("<Q").pack
+
+
+@lru_cache(maxsize=64)
+def _named_hasher(modality: str, fingerprint: str) -> blake3:
+    """A hasher that has taken what stands before an item's bytes."""
+    hasher = blake3(b"epd-serve media 1")
+    for field in (modality.encode(), fingerprint.encode()):
+        hasher.update(_LENGTH(len(field)))
+        hasher.update(field)
+    return hasher

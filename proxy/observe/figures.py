@@ -99,21 +99,22 @@ class Figures:
             now.num_met += not failed and self._is_met(ttft_s, tpot_s)
         _sample(now.ttft_s, ttft_s, now.num_requests)
         _sample(now.tpot_s, tpot_s, now.num_requests)
-        prefill = record.prefill or ""
+        prefill, stages = record.prefill or "", now.stages
         for span in record.spans:
-            name, about = span.name, span.attributes
+            name = span.name
             if name == QUEUE:
                 continue
+            about = span.attributes
             instance = str(about["instance"])
-            now.stages[instance] = now.stages.get(instance, 0) + (name != TRANSFER)
-            if name == ENCODE:
+            if name == TRANSFER:
+                flow = "kv", prefill, instance
+            else:
+                stages[instance] = stages.get(instance, 0) + 1
+                if name != ENCODE:
+                    continue
                 if source := str(about.get("feature", "")):
                     now.sources[source] = now.sources.get(source, 0) + 1
-                flow = ("features", instance, prefill)
-            elif name == TRANSFER:
-                flow = ("kv", prefill, instance)
-            else:
-                continue
+                flow = "features", instance, prefill
             if instance != prefill and "failed" not in about:
                 now.flows[flow] = now.flows.get(flow, 0) + 1
 

@@ -108,7 +108,7 @@ class GatewayMetrics:
             "inter_token_latency_seconds",
             "Between the arrivals of streamed tokens at the gateway, of one answer in 32",
             _TOKEN_SECONDS,
-        ).series()
+        )
         self._stages = self._histogram(
             "stage_seconds",
             "From a stage's call to its answer, waiting at the instance included; queue: before the first call",
@@ -206,7 +206,8 @@ class GatewayMetrics:
             self._request_generation_tokens.observe(output_tokens)
         for span in record.spans:
             self._stages.observe(span.end_s - span.start_s, span.name)
-            if source := span.attributes.get("feature"):
+        if record.num_images:
+            for source in [one.attributes["feature"] for one in record.spans if "feature" in one.attributes]:
                 self._features.add(1.0, str(source))
                 self._mm_queries.add(1.0)
                 if source in ("store", "prefill"):

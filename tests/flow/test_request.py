@@ -135,28 +135,23 @@ class World:
                 assert self.begun is False or self.num_choices == 1
                 assert refs == self.refs
                 self.num_tries += 1
-                self.calls[P], self.fresh = "sent", {P: len(generated)}
-                self.fused, self.request_id = route.fused, request_id
+                self._send(len(generated), request_id, fused=route.fused)
             case do.CallMove(request_id, route, held, generated):
                 assert not self.calls and not self.encodes
                 assert held.request_id in self.held and not route.fused and held.record is route.prefill
                 assert generated == (self.got[0] if self.begun else [])
                 self.num_tries += 1
                 self.num_free += 1  # where it comes to nothing
-                self.calls[P], self.fresh = "sent", {P: len(generated)}
-                self.fused, self.request_id = False, request_id
-            case do.CallDecode():
-                assert set(self.calls) == {P}
-                self.calls[D] = "sent"
+                self._send(len(generated), request_id, fused=False)
             case do.Encode(item):
                 assert P in self.calls and item not in self.encodes
                 self.encodes.add(item)
             case do.CancelEncode(item):
                 self.encodes.remove(item)
-            case do.Close(stage):
-                del self.calls[stage]
-                self.forwarding = None if self.forwarding is stage else self.forwarding
-                self.listens = False
+            case do.Release():
+                del self.calls[D]
+            case do.EndTry():
+                self._close_all()
             case do.Forward(stage):
                 assert self.calls[stage] == "answered" and self.forwarding is None
                 self.forwarding = stage
@@ -180,6 +175,18 @@ class World:
             case do.Done() | do.Fail() | do.SplitUp():
                 assert not self.is_given_up
                 self.end = action
+                if isinstance(action, do.Done):
+                    self._close_all()
+
+    def _send(self, num_generated: int, request_id: str, *, fused: bool) -> None:
+        self.calls, self.fresh = {P: "sent"} if fused else {P: "sent", D: "sent"}, {P: num_generated}
+        self.fused, self.request_id = fused, request_id
+
+    def _close_all(self) -> None:
+        self.calls.clear()
+        self.encodes.clear()
+        self.forwarding = None
+        self.listens = False
 
     # what may happen
 
