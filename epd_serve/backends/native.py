@@ -165,7 +165,8 @@ class NativeInstance:
         trace_id: str,
         max_bytes: int = MAX_NOTE_BYTES,
     ) -> wire.M:
-        body = await self._call(path, request, trace_id).ask(max_bytes)
+        call = _StageCall(self._pool, "POST", path, f"{_HEADERS}{trace_id}\r\n", request)
+        body = await call.ask(max_bytes)
         try:
             return wire.decode(body, reply_type)
         except msgspec.MsgspecError as error:
@@ -185,9 +186,6 @@ class NativeInstance:
         return self._post("/stage/move", [wire.encode(request)], trace_id)
 
     def _post(self, path: str, body: list[bytes], trace_id: str) -> _StageCall:
-        call = self._call(path, body, trace_id)
+        call = _StageCall(self._pool, "POST", path, f"{_HEADERS}{trace_id}\r\n", body)
         call.send()
         return call
-
-    def _call(self, path: str, body: list[bytes], trace_id: str) -> _StageCall:
-        return _StageCall(self._pool, "POST", path, f"{_HEADERS}{trace_id}\r\n", body)

@@ -192,15 +192,15 @@ _PLAIN_CHUNKS = frozenset({b"sRGB", b"gAMA", b"pHYs", b"cHRM", b"sBIT", b"bKGD",
 #: (bit depth, colour type)
 _PNG_KINDS = frozenset({(8, 0), (8, 2), (8, 4), (8, 6), (1, 0), (2, 0), (4, 0)})
 _JPEG = b"\xff\xd8\xff"
-_JFIF, _COMMENT, _DQT, _DHT, _DRI, _SOS = 0xE0, 0xFE, 0xDB, 0xC4, 0xDD, 0xDA
+_JFIF, _COMMENT, _DQT, _DHT, _DRI, _SOS = 0xFFE0, 0xFFFE, 0xFFDB, 0xFFC4, 0xFFDD, 0xFFDA
 #: Baseline, extended sequential and progressive frames, all of Huffman codes.
-_PROGRESSIVE = 0xC2
-_FRAMES = frozenset({0xC0, 0xC1, _PROGRESSIVE})
+_PROGRESSIVE = 0xFFC2
+_FRAMES = frozenset({0xFFC0, 0xFFC1, _PROGRESSIVE})
 #: Segments that say nothing of the size.
 _SKIPPED = frozenset({_DHT, _DRI, _COMMENT})
 #: Tables of bytes, each behind its number.
 _DQT_TABLES = re.compile(rb"(?:[\x00-\x0f].{64})+", re.DOTALL)
-_SEGMENT = struct.Struct(">BBH").unpack_from
+_SEGMENT = struct.Struct(">HH").unpack_from
 _FRAME = struct.Struct(">HHB").unpack_from
 
 
@@ -241,20 +241,23 @@ def _jpeg_size(head: bytes) -> tuple[tuple[int, int], bool] | None:
     num_components = 0
     position, last = 2, len(head) - 4
     while position <= last:
-        mark, marker, length = _SEGMENT(head, position)
-        start, position = position + 4, position + 2 + length
-        if mark != 0xFF or length < 2 or position > last + 4:
+        marker, length = _SEGMENT(head, position)
+        start = position + 4
+        position += 2 + length
+        if length < 2:
             return None
         if marker in _SKIPPED:
             continue
+        if position > last + 4:
+            return None
         if marker == _DQT:
             if _DQT_TABLES.fullmatch(head, start, position) is None:
                 return None
         elif marker in _FRAMES:
-            if size is not None or length < 8 or head[start] != 8 or head[start + 5] not in (1, 3):
+            if size is not None or length < 8 or head[start] != 8:
                 return None
             height, width, components = _FRAME(head, start + 1)
-            if length != 8 + 3 * components or not width or not height:
+            if components not in (1, 3) or length != 8 + 3 * components or not width or not height:
                 return None
             size = width, height
             num_components = 0 if marker == _PROGRESSIVE else components

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self, cast
@@ -36,7 +37,6 @@ class HttpCall:
         opened: done when the answer's head is there. An answer with status 400 or above is an error, which is set
             here once its body is complete (:func:`epd_serve.errors.error_from_response`); a connection that fails
             is InstanceLost.
-        headers: the answer's, names in lower case.
         on_new_connection: whether a kept-alive one will not do, which may be to a host that is gone since.
     """
 
@@ -57,7 +57,8 @@ class HttpCall:
         self.connection: Connection | None = None
         self.opened: asyncio.Future[Any] = pool.loop.create_future()
         self.status = 0
-        self.headers: dict[bytes, bytes] = {}
+        self._headers: dict[bytes, bytes] = {}
+        self._lower: dict[bytes, bytes] | None = None
         self.closed = False
         self._complete = False
         self._failure: Exception | None = None
@@ -67,7 +68,12 @@ class HttpCall:
         self._waiter: asyncio.Future[None] | None = None
 
     def send(self) -> None:
-        self._pool.send(self)
+        """Send it on an idle connection, or on a new one where none is idle or the call asks for that."""
+        connection = None if self.on_new_connection else self._pool.take_idle()
+        if connection is not None:
+            connection.begin(self)
+        else:
+            self._pool.connect(self)
 
     async def ask(self, max_bytes: int = MAX_BODY_BYTES) -> bytes:
         """Send the call, read the whole body and close the call. Raises as ``opened`` and :meth:`read`."""
@@ -143,6 +149,13 @@ class HttpCall:
             return InstanceLost(f"instance {self._pool.name} broke off its answer ({reason})")
         return InstanceLost(f"instance {self._pool.name} at {self._pool.url} is not reachable ({reason})")
 
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        """Return the answer's headers, names in lower case."""
+        if self._lower is None:
+            self._lower = {name.lower(): value for name, value in self._headers.items()}
+        return self._lower
+
     # What follows is called by the pool and the connection.
 
     def unreachable(self, error: OSError) -> None:
@@ -157,7 +170,7 @@ class HttpCall:
 
     def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
         self.status = status
-        self.headers = headers
+        self._headers = headers
         if status < 400 and not self.opened.done():
             self.opened.set_result(self)
 
@@ -347,7 +360,7 @@ class Connection(asyncio.Protocol):
 
     def _on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        headers = {name.lower(): value for name, value in self._headers.items()}
+        headers = self._headers.copy()
         self._headers.clear()
         if status >= 200 and self._call is not None:
             self._begun = True
@@ -396,29 +409,22 @@ class HttpPool:
         self._closes_old = False
         self._all_closed = asyncio.Event()
         self._all_closed.set()
-        self._loop: asyncio.AbstractEventLoop | None = None
 
-    @property
+    @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The running event loop, kept: asyncio would look it up with a system call each time (CPython 3.11)."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-        return self._loop
+        return asyncio.get_running_loop()
 
     def head(self, method: str, path: str, headers: str, size: int) -> bytes:
         """The head of a request with a body of ``size`` bytes. ``headers`` are lines that end with CR LF."""
         text = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{headers}content-length: {size}\r\n\r\n"
         return text.encode("latin-1")
 
-    def send(self, call: HttpCall) -> None:
-        """Send a call on an idle connection, or on a new one where none is idle or the call asks for that."""
-        connection = None if call.on_new_connection else self._take_idle()
-        if connection is not None:
-            connection.begin(call)
-        else:
-            call.connecting = self.loop.create_task(self._connect(call))
-            self._connecting.add(call.connecting)
-            call.connecting.add_done_callback(self._connecting.discard)
+    def connect(self, call: HttpCall) -> None:
+        """Send a call on a new connection."""
+        call.connecting = self.loop.create_task(self._connect(call))
+        self._connecting.add(call.connecting)
+        call.connecting.add_done_callback(self._connecting.discard)
 
     async def __aenter__(self) -> Self:
         return self
@@ -435,9 +441,9 @@ class HttpPool:
         for connection in list(self._connections):
             connection.abort()
         await self._all_closed.wait()
-        self._loop = None
+        self.__dict__.pop("loop", None)  # the next caller may have another one
 
-    def _take_idle(self) -> Connection | None:
+    def take_idle(self) -> Connection | None:
         if not self._idle:
             return None
         oldest_s = self.loop.time() - KEEP_ALIVE_S

@@ -122,29 +122,24 @@ class Endpoint:
         record.key = visit.client.name
         exchange = Exchange(client, headers, record, visit)
         try:
-            await self._serve(exchange)
-        finally:
-            client.close()
-            exchange.leave()
-
-    async def _serve(self, exchange: Exchange) -> None:
-        client, record = exchange.client, exchange.record
-        try:
-            body = await self._receive(exchange)
-        except ServeError as error:
-            await send_error(client, error, record)
-            self._count(record, error.status, error)
-            return
-        except ClientLeft:
-            self._count(record, CLIENT_LEFT)
-            return
-        exchange.watch()
-        try:
+            try:
+                body = await self._receive(exchange)
+            except ServeError as error:
+                await send_error(client, error, record)
+                self._count(record, error.status, error)
+                return
+            except ClientLeft:
+                self._count(record, CLIENT_LEFT)
+                return
+            exchange.watch()
             await self._answer(exchange, body)
         except asyncio.CancelledError:
             if not exchange.is_left_alone():
                 raise
             self._count(record, CLIENT_LEFT)
+        finally:
+            client.close()
+            exchange.leave()
 
     async def _receive(self, exchange: Exchange) -> bytearray:
         given = exchange.headers.get(_REQUEST_ID)

@@ -64,7 +64,7 @@ class Dispatcher:
         before = list(generated)
         answer = Streamed(job, sink, before)
         try:
-            end = await self._run(job, answer, before, tried)
+            end = await Dispatch(self._instances, self._fleet, job, answer).run(before, tried)
             if isinstance(end, do.SplitUp):
                 job.record.again(continued=True)
                 self._instances.metrics.request_continuations.inc()
@@ -76,23 +76,8 @@ class Dispatcher:
     async def whole(self, job: Job) -> bytes:
         """The answer's JSON. Raises ServeError."""
         answer = Whole(job)
-        await self._run(job, answer, [], None)
+        await Dispatch(self._instances, self._fleet, job, answer).run()
         return answer.body
-
-    async def _run(self, job: Job, answer: Forwarding, generated: list[int], tried: Tried | None) -> do.End:
-        instances, n = self._instances, job.sampling.n
-        pieces = await prompt_pieces(job, instances.table) if instances.router.routes.uses_prefix else ()
-        asked = Asked(
-            id=job.id,
-            model=job.model,
-            demand=demand_of(job, pieces),
-            has_media=bool(job.items),
-            named=names_of(job.items) if job.items else None,
-            num_choices=n,
-            splits=n > 1 and not job.output.continuous_usage,  # else each event tells the usage of all together
-            generated=generated,
-        )
-        return await Dispatch(instances, job, RequestFlow(self._fleet, asked, answer, tried), answer).run()
 
 
 class _Superseded(Exception):
@@ -112,6 +97,7 @@ class Dispatch:
         "_crash",
         "_encodes",
         "_events",
+        "_fleet",
         "_instances",
         "_interruption",
         "_is_feeding",
@@ -125,9 +111,10 @@ class Dispatch:
         "flow",
     )
 
-    def __init__(self, instances: Instances, job: Job, flow: RequestFlow, answer: Forwarding) -> None:
-        self.flow = flow
+    def __init__(self, instances: Instances, fleet: Fleet, job: Job, answer: Forwarding) -> None:
+        self.flow: RequestFlow
         self._instances = instances
+        self._fleet = fleet
         self._job = job
         self._answer = answer
         self._events: list[on.Event] = []
@@ -144,18 +131,50 @@ class Dispatch:
         self._request_id = ""
         self._stage: Span | None = None  # of P and D, the one under way
 
-    async def run(self) -> do.Done | do.SplitUp:
+    async def run(self, generated: Sequence[int] = (), tried: Tried | None = None) -> do.Done | do.SplitUp:
         """Until it is over. Raises ServeError."""
-        losses, stealing = self._instances.health.losses, self._instances.stealing
+        instances, job = self._instances, self._job
+        losses, stealing, num_choices = instances.health.losses, instances.stealing, job.sampling.n
+        pieces = await prompt_pieces(job, instances.table) if instances.router.routes.uses_prefix else ()
+        asked = Asked(
+            id=job.id,
+            model=job.model,
+            demand=demand_of(job, pieces),
+            has_media=bool(job.items),
+            named=names_of(job.items) if job.items else None,
+            num_choices=num_choices,
+            # else each event tells the usage of all together
+            splits=num_choices > 1 and not job.output.continuous_usage,
+            generated=list(generated),
+        )
+        self.flow = RequestFlow(self._fleet, asked, self._answer, tried)
         losses.add(self)
         try:
             self._look()
             while True:
-                try:
-                    with Interruption(self._job.loop) as self._interruption:
-                        return await self._steps()
-                except _Superseded:
-                    self._is_forwarding = False
+                step, self._step = self._step, None
+                if self._crash is not None:
+                    raise self._crash
+                if step is None:
+                    self._news = job.loop.create_future()
+                    await self._news
+                    self._news = None
+                elif isinstance(step, do.Forward):
+                    await self._forward(step.stage)
+                elif isinstance(step, do.Wait):
+                    await self._settle()
+                    if step.until_s is not None:
+                        await asyncio.sleep(_LOOK_AGAIN_S)
+                    self._look()
+                elif isinstance(step, do.Name):
+                    refs = [await item.name(step.fingerprint) for item in job.items]
+                    self.feed(on.Named(refs, [item.param for item in job.items]))
+                elif isinstance(step, do.Fail):
+                    raise step.failure
+                else:
+                    if isinstance(step, do.SplitUp):
+                        job.record.attempt_failed(self._request_id)
+                    return step
         finally:
             losses.discard(self)
             if self.flow.state is not State.OVER:
@@ -165,37 +184,18 @@ class Dispatch:
             if self._cancelled:
                 await self._settle()
 
-    async def _steps(self) -> do.Done | do.SplitUp:
-        """Carry out what takes time."""
-        while True:
-            step, self._step = self._step, None
-            if self._crash is not None:
-                raise self._crash
-            if step is None:
-                self._news = self._job.loop.create_future()
-                await self._news
-                self._news = None
-            elif isinstance(step, do.Forward):
-                self._is_forwarding, stage = True, step.stage
+    async def _forward(self, stage: Stage) -> None:
+        """Forward an answer to its end, or until something happens that makes it pointless to go on."""
+        self._is_forwarding = True
+        try:
+            with Interruption(self._job.loop) as self._interruption:
                 answer = self._calls[stage][0].opened.result()
                 event = await self._answer.forward(stage, self.flow.route, answer)
-                self._is_forwarding = False
-                self.feed(event)
-            elif isinstance(step, do.Wait):
-                await self._settle()
-                if step.until_s is not None:
-                    await asyncio.sleep(_LOOK_AGAIN_S)
-                self._look()
-            elif isinstance(step, do.Name):
-                items = self._job.items
-                refs = [await item.name(step.fingerprint) for item in items]
-                self.feed(on.Named(refs, [item.param for item in items]))
-            elif isinstance(step, do.Fail):
-                raise step.failure
-            else:
-                if isinstance(step, do.SplitUp):
-                    self._job.record.attempt_failed(self._request_id)
-                return step
+        except _Superseded:
+            return
+        finally:
+            self._is_forwarding = False
+        self.feed(event)
 
     def feed(self, event: on.Event) -> None:
         """Do what follows from an event, and from those that come of that."""

@@ -67,6 +67,7 @@ class RequestRecord:
         "_before_last",
         "_last",
         "_streams",
+        "_traceparent",
         "arrived_s",
         "context",
         "continuations",
@@ -101,6 +102,7 @@ class RequestRecord:
     def __init__(self, endpoint: str, context: TraceContext, request_id: str, arrived_s: float) -> None:
         self.endpoint = endpoint
         self.context = context
+        self._traceparent = context.traceparent
         self.request_id = request_id
         self.arrived_s = arrived_s
         self.key = ""
@@ -135,10 +137,7 @@ class RequestRecord:
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers with which every answer tells of its request."""
-        return [
-            (_REQUEST_ID, self.request_id.encode()),
-            (_TRACEPARENT, self.context.traceparent.encode()),
-        ]
+        return [(_REQUEST_ID, self.request_id.encode()), (_TRACEPARENT, self._traceparent.encode())]
 
     # ------------------------------------------------------------------ what the gateway notes
 
@@ -163,10 +162,9 @@ class RequestRecord:
 
     def traceparent(self, span: Span | None = None) -> str:
         """For the instance that is asked for a stage."""
-        context = self.context
-        if span is not None and context.sampled:
-            context = context.child(1 + self.spans.index(span))
-        return context.traceparent
+        if span is not None and self.context.sampled:
+            return self.context.child(1 + self.spans.index(span)).traceparent
+        return self._traceparent
 
     def attempt_failed(self, request_id: str) -> None:
         """End the attempt's open spans as failed."""
