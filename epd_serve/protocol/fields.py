@@ -240,7 +240,10 @@ def drop_message_neutral(fields: dict[str, Any]) -> dict[str, Any]:
     messages = fields.get("messages")
     if not isinstance(messages, list):
         return fields
-    if all(not isinstance(message, dict) or _OF_MESSAGES.isdisjoint(message) for message in messages):
+    for message in messages:
+        if isinstance(message, dict) and not _OF_MESSAGES.isdisjoint(message):
+            break
+    else:
         return fields
     kept = [
         drop_neutral(message, MESSAGE_NEUTRAL, f"messages[{index}].") if isinstance(message, dict) else message

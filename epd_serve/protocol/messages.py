@@ -108,7 +108,7 @@ def check_messages(messages: Sequence[Message]) -> None:
     check_parts(sum([len(message.content or ()) for message in messages]), "messages")
     for i, message in enumerate(messages):
         if (
-            message.role != "user"
+            message.role == "tool"
             or message.content is None
             or message.tool_calls
             or message.tool_call_id is not None
@@ -128,7 +128,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def _check_message(message: Message, place: str) -> None:
-    """The rules for roles; a user's plain message breaks none."""
+    """The rules for roles; a plain message breaks none."""
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest(f"{place}: only an assistant calls tools", param=f"{place}.tool_calls")
     if message.role != "assistant" and (message.reasoning_content or message.reasoning):

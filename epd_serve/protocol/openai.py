@@ -215,7 +215,7 @@ class GenerationRequest(RequestModel):
     def _neutral(self) -> tuple[str, ...]:
         """See :class:`~epd_serve.types.SamplingParams`."""
         names = self.model_fields_set & SAMPLING_DEFAULTS.keys()
-        return tuple(sorted(name for name in names if self._is_neutral(name)))
+        return tuple(sorted([name for name in names if self._is_neutral(name)])) if names else ()
 
     def _is_neutral(self, name: str) -> bool:
         value = getattr(self, name)
@@ -310,6 +310,9 @@ class ChatCompletionRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def grammar(self) -> Grammar | None:
+        asked = self.tools, self.tool_choice, self.response_format, self.structured_outputs
+        if asked == (None, None, None, None):
+            return None
         return make_grammar(
             self.tools,
             self.tool_choice,
@@ -326,7 +329,7 @@ class ChatCompletionRequest(GenerationRequest):
             super().prompting(),
             add_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
-            tools=tools_text(self.tools),
+            tools=tools_text(self.tools) if self.tools else "",
             template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
         )
 

@@ -396,7 +396,7 @@ class OpenCall:
         if work.num_pixels:
             record.sent_encode_s += record.costs.encode_s(work.num_pixels)
         if work is not NONE:
-            record._own += work
+            record._own = work if record._own is NONE else record._own + work
         record._changed()
         calls = record._unreported.get(key)
         if calls is None:

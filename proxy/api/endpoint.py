@@ -17,13 +17,13 @@ from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTim
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
-from epd_serve.randomness import random_block
 from epd_serve.routing.table import InstanceTable
+from epd_serve.telemetry.trace_context import random_block
 from proxy.admission.control import AdmissionControl, Visit
 from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN, estimate_tokens
 from proxy.api.payloads import parsed_body
 from proxy.dispatch.dispatcher import Dispatcher
-from proxy.dispatch.interruption import Deadlines, TimeLimit
+from proxy.dispatch.interruption import Deadline, Deadlines, TimeLimit
 from proxy.dispatch.job import Job
 from proxy.dispatch.strands import stream_several, whole_several
 from proxy.fleet.poller import Poller
@@ -165,7 +165,7 @@ class Endpoint:
         sink = EventSink(client, record, self._observer.first_token)
         status, failure = 200, None
         try:
-            with self._deadlines.limit(client.loop):
+            with Deadline(client.loop, self._deadlines):
                 await self._generate(exchange, body, sink)
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error
@@ -195,19 +195,22 @@ class Endpoint:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
         raise NotImplementedError
 
-    async def _media(self, exchange: Exchange, sources: list[MediaSource], salt: str = "") -> list[MediaItem]:
+    async def _media(
+        self, exchange: Exchange, asker: str, sources: list[MediaSource], salt: str = ""
+    ) -> list[MediaItem]:
         info = self._table.models().get(exchange.record.model)
         if sources and info is not None and not info.takes_images:
             raise InvalidRequest(
                 f"the model {info.model!r} takes text alone; leave out the images", param="messages"
             )
         fingerprint = "" if info is None else info.media_fingerprint
-        if any(not source.is_inline for source in sources):
-            exchange.client.let_go()
-            await exchange.fetch(self._loader.places, self._settings.now.gateway.queue_timeout_s)
-        items = await self._loader.load(sources, fingerprint, exchange.asker, salt)
+        for source in sources:
+            if not source.is_inline:
+                exchange.client.let_go()
+                await exchange.fetch(self._loader.places, self._settings.now.gateway.queue_timeout_s)
+                break
+        items = await self._loader.load(sources, fingerprint, asker, salt)
         exchange.record.media([one.width * one.height for one in items], sum([len(item.data) for item in items]))
-        self._metrics.media_bytes.add(exchange.record.media_bytes, "image")
         return items
 
     def _model(self, wanted: str | None) -> str:
@@ -236,9 +239,11 @@ class GenerationEndpoint(Endpoint):
         self._dispatcher = dispatcher
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
-        parsed = await parsed_body(self._parse, body, exchange.asker)
+        asker = exchange.asker
+        parsed = await parsed_body(self._parse, body, asker)
         request = parsed.request
-        await self._poller.started()
+        if not self._poller.has_started:
+            await self._poller.started()
         model = exchange.record.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
@@ -251,14 +256,14 @@ class GenerationEndpoint(Endpoint):
         )
         items: list[MediaItem] = []
         if parsed.has_media:
-            salt = request.prompting().cache_salt
-            items = await parsed.load(lambda sources: self._media(exchange, sources, salt))
+            salt = request.cache_salt or ""
+            items = await parsed.load(lambda sources: self._media(exchange, asker, sources, salt))
         exchange.client.let_go()
         await exchange.admit()
         jobs = self._jobs(exchange, request, model, items)
         exchange.record.streamed = bool(request.stream)
         if request.stream:
-            sink.redirect(self._translation(request, jobs[0], exchange.client))
+            sink.outlet = self._translation(request, jobs[0], exchange.client)
             if len(jobs) == 1:
                 await self._dispatcher.stream(jobs[0], sink)
             else:

@@ -41,7 +41,7 @@ class TokenizingEndpoint(Endpoint):
         model = self._model(request.model)
         sources = request.media()
         exchange.visit.check(generates=False, has_media=bool(sources))
-        items = await self._media(exchange, sources)
+        items = await self._media(exchange, exchange.asker, sources)
         await exchange.admit()
         refs = [MediaRef(mm_hash="", width=item.width, height=item.height) for item in items]
         answer = await self._ask(request, refs, model, exchange.record.request_id)

@@ -16,14 +16,16 @@ from epd_serve.flow import events as on
 from epd_serve.flow.failures import Tried
 from epd_serve.flow.request import Asked, Fleet, RequestFlow, State
 from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MoveRequest, PrefillRequest
+from epd_serve.routing.routes import Demand
 from epd_serve.routing.table import InstanceRecord, OpenCall
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Stage
-from proxy.dispatch.forwarding import Forwarding, Streamed, Whole
+from proxy.dispatch.forwarding import Forwarding, Progress, Streamed, Whole
 from proxy.dispatch.interruption import Interruption, TimeLimit
-from proxy.dispatch.job import Instances, Job, demand_of, names_of, prompt_pieces
+from proxy.dispatch.job import Instances, Job, beginnings, prompt_pieces
 from proxy.dispatch.strands import stream_choices
 from proxy.http.client import EventSink
+from proxy.media.loader import names_of
 from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, STORED, TRANSFER
 from proxy.settings import GatewaySettings
 
@@ -61,22 +63,21 @@ class Dispatcher:
 
         ``generated`` are tokens that its client has already, ``tried`` is what was tried for them.
         """
-        before = list(generated)
-        answer = Streamed(job, sink, before)
+        progress = Progress(job.sampling.n, list(generated))
+        answer = Streamed(job, sink, progress)
         try:
-            end = await Dispatch(self._instances, self._fleet, job, answer).run(before, tried)
+            end = await Dispatch(self._instances, self._fleet, job, answer).run(progress.before, tried)
             if isinstance(end, do.SplitUp):
                 job.record.again(continued=True)
                 self._instances.metrics.request_continuations.inc()
                 await stream_choices(self, job, end, sink)
         finally:
-            progress = answer.progress
             job.record.streamed_all(progress.num_tokens if progress.framed else None)
 
     async def whole(self, job: Job) -> bytes:
         """The answer's JSON. Raises ServeError."""
         answer = Whole(job)
-        await Dispatch(self._instances, self._fleet, job, answer).run()
+        await Dispatch(self._instances, self._fleet, job, answer).run([])
         return answer.body
 
 
@@ -131,7 +132,7 @@ class Dispatch:
         self._request_id = ""
         self._stage: Span | None = None  # of P and D, the one under way
 
-    async def run(self, generated: Sequence[int] = (), tried: Tried | None = None) -> do.Done | do.SplitUp:
+    async def run(self, generated: list[int], tried: Tried | None = None) -> do.Done | do.SplitUp:
         """Until it is over. Raises ServeError."""
         instances, job = self._instances, self._job
         losses, stealing, num_choices = instances.health.losses, instances.stealing, job.sampling.n
@@ -139,13 +140,13 @@ class Dispatch:
         asked = Asked(
             id=job.id,
             model=job.model,
-            demand=demand_of(job, pieces),
+            demand=_demand_of(job, pieces),
             has_media=bool(job.items),
             named=names_of(job.items) if job.items else None,
             num_choices=num_choices,
             # else each event tells the usage of all together
             splits=num_choices > 1 and not job.output.continuous_usage,
-            generated=list(generated),
+            generated=generated,
         )
         self.flow = RequestFlow(self._fleet, asked, self._answer, tried)
         losses.add(self)
@@ -472,6 +473,30 @@ class Dispatch:
         if not isinstance(event, on.Encoded):
             span.end(failed=True)
         self.feed(event)
+
+
+def _demand_of(job: Job, pieces: Sequence[str]) -> Demand:
+    """The sizes of a request and, of the prompt's ``pieces``, the beginnings."""
+    num_characters = num_tokens = num_pixels = 0
+    for message in job.messages or ():
+        num_characters += len(message.role)
+        for part in message.content:
+            num_characters += len(part.text)
+    if isinstance(job.prompt, str):
+        num_characters = len(job.prompt)
+    elif job.prompt is not None:
+        num_tokens = len(job.prompt)
+    for item in job.items:
+        num_pixels += item.width * item.height
+    return Demand(
+        num_characters=num_characters,
+        num_tokens=num_tokens,
+        num_pixels=num_pixels,
+        max_tokens=job.sampling.max_tokens,
+        num_sequences=job.sampling.n,
+        prefix=beginnings(pieces) if pieces else (),
+        prefix_characters=sum(map(len, pieces)),
+    )
 
 
 def _left(record: InstanceRecord) -> InstanceLost:

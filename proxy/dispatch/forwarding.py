@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -36,17 +35,16 @@ class Forwarding(on.Progress, Protocol):
         """Pass one answer on as it comes, until its end."""
 
 
-class Streamed:
-    """A streamed answer: whole events go into ``sink``, unparsed; ``before`` are tokens that the client had."""
+class Streamed(msgspec.Struct, eq=False):
+    """A streamed answer: whole events go into ``sink``, unparsed."""
 
-    def __init__(self, job: Job, sink: EventSink, before: list[int]) -> None:
-        self.progress = Progress(job.sampling.n, before)
-        self._job = job
-        self._sink = sink
+    job: Job
+    sink: EventSink
+    progress: Progress
 
     @property
     def begun(self) -> bool:
-        return self._sink.started
+        return self.sink.started
 
     @property
     def complete(self) -> bool:
@@ -56,11 +54,11 @@ class Streamed:
         return self.progress.tokens_of_each() if self.progress.known else None
 
     async def forward(self, stage: Stage, route: Route, answer: Answer) -> on.Ended | on.Broke:
-        progress, sink, record = self.progress, self._sink, self._job.record
+        progress, sink, record = self.progress, self.sink, self.job.record
         reader = progress.reader(framed=answer.framed)
         read, write = reader.read, sink.outlet.write
         failure: InstanceFailed | None = None
-        room = _most_bytes(self._job, route)
+        room = _most_bytes(self.job, route)
 
         def relay(chunk: bytes) -> bool:
             """Called for each token: it calls little."""
@@ -182,45 +180,42 @@ class Reader(Protocol):
         """Bytes as they come → the whole events among them. Raises FrameError for what cannot be read."""
 
 
-class Progress:
+class Progress(msgspec.Struct, eq=False):
     """The part of an answer that was read, over all instances that gave some of it.
 
     Attributes:
+        before: tokens that the client had already, of a single choice.
         known: whether all tokens that were sent to the client are, so that another instance can go on.
         complete: whether the answer has come to its end.
     """
 
-    __slots__ = ("_before", "_num_choices", "_readers", "complete", "known")
-
-    def __init__(self, num_choices: int, before: Sequence[int] = ()) -> None:
-        """``before``: tokens that the client had already, of a single choice."""
-        self._readers: list[FrameReader] = []
-        self._num_choices = num_choices
-        self._before = before
-        self.known = True
-        self.complete = False
+    num_choices: int
+    before: list[int] = []
+    known: bool = True
+    complete: bool = False
+    readers: list[FrameReader] = []
 
     @property
     def framed(self) -> bool:
         """Whether all that came of it, and anything, came in frames."""
-        return self.known and bool(self._readers)
+        return self.known and bool(self.readers)
 
     def num_tokens(self) -> int:
         """The tokens of the output, over all choices, as far as it came in frames."""
-        return sum([num_tokens(reader.labels) for reader in self._readers])
+        return sum([num_tokens(reader.labels) for reader in self.readers])
 
     def tokens_of_each(self) -> list[list[int]]:
         """The ids of all that the client has, by choice; of several, one instance gave all."""
-        labels = [text for reader in self._readers for text in reader.labels]
-        if self._num_choices > 1:
-            return token_ids_of_each(labels, self._num_choices)
-        return [[*self._before, *token_ids(labels)]]
+        labels = [text for reader in self.readers for text in reader.labels]
+        if self.num_choices > 1:
+            return token_ids_of_each(labels, self.num_choices)
+        return [[*self.before, *token_ids(labels)]]
 
     def reader(self, *, framed: bool) -> Reader:
         """For the body of one instance's answer."""
         if framed:
             frames = FrameReader()
-            self._readers.append(frames)
+            self.readers.append(frames)
             return frames
         self.known = False
         return _PlainEvents()

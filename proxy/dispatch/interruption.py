@@ -80,40 +80,33 @@ class TimeLimit(Interruption):
 
 
 class Deadlines:
-    """Blocks that all may take the same time: one timer for the first of them, however many begin and end."""
+    """Blocks (:class:`Deadline`) that all may take the same time: one timer for the first of them, however many
+    begin and end."""
 
     def __init__(self, seconds: float, reason: Callable[[], Exception]) -> None:
         self.seconds = seconds
+        self.open: dict[Deadline, float] = {}  # the oldest first
         self._reason = reason
-        self._open: dict[Deadline, float] = {}  # the oldest first
-        self._is_watching = False
+        self.is_watching = False
 
-    def limit(self, loop: asyncio.AbstractEventLoop) -> Deadline:
-        """A block that ends with the reason when its time is over."""
-        return Deadline(loop, self)
-
-    def begin(self, deadline: Deadline, loop: asyncio.AbstractEventLoop) -> None:
-        self._open[deadline] = loop.time() + self.seconds
-        if not self._is_watching:
-            self._is_watching = True
-            loop.call_later(self.seconds, self._look, loop)
-
-    def end(self, deadline: Deadline) -> None:
-        self._open.pop(deadline, None)
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Look after the open ones."""
+        self.is_watching = True
+        loop.call_later(self.seconds, self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         now_s = loop.time()
-        for deadline, end_s in list(self._open.items()):
+        for deadline, end_s in list(self.open.items()):
             if end_s > now_s:
                 loop.call_later(end_s - now_s, self._look, loop)
                 return
-            del self._open[deadline]
+            del self.open[deadline]
             deadline.fire(self._reason())
-        self._is_watching = False
+        self.is_watching = False
 
 
 class Deadline(Interruption):
-    """See :meth:`Deadlines.limit`."""
+    """A block that ends with the reason of ``deadlines`` when its time is over."""
 
     __slots__ = ("_deadlines",)
 
@@ -122,11 +115,14 @@ class Deadline(Interruption):
         self._deadlines = deadlines
 
     def __enter__(self) -> Self:
-        self._deadlines.begin(self, self._loop)
+        deadlines = self._deadlines
+        deadlines.open[self] = self._loop.time() + deadlines.seconds
+        if not deadlines.is_watching:
+            deadlines.watch(self._loop)
         return super().__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._deadlines.end(self)
+        self._deadlines.open.pop(self, None)
         super().__exit__(kind, error, trace)

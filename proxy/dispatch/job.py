@@ -1,9 +1,9 @@
-"""A request as it is run, the instances that it is run on, and what it demands of them."""
+"""A request as it is run, the instances that it is run on, and its prompt as a router looks at it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from epd_serve.backends.base import StageCalls
-from epd_serve.flow.events import Named
-from epd_serve.protocol.wire import ChatMessage, MediaRef, OutputOptions, PromptOptions
-from epd_serve.routing.routes import Demand, Router
+from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
+from epd_serve.routing.routes import Router
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import SamplingParams
 from proxy.dispatch.stealing import Stealing
@@ -69,19 +68,6 @@ class Instances:
 _FIRST_BEGINNING = 256
 
 
-def demand_of(job: Job, pieces: Sequence[str] = ()) -> Demand:
-    """The sizes of a request and, of the prompt's ``pieces``, the beginnings."""
-    return Demand(
-        num_characters=_num_characters(job),
-        num_tokens=len(job.prompt) if isinstance(job.prompt, list) else 0,
-        num_pixels=sum([item.width * item.height for item in job.items]),
-        max_tokens=job.sampling.max_tokens,
-        num_sequences=job.sampling.n,
-        prefix=beginnings(pieces) if pieces else (),
-        prefix_characters=sum(map(len, pieces)),
-    )
-
-
 async def prompt_pieces(job: Job, table: InstanceTable) -> list[str]:
     """The prompt in pieces, in which media are their names, for a router that looks at it."""
     infos = table.models()
@@ -91,17 +77,6 @@ async def prompt_pieces(job: Job, table: InstanceTable) -> list[str]:
     if isinstance(job.prompt, list):
         pieces = [f"{token} " for token in job.prompt]
     return [job.prompting.cache_salt, *pieces]
-
-
-def names_of(items: Sequence[MediaItem]) -> tuple[str, Named] | None:
-    """The names of media items, and the fingerprint that all were named under; None where some are without."""
-    fingerprint = items[0].fingerprint
-    refs: list[MediaRef] = []
-    for item in items:
-        if not item.mm_hash or item.fingerprint != fingerprint:
-            return None
-        refs.append(item.ref(item.mm_hash))
-    return fingerprint, Named(refs, [item.param for item in items])
 
 
 def beginnings(pieces: Iterable[str]) -> tuple[tuple[int, bytes], ...]:
@@ -118,17 +93,6 @@ def beginnings(pieces: Iterable[str]) -> tuple[tuple[int, bytes], ...]:
         hasher.update(left.encode(errors="surrogatepass"))
         done += len(left)
     return tuple(found)
-
-
-def _num_characters(job: Job) -> int:
-    if job.messages is None:
-        return len(job.prompt) if isinstance(job.prompt, str) else 0
-    number = 0
-    for message in job.messages:
-        number += len(message.role)
-        for part in message.content:
-            number += len(part.text)
-    return number
 
 
 def _texts(job: Job) -> list[str | None]:

@@ -102,6 +102,11 @@ class Poller:
         if (watching := self._watching.pop(name, None)) is not None:
             watching.cancel()
 
+    @property
+    def has_started(self) -> bool:
+        """Whether :meth:`started` need not wait."""
+        return self._started.is_set()
+
     async def started(self) -> None:
         """Wait until the deployment can serve, or has had its time to start.
 

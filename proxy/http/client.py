@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from epd_serve.errors import ServeError, TooLarge
 from proxy.observe.record import RequestRecord
 
@@ -104,35 +106,27 @@ async def send_json(
     await client.respond(status, headers, body)
 
 
-class EventSink:
+class EventSink(msgspec.Struct, eq=False):
     """Forwards whole server-sent events, unparsed; status and headers go out with the first of them.
 
     Attributes:
-        started, ended: whether the first and the last of them were written.
         outlet: where they go; once it has started, what is not the last may be written there.
+        on_start: called with the first event.
+        started, ended: whether the first and the last of them were written.
     """
 
-    __slots__ = ("_on_start", "_record", "ended", "outlet", "started")
-
-    def __init__(
-        self, outlet: Outlet, record: RequestRecord, on_start: Callable[[RequestRecord], None] = lambda _: None
-    ) -> None:
-        """``on_start`` is called with the first event."""
-        self.outlet = outlet
-        self._record = record
-        self._on_start = on_start
-        self.started = self.ended = False
-
-    def redirect(self, outlet: Outlet) -> None:
-        assert not self.started
-        self.outlet = outlet
+    outlet: Outlet
+    record: RequestRecord
+    on_start: Callable[[RequestRecord], None] = lambda _: None
+    started: bool = False
+    ended: bool = False
 
     def write(self, events: bytes | memoryview, *, last: bool = False) -> bool:
         """Returns False where :meth:`drain` has to come before the next events. ``last``: these are all."""
         if not self.started:
             self.started = True
-            self._on_start(self._record)
-            self.outlet.start((*_HEADERS, *self._record.headers))
+            self.on_start(self.record)
+            self.outlet.start((*_HEADERS, *self.record.headers))
         self.ended = last
         return self.outlet.write(events, last=last)
 

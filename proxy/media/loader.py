@@ -14,6 +14,7 @@ import pybase64
 from blake3 import blake3
 
 from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.flow.events import Named
 from epd_serve.media.picture import MediaLimits, low_detail_size, pixel_size, plain_size
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
@@ -57,10 +58,20 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
             name = await _off_loop(
                 "", len(self.data), mm_hash, self.data, _kind(self.low_detail), fingerprint, self.salt
             )
-        return self.ref(name)
+        return MediaRef(name, self.width, self.height, low_detail=self.low_detail)
 
-    def ref(self, mm_hash: str) -> MediaRef:
-        return MediaRef(mm_hash=mm_hash, width=self.width, height=self.height, low_detail=self.low_detail)
+
+def names_of(items: Sequence[MediaItem]) -> tuple[str, Named] | None:
+    """The names of media items, and the fingerprint that all were named under; None where some are without."""
+    fingerprint = items[0].fingerprint
+    refs: list[MediaRef] = []
+    params: list[str | None] = []
+    for item in items:
+        if not item.mm_hash or item.fingerprint != fingerprint:
+            return None
+        refs.append(MediaRef(item.mm_hash, item.width, item.height, low_detail=item.low_detail))
+        params.append(item.param)
+    return fingerprint, Named(refs, params)
 
 
 class MediaLoader:

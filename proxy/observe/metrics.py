@@ -207,6 +207,7 @@ class GatewayMetrics:
         for span in record.spans:
             self._stages.observe(span.end_s - span.start_s, span.name)
         if record.num_images:
+            self.media_bytes.add(record.media_bytes, "image")
             for source in [one.attributes["feature"] for one in record.spans if "feature" in one.attributes]:
                 self._features.add(1.0, str(source))
                 self._mm_queries.add(1.0)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from proxy.dispatch.interruption import Deadlines
+from proxy.dispatch.interruption import Deadline, Deadlines
 
 
 class Late(Exception):
@@ -18,11 +18,11 @@ async def test_each_block_ends_at_its_own_time_and_no_other_does():
 
     async def one(number: int) -> None:
         began_s = loop.time()
-        with pytest.raises(Late), deadlines.limit(loop):
+        with pytest.raises(Late), Deadline(loop, deadlines):
             await asyncio.Event().wait()
         ended.append((number, loop.time() - began_s))
 
-    with deadlines.limit(loop):
+    with Deadline(loop, deadlines):
         pass  # its timer must not end the next ones early
     tasks = []
     for number in range(3):
@@ -31,9 +31,9 @@ async def test_each_block_ends_at_its_own_time_and_no_other_does():
     await asyncio.gather(*tasks)
     assert [number for number, _ in ended] == [0, 1, 2]
     assert all(seconds > 0.19 for _, seconds in ended)
-    with deadlines.limit(loop):  # the timer runs again where there was none left
+    with Deadline(loop, deadlines):  # the timer runs again where there was none left
         await asyncio.sleep(0)
-    with pytest.raises(Late), deadlines.limit(loop):
+    with pytest.raises(Late), Deadline(loop, deadlines):
         await asyncio.Event().wait()
 
 
@@ -41,7 +41,7 @@ async def test_a_cancellation_from_elsewhere_stays_one():
     deadlines = Deadlines(60.0, Late)
 
     async def wait() -> None:
-        with deadlines.limit(asyncio.get_running_loop()):
+        with Deadline(asyncio.get_running_loop(), deadlines):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(wait())
