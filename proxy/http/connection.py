@@ -199,10 +199,10 @@ class GatewayConnection(asyncio.BufferedProtocol):
             return
         lines = _HEADER.findall(head[2])
         headers = {name.lower(): value for name, value in reversed(lines)}  # of several values, the first
-        repeated: set[bytes] = set()
+        is_doubtful = not _UNUSUAL.isdisjoint(headers)
         if len(headers) < len(lines):
             names = [name.lower() for name, _ in lines]
-            repeated = {name for name in headers if names.count(name) > 1}
+            is_doubtful = is_doubtful or any(names.count(name) > 1 for name in _ONCE)
         length = headers.get(b"content-length")
         connection = headers.get(b"connection", b"keep-alive").lower()
         endpoint: RawEndpoint | None = self._endpoints.get(head[1])
@@ -212,8 +212,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
             or b"host" not in headers
             or _LENGTH.fullmatch(length) is None
             or connection not in (b"keep-alive", b"close")
-            or not _UNUSUAL.isdisjoint(headers)
-            or not repeated.isdisjoint(_ONCE)
+            or is_doubtful
         ):
             self._hand_over()
             return
@@ -225,8 +224,10 @@ class GatewayConnection(asyncio.BufferedProtocol):
             memoryview(pending)[end : end + size],
             loop=self._loop,
             max_bytes=endpoint.max_body_bytes,
-            default_headers=[*self._state.default_headers, *self._cors.headers(headers)],
+            default_headers=self._state.default_headers,
         )
+        if b"origin" in headers:
+            client.default_headers = [*client.default_headers, *self._cors.headers(headers)]
         client.keep_alive = connection == b"keep-alive" and not self._stopping
         self._pending = pending[end + size :]
         if client.unread_bytes:
@@ -360,7 +361,6 @@ class RawClient:
         "_body",
         "_body_waiter",
         "_can_write",
-        "_default_headers",
         "_head",
         "_is_lost",
         "_on_left",
@@ -369,6 +369,7 @@ class RawClient:
         "_transport",
         "_turn",
         "_writable",
+        "default_headers",
         "is_complete",
         "keep_alive",
         "loop",
@@ -394,7 +395,7 @@ class RawClient:
         self.on_skipped: Callable[[], None] | None = None
         self._transport = transport
         self._size = size
-        self._default_headers = default_headers
+        self.default_headers = default_headers
         #: None: it is not kept; empty until more of it can be read than its beginning.
         self._body: bytearray | None = None
         self._begin = begin
@@ -551,7 +552,7 @@ class RawClient:
             self._transport.write(self._render(status, (*headers, (b"content-length", b"%d" % len(body)))) + body)
 
     def _render(self, status: int, headers: Iterable[Header]) -> bytes:
-        lines = [b"%b: %b\r\n" % header for header in (*self._default_headers, *headers)]
+        lines = [b"%b: %b\r\n" % header for header in (*self.default_headers, *headers)]
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         return b"%b%b\r\n" % (_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, b"".join(lines))
