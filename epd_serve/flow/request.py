@@ -343,7 +343,8 @@ class RequestFlow:
             if self.state is State.FAILING:
                 self._unexplained()
             elif self.state is State.BETWEEN:
-                self._rest()
+                self._enter(State.REST)
+                self._actions.append(do.Forward(_D))
         elif self.state is State.SENT:
             self._enter(State.FIRST)
             attempt.follows = event.follows
@@ -372,11 +373,8 @@ class RequestFlow:
             if isinstance(attempt.decode, ServeError):
                 self._failed(_D, attempt.decode)
             elif attempt.decode:
-                self._rest()
-
-    def _rest(self) -> None:
-        self._enter(State.REST)
-        self._actions.append(do.Forward(_D))
+                self._enter(State.REST)
+                self._actions.append(do.Forward(_D))
 
     def _refused(self, event: on.Refused) -> None:
         attempt, stage, failure = self._attempt, event.stage, event.failure

@@ -155,7 +155,8 @@ class Visit:
         now_s = admission.clock()
         try:
             if has_media:
-                self._check_time(now_s)
+                if admission.shedding is not None:
+                    self._check_time(now_s)
                 admission.queue.check(client, priority)
             if num_choices > 1:
                 client.widen(num_choices)
@@ -179,7 +180,8 @@ class Visit:
         assert self._ticket is None and not self._left
         now_s = self._queued_s = admission.clock()
         try:
-            self._check_time(now_s)
+            if admission.shedding is not None:
+                self._check_time(now_s)
             ticket = self._ticket = admission.queue.enter(
                 self.client, self._priority, now_s, self._on_admitted, self._on_displaced, self._num_choices
             )
@@ -214,12 +216,9 @@ class Visit:
         try:
             self.client.leave(self._num_choices)
         finally:
-            self._leave_queue()
-
-    def _leave_queue(self) -> None:
-        self._give_up_place()
-        if self._waiting is not None and not self._waiting.cancel() and not self._waiting.cancelled():
-            self._waiting.exception()  # seen: nobody may be left to await it
+            self._give_up_place()
+            if self._waiting is not None and not self._waiting.cancel() and not self._waiting.cancelled():
+                self._waiting.exception()  # seen: nobody may be left to await it
 
     def _give_up_place(self, ran: bool = True) -> None:
         ticket, self._ticket = self._ticket, None

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from operator import itemgetter
 
+import msgspec
+
 from epd_serve.errors import Overloaded
 from proxy.admission.keys import Client
 
@@ -32,38 +34,18 @@ _ALLOWED = {
 }
 
 
-class Ticket:
+class Ticket(msgspec.Struct, eq=False, kw_only=True):
     """One request's place. ``on_admitted`` is called when it may run, unless it may at once, ``on_displaced`` when
     it has to make room for another client's."""
 
-    __slots__ = (
-        "admitted_s",
-        "client",
-        "entered_s",
-        "num_choices",
-        "on_admitted",
-        "on_displaced",
-        "priority",
-        "state",
-    )
-
-    def __init__(
-        self,
-        client: Client,
-        priority: int,
-        entered_s: float,
-        on_admitted: Callable[[], None] | None,
-        on_displaced: Callable[[], None] | None,
-        num_choices: int,
-    ) -> None:
-        self.client = client
-        self.num_choices = num_choices
-        self.priority = priority
-        self.entered_s = entered_s
-        self.admitted_s = entered_s
-        self.on_admitted = on_admitted
-        self.on_displaced = on_displaced
-        self.state = TicketState.WAITING
+    client: Client
+    priority: int
+    entered_s: float
+    admitted_s: float
+    on_admitted: Callable[[], None] | None
+    on_displaced: Callable[[], None] | None
+    num_choices: int
+    state: TicketState = TicketState.WAITING
 
     def to(self, state: TicketState) -> None:
         assert state in _ALLOWED[self.state], f"a ticket does not go from {self.state} to {state}"
@@ -119,7 +101,15 @@ class AdmissionQueue:
 
         Raises Overloaded, with the estimated wait, where the queue is full and no other client gives way.
         """
-        ticket = Ticket(client, priority, now_s, on_admitted, on_displaced, num_choices)
+        ticket = Ticket(
+            client=client,
+            priority=priority,
+            entered_s=now_s,
+            admitted_s=now_s,
+            on_admitted=on_admitted,
+            on_displaced=on_displaced,
+            num_choices=num_choices,
+        )
         if self.num_in_flight < self._max_in_flight:
             assert not self.num_waiting, "nobody waits while there is room"
             self._run(ticket, now_s)
@@ -162,7 +152,8 @@ class AdmissionQueue:
             ran_s = max(0.0, now_s - ticket.admitted_s)
             mean = self._mean_run_s
             self._mean_run_s = ran_s if mean is None else mean + _SMOOTHING * (ran_s - mean)
-        self._admit(now_s)
+        if self.num_waiting:
+            self._admit(now_s)
 
     def resize(self, max_in_flight: int, max_queue: int, now_s: float) -> None:
         """New limits; who runs or waits beyond them may finish."""

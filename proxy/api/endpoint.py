@@ -364,16 +364,14 @@ class Exchange:
         if waiting is not None:
             await waiting
             self.record.queued(since_s)
-        self._free_fetch_place()
+        if self._fetch_place is not None:
+            self._fetch_place.give_back()
 
     def leave(self) -> None:
         """The request is over, however it went. Idempotent."""
-        self._free_fetch_place()
-        self.visit.leave()
-
-    def _free_fetch_place(self) -> None:
         if self._fetch_place is not None:
             self._fetch_place.give_back()
+        self.visit.leave()
 
     def watch(self) -> None:
         """Cancel the running task when the client leaves before it is answered."""

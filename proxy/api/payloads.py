@@ -85,18 +85,19 @@ class ParsedBody(Generic[R]):
         self._asker = asker
         self._only_little = only_little
         short = self._parse_cut() if cut else None
-        if short is None:
-            self.request = self._parsed(body)
-            self._sources = self.request.media()
-            self.text_bytes = len(body) - _length(self._sources)
-            body.clear()
-        else:
-            self.request, self._sources, self.text_bytes = short
         self._is_cut = short is not None
-
-    @property
-    def has_media(self) -> bool:
-        return bool(self._sources)
+        if short is not None:
+            self.request, self._sources, self.text_bytes = short
+        else:
+            if only_little and not _is_little(body):
+                raise _MuchWork
+            self.request = parse(body)
+            self._sources = self.request.media()
+            self.text_bytes = len(body)
+            if self._sources:
+                self.text_bytes -= _length(self._sources)
+            body.clear()
+        self.has_media = bool(self._sources)
 
     async def load(self, load: Callable[[list[MediaSource]], Awaitable[list[Item]]]) -> list[Item]:
         """Load the media with ``load``; let go of the body. Raises what ``load`` does."""
@@ -114,18 +115,15 @@ class ParsedBody(Generic[R]):
         self._body.clear()
         return items
 
-    def _parsed(self, text: bytes | bytearray) -> R:
-        if self._only_little and not _is_little(text):
-            raise _MuchWork
-        return self._parse(text)
-
     def _parse_cut(self) -> tuple[R, list[MediaSource], int] | None:
         cut = _cut(self._body)
         if cut is None:
             return None
         skeleton, payloads = cut
+        if self._only_little and not _is_little(skeleton):
+            raise _MuchWork
         try:
-            request = self._parsed(skeleton)
+            request = self._parse(skeleton)
         except InvalidRequest as error:
             if len(self._body) <= MAX_TEXT_BYTES or _PLACEHOLDER in error.message:
                 return None
