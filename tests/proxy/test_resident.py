@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.http import large_bodies as resident
+from proxy.http import arrival as resident
 from proxy.http.arrival import Growth, give_back, resident_bytes
 
 MIB = 1 << 20
