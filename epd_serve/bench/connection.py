@@ -81,9 +81,9 @@ class Exchange(HttpCall):
         self.timer: asyncio.TimerHandle | None = None
 
     def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
-        self.status, self.headers = status, headers
+        self.status, self._headers = status, headers
         is_good = self._expects_events and 200 <= status < 300
-        self.is_stream = is_good and headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+        self.is_stream = is_good and self.headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
 
     def feed(self, pieces: list[bytes]) -> None:
         at_s = perf_counter()
@@ -158,7 +158,7 @@ class Connections(HttpPool):
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         exchange.timer = self.loop.call_later(limit_s, self._time_out, exchange, limit_s)
         exchange.sent_s = perf_counter()
-        self.send(exchange)
+        exchange.send()
 
     async def get(self, path: str, headers: str = "", *, timeout_s: float | None = None) -> Exchange:
         """Get a plain answer, whole in ``body``; ``failure`` gives the reason of one that failed."""
