@@ -83,7 +83,9 @@ class Exchange(HttpCall):
     def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
         self.status, self._headers = status, headers
         is_good = self._expects_events and 200 <= status < 300
-        self.is_stream = is_good and self.headers.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+        self.is_stream = is_good and self.headers.get(b"content-type", b"").lower().startswith(
+            b"text/event-stream"
+        )
 
     def feed(self, pieces: list[bytes]) -> None:
         at_s = perf_counter()
