@@ -38,9 +38,11 @@ class Histogram:
         self._series[values] = [], [0] * (len(self._bounds) + 1), [0.0]
 
     def observe(self, value: float, *labels: str) -> None:
-        if labels not in self._series:
+        series = self._series.get(labels)
+        if series is None:
             self.series(*labels)
-        values = self._series[labels][0]
+            series = self._series[labels]
+        values = series[0]
         values.append(value)
         if len(values) >= _MAX_UNSORTED:
             self._sort(labels)

@@ -156,12 +156,12 @@ class Dispatch:
                 step, self._step = self._step, None
                 if self._crash is not None:
                     raise self._crash
-                if step is None:
+                if isinstance(step, do.Forward):
+                    await self._forward(step.stage)
+                elif step is None:
                     self._news = job.loop.create_future()
                     await self._news
                     self._news = None
-                elif isinstance(step, do.Forward):
-                    await self._forward(step.stage)
                 elif isinstance(step, do.Wait):
                     await self._settle()
                     if step.until_s is not None:

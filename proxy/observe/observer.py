@@ -20,6 +20,7 @@ from epd_serve.telemetry.trace_context import (
     TRACESTATE_HEADER,
     TraceContext,
     join,
+    new_context,
     random_block,
 )
 from epd_serve.telemetry.trace_file import TraceWriter
@@ -80,8 +81,11 @@ class Observer:
 
     def begin(self, endpoint: str, headers: Mapping[bytes, bytes]) -> RequestRecord:
         """A request has come; ``headers`` by their names in lower case."""
-        parent, state = headers.get(_TRACEPARENT, b""), headers.get(_TRACESTATE, b"")
-        context = join(parent.decode("latin-1"), state.decode("latin-1"))
+        parent = headers.get(_TRACEPARENT)
+        if parent is None:
+            context = new_context()
+        else:
+            context = join(parent.decode("latin-1"), headers.get(_TRACESTATE, b"").decode("latin-1"))
         if self._export is not None and self._export.samples(context, endpoint) != context.sampled:
             context = replace(context, sampled=not context.sampled)
         record = RequestRecord(endpoint, context, random_block().hex(), time.monotonic())
