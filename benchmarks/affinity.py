@@ -42,6 +42,7 @@ from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.launch import LocalDeployment
 from epd_serve.launch.ports import free_port
 from epd_serve.routing.encoders import BoundedHash
+from epd_serve.routing.routes import EncoderChoice, Router
 from epd_serve.sim.simulator import build, check_books, simulate
 from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import SimRequest
