@@ -121,15 +121,3 @@ def token_ids_of_each(labels: Iterable[bytes], num_choices: int) -> list[list[in
 
 def num_tokens(labels: Iterable[bytes]) -> int:
     return sum([text.count(b",") for text in labels])
-
-
-def whole_frames(body: bytes) -> list[tuple[int, list[int], bytes]]:
-    """(choice, token ids, events) of each frame of a body. Raises ValueError where it is no sequence of them."""
-    *parts, rest = body.split(_RS)
-    if rest or len(parts) & 1:
-        raise FrameError("the body ends within a frame")
-    found = []
-    for label, events in zip(parts[::2], parts[1::2], strict=True):
-        choice, *tokens = map(int, label.split(b","))
-        found.append((choice, tokens, events))
-    return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from epd_serve.bench.workloads.options import LineError, json_lines, whole_number
-from epd_serve.bench.workloads.trace import BLOCK_TOKENS
+from epd_serve.bench.workloads.trace import BLOCK_TOKENS, parse_line
 from epd_serve.sim.workloads import WORKLOADS, SimRequest
 
 #: Of an image whose size is not known: ShareGPT-4o's mean (EPD-Serve, section 4.1).
@@ -65,17 +65,12 @@ def _request(line: Mapping[str, Any], tokens_of_image: int) -> Iterator[SimReque
 
 
 def _mooncake(line: Mapping[str, Any]) -> SimRequest:
-    timestamp, ids = line.get("timestamp"), line.get("hash_ids", [])
-    if isinstance(timestamp, bool) or not isinstance(timestamp, (int, float)) or not 0 <= timestamp < float("inf"):
-        raise LineError(f"timestamp: {timestamp!r} is no time in milliseconds")
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
-        raise LineError("hash_ids: expected a list of whole numbers, one for each block of 512 tokens")
-    num_tokens = whole_number(line, "input_length")
+    one = parse_line(line)
     return SimRequest(
-        at_s=timestamp / 1e3,
-        num_text_tokens=num_tokens,
-        num_output_tokens=whole_number(line, "output_length"),
-        prefix=tuple(ids[: num_tokens // BLOCK_TOKENS]),
+        at_s=one.timestamp_ms / 1e3,
+        num_text_tokens=one.input_length,
+        num_output_tokens=one.output_length,
+        prefix=one.hash_ids[: one.input_length // BLOCK_TOKENS],
         prefix_tokens=BLOCK_TOKENS,
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from frame_bodies import whole_frames
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -22,7 +23,7 @@ from epd_serve.backends.vllm_stream import (
     rest_of,
 )
 from epd_serve.errors import InstanceFailed
-from epd_serve.protocol.frames import END, ERROR, FrameReader, whole_frames
+from epd_serve.protocol.frames import END, ERROR, FrameReader
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
 from epd_serve.rpc.http import HttpPool

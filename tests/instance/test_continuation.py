@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import tiny_models
 from fleet import Books
+from frame_bodies import whole_frames
 from pictures import png
 from services import serving
 from stage_requests import PICTURE, Frame, request, without_logprobs
@@ -26,7 +27,7 @@ async def frames_of(reply: Reply) -> list[Frame]:
         body = b"".join([piece async for piece in reply.stream])
     if reply.on_close is not None:
         reply.on_close()
-    return frames.whole_frames(body)
+    return whole_frames(body)
 
 
 class Instances:

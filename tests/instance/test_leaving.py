@@ -9,11 +9,12 @@ import httpx
 import pytest
 import tiny_models
 from fleet import Books
+from frame_bodies import whole_frames
 from services import answering, held, serving
 
 from epd_serve.errors import Conflict, ServeError, StageTimeout
 from epd_serve.instance import lifecycle as lifecycle_module
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import wire
 from epd_serve.types import SamplingParams
 
 MAX_TOKENS = 400
@@ -50,7 +51,7 @@ async def num_tokens(answer: httpx.Response) -> int:
             body += chunk
     except httpx.RemoteProtocolError:
         pass
-    return sum(len(ids) for _, ids, _ in frames.whole_frames(body))
+    return sum(len(ids) for _, ids, _ in whole_frames(body))
 
 
 async def test_what_has_begun_goes_on_elsewhere_or_keeps_it_here(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import tiny_models
 from fleet import Books
+from frame_bodies import whole_frames
 from services import language_of, serving
 from stage_requests import Frame, request, without_logprobs
 
@@ -39,7 +40,7 @@ async def read(reply: Reply) -> list[Frame]:
         pass
     if reply.on_close is not None:
         reply.on_close()
-    return frames.whole_frames(body)
+    return whole_frames(body)
 
 
 @dataclass

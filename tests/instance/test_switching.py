@@ -11,6 +11,7 @@ import httpx
 import pytest
 import tiny_models
 from fleet import Books
+from frame_bodies import whole_frames
 from pictures import png
 from PIL import Image
 from services import answering, held, serving
@@ -61,7 +62,7 @@ async def read(answer: httpx.Response) -> list[tuple[int, list[int], bytes]]:
             body += chunk
     except httpx.RemoteProtocolError:
         pass
-    return frames.whole_frames(body)
+    return whole_frames(body)
 
 
 def tokens(answer: list[tuple[int, list[int], bytes]]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from frame_bodies import whole_frames
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def test_frames_survive_any_cutting(
 
 @given(FRAMES)
 def test_frames_are_what_was_packed(wanted: list[tuple[int, list[int], bytes]]) -> None:
-    assert frames.whole_frames(packed(wanted)) == wanted
+    assert whole_frames(packed(wanted)) == wanted
 
 
 @given(FRAMES, FRAMES)
@@ -54,7 +55,7 @@ def test_nothing_is_read_behind_an_error(
 @given(st.text())
 def test_no_event_has_the_separator_in_it(text: str) -> None:
     event = chunks.event({"content": text + "\x1e"})
-    assert frames.whole_frames(frames.pack(0, (5,), event)) == [(0, [5], event)]
+    assert whole_frames(frames.pack(0, (5,), event)) == [(0, [5], event)]
 
 
 @pytest.mark.parametrize("data", [b"\x1e\x1e", b"a\x1e\x1e", b"0,\x1edata\x1e", b"0;1\x1e\x1e", b"-3\x1e\x1e"])

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 import uvicorn
+from frame_bodies import whole_frames
 from gateway_settings import gateway_settings
 from instance_info import instance_info
 from PIL import Image
@@ -44,7 +45,7 @@ def frame(number: int, *, end: bool = False) -> bytes:
 
 def events_of(body: bytes) -> bytes:
     """The server-sent events of an answer's frames."""
-    return b"".join(events for *_, events in frames.whole_frames(body))
+    return b"".join(events for *_, events in whole_frames(body))
 
 
 FIRST = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":"a"}}]}\n\n'

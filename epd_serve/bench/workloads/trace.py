@@ -7,7 +7,7 @@ a prefix. The text is made up: equal ids give equal text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -33,7 +33,9 @@ _KEYS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Line:
+class TraceLine:
+    """One request of a trace: ``hash_ids`` name its blocks of :data:`BLOCK_TOKENS` tokens."""
+
     timestamp_ms: float
     input_length: int
     output_length: int
@@ -56,7 +58,7 @@ class Trace:
         lines = []
         for line_number, line in json_lines(file):
             try:
-                lines.append(_parse(line))
+                lines.append(parse_line(line))
             except LineError as error:
                 raise ValueError(f"{file}:{line_number}: {error}") from None
         self._lines = sorted(lines, key=lambda line: line.timestamp_ms)[:num_requests]
@@ -75,7 +77,7 @@ class Trace:
                 fields=self._fields,
             )
 
-    def _text(self, line: _Line, seed: int) -> str:
+    def _text(self, line: TraceLine, seed: int) -> str:
         """The prompt of a line. Blocks scale as the whole does, so a prefix that is shared stays shared."""
         words: list[str] = []
         left = self._scaled(line.input_length)
@@ -91,7 +93,8 @@ class Trace:
         return max(1, round(num_tokens * self._length_scale))
 
 
-def _parse(line: dict[str, Any]) -> _Line:
+def parse_line(line: Mapping[str, Any]) -> TraceLine:
+    """Raises LineError for a line that is none of a Mooncake trace."""
     check_keys(line, _KEYS)
     timestamp = line.get("timestamp")
     if not isinstance(timestamp, int | float) or not 0 <= timestamp < float("inf"):
@@ -104,7 +107,7 @@ def _parse(line: dict[str, Any]) -> _Line:
             f"hash_ids: {len(hash_ids)} blocks of {BLOCK_TOKENS} tokens are more than input_length "
             f"{line['input_length']}"
         )
-    return _Line(
+    return TraceLine(
         timestamp_ms=float(timestamp),
         input_length=line["input_length"],
         output_length=whole_number(line, "output_length"),
