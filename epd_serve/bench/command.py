@@ -20,6 +20,7 @@ from epd_serve.bench.compare import (
     Comparison,
     run_comparison,
     show_comparison,
+    show_verdicts,
     tell_outcome,
 )
 from epd_serve.bench.deployed import read_candidates
@@ -183,9 +184,10 @@ def _end_run(console: Console, outcome: tuple[RunDirectory, Any], outputs: Outpu
     if summary is None:
         console.print(f"interrupted before any request ended; go on with --resume {run.path}", highlight=False)
         return 130
+    runs = [write_run(run, summary)]
+    show_verdicts(console, runs, outputs.attainment)
     show_summary(console, run.settings, summary, sampled(run.samples()))
     _print_json(as_json, [(run, summary)])
-    runs = [write_run(run, summary)]
     outputs.write(console, run.path, runs)
     console.print(f"in {run.path}", highlight=False)
     if not is_complete(run):
@@ -207,6 +209,7 @@ def _end_sweep(
     runs = [write_run(run, summary) for run, summary in outcomes]
     if outcomes:
         by_rate = sorted(outcomes, key=lambda outcome: outcome[0].settings.rate or 0.0)
+        show_verdicts(console, runs, outputs.attainment)
         show_sweep(console, [(run.settings, summary) for run, summary in by_rate])
         _print_json(as_json, by_rate)
         outputs.write(console, sweep.path, runs)
@@ -282,7 +285,7 @@ def show_summary(console: Console, settings: RunSettings, summary: Summary, samp
 def show_sweep(console: Console, runs: Sequence[tuple[RunSettings, Summary]]) -> None:
     """One line for each rate."""
     table = Table(title="by rate", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    for column in ("req/s", "sent", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "attained", "95 %", "tok/s"):
+    for column in ("req/s", "sent", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "good", "95 %", "tok/s"):
         table.add_column(column.replace("T p", "T\np"), justify="right")  # ten columns fit a terminal of 80
     table.add_column("effective\ntok/s per\ndevice", justify="right")
     for settings, summary in runs:

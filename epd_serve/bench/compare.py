@@ -16,6 +16,7 @@ from epd_serve.bench.outputs import Outputs, read_runs, write_run
 from epd_serve.bench.report.rates import slo_text
 from epd_serve.bench.report.series import Grid, grids, window
 from epd_serve.bench.report.table import SHORT_HEADER, rows
+from epd_serve.bench.report.verdict import verdicts
 from epd_serve.bench.run_directory import RunDirectory, write_json
 from epd_serve.bench.session import Session
 from epd_serve.bench.summary import Measured, file_name
@@ -113,8 +114,15 @@ class Comparison:
         write_json(self.path / "compare.json", self.file)
 
 
+def show_verdicts(console: Console, runs: Sequence[Measured], share: float) -> None:
+    """Print a sentence on each deployment, in the words of the report."""
+    for sentence in verdicts(runs, share):
+        console.print(sentence, style="bold", highlight=False, markup=False, soft_wrap=True)
+
+
 def show_comparison(console: Console, runs: Sequence[Measured], share: float) -> None:
     """The paper's table 5 for this machine, at the load that tells deployments apart, then attainment at all."""
+    show_verdicts(console, runs, share)
     for grid in grids(runs, share):
         load = grid.telling
         console.print(f"{grid.workload} at {load:.4g} {grid.unit}; good: {slo_text(grid)}", highlight=False)
@@ -135,7 +143,7 @@ def tell_outcome(console: Console, outcome: Outcome) -> None:
     total, rate = summary.total, run.settings.rate
     load = run.settings.arrivals if rate is None else f"{rate:g} req/s"
     failed = f"{total.num_failed} of {total.num_requests} failed"
-    console.print(f"  {load}: {total.attainment.value:.1%} attained, {failed}", highlight=False)
+    console.print(f"  {load}: {total.attainment.value:.1%} good, {failed}", highlight=False)
 
 
 def _attainments(grid: Grid) -> Table:

@@ -84,6 +84,9 @@ class Server:
         answer = await self._connections.get("/v1/models", self._authorization, timeout_s=MEET_TIMEOUT_S)
         where = self._connections.target.url
         if answer.failure is not None:
+            if answer.status == 401:
+                sent = "OPENAI_API_KEY is no key of it" if self._authorization else "OPENAI_API_KEY is not set"
+                raise ValueError(f"{where} asks for an API key (HTTP 401), and {sent}; export OPENAI_API_KEY=KEY")
             status = f" (HTTP {answer.status})" if answer.status else ""
             raise ValueError(f"{where}/v1/models: {answer.failure}{status}: {answer.detail}; is --base-url right?")
         names = _model_names(bytes(answer.body))

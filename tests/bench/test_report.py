@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -21,6 +22,7 @@ from epd_serve.bench.report.page import browser, plots
 from epd_serve.bench.report.series import grids
 from epd_serve.bench.report.table import html_tables, rows
 from epd_serve.bench.report.timeline import pieces, timelines
+from epd_serve.bench.report.verdict import verdicts
 from epd_serve.bench.summary import Measured, public_settings
 from epd_serve.bench.types import StageSpan
 
@@ -116,13 +118,71 @@ def test_rates_are_per_device_where_deployments_have_different_numbers() -> None
 
 
 def test_the_best_of_a_column_is_marked_and_failures_are_seen() -> None:
-    runs = [measured([good(0, 0.0)], label="a"), measured([good(0, 0.0, ttft_s=0.4), failed(1, 0.1)], label="b")]
+    fast = [good(number, 0.1 * number) for number in range(20)]
+    slow = [good(number, 0.1 * number, ttft_s=0.4) for number in range(10)]
+    lost = [failed(number, 0.1 * number) for number in range(10, 20)]
+    runs = [measured(fast, label="a"), measured([*slow, *lost], label="b")]
     (grid,) = grids(runs)
     (_, first), (_, second) = rows(grid, 2.0)
     assert [cell.text for cell in first[:4]] == ["1", "101", "10.0", "100.0"]
     assert first[1].is_best and first[3].is_best
     assert not second[1].is_best
-    assert second[-1].is_bad and second[-1].text == "1"
+    assert second[-1].is_bad and second[-1].text == "10"
+
+
+def test_nothing_is_marked_that_is_within_noise() -> None:
+    runs = [
+        measured([good(n, 0.1 * n, ttft_s=ttft_s + 0.1 * (n % 5)) for n in range(20)], label=label)
+        for label, ttft_s in (("a", 0.1), ("b", 0.12))
+    ]
+    (grid,) = grids([*runs, measured([good(0, 0.0, ttft_s=0.01)], label="one request")])
+    assert not any(cell.is_best for _, cells in rows(grid, 2.0) for cell in cells)
+
+
+def staged(capacity: float, **stages_s: float) -> list[Measured]:
+    """A server under three loads, whose requests spend these parts of the time to the first token in stages."""
+    runs = []
+    for rate in RATES:
+        run = loaded("E-P-D", rate, capacity=capacity)
+        for record in run.records:
+            assert record.ttft_s is not None
+            at_s, spans = 0.0, []
+            for stage, part in stages_s.items():
+                spans.append(StageSpan(stage=stage, start_s=at_s, duration_s=part * record.ttft_s))
+                at_s += part * record.ttft_s
+            record.stages = spans
+        runs.append(run)
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("runs", "sentence"),
+    [
+        (
+            staged(4, queue=0.1, encode=0.2, prefill=0.7),
+            "too few to be sure); first to break, at 6, is TTFT, for want of prefill",
+        ),
+        (
+            staged(4, queue=0.1, encode=0.8, prefill=0.1),
+            "first to break, at 6, is TTFT, for want of encode",
+        ),
+        (
+            staged(100, queue=1.0),
+            "holds the limits at 12 req/s, the highest that was tried: 100 %",
+        ),
+        (
+            [loaded("E-P-D", 12, capacity=1)],
+            "breaks the limits at 12 req/s: 2 % of the requests were good; what",
+        ),
+        ([measured([failed(0, 0.0), failed(1, 0.1)])], "is the answer itself (2 of 2 requests failed: connect)"),
+        ([loaded("E-P-D", 2, capacity=5, seconds=3)], "(61 to 100 % with 6 requests: too few to be sure)"),
+    ],
+)
+def test_the_verdict_is_one_sentence(runs: list[Measured], sentence: str, tmp_path: Path) -> None:
+    (found,) = verdicts(runs, 0.9)
+    assert sentence in found
+    write_report(tmp_path / "report.html", runs)
+    assert escape(found, quote=True) in (tmp_path / "report.html").read_text()
 
 
 def test_slo_that_was_missed_is_a_sentence() -> None:

@@ -67,8 +67,8 @@ def cumulative(grid: Grid) -> Figure:
         lines,
         f"How long requests waited, {at}",
         "Share of all requests that were at least this fast; the further left the better. Dashed: the limit",
-        xaxis={**log_axis("time to the first token, ms"), "domain": [0, 0.46]},
-        xaxis2={**log_axis("time per output token, ms"), "domain": [0.54, 1], "anchor": "y2"},
+        xaxis={**log_axis("time to the first token, ms"), "domain": [0, 0.43]},
+        xaxis2={**log_axis("time per output token, ms"), "domain": [0.57, 1], "anchor": "y2"},
         yaxis=share,
         yaxis2={**share, "anchor": "x2"},
         shapes=[
@@ -206,7 +206,7 @@ def _corner_dots(run: Measured, slo: SLO, axis: str) -> list[Trace]:
 def _panel_axis(place: int, places: int, top: float, anchor: str, gap: float) -> dict[str, object]:
     size = (1 - gap * (places - 1)) / places
     begin = place * (size + gap)
-    return {"domain": [begin, min(1.0, begin + size)], "range": [0, top], "anchor": anchor, "nticks": 5}
+    return {"domain": [begin, min(1.0, begin + size)], "range": [0, top], "anchor": anchor, "nticks": 4}
 
 
 def _thinned(records: Sequence[Record]) -> Sequence[Record]:

@@ -22,6 +22,7 @@ from epd_serve.bench.report.series import Grid, grids
 from epd_serve.bench.report.table import html_tables
 from epd_serve.bench.report.theme import GOODPUT_SHARE, TEMPLATES, Figure
 from epd_serve.bench.report.timeline import timelines
+from epd_serve.bench.report.verdict import verdict
 from epd_serve.bench.summary import Measured, file_name, public_settings
 
 #: Runs whose requests are shown one by one, of each workload.
@@ -76,11 +77,17 @@ def _section(grid: Grid, figures: dict[str, Figure], runs: Sequence[str]) -> str
     )
     options = "".join(f"<option>{escape(name)}</option>" for name in runs)
     return (
-        f'<section data-workload="{escape(grid.workload)}"><h2>{escape(_workload_text(grid))}</h2>'
+        f'<section data-workload="{escape(grid.workload)}">{_verdicts(grid)}'
+        f"<h2>{escape(_workload_text(grid))}</h2>"
         f'{html_tables(grid)}<div class="plots">{cards}</div>'
         f'<h2>One by one <select class="runs">{options}</select></h2><div class="timelines"></div>'
         f"{_warnings(grid)}</section>"
     )
+
+
+def _verdicts(grid: Grid) -> str:
+    lines = "".join(f"<p>{escape(verdict(grid, label))}</p>" for label in grid.labels)
+    return f'<div class="verdict">{lines}</div>'
 
 
 def _workload_text(grid: Grid) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -9,6 +10,9 @@ from html import escape
 from epd_serve.bench.report.series import Grid, window
 from epd_serve.bench.summary import MS, Measured
 from epd_serve.bench.types import WindowSummary
+
+#: Values that are so many standard errors apart differ by more than chance, 19 times of 20.
+_SIGMAS = 1.96
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +27,12 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class _Column:
-    """One column; ``best``: min or max, None where no value is better; ``short``: its name on a terminal."""
+    """One column.
+
+    Attributes:
+        short: its name on a terminal.
+        best: min or max; None where no value is better. error: the standard error of a value.
+    """
 
     name: str
     short: str
@@ -31,7 +40,10 @@ class _Column:
     form: str
     more: Callable[[Measured], str] = lambda _: ""
     best: Callable[[Sequence[float]], float] | None = None
-    scale: float = 1.0
+    error: Callable[[Measured], float] = lambda _: 0.0
+
+    def text(self, value: float) -> str:
+        return self.form.format(value) if self.form else _three_digits(value)
 
 
 def _statistic(name: str, statistic: str) -> Callable[[Measured], float | None]:
@@ -48,6 +60,24 @@ def _p99(name: str) -> Callable[[Measured], str]:
         return "" if of is None else f"p99 {_three_digits(MS * of.p99)}"
 
     return text
+
+
+def _error_of_mean(name: str) -> Callable[[Measured], float]:
+    def error(run: Measured) -> float:
+        of = window(run).figures.get(name)
+        return math.inf if of is None or of.n < 2 else MS * of.std / math.sqrt(of.n)
+
+    return error
+
+
+def _error_of_attainment(run: Measured) -> float:
+    of = window(run).attainment
+    return 100 * (of.high - of.low) / 2 / _SIGMAS
+
+
+def _error_of_rate(value: Callable[[WindowSummary], float]) -> Callable[[Measured], float]:
+    """Of what comes from requests that come by chance: by their number."""
+    return lambda run: value(window(run)) / math.sqrt(max(window(run).num_succeeded, 1))
 
 
 def _interval(run: Measured) -> str:
@@ -69,9 +99,16 @@ _COLUMNS = (
         form="",
         more=_p99("ttft_scheduled"),
         best=min,
+        error=_error_of_mean("ttft_scheduled"),
     ),
     _Column(
-        name="TPOT (ms)", short="TPOT ms", value=_statistic("tpot", "mean"), form="", more=_p99("tpot"), best=min
+        name="TPOT (ms)",
+        short="TPOT ms",
+        value=_statistic("tpot", "mean"),
+        form="",
+        more=_p99("tpot"),
+        best=min,
+        error=_error_of_mean("tpot"),
     ),
     _Column(
         name="SLO attainment (%)",
@@ -80,6 +117,7 @@ _COLUMNS = (
         form="{:.1f}",
         more=_interval,
         best=max,
+        error=_error_of_attainment,
     ),
     _Column(
         name="effective tokens/s per device",
@@ -87,9 +125,15 @@ _COLUMNS = (
         value=_of(lambda of: of.effective_throughput_per_device),
         form="{:.1f}",
         best=max,
+        error=_error_of_rate(lambda of: of.effective_throughput_per_device),
     ),
     _Column(
-        name="tokens/s", short="tok/s", value=_of(lambda of: of.output_token_throughput), form="{:.1f}", best=max
+        name="tokens/s",
+        short="tok/s",
+        value=_of(lambda of: of.output_token_throughput),
+        form="{:.1f}",
+        best=max,
+        error=_error_of_rate(lambda of: of.output_token_throughput),
     ),
     _Column(name="requests", short="sent", value=_of(lambda of: of.num_requests), form="{:.0f}"),
     _Column(name="failed", short="failed", value=_of(lambda of: of.num_failed), form="{:.0f}"),
@@ -105,16 +149,31 @@ def rows(grid: Grid, load: float) -> list[tuple[str, list[Cell]]]:
     cells: list[tuple[str, list[Cell]]] = [(label, []) for label, _ in runs]
     for column in _COLUMNS:
         values = [column.value(run) for _, run in runs]
-        known = [value for value in values if value is not None]
-        best = column.best(known) if column.best and len(known) > 1 and len(set(known)) > 1 else None
+        best = _best(column, [run for _, run in runs])
         for (_, row), (_, run), value in zip(cells, runs, values, strict=True):
             if value is None:
                 row.append(Cell(text="none", is_bad=True))
                 continue
-            text = column.form.format(value) if column.form else _three_digits(value)
+            text = column.text(value)
             is_bad = column.name == "failed" and value > 0
             row.append(Cell(text=text, more=column.more(run), is_best=value == best, is_bad=is_bad))
     return cells
+
+
+def _best(column: _Column, runs: Sequence[Measured]) -> float | None:
+    """The value that is better than all others of a column by more than chance; None where none is."""
+    known = [(value, column.error(run)) for run in runs if (value := column.value(run)) is not None]
+    if column.best is None or len(known) < 2:
+        return None
+    best = column.best([value for value, _ in known])
+    (_, error), *equals = (one for one in known if one[0] == best)
+    others = [one for one in known if one[0] != best]
+    if equals or any(
+        abs(value - best) <= _SIGMAS * math.hypot(error, own) or column.text(value) == column.text(best)
+        for value, own in others
+    ):
+        return None
+    return best
 
 
 def html_tables(grid: Grid) -> str:
@@ -133,10 +192,10 @@ def html_tables(grid: Grid) -> str:
         for load in grid.loads
     )
     head = f'<div class="tablehead"><b>All deployments at</b><select class="loads">{options}</select>'
-    head += "<span class='soft'>means; green: the best of a column</span></div>"
+    head += "<span class='soft'>means; green: the best of a column, by more than chance</span></div>"
     if len(grid.labels) == 1:
         head = head.replace("All deployments at", f"{escape(grid.labels[0])} at").replace(
-            "; green: the best of a column", ""
+            "; green: the best of a column, by more than chance", ""
         )
     return f'<div class="card">{head}{"".join(tables)}</div>'
 

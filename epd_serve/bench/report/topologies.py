@@ -28,7 +28,7 @@ def radar(grid: Grid) -> Figure:
     runs = grid.at(load)
     rows_of = {label: _strengths(window(run)) for _, label, run in runs}
     best = [max(row[axis] for row in rows_of.values()) for axis in range(len(_AXES))]
-    columns = min(4, len(runs))
+    columns = 2 if len(runs) == 4 else min(3, len(runs))  # else their words meet on a narrow page
     rows = ceil(len(runs) / columns)
     data: list[Trace] = []
     layout: dict[str, Any] = {}
