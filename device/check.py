@@ -194,7 +194,16 @@ def _copies(device: Device) -> str:
         device.synchronize()
         speeds.append(host.nbytes / (time.perf_counter() - started) / 1e9)
         assert torch.equal(there.cpu(), source), "the bytes came back changed"
-    return f"to the device {speeds[0]:.1f} GB/s, from pinned memory {speeds[1]:.1f} GB/s"
+    return f"to the device {rate_text(speeds[0])}, from pinned memory {rate_text(speeds[1])}"
+
+
+def rate_text(gigabytes_per_s: float) -> str:
+    """A rate in the unit in which it is no zero."""
+    for unit in ("GB/s", "MB/s"):
+        if gigabytes_per_s >= 0.1:
+            return f"{gigabytes_per_s:.1f} {unit}"
+        gigabytes_per_s *= 1e3
+    return f"{gigabytes_per_s:.1f} kB/s"
 
 
 def _streams(device: Device) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 from typing import Protocol
 
 from device.base import Device, DeviceReport, DeviceUnavailable
 
 KINDS = ("cpu", "cuda", "npu")
+#: Network cards with RDMA, as the kernel lists them.
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 _NAME = re.compile(r"(?P<kind>cpu|cuda|npu|emulated:[a-z0-9-]{1,40})(:(?P<index>[0-9]{1,4}))?")
 
 
@@ -98,5 +101,11 @@ def _report(backend: _Backend, kind: str, index: int) -> DeviceReport:
         attention=device.ops.name,
         graphs=device.graph_runner().name,
         partition=device.partition,
-        transports=(device.transport.distributed_backend, *device.transport.mooncake_protocols),
+        transports=(device.transport.distributed_backend, *_protocols(device)),
     )
+
+
+def _protocols(device: Device) -> list[str]:
+    """Mooncake's protocols for which this machine has the hardware."""
+    has_rdma = _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+    return [one for one in device.transport.mooncake_protocols if one != "rdma" or has_rdma]

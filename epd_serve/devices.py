@@ -69,6 +69,7 @@ def _send(device: Device, path: Literal["shm", "tcp"]) -> str:
 
     import torch
 
+    from device.check import rate_text
     from epd_serve.transfer.embedded import EmbeddedTransport
 
     sender, receiver = EmbeddedTransport(path=path), EmbeddedTransport(path=path)
@@ -87,7 +88,7 @@ def _send(device: Device, path: Literal["shm", "tcp"]) -> str:
     finally:
         sender.close()
         receiver.close()
-    return f"{_TRANSPORT_BYTES >> 20} MiB there and back, {_TRANSPORT_BYTES / seconds / 1e9:.1f} GB/s"
+    return f"{_TRANSPORT_BYTES >> 20} MiB there and back, {rate_text(_TRANSPORT_BYTES / seconds / 1e9)}"
 
 
 def _abilities(report: DeviceReport) -> list[str]:

@@ -7,6 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from load_tester import Scripts, session, settings
 
 from epd_serve.bench import server
@@ -67,6 +69,25 @@ def test_a_server_that_takes_connections_and_never_answers_is_given_up(
 
         assert asyncio.run(look()) == {}
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("key", "words"), [(None, "is not set"), ("sk-wrong", "is no key of it")])
+def test_a_key_that_is_missing_or_wrong_is_named(key: str | None, words: str) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "no key"}}, status=401)
+
+    async def meet() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", refuse)
+        async with TestServer(app) as served:
+            connections = Connections(Target(str(served.make_url("/")).rstrip("/")), timeout_s=60)
+            try:
+                await Server(connections, api_key=key).meet(None)
+            finally:
+                await connections.close()
+
+    with pytest.raises(ValueError, match=rf"HTTP 401.*OPENAI_API_KEY {words}"):
+        asyncio.run(meet())
 
 
 def test_what_would_not_be_sent_is_refused() -> None:

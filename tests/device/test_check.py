@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from device.base import AttentionOps, AttentionPlan, EagerRunner, Event, GraphRunner, Partition, PartitionStrength
-from device.check import CheckResult, check_device
+from device.check import CheckResult, check_device, rate_text
 from device.cpu import CpuDevice
 from device.ops.cpu import CpuOps
 
@@ -46,6 +46,13 @@ class ScaledAttention(CpuOps):
         self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
     ) -> Tensor:
         return super().attend(query, key, value, kv_layer, plan, scale * 1.1)
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(12.34, "12.3 GB/s"), (0.1, "0.1 GB/s"), (0.04, "40.0 MB/s"), (0.00002, "20.0 kB/s")]
+)
+def test_a_rate_is_shown_in_a_unit_in_which_it_is_no_zero(rate: float, text: str) -> None:
+    assert rate_text(rate) == text
 
 
 def test_a_wrong_operator_is_reported_with_its_error_and_what_to_do() -> None:

@@ -6,11 +6,12 @@ import importlib.util
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
 
-from device import ascend, cuda
+from device import ascend, cuda, registry
 from device.base import Device, DeviceUnavailable, PartitionStrength
 from device.registry import KINDS, get_device, list_devices
 from device.transport import TRANSPORTS
@@ -55,6 +56,13 @@ def test_every_kind_is_reported_with_what_it_can_do_or_why_it_is_missing() -> No
             with pytest.raises(DeviceUnavailable) as caught:
                 get_device(report.kind)
             assert report.reason in str(caught.value)
+
+
+def test_rdma_is_listed_where_there_is_a_card_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_RDMA_DEVICES", tmp_path)
+    assert "rdma" not in list_devices()[0].transports
+    (tmp_path / "mlx5_0").mkdir()
+    assert "rdma" in list_devices()[0].transports
 
 
 def test_a_device_that_does_not_open_leaves_the_others_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
