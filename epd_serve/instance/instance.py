@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import os
@@ -391,6 +392,8 @@ class Instance:
         if lends or old.feature_store_bytes != options.feature_store_bytes:
             await asyncio.to_thread(self.store.close)
             self.store = await self._new_store()
+        if self.device.type != "cpu":
+            gc.collect()  # objects that know each other keep the old role's KV and model on the device
         await self._build()
 
     end_process = staticmethod(end_process)

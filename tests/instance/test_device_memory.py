@@ -1,0 +1,68 @@
+"""Device memory of an instance that changes its role, on an emulated accelerator whose memory is counted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+from device.registry import get_device
+from epd_serve.config import InstanceOptions
+from epd_serve.instance.instance import Instance
+from epd_serve.types import Role
+
+DEVICE = "emulated:a100:5"
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Memory has to come back when nobody needs it, not when the collector of cycles runs by chance."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("role", ["P", "PD"])
+async def test_a_role_leaves_nothing_on_the_device(role: str, tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    options = InstanceOptions(
+        name="x0",
+        role=Role.parse(role),
+        model=model,
+        served_model_name="tested",
+        port=0,
+        device=DEVICE,
+        dtype="float32",
+        threads=1,
+        num_blocks=512,
+        max_model_len=512,
+        switch_dir=tmp_path,
+    )
+    device = get_device(DEVICE)
+
+    def used() -> int:
+        total, free = device.memory()
+        return total - free
+
+    instance = Instance(options)
+    await instance.start()
+    try:
+        with without_collection():
+            first = used()
+            device.reset_peak_memory()
+            for _ in range(2):
+                await instance.rebuild(Role.parse("E"))
+                tower = used()
+                await instance.rebuild(Role.parse(role))
+            assert used() <= first + 65536, f"{used()} bytes where {first} were"
+            assert tower < first, f"E keeps {tower} of {first} bytes"
+            assert device.peak_memory() < first + tower, f"both roles at once: {device.peak_memory()} bytes"
+    finally:
+        await instance.close()
