@@ -40,6 +40,8 @@ from epd_serve.topology import InstancePlacement, Topology, parse_topology, plac
 from epd_serve.types import Role
 
 DEMO_MODEL = "demo"
+#: Of a device's memory, for the language models on it together: each would take what it sees free.
+_LANGUAGE_MEMORY = 0.9
 
 
 def _read_topology(value: object) -> Topology:
@@ -334,6 +336,12 @@ class DeploymentConfig(SharedConfig):
         Raises ValueError where the model's directory is not one.
         """
         settings = self.settings_for(str(instance.role))
+        own = {name: getattr(settings, name) for name in InstanceSettings.model_fields} | {"threads": threads}
+        rivals = [
+            one for one in self.placement() if one.role.has_language_model and {*one.devices} & {*instance.devices}
+        ]
+        if instance.devices[0] != "cpu" and instance in rivals and len(rivals) > 1 and share is None:
+            own["memory_share"] = settings.memory_share or round(_LANGUAGE_MEMORY / len(rivals), 3)
         shared = {name: getattr(self, name) for name in SharedConfig.model_fields}
         if master is not None and self.mooncake.master is None:
             shared["mooncake"] = self.mooncake.model_copy(update={"master": master})
@@ -349,7 +357,7 @@ class DeploymentConfig(SharedConfig):
             device_board=device_board,
             switch_dir=switch_dir,
             **shared,
-            **{name: getattr(settings, name) for name in InstanceSettings.model_fields} | {"threads": threads},
+            **own,
         )
 
     def options_alone(

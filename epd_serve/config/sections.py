@@ -206,7 +206,9 @@ class InstanceSettings(Section):
         "null: no limit, unless another instance on the device has a share: then as auto.",
     )
     memory_share: Pinned[Annotated[float, Field(gt=0, le=1)] | None] = Field(
-        default=None, description="Part of an accelerator's memory; null: as share."
+        default=None,
+        description="Part of an accelerator's memory; null: as share, and where several language models are on it "
+        "without shares, 0.9 in equal parts.",
     )
     stream_priority: Pinned[int] = Field(
         default=0,

@@ -63,6 +63,6 @@ async def test_a_role_leaves_nothing_on_the_device(role: str, tmp_path: Path) ->
                 await instance.rebuild(Role.parse(role))
             assert used() <= first + 65536, f"{used()} bytes where {first} were"
             assert tower < first, f"E keeps {tower} of {first} bytes"
-            assert device.peak_memory() < first + tower, f"both roles at once: {device.peak_memory()} bytes"
+            assert device.peak_memory() < 1.5 * first, f"both roles at once: {device.peak_memory()} bytes"
     finally:
         await instance.close()

@@ -196,3 +196,19 @@ def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -
     assert key not in repr(instances) + " ".join(word for spec in instances for word in spec.command)
     lines = "\n".join(dry_run(config, None, {}))
     assert key not in lines and lines.count("EPD_SERVE_CLUSTER_KEY") == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "shares"),
+    [
+        ("topology: E-(P-D)\ndevices: [emulated:h200:0, emulated:h200:1]", [None, 0.45, 0.45]),
+        ("topology: (E-P)-D\ndevices: [emulated:h200:0, emulated:h200:1]", [None, None, None]),
+        ("topology: (P-D)\ndevices: [emulated:h200:0]\nroles: {P: {memory_share: 0.7}}", [0.7, 0.45]),
+        ("topology: (P-D)\ndevices: [emulated:h200:0]\nroles: {P: {share: 0.5}}", [None, None]),
+        ("topology: (P-D)", [None, None]),
+    ],
+)
+def test_language_models_on_one_accelerator_part_its_memory(text: str, shares: list[float | None]) -> None:
+    """Else each takes most of what it sees free when it starts, and they start together."""
+    _, instances = specs(text)
+    assert [told(spec.command).memory_share for spec in instances] == shares
