@@ -226,7 +226,10 @@ def test_what_dies_is_started_again_and_found_by_the_others(deployment_file: Pat
     def running() -> dict[str, psutil.Process]:
         found = {}
         for child in psutil.Process(process.pid).children(recursive=True):
-            command = child.cmdline()
+            try:
+                command = child.cmdline()
+            except psutil.NoSuchProcess:  # a decoder, say, that has just ended
+                continue
             if "proxy" in command or "--options" in command:
                 found["gateway" if "proxy" in command else str(told(command).role)] = child
         return found
