@@ -23,8 +23,18 @@ from typing import Any
 
 import httpx
 
-from benchmarks.chaos import DEADLINE_S, Chaos, Outcome, Request, ask, make_requests, make_streams, publish
-from benchmarks.common import ROOT, argument_parser, machine, typed
+from benchmarks.chaos import (
+    DEADLINE_S,
+    Chaos,
+    Outcome,
+    Request,
+    ask,
+    heading,
+    make_requests,
+    make_streams,
+    publish,
+)
+from benchmarks.common import ROOT, argument_parser
 from benchmarks.kill_streams import counters
 from epd_serve.config import load_config
 from epd_serve.launch import LocalDeployment
@@ -142,10 +152,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     kinds = Counter(step.split()[0] for one in applies for step in one["steps"])
     complete = report["outcomes"][Outcome.IDENTICAL.value]
     return {
-        "command": typed("apply_ring"),
-        "machine": machine(),
-        "concurrency": arguments.concurrency,
-        "seconds": round(seconds, 1),
+        **heading("apply_ring", arguments, seconds),
         "passed": complete == len(chaos.results) and not report["leaks"] and not too_early,
         "applies": applies,
         "steps": dict(sorted(kinds.items())),

@@ -407,19 +407,18 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds = time.monotonic() - began
         await chaos.settle()
         return {
-            "command": typed("chaos"),
-            "machine": machine(),
-            "topology": arguments.topology,
-            "store": arguments.store,
-            "transport": arguments.transport,
-            "mode": arguments.mode,
-            "concurrency": arguments.concurrency,
+            **heading("chaos", arguments, seconds, "topology", "store", "transport", "mode"),
             "interval_s": arguments.interval,
-            "seconds": round(seconds, 1),
             **(report := chaos.report()),
             "passed": not report["leaks"] and not any(report["outcomes"][outcome.value] for outcome in _BAD),
             "logs": str(log_dir),
         }
+
+
+def heading(module: str, arguments: argparse.Namespace, seconds: float, *names: str) -> dict[str, Any]:
+    """The head of a report: the command, the machine, the options of these names, the time."""
+    options = {name: getattr(arguments, name) for name in (*names, "concurrency")}
+    return {"command": typed(module), "machine": machine(), **options, "seconds": round(seconds, 1)}
 
 
 def publish(report: dict[str, Any], output: Path) -> int:

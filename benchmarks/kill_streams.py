@@ -25,12 +25,13 @@ from benchmarks.chaos import (
     Chaos,
     Outcome,
     deployment_config,
+    heading,
     make_streams,
     new_parser,
     publish,
     started,
 )
-from benchmarks.common import RESULTS, machine, typed
+from benchmarks.common import RESULTS
 
 RESULT = RESULTS / "kill-streams-cpu.json"
 LEAST_COMPLETE = 0.99
@@ -56,13 +57,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds = time.monotonic() - began
         await chaos.settle()
         return {
-            "command": typed("kill_streams"),
-            "machine": machine(),
-            "topology": arguments.topology,
-            "concurrency": arguments.concurrency,
+            **heading("kill_streams", arguments, seconds, "topology"),
             "interval_s": arguments.interval,
             "deadline_s": DEADLINE_S,
-            "seconds": round(seconds, 1),
             **await _judged(chaos),
             "logs": str(log_dir),
         }

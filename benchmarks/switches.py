@@ -26,12 +26,13 @@ from benchmarks.chaos import (
     Chaos,
     Outcome,
     deployment_config,
+    heading,
     make_streams,
     new_parser,
     publish,
     started,
 )
-from benchmarks.common import RESULTS, machine, typed
+from benchmarks.common import RESULTS
 from benchmarks.kill_streams import counters
 from epd_serve.launch.ports import free_port
 
@@ -129,13 +130,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         report = chaos.report()
         complete = report["outcomes"][Outcome.IDENTICAL.value]
         return {
-            "command": typed("switches"),
-            "machine": machine(),
-            "topology": arguments.topology,
-            "model": arguments.model,
-            "concurrency": arguments.concurrency,
+            **heading("switches", arguments, seconds, "topology", "model"),
             "deadline_s": DEADLINE_S,
-            "seconds": round(seconds, 1),
             "passed": complete == len(chaos.results)
             and not report["leaks"]
             and len(under_load) >= arguments.switches,
