@@ -34,6 +34,8 @@ TYPE = "emulated"
 _ROW = struct.Struct("qq")  # a process, its bytes
 _LOCAL = threading.local()
 _CPU = torch.device("cpu")
+_MAX_SHAPES = 4096
+_SHAPES: dict[Any, Any] = {}
 
 
 class EmulatedMemoryError(torch.OutOfMemoryError):
@@ -341,7 +343,7 @@ def _operate(op: Any, *args: Any, **kwargs: Any) -> Any:
                 )
     device = torch.device(kwargs.get("device") or (ours[0].device if ours else TYPE))
     if device.type != TYPE:  # a factory, like empty_like
-        return op(*_meta(args), **kwargs)
+        return op(*_mapped(args, _on_meta), **kwargs)
     chip = _CHIPS[device.index or 0]
     schema = op._schema
     aliases = [one.alias_info for one in schema.returns]
@@ -361,7 +363,7 @@ def _operate(op: Any, *args: Any, **kwargs: Any) -> Any:
         return _written(schema, args, kwargs)
     with torch.inference_mode():
         try:
-            shapes = op(*_meta(args), **_meta(_on(kwargs, torch.device("meta"))))
+            shapes = _shapes(op, args, kwargs)
         except RuntimeError:  # a shape or a number that depends on data: the host waits for it
             chip.current().synchronize()
             return _wrapped(op(*raw_args, **raw_kwargs), chip)
@@ -468,15 +470,48 @@ def recorded() -> Iterator[list[Callable[[], None]]]:
         _LOCAL.recording = None
 
 
+def _shapes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The outputs on torch's device ``meta``, which computes shapes alone; those of the latest calls are kept."""
+    key = (op, _signature(args), _signature(kwargs))
+    if (shapes := _SHAPES.get(key)) is None:
+        shapes = op(*_mapped(args, _on_meta), **_mapped(_on(kwargs, torch.device("meta")), _on_meta))
+        if len(_SHAPES) == _MAX_SHAPES:
+            _SHAPES.clear()
+        _SHAPES[key] = shapes
+    return shapes
+
+
+def _signature(value: Any) -> Any:
+    match value:
+        case Tensor():
+            return value.size(), value.stride(), value.dtype
+        case tuple() | list():
+            return tuple(map(_signature, value))
+        case dict():
+            return tuple((name, _signature(one)) for name, one in value.items())
+        case _:
+            return type(value), value
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def _raw(values: Any) -> Any:
-    return tree_map_only(EmulatedTensor, lambda one: one.raw, values)
+    return _mapped(values, lambda one: one.raw if isinstance(one, EmulatedTensor) else one)
 
 
-def _meta(values: Any) -> Any:
-    def shape(one: Tensor) -> Tensor:
-        return torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device="meta")
-
-    return tree_map_only(Tensor, shape, values)
+def _mapped(values: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Arguments of an operator with other tensors in them."""
+    match values:
+        case Tensor():
+            return change(values)
+        case tuple() | list():
+            return type(values)(_mapped(one, change) for one in values)
+        case dict():
+            return {name: _mapped(one, change) for name, one in values.items()}
+        case _:
+            return values
 
 
 def _on(kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
