@@ -127,7 +127,7 @@ def test_memory_ends_and_comes_back() -> None:
 
 
 def test_processes_share_the_memory_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process held is free when it has ended, however it ended."""
+    """The memory of a process is free when it has ended, however it ended."""
     monkeypatch.setenv(EMULATED_MEMORY, str(tmp_path))
     code = (
         "import torch\n"

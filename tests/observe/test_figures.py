@@ -1,4 +1,4 @@
-"""What the live page reckons from requests and instances."""
+"""Figures of the live page, from requests and instances."""
 
 from __future__ import annotations
 

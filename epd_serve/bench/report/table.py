@@ -76,7 +76,7 @@ def _error_of_attainment(run: Measured) -> float:
 
 
 def _error_of_rate(value: Callable[[WindowSummary], float]) -> Callable[[Measured], float]:
-    """Of what comes from requests that come by chance: by their number."""
+    """The noise of a figure of requests that come by chance: by their number."""
     return lambda run: value(window(run)) / math.sqrt(max(window(run).num_succeeded, 1))
 
 
