@@ -15,7 +15,7 @@ from epd_serve.config import InstanceOptions
 from epd_serve.instance.instance import Instance
 from epd_serve.types import Role
 
-DEVICE = "emulated:a100:5"
+DEVICE = "emulated:a100:9"  # other tests of this process have other kinds at lower ones
 
 
 @contextmanager
