@@ -96,6 +96,7 @@ class Chat:
             raise ValueError(f"{self.url} answered {error.code}: {said or error.reason}{hint}") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
+            reason = getattr(reason, "strerror", None) or reason
             raise ValueError(
                 f"nothing answers at {self.url} ({reason}); start a deployment with 'epd-serve up', or "
                 "name another server with --url"

@@ -46,7 +46,13 @@ def _running() -> str:
     from epd_serve.launch.runtime import find_deployment, running_deployments
     from epd_serve.protocol.addresses import url_of
 
-    if not running_deployments():
+    running = running_deployments()
+    if not running:
         return "http://127.0.0.1:8000"
-    host, _, port = find_deployment(None, 8000)[0].rpartition(":")
-    return url_of(host, int(port))
+    urls = {name: url_of(name.rpartition(":")[0], int(name.rpartition(":")[2])) for name in running}
+    try:
+        return urls[find_deployment(None, 8000)[0]]
+    except ValueError:
+        raise ValueError(
+            f"several deployments are running; choose one with --url: {', '.join(urls.values())}"
+        ) from None

@@ -281,6 +281,11 @@ class ManagedProcess:
                 how += ", as the kernel does when memory runs out"
         return ProcessDied(name=self.spec.name, how=how, log_tail=self.log_tail(), log_file=self.log_file)
 
+    def note(self, death: ProcessDied) -> None:
+        """Write how the process ended behind what it said itself."""
+        with suppress(OSError), self.log_file.open("a", encoding="utf-8") as log:  # a full disk
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {death.name} died: {death.how}\n")
+
     def log_tail(self) -> list[str]:
         """The last lines of the process's output."""
         if not self.log_file.exists():  # it was killed before it had made the file

@@ -221,6 +221,7 @@ class Supervisor:
             except ProcessDied as early:
                 death = early
             self.num_deaths += 1
+            process.note(death)
             if not (self._restart and was_ready):
                 return death
             ready_s = process.ready_s

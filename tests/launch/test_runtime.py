@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from epd_serve.cli.chat import _running
 from epd_serve.launch.runtime import AddressTaken, RuntimeDirectory, find_deployment, running_deployments
 
 
@@ -50,6 +51,12 @@ def test_the_only_one_is_meant_and_of_several_the_one_of_the_port(root: Path) ->
             file.write_text("gateway: {port: 8123}")
             assert find_deployment(str(file)) == ("127.0.0.1:8123", first)
             file.unlink()
+
+
+def test_a_chat_beside_several_lists_their_addresses(root: Path) -> None:
+    wanted = r"--url: http://127\.0\.0\.1:8123, http://\[::1\]:8124"
+    with launcher("127.0.0.1", 8123), launcher("::1", 8124), pytest.raises(ValueError, match=wanted):
+        _running()
 
 
 def test_one_that_was_killed_is_not_found_and_its_place_can_be_taken(root: Path) -> None:

@@ -204,9 +204,14 @@ def _corner_dots(run: Measured, slo: SLO, axis: str) -> list[Trace]:
 
 
 def _panel_axis(place: int, places: int, top: float, anchor: str, gap: float) -> dict[str, object]:
-    size = (1 - gap * (places - 1)) / places
+    size, limit = (1 - gap * (places - 1)) / places, top / (1.03 * _RIM)
     begin = place * (size + gap)
-    return {"domain": [begin, min(1.0, begin + size)], "range": [0, top], "anchor": anchor, "nticks": 4}
+    return {
+        "domain": [begin, min(1.0, begin + size)],
+        "range": [0, top],
+        "anchor": anchor,
+        "tickvals": [0, limit, 2 * limit],
+    }
 
 
 def _thinned(records: Sequence[Record]) -> Sequence[Record]:
