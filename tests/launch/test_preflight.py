@@ -26,8 +26,8 @@ from epd_serve.launch.preflight import check_deployment
 from epd_serve.models.checkpoint_config import _FAMILIES
 from epd_serve.models.model_types import NATIVE, TEXT
 
-#: Ten times what it takes on a machine that does nothing else.
-LIMIT_S = 4.0
+#: Three times what it takes on a machine that does nothing else.
+LIMIT_S = 1.0
 #: The command with its modules told at its end, and with no way to start a process.
 PROGRAM = """
 import asyncio, os, subprocess, sys

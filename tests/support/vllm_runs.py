@@ -291,7 +291,7 @@ def _ready(process: subprocess.Popen[str]) -> Deployment:
     output = ""
     for line in process.stdout:
         output += line
-        if found := re.search(r"Ready: (\S+)/v1 serves .* Logs: (\S+)\. ", line):
+        if found := re.search(r"Ready: (\S+)/v1 serves [^\0]*^Logs: (\S+)$", output, re.MULTILINE):
             timer.cancel()
             logs = Path(found[2])
             told = (arg for arg in psutil.Process(process.pid).children() if "proxy" in arg.cmdline())
