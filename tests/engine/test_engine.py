@@ -67,7 +67,7 @@ def test_decode_graphs_change_no_token(tiny_model: Path, runs_ahead: bool) -> No
     """Batches of one to six rows in graphs of one, two, four and six, between steps with prefills."""
     device = CapturingCpu()
     bench = Bench(tiny_model, Budget(max_num_tokens=64, max_num_seqs=6), device=device, runs_ahead=runs_ahead)
-    assert sorted(device.base.outputs) == [1, 2, 4, 6]
+    assert sorted(device.graphs.outputs) == [1, 2, 4, 6]
     reference = Reference(tiny_model)
     answers: dict[str, list[int]] = {}
     for count, (name, text, images) in enumerate(requests(), start=1):
@@ -78,7 +78,7 @@ def test_decode_graphs_change_no_token(tiny_model: Path, runs_ahead: bool) -> No
         answers[name] = ids
     for count, (name, text, images) in enumerate(requests(), start=1):
         assert answers[name] == reference.generate(text, images, max_tokens=4 * count)
-    assert device.base.num_replays > 8
+    assert device.graphs.num_replays > 8
     bench.check_idle()
     bench.close()
 
