@@ -1,4 +1,4 @@
-"""Stage calls to our own worker: msgpack over HTTP, as listed in :mod:`epd_serve.protocol.wire`."""
+"""Stage calls to a native instance: MessagePack over HTTP, as listed in :mod:`epd_serve.protocol.wire`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class _StageCall(HttpCall):
 
 
 class NativeInstance:
-    """:class:`epd_serve.backends.base.StageCalls` of one worker process."""
+    """:class:`epd_serve.backends.base.StageCalls` of one native instance."""
 
     def __init__(self, connections: NativeConnections, name: str, url: str) -> None:
         self._pool = connections.pool(name, url)

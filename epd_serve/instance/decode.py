@@ -170,7 +170,7 @@ class DecodeService:
     # ------------------------------------------------------------------ from the prefill instance
 
     async def reserve(self, request: wire.ReserveRequest) -> wire.ReserveReply:
-        """Blocks for a request, as soon as there are enough. Requests are served in turn (sched/turns.py).
+        """Blocks for a request, as soon as there are enough. Requests are served in turn.
 
         Raises InvalidRequest for KV of another shape or a request that can never fit, Unavailable for one that was
         cancelled here or waited for ``queue_timeout_s``.

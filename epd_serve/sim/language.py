@@ -325,7 +325,7 @@ class LanguageSide:
         )
 
     def _order(self) -> Order:
-        """As an instance chooses it (worker/batching.py)."""
+        """As an instance chooses it (:mod:`epd_serve.engine.batching`)."""
         batching = self._spec.batching
 
         def cached(sequence: Sequence) -> int:
