@@ -40,6 +40,7 @@ class PreparedInstance:
     Attributes:
         variables: variables that its devices need. own_variables: those that no other process may have.
         chose_threads: whether the number of its threads merely follows from that of all instances.
+        chose_memory: whether its part of the device's memory merely follows from who else is there.
     """
 
     placement: InstancePlacement
@@ -47,6 +48,7 @@ class PreparedInstance:
     variables: Mapping[str, str]
     own_variables: Mapping[str, str]
     chose_threads: bool
+    chose_memory: bool
 
 
 def prepare_instances(
@@ -91,6 +93,7 @@ def prepare_instances(
             variables=variables,
             own_variables=own_variables,
             chose_threads=chose_threads,
+            chose_memory=config.settings_for(str(instance.role)).memory_share is None,
         )
         for (instance, options, variables, chose_threads), own_variables in zip(chosen, own, strict=True)
     )

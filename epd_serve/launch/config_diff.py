@@ -19,7 +19,7 @@ from epd_serve.launch.ports import Ports, next_port
 from epd_serve.topology.change import Part, Step, StepKind, plan_change
 
 #: What two processes of the same kind may differ in besides what a rebuild applies.
-_OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir"})
+_OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir", "memory_share"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,8 @@ def _kind(one: PreparedInstance, board: str | None) -> Hashable:
         str(value) for path, how, value in leaves(one.options) if path not in _OWN and how.how != "rebuild"
     )
     threads = None if one.chose_threads else one.options.threads
-    return one.placement.devices, board, threads, options, tuple(sorted(one.variables.items()))
+    memory = None if one.chose_memory else one.options.memory_share
+    return one.placement.devices, board, threads, memory, options, tuple(sorted(one.variables.items()))
 
 
 def _board(one: PreparedInstance) -> str | None:

@@ -30,11 +30,11 @@ from epd_serve.rpc.link import Link, LinkClosed
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True):
-    """The order for a process; answered by :class:`Started` or :class:`NotStarted`."""
+    """The order for a process, in the system's bytes; answered by :class:`Started` or :class:`NotStarted`."""
 
-    command: list[str]
-    environment: dict[str, str]
-    log: str
+    command: list[bytes]
+    environment: dict[bytes, bytes]
+    log: bytes
 
 
 class Usable(msgspec.Struct, frozen=True, tag=True):
@@ -95,7 +95,7 @@ def serve(link: Link[Fork]) -> list[str] | None:
                     tell(link, NotStarted(str(error)))
                     continue
                 if pid == 0:
-                    os.close(link.fileno())
+                    os.close(link.detach())
                     for other in pids:
                         os.close(other)
                     return become(order, parent)
@@ -113,9 +113,9 @@ def become(order: Fork, parent: int) -> list[str]:
         os.dup2(source, target)
     os.close(nothing)
     os.close(log)
-    os.environ.clear()
-    os.environ.update(order.environment)
-    command = order.command
+    os.environb.clear()
+    os.environb.update(order.environment)
+    command = [os.fsdecode(one) for one in order.command]
     if "--parent-pid" in command:
         command[command.index("--parent-pid") + 1] = str(parent)
     _show(command)
@@ -128,7 +128,7 @@ def _show(command: list[str]) -> None:
     start, end = int(values[45]), int(values[46])  # arg_start and arg_end, counted from behind the name
     if end > start:
         ctypes.memset(start, 0, end - start)
-        text = "\0".join(command).encode()[: end - start - 1]
+        text = os.fsencode("\0".join(command))[: end - start - 1]
         ctypes.memmove(start, text, len(text))
 
 

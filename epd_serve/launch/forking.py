@@ -110,9 +110,13 @@ class ForkServer:
         if not await asyncio.shield(self._usable) or self._is_gone:
             raise ForkServerGone("the fork server is gone, or has threads")
         wanted: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
-        self._wanted.append(wanted)
-        order = Fork(command=list(spec.command), environment=dict(spec.environment), log=os.fspath(log_file))
+        order = Fork(
+            command=[os.fsencode(one) for one in spec.command],
+            environment={os.fsencode(name): os.fsencode(value) for name, value in spec.environment.items()},
+            log=os.fsencode(log_file),
+        )
         self._link.send(order)
+        self._wanted.append(wanted)
         return await wanted
 
     async def close(self) -> None:

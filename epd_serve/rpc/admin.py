@@ -56,7 +56,11 @@ class AdminClient:
         url = "http://admin" if on_socket else str(self.where)
         data = b"" if body is None else msgspec.json.encode(body)
         headers = f"{self._headers}content-type: application/json\r\n"
-        async with HttpPool("admin", url, path=Path(self.where) if on_socket else None) as pool:
+        try:
+            pool = HttpPool("admin", url, path=Path(self.where) if on_socket else None)
+        except ValueError as error:
+            raise AdminUnreachable(f"{url!r} is no URL of an admin API, as in http://127.0.0.1:9001") from error
+        async with pool:
             call = _AdminCall(pool, method, quote(path, safe="/?=&"), headers, [data])
             try:
                 async with asyncio.timeout(timeout_s):

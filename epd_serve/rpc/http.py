@@ -350,7 +350,7 @@ class Connection(asyncio.Protocol):
         self._pool.lost(self)
         call, self._call = self._call, None
         if call is not None:
-            call.cut(str(error) if error else "")
+            call.cut((str(error) or type(error).__name__) if error else "")
 
     def _give_up(self, reason: str, *, is_http: bool = True) -> None:
         call, self._call = self._call, None
@@ -476,8 +476,8 @@ class HttpPool:
     async def _connect(self, call: HttpCall) -> None:
         try:
             connection = await self.open()
-        except OSError as error:  # TimeoutError is one
-            call.unreachable(error)
+        except (OSError, UnicodeError) as error:  # TimeoutError is the one, a host that is no name the other
+            call.unreachable(error if isinstance(error, OSError) else OSError(str(error)))
             return
         if call.closed:
             connection.abort()

@@ -82,6 +82,10 @@ class Link(Generic[T]):
     def fileno(self) -> int:
         return self._socket.fileno()
 
+    def detach(self) -> int:
+        """Give the descriptor up, without a word to the other end: in a fork it is another's."""
+        return self._socket.detach()
+
     def send(self, message: Any) -> None:
         """Send a message. Raises LinkClosed."""
         self.send_packed(pack(message, self._encoder, self._max_bytes))

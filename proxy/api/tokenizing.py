@@ -38,7 +38,7 @@ class TokenizingEndpoint(Endpoint):
         request = await parsed(self._parse_call, body, exchange.asker)
         body.clear()
         await self._poller.started()
-        model = self._model(request.model)
+        model = exchange.record.model = self._model(request.model)
         sources = request.media()
         exchange.visit.check(generates=False, has_media=bool(sources))
         items = await self._media(exchange, exchange.asker, sources)

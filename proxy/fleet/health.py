@@ -246,7 +246,9 @@ class Health:
         if not passed:
             watched.probe_at = 0.0  # the breaker says when
             self.losses.report(name)
-        elif not was_closed and watched.breaker.state is BreakerState.CLOSED:
+        elif (
+            watched.breaker.state is BreakerState.CLOSED and watched.breaker.is_new and name not in self.returning
+        ):
             self.returning.add(name)
             logger.info("instance %s computes again; it gets its share of work bit by bit", name)
 

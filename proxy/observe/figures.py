@@ -47,13 +47,17 @@ class Slot(msgspec.Struct):
     stages: dict[str, int] = msgspec.field(default_factory=dict)
 
     def add(self, other: Slot) -> None:
-        """Put another slot's figures to these."""
+        """Put another slot's figures to these; each side keeps times as its requests are many."""
+        mine, theirs = self.num_requests, other.num_requests
         for name in ("num_requests", "num_failed", "num_measured", "num_met", "num_tokens"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for times, more in ((self.ttft_s, other.ttft_s), (self.tpot_s, other.tpot_s)):
+            if len(times) + len(more) > _MAX_SAMPLES:
+                share = round(_MAX_SAMPLES * theirs / max(1, mine + theirs))
+                share = max(min(share, len(more)), _MAX_SAMPLES - len(times))
+                times[:] = random.sample(times, _MAX_SAMPLES - share)
+                more = random.sample(more, share)
             times += more
-            if len(times) > _MAX_SAMPLES:
-                times[:] = random.sample(times, _MAX_SAMPLES)
         _add(self.reasons, other.reasons)
         _add(self.sources, other.sources)
         _add(self.flows, other.flows)
@@ -192,7 +196,7 @@ def window(slots: Iterable[Slot], width: int, now_s: float, span_s: int) -> dict
     tpot_s: list[float] = []
     for one in slots:
         if now_s - span_s < (one.number + 1) * width:
-            total.add(one)
+            total.add(msgspec.structs.replace(one, ttft_s=[], tpot_s=[]))
             ttft_s += one.ttft_s
             tpot_s += one.tpot_s
     return {

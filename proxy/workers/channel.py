@@ -103,4 +103,7 @@ class Channel:
             logger.exception("a call for %s from the other process failed", frame.name)
             answer = _Frame("fault", frame.number, f"{type(error).__name__}: {error}", b"")
         if frame.number and self._link is not None:
-            self._link.send(answer)
+            try:
+                self._link.send(answer)
+            except ValueError as error:  # it is too long: the caller is told, and the channel goes on
+                self._link.send(_Frame("fault", frame.number, str(error), b""))

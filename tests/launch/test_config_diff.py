@@ -142,6 +142,15 @@ def test_devices_decide_who_can_become_what(tmp_path: Path) -> None:
         steps(alone, "topology: EPD\ndevices: [cuda:0]\ninstances: {base_port: 0, media_cpu_s: 1}")
 
 
+def test_memory_that_is_parted_among_those_on_a_device_needs_no_other_process(tmp_path: Path) -> None:
+    held = holdings(tmp_path, f"topology: (E-P-D)\ndevices: [cuda:0]\n{FREE}")
+    assert options(held, "p0").memory_share == 0.45
+    found = steps(held, f"topology: (E-PD)\ndevices: [cuda:0]\n{FREE}")
+    assert found and all(step.split()[0] in ("switch", "stop") for step in found), found
+    with pytest.raises(ChangeImpossible, match="list another device"):
+        steps(held, f"topology: (E-P-D)\ndevices: [cuda:0]\nroles: {{P: {{memory_share: 0.3}}}}\n{FREE}")
+
+
 def test_on_npus_every_process_has_ports_of_its_own(tmp_path: Path) -> None:
     devices = "devices: [npu:0, npu:1, npu:2, npu:3]"
     held = holdings(tmp_path, f"topology: E-P-D\n{devices}\n{FREE}")

@@ -55,6 +55,8 @@ async def forking(
 async def test_a_forked_process_is_as_a_spawned_one(fakes: Any, tmp_path: Path) -> None:
     shared = os.memfd_create("shared")
     specs = [fakes.spec("e0", can_fork=True), fakes.spec("d0", "parent", can_fork=True)]
+    for spec in specs:
+        spec.environment["OLDPWD"] = os.fsdecode(b"/caf\xe9")  # no UTF-8
     deaths: list[str] = []
     async with forking(specs[0], tmp_path, descriptors=[shared]) as server:
         running = Supervisor(

@@ -10,7 +10,7 @@ from epd_serve.protocol.wire import Load, Usage
 from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.trace_context import join
 from proxy.observe.dashboard import bottleneck
-from proxy.observe.figures import RANGES_S, Figures, joined, series, window
+from proxy.observe.figures import RANGES_S, Figures, Slot, joined, series, window
 from proxy.observe.record import RequestRecord
 
 
@@ -45,6 +45,15 @@ def test_the_slots_of_a_busy_gateway_stay_small() -> None:
     for number in range(20_000):
         figures.add(record(1000 + number / 1000))
     assert all(len(one.ttft_s) <= 256 for slots in figures.slots().values() for one in slots)
+
+
+def test_times_of_a_wide_slot_are_those_of_all_its_seconds() -> None:
+    """A burst of slow answers at its beginning stays in its percentiles."""
+    wide = Slot(0, num_requests=3000, ttft_s=[5.0] * 256)
+    for _ in range(25):
+        wide.add(Slot(0, num_requests=100, ttft_s=[0.1] * 100))
+    assert wide.num_requests == 5500 and len(wide.ttft_s) == 256
+    assert 0.35 < wide.ttft_s.count(5.0) / 256 < 0.75
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,14 @@ async def test_a_change_that_fails_on_its_way_is_confirmed_by_nobody(crews, monk
     assert await first.ask_all("worker", dict) is None
 
 
+async def test_an_answer_that_is_too_long_fails_its_call_alone(crews):
+    _, (first, second) = await crews(2)
+    second.shown["long"] = lambda: "x" * (65 << 20)
+    assert await first.ask_all("long", str) is None
+    second.shown["short"] = lambda: "y"
+    assert await first.ask_all("short", str) == ["y"]
+
+
 async def test_an_instance_is_ready_where_every_worker_says_so(crews, monkeypatch):
     hub, (first, second) = await crews(2)
     tables = [InstanceTable([("d0", D0.url)]) for _ in "12"]

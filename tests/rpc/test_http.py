@@ -9,6 +9,7 @@ import pytest
 import uvloop
 
 from epd_serve.errors import InstanceLost, InvalidRequest, Unavailable
+from epd_serve.rpc.admin import AdminClient, AdminUnreachable
 from epd_serve.rpc.http import HttpCall, HttpPool
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
@@ -248,3 +249,18 @@ def test_calls_that_are_given_up_while_they_connect_keep_no_pool_open(loop_facto
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(scenario())
+
+
+async def test_a_host_that_is_no_name_is_no_instance() -> None:
+    for url in ("http://a..b:8000", f"http://{'a' * 70}:8000"):
+        async with HttpPool("p0", url) as pool:
+            call = HttpCall(pool, "GET", "/health", "", [b""])
+            async with asyncio.timeout(5):
+                with pytest.raises(InstanceLost):
+                    await call.ask()
+
+
+@pytest.mark.parametrize("url", ["localhost:9001", "http://localhost:99999", "admin"])
+async def test_the_admin_api_is_asked_at_a_url(url: str) -> None:
+    with pytest.raises(AdminUnreachable, match="is no URL of an admin API"):
+        await AdminClient(url).ask("GET", "/instances")

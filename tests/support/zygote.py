@@ -136,7 +136,9 @@ def _become(wanted: dict[str, Any], descriptors: list[int], parent: int, usable:
     for source, number in zip(high, wanted["numbers"], strict=True):
         os.dup2(source, number)
         os.close(source)
-    fork_server.become(fork_server.Fork(command=[], environment=wanted["environment"], log=wanted["log"]), parent)
+    environment = {os.fsencode(name): os.fsencode(value) for name, value in wanted["environment"].items()}
+    order = fork_server.Fork(command=[], environment=environment, log=os.fsencode(wanted["log"]))
+    fork_server.become(order, parent)
     die_with_parent(parent)
     sys.path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if OWN_HOST in os.environ:
