@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -47,32 +48,41 @@ class Memory:
 
     def __init__(self, name: str, total: int, directory: str | None) -> None:
         self.name, self.total, self.fraction = name, total, 1.0
-        self.used = self.peak = 0
-        self._lock = threading.RLock()  # a tensor may end while another begins
+        self.peak = self._used = 0
+        self._ended: deque[int] = deque()  # bytes of what has ended; that may happen at any place of a thread
+        self._lock = threading.Lock()
         self._file = None if directory is None else Path(directory, name).open("a+b", buffering=0)  # noqa: SIM115
+
+    @property
+    def used(self) -> int:
+        """The bytes of this process."""
+        with self._lock:
+            return self._settled()
 
     @property
     def free(self) -> int:
         with self._lock, self._of_others() as others:
-            return self.total - self.used - others
+            return self.total - self._settled() - others
 
     def take(self, num_bytes: int) -> Block:
         with self._lock, self._of_others() as others:
-            free = min(int(self.total * self.fraction) - self.used, self.total - self.used - others)
+            used = self._settled()
+            free = min(int(self.total * self.fraction) - used, self.total - used - others)
             if num_bytes > free:
                 raise EmulatedMemoryError(
                     f"emulated out of memory. Tried to allocate {num_bytes / 2**20:.2f} MiB on {self.name}, of "
                     f"whose {self.total / 2**20:.0f} MiB {free / 2**20:.2f} are free for this process"
                 )
-            self.used += num_bytes
-            self.peak = max(self.peak, self.used)
+            self._used = used + num_bytes
+            self.peak = max(self.peak, self._used)
         block = Block()
-        weakref.finalize(block, self._give_back, num_bytes).atexit = False
+        weakref.finalize(block, self._ended.append, num_bytes).atexit = False
         return block
 
-    def _give_back(self, num_bytes: int) -> None:
-        with self._lock, self._of_others():
-            self.used -= num_bytes
+    def _settled(self) -> int:
+        while self._ended:
+            self._used -= self._ended.popleft()
+        return self._used
 
     @contextmanager
     def _of_others(self) -> Iterator[int]:
@@ -87,7 +97,7 @@ class Memory:
         try:
             yield sum(rows.values())
         finally:
-            rows[os.getpid()] = self.used
+            rows[os.getpid()] = self._settled()
             self._file.truncate(0)
             self._file.write(b"".join(_ROW.pack(*row) for row in rows.items()))
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -111,6 +121,7 @@ class Chip:
         self.memory = Memory(name, memory_bytes, os.environ.get(EMULATED_MEMORY))
         self.launch_s = 0.0
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self.making = threading.Lock()
         self.default = Stream(self)
 
     def current(self) -> Stream:
@@ -126,7 +137,9 @@ class Chip:
             raise RuntimeError(f"this thread's device is {TYPE}:{active}; call activate() of {self.memory.name}")
 
     def synchronize(self) -> None:
-        for stream in list(self.streams):
+        with self.making:
+            streams = list(self.streams)
+        for stream in streams:
             stream.synchronize()
 
     def launch(self, work: Callable[[], object], held: object) -> None:
@@ -152,7 +165,8 @@ class Stream:
         thread = threading.Thread(target=_work, args=(self._work, weakref.ref(self)), name=TYPE, daemon=True)
         weakref.finalize(self, self._work.put, None).atexit = False
         thread.start()
-        chip.streams.add(self)
+        with chip.making:
+            chip.streams.add(self)
 
     def launch(self, work: Callable[[], None]) -> None:
         recording: list[Callable[[], None]] | None = getattr(_LOCAL, "recording", None)
@@ -315,7 +329,8 @@ def install() -> None:
 def add_chip(index: int, name: str, memory_bytes: int) -> Chip:
     """The device with this index in this process. Raises ValueError where it is another one already."""
     install()
-    chip = _CHIPS.setdefault(index, Chip(index, name, memory_bytes))
+    if (chip := _CHIPS.get(index)) is None:
+        chip = _CHIPS[index] = Chip(index, name, memory_bytes)
     if chip.memory.name != name:
         raise ValueError(f"{TYPE}:{index} is {chip.memory.name} in this process")
     return chip

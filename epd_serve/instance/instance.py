@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ class Instance:
         self.loop = asyncio.get_running_loop()
         await asyncio.to_thread(check_model_files, self.path)
         self.family: Family = await asyncio.to_thread(load_family, self.path)
+        self._check_tower(options.role)
         self.dtype = resolve_dtype(options.dtype, self.family.config)
         check_dtype(self.dtype, self.device)
         dtype_name = str(self.dtype).removeprefix("torch.")
@@ -194,6 +196,9 @@ class Instance:
     def check_role(self, role: Role) -> None:
         """Raise ValueError for a role that the options or the model do not allow."""
         in_role(self.options, role)
+        self._check_tower(role)
+
+    def _check_tower(self, role: Role) -> None:
         if not (self.family.takes_images or role.has_language_model):
             raise ValueError("the model takes text alone, so an instance of role E has nothing to encode")
 
@@ -278,7 +283,10 @@ class Instance:
     def _usage(self) -> wire.Usage:
         """This process's and its device's."""
         times = os.times()
-        total, free = (0, 0) if self.device.type == "cpu" else self.device.memory()
+        total = free = 0
+        if self.device.type != "cpu":
+            with suppress(RuntimeError):  # a device that has failed: the probe says so
+                total, free = self.device.memory()
         return wire.Usage(
             at_s=time.monotonic(),
             cpu_s=times.user + times.system,

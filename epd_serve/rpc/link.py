@@ -21,6 +21,8 @@ MAX_BYTES = 1 << 26
 _LENGTH = struct.Struct("<I")
 #: Received at once by a blocking end: nearly all messages come whole.
 _PIECE_BYTES = 1 << 16
+#: The same for one that is long: the kernel gives a part of it at a time.
+_MOST_BYTES = 1 << 22
 _ENCODER = msgspec.msgpack.Encoder()
 
 T = TypeVar("T")
@@ -112,7 +114,7 @@ class Link(Generic[T]):
         held = self._held
         missing = _LENGTH.size + _length(held, 0, self._max_bytes) - len(held) if len(held) >= _LENGTH.size else 0
         try:
-            piece = self._socket.recv(max(missing, _PIECE_BYTES))
+            piece = self._socket.recv(min(max(missing, _PIECE_BYTES), _MOST_BYTES))
         except OSError as error:
             raise LinkClosed(str(error)) from error
         if not piece:
@@ -125,7 +127,8 @@ class Link(Generic[T]):
             end = start + _LENGTH.size + _length(held, start, self._max_bytes)
             if end > len(held):
                 break
-            found.append(_unpack(self._decoder, bytes(held[start + _LENGTH.size : end])))
+            with memoryview(held) as view, view[start + _LENGTH.size : end] as body:
+                found.append(_unpack(self._decoder, body))
             start = end
         del held[:start]
         return found
