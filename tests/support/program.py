@@ -15,7 +15,8 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
         output += line
         if words in line:
             return output
-    raise AssertionError(f"it ended without {words!r}: {output}")
+    errors = process.stderr.read() if process.stderr is not None else ""
+    raise AssertionError(f"it ended without {words!r}: {output}{errors}")
 
 
 async def until(condition: Callable[[], bool]) -> None:
