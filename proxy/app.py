@@ -26,7 +26,7 @@ from epd_serve.protocol.responses import InputTokensCall, ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.routing.table import InstanceTable
-from proxy.admin.control import Control
+from proxy.admin.hot_reload import ConfigReload
 from proxy.admin.operations import operations_router
 from proxy.admin.plane import create_admin_app, running_admin, running_on_path
 from proxy.admin.rollout import Departures, files_router, rollout_router, show_ready
@@ -54,7 +54,7 @@ from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import new_observer
 from proxy.settings import Current, GatewaySettings
 from proxy.workers.crew import Crew
-from proxy.workers.follow import follow
+from proxy.workers.shared_state import follow
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ def create_app(
         app.state.endpoints[path.encode()] = endpoint
     members = Members(table, calls, poller, health, connect)
     leases = Leases(members)
-    app.state.control = Control(current, members, admission, crew.ledger)
+    app.state.control = ConfigReload(current, members, admission, crew.ledger)
     app.state.reloader = None
     app.state.files = None
     app.state.admin_path = None

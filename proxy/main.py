@@ -26,7 +26,7 @@ from proxy.http.server import GatewayServer, WorkerServer, mark_stopping
 from proxy.observe.log_filters import Sparing, redact_logs
 from proxy.settings import GatewaySettings
 from proxy.workers.crew import Crew, TakenOver
-from proxy.workers.place import WorkerPlace
+from proxy.workers.worker_setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +56,14 @@ def run_gateway(
     port: int,
     reread: Reread | None = None,
     *,
-    place: WorkerPlace | None = None,
+    setup: WorkerSetup | None = None,
     admin_path: Path | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then finish what is in progress (``gateway.shutdown_grace_s``) and return the
     exit code: 0, or 1 where a part of it has failed.
 
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
-    SIGHUP or a change of the file makes the gateway take it over. ``place``: it is one of several workers, and
+    SIGHUP or a change of the file makes the gateway take it over. ``setup``: it is one of several workers, and
     listens on the sockets that it has inherited. ``admin_path``: of the Unix socket of its
     admin API.
     """
@@ -73,8 +73,8 @@ def run_gateway(
         logger.warning(
             "this process may have %d files open (ulimit -n): connections beyond that are refused", most
         )
-    crew = Crew(place)
-    part = (0, 1) if place is None else (place.index, place.count)
+    crew = Crew(setup)
+    part = (0, 1) if setup is None else (setup.index, setup.count)
     settings = GatewaySettings.of(config, host, part=part)
     redaction = redact_logs(_secrets(settings))
     app = create_app(settings, instances, crew=crew)
@@ -93,7 +93,7 @@ def run_gateway(
         def apply() -> None:
             config = reread.read()
             instances = take_over(config)
-            if place is not None:
+            if setup is not None:
                 crew.tell(TakenOver(config.model_dump_json(exclude_unset=True), dict(instances)))
 
         def catch_up(text: str) -> None:
@@ -114,7 +114,7 @@ def run_gateway(
         port,
         delay_s=gateway.shutdown_delay_s,
         grace_s=gateway.shutdown_grace_s,
-        kind=GatewayServer if place is None else WorkerServer,
+        kind=GatewayServer if setup is None else WorkerServer,
     )
     if isinstance(server, WorkerServer):
         crew.on_stop, crew.on_end = server.stop, server.end
@@ -126,7 +126,7 @@ def run_gateway(
     gc.freeze()
     gc.set_threshold(_COLLECT_EVERY, 20, 50)
     _keep_freed_memory()
-    server.run(None if place is None else place.sockets())
+    server.run(None if setup is None else setup.sockets())
     return 1 if server.has_failed else 0
 
 

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from epd_serve.engine.engine import Engine
 from epd_serve.instance.instance import Instance
-from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.schedule import ScheduleOutput
 
 _ASK_AGAIN_S = 0.01
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from epd_serve.engine.step_loop import KVPush, LayerGroups, SendLane
-from epd_serve.request import Sequence
-from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sequence import Sequence
 from epd_serve.transfer.grouping import group_ends
 from epd_serve.transfer.kv_sender import OutgoingTransfer, Part
 

@@ -315,7 +315,7 @@ def tpot_s(timing: Timing, num_tokens: int) -> float:
 
 
 def ratios(without: dict[str, Any], switched: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """How many times lower each figure is with switches."""
+    """Each figure without switches over the same with them."""
     return {
         name: {kind: without[name][kind] / switched[name][kind] for kind in without[name]}
         for name in ("latency_s", "ttft_s", "tpot_s")

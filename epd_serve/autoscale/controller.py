@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import sqrt
 
+from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.autoscale.pressure import Limits, Sample, StageLoad, capacities, load_of, sample
-from epd_serve.autoscale.seen import Seen
 from epd_serve.config.elastic import ElasticConfig
 from epd_serve.types import Role, Stage
 
@@ -85,7 +85,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    instance: Seen
+    instance: InstanceLoad
     role: Role
     before: float
     after: float
@@ -152,7 +152,7 @@ class Controller:
         self._order = None
         self._left.pop(self._layout, None)
 
-    def decide(self, now_s: float, instances: Sequence[Seen]) -> Decision:
+    def decide(self, now_s: float, instances: Sequence[InstanceLoad]) -> Decision:
         """Decide on the state at ``now_s``, which never runs backwards."""
         if self._is_starting and (missing := self._missing(instances)):
             names = " and ".join(_NAMES[stage] for stage in missing)
@@ -243,7 +243,7 @@ class Controller:
         is_sure = self._soon_s is not None and now_s - self._soon_s >= self.options.hold_s
         return soon if is_sure else None
 
-    def _sent_since(self, instances: Sequence[Seen]) -> dict[Stage, float]:
+    def _sent_since(self, instances: Sequence[InstanceLoad]) -> dict[Stage, float]:
         """The work of each stage that was sent to instances since the previous call."""
         before, self._sent = self._sent, {one.name: one.sent for one in instances}
         return {
@@ -255,11 +255,11 @@ class Controller:
             for stage in self._stages
         }
 
-    def _missing(self, instances: Sequence[Seen]) -> list[Stage]:
+    def _missing(self, instances: Sequence[InstanceLoad]) -> list[Stage]:
         served = {stage for one in instances if one.is_serving for stage in one.role.stages}
         return [stage for stage in self._stages if stage not in served]
 
-    def _heed_others(self, now_s: float, instances: Sequence[Seen]) -> None:
+    def _heed_others(self, now_s: float, instances: Sequence[InstanceLoad]) -> None:
         """Start the cooldown for switches ordered by others; drop refusals of instances that are gone."""
         before, self._roles = self._roles, {one.name: one.role for one in instances}
         self._refused = {(name, role) for name, role in self._refused if name in self._roles}
@@ -267,7 +267,7 @@ class Controller:
         if any(before.get(name, role) != role and (name, role) != own for name, role in self._roles.items()):
             self._ordered_s = now_s
 
-    def _pending(self, now_s: float, instances: Sequence[Seen]) -> tuple[Kind, str] | None:
+    def _pending(self, now_s: float, instances: Sequence[InstanceLoad]) -> tuple[Kind, str] | None:
         """The kind and reason to report while the last order is under way or has just failed.
 
         None after its end.
@@ -286,7 +286,7 @@ class Controller:
         return Kind.FAILED, f"{order.instance} {what}: the switch has failed"
 
     def _best(
-        self, now_s: float, here: Sequence[Seen], loads: Mapping[Stage, StageLoad], worst: float
+        self, now_s: float, here: Sequence[InstanceLoad], loads: Mapping[Stage, StageLoad], worst: float
     ) -> tuple[_Move | None, str]:
         """The switch that helps most; None and the reason where none helps."""
         ahead_s, roles = self.options.cooldown_s, [one.role for one in here]
@@ -295,7 +295,7 @@ class Controller:
         best: _Move | None = None
         is_held = is_back = False
         for role in map(Role.parse, self.options.roles):
-            donors: dict[Role, Seen] = {}
+            donors: dict[Role, InstanceLoad] = {}
             for one in here:  # of a role, the one that is ready first
                 if one.role == role or (one.name, role) in self._refused:
                     continue
@@ -337,7 +337,7 @@ class Controller:
             return True
         return worst > left[1] * (1 + self.options.hysteresis)
 
-    def _take(self, now_s: float, move: _Move, order: Order, here: Sequence[Seen], worst: float) -> None:
+    def _take(self, now_s: float, move: _Move, order: Order, here: Sequence[InstanceLoad], worst: float) -> None:
         self._ordered_s = self._since_s = now_s
         if not self.options.dry_run:
             self._layout = _layout([one.role for one in here])
@@ -350,9 +350,11 @@ class Controller:
         self._wished_s = now_s
         return Wish(change=1, role=Role.of([stage]), reason=f"{late}, and no switch helps")
 
-    def _too_many(self, now_s: float, here: Sequence[Seen], loads: Mapping[Stage, StageLoad]) -> Wish | None:
+    def _too_many(
+        self, now_s: float, here: Sequence[InstanceLoad], loads: Mapping[Stage, StageLoad]
+    ) -> Wish | None:
         """A wish for one instance less, once the rest would have stayed far from late for ``calm_s``."""
-        best: tuple[float, Seen] | None = None
+        best: tuple[float, InstanceLoad] | None = None
         for donor in here:
             others = [one.role for one in here if one is not donor]
             if self._keeps_floor(donor.role, donor.role, others):
@@ -405,7 +407,7 @@ def _layout(roles: Sequence[Role]) -> Layout:
     return frozenset(Counter(str(role) for role in roles).items())
 
 
-def _work_s(one: Seen) -> float:
+def _work_s(one: InstanceLoad) -> float:
     """Seconds of work, about, that the instance has to finish before a switch."""
     decoding = one.num_decoding * one.step.seconds(one.num_decoding) if one.num_decoding else 0.0
     return sum(one.queue_s.values()) + decoding

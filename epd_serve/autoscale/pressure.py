@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, pvariance
 
-from epd_serve.autoscale.seen import Seen
+from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.types import Role, Stage, StageRate
 
 #: Of a stage without an instance.
@@ -68,7 +68,7 @@ class Sample:
     output_tokens: float = 128.0
 
 
-def sample(stage: Stage, instances: Sequence[Seen], sent: float = 0.0) -> Sample:
+def sample(stage: Stage, instances: Sequence[InstanceLoad], sent: float = 0.0) -> Sample:
     """Sum up the serving instances that have the stage. The others' pending work is theirs to finish."""
     here = [one for one in instances if one.is_serving and stage in one.role.stages]
     queue_s = sum(one.waits(stage) for one in here)

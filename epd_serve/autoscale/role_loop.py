@@ -13,9 +13,9 @@ import msgspec
 
 from epd_serve.autoscale.controller import Controller, Decision, Kind, Order, Wish
 from epd_serve.autoscale.hook import tell
+from epd_serve.autoscale.instance_load import InstanceLoad, from_json
 from epd_serve.autoscale.pressure import Limits
 from epd_serve.autoscale.replanning import Replanner
-from epd_serve.autoscale.seen import Seen, from_json
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.elastic import HookConfig
 from epd_serve.rpc.admin import AdminClient, AdminError, AdminRefused
@@ -30,7 +30,7 @@ _REBUILD_S = 60.0
 _FOR_GOOD = (400, 404)
 
 #: Returns the instances as they are now. Raises AdminError or TimeoutError.
-Look = Callable[[], Awaitable[Sequence[Seen]]]
+Look = Callable[[], Awaitable[Sequence[InstanceLoad]]]
 #: Carries out an order. Raises AdminError or TimeoutError where it cannot.
 GiveOrder = Callable[[Order, float], Awaitable[Any]]
 #: Takes down a decision. Raises nothing.
@@ -162,7 +162,7 @@ class _Site:
     def __init__(self, admin: AdminClient) -> None:
         self._admin = admin
 
-    async def look(self) -> Sequence[Seen]:
+    async def look(self) -> Sequence[InstanceLoad]:
         return from_json((await self._admin.ask("GET", "/load", timeout_s=_TIMEOUT_S))["instances"])
 
     async def give(self, order: Order, deadline_s: float) -> None:

@@ -32,10 +32,10 @@ def proxy(
     instances.base_port on.
     """
     tie_to(parent_pid)
-    from proxy.workers.place import WorkerPlace
+    from proxy.workers.worker_setup import WorkerSetup
 
-    place = WorkerPlace.parse(worker) if worker else None
-    deployment = place.deployment() if place else load_config(config) if config else DeploymentConfig()
+    setup = WorkerSetup.parse(worker) if worker else None
+    deployment = setup.deployment() if setup else load_config(config) if config else DeploymentConfig()
 
     def instances_of(deployment: DeploymentConfig) -> list[tuple[str, str]]:
         return [name_and_url(text) for text in instance or ()] or instance_urls(deployment)
@@ -45,13 +45,13 @@ def proxy(
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
     address = (host or deployment.gateway.host, deployment.gateway.port if port is None else port)
-    if place is None and deployment.gateway.workers > 1:
+    if setup is None and deployment.gateway.workers > 1:
         from proxy.workers.parent import run_workers
 
         raise typer.Exit(run_workers(deployment, *address, sys.argv[1:], reloads=config is not None))
     from proxy.main import Reread, run_gateway
 
     reread = Reread(lambda: load_config(config), config, instances_of) if config else None
-    code = run_gateway(deployment, instances, *address, reread, place=place, admin_path=admin_path)
+    code = run_gateway(deployment, instances, *address, reread, setup=setup, admin_path=admin_path)
     if code:
         raise typer.Exit(code)

@@ -29,7 +29,7 @@ def read_measured(path: Path, kind: type[T], what: str, maker: str) -> T:
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds of a step as a sum over its work; a profile's step takes the largest of its lines.
 
-    Units are those of :class:`~epd_serve.sched.budget.StepWork`, whose ``prefill_pairs`` are a chunk's tokens
+    Units are those of :class:`~epd_serve.sched.step_cost.StepWork`, whose ``prefill_pairs`` are a chunk's tokens
     times the tokens up to its end.
     """
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from epd_serve.request import Sequence
+from epd_serve.sequence import Sequence
 from epd_serve.types import SamplingParams
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from device.base import Device
 from epd_serve.config import InstanceOptions
 from epd_serve.protocol.wire import AppliedShare
-from epd_serve.sched.pace import Slack
+from epd_serve.sched.token_time import Slack
 
 _SLOTS, _FIELDS, _DOUBLE = 64, 8, 8
 _SIZE = _SLOTS * _FIELDS * _DOUBLE

@@ -17,8 +17,8 @@ from device.base import Device
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.device_board import DeviceBoard, apply_share, rank_share
 from epd_serve.sched.encode import VisionFirst
-from epd_serve.sched.language import ScheduleOutput
-from epd_serve.sched.pace import Slack, TokenTimeAccount, pause_s
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.token_time import Slack, TokenTimeAccount, pause_s
 
 _SMOOTHING = 0.3
 #: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.

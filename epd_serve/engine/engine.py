@@ -13,10 +13,10 @@ from epd_serve.engine.runner import StepResult
 from epd_serve.engine.sampler import SampledToken
 from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import Load
-from epd_serve.request import PLACEHOLDER, Sequence, SequenceState
 from epd_serve.sched.block_tables import BlockMemory
-from epd_serve.sched.language import Budget, ScheduleOutput
 from epd_serve.sched.queues import ANYBODY, Asker, Order, Queues
+from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sequence import PLACEHOLDER, Sequence, SequenceState
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from torch import Tensor
 from epd_serve.engine.sampler import SampledToken
 from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import TokenLogprob
-from epd_serve.request import FinishReason, Sequence
-from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sequence import FinishReason, Sequence
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from epd_serve.engine.followers import Followers
 from epd_serve.engine.sampler import PromptLogprobs, Row, SampledToken, Sampler, Sampling
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import Fed, StepInputs, on_device
-from epd_serve.request import PLACEHOLDER, Sequence
-from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sequence import PLACEHOLDER, Sequence
 
 
 @dataclass(frozen=True, slots=True)

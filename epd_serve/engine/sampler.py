@@ -28,7 +28,7 @@ from device.copies import Readback, to_device
 from epd_serve.engine.constraints import is_restricted, mask_ends, restrict
 from epd_serve.engine.step_inputs import StepInputs, integers, on_device
 from epd_serve.protocol.wire import TokenLogprob
-from epd_serve.request import Sequence
+from epd_serve.sequence import Sequence
 from epd_serve.types import SamplingParams
 
 #: Tokens of which the largest is taken, or whose weights are summed up, to look no further elsewhere.

@@ -15,8 +15,8 @@ from torch import Tensor
 from epd_serve.engine.engine import Engine
 from epd_serve.engine.hooks import EngineEvent, EngineHooks
 from epd_serve.engine.runner import LanguageRunner, LaunchedStep, StepResult
-from epd_serve.request import Sequence
-from epd_serve.sched.language import ScheduleOutput, possible_prefills
+from epd_serve.sched.schedule import ScheduleOutput, possible_prefills
+from epd_serve.sequence import Sequence
 from epd_serve.transfer.grouping import group_ends
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 

@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from epd_serve.errors import ServeError
-from epd_serve.flow.failures import HeldKV, Tried
+from epd_serve.flow.failures import HeldKV, TryHistory
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.routes import Route
 from epd_serve.routing.table import InstanceRecord
@@ -161,10 +161,10 @@ class Fail(Struct, frozen=True, gc=False):
 
 
 class SplitUp(Struct, frozen=True, gc=False):
-    """Each choice goes on by itself, behind the tokens of it that the client has; ``tried`` is for all of them."""
+    """Each choice goes on by itself, behind the tokens of it that the client has; ``history`` is for all of them."""
 
     tokens: list[list[int]]
-    tried: Tried
+    history: TryHistory
 
 
 #: The last of a request's actions.

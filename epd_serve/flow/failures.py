@@ -59,7 +59,7 @@ def blamed(route: Route, stage: Stage, failure: ServeError, *, moves: bool) -> s
 _Life = tuple[InstanceRecord, int, int, int]
 
 
-class Tried(Struct, eq=False):
+class TryHistory(Struct, eq=False):
     """The tries of a request so far; each of its choices that goes on by itself goes on from there.
 
     It avoids instances that failed it, until they are other processes, have another role, or come back after an
@@ -82,9 +82,9 @@ class Tried(Struct, eq=False):
     def suspects(self) -> set[str]:
         return {name for name, life in self.lives.items() if self._life(name) == life}
 
-    def split(self) -> Tried:
+    def split(self) -> TryHistory:
         """For one choice: attempts of its own from now on; what fails one choice all of them avoid."""
-        return Tried(self.table, self.num_attempts, self.failure, self.lives)
+        return TryHistory(self.table, self.num_attempts, self.failure, self.lives)
 
     def _life(self, name: str) -> _Life | None:
         record = self.table.get(name)

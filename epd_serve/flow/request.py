@@ -26,7 +26,7 @@ from epd_serve.errors import (
 from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
 from epd_serve.flow.events import Progress
-from epd_serve.flow.failures import HeldKV, ItemEncode, Tried, blamed, is_planned, leaver, may_help
+from epd_serve.flow.failures import HeldKV, ItemEncode, TryHistory, blamed, is_planned, leaver, may_help
 from epd_serve.routing.routes import Demand, Route, Router
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
@@ -152,7 +152,7 @@ class RequestFlow:
         "_left",
         "_num_planned",
         "_number",
-        "_tried",
+        "_history",
         "_until_s",
         "_waits_for",
         "_was_left",
@@ -164,16 +164,16 @@ class RequestFlow:
         "thief",
     )
 
-    def __init__(self, fleet: Fleet, asked: Asked, progress: Progress, tried: Tried | None = None) -> None:
-        """``progress``: how far its answer has come; ``tried``: together with its other choices, before each went
+    def __init__(self, fleet: Fleet, asked: Asked, progress: Progress, history: TryHistory | None = None) -> None:
+        """``progress``: how far its answer has come; ``history``: together with its other choices, before each went
         on by itself."""
         self.fleet = fleet
         self.asked = asked
         self.progress = progress
         self.state = State.ROUTING
         self.thief: InstanceRecord | None = None
-        self._was_split = tried is not None
-        self._tried = tried or Tried(fleet.table)
+        self._was_split = history is not None
+        self._history = history or TryHistory(fleet.table)
         self._generated = asked.generated
         self._attempt: _Attempt
         self._actions: list[do.Action] = []
@@ -220,15 +220,15 @@ class RequestFlow:
             _EVENTS[kind](self, event)
         return actions
 
-    def _abandoned(self, event: on.Abandoned) -> None:
+    def _on_abandoned(self, event: on.Abandoned) -> None:
         if self.state not in _UNSENT:
             self._end_try()
         self._enter(State.OVER)
 
-    def _encoded(self, event: on.Encoded) -> None:
+    def _on_encoded(self, event: on.Encoded) -> None:
         self._attempt.encodes.pop(event.item, None)
 
-    def _silent(self, event: on.Silent) -> None:
+    def _on_silent(self, event: on.Silent) -> None:
         if self.state is State.FAILING:
             self._unexplained()
 
@@ -238,28 +238,28 @@ class RequestFlow:
 
     # ------------------------------------------------------------------ where it goes
 
-    def _look(self, event: on.Look) -> None:
+    def _on_look(self, event: on.Look) -> None:
         if self.state is not State.ROUTING or (route := self._choose(event)) is None:
             return
         if self._number == 0:
-            self._go(route)
+            self._begin_try(route)
             return
         way = None if self._left is None else self._left.route(route)
         if way is None and self._was_left:
             self._actions.append(do.FallBack())
         held = None if way is None else self._left
-        self._go(way or route, "continued" if self._generated or held else "again", held)
+        self._begin_try(way or route, "continued" if self._generated or held else "again", held)
 
     def _choose(self, event: on.Look) -> Route | None:
         """Instances that have not failed; None where it waits for them, or has ended."""
-        fleet, model, demand, tried = self.fleet, self.asked.model, self.asked.demand, self._tried
+        fleet, model, demand, history = self.fleet, self.asked.model, self.asked.demand, self._history
         table, choose = fleet.table, fleet.router.routes.choose_route
         if self._waits_for is None:
             wait_s, expected_s = fleet.wait_s, 0.0
             if event.complete_at_s is not None:
                 expected_s = event.complete_at_s + wait_s - event.now_s
             self._is_awaited = expected_s > 0
-            if tried.failure is None:
+            if history.failure is None:
                 try:
                     if event.avoid:
                         with suppress(Unavailable):
@@ -268,8 +268,8 @@ class RequestFlow:
                 except Unavailable as failure:
                     self._waits_for, self._until_s = failure, event.now_s + expected_s
             else:
-                self._waits_for, self._until_s = tried.failure, event.now_s + wait_s
-        exclude = tried.suspects()
+                self._waits_for, self._until_s = history.failure, event.now_s + wait_s
+        exclude = history.suspects()
         try:
             route = choose(table, model, exclude=exclude, demand=demand)
             if not route.is_cut:
@@ -282,10 +282,10 @@ class RequestFlow:
             self._actions.append(do.Wait(self._until_s))
         else:
             assert self._waits_for is not None
-            self._end(do.Fail(self._waits_for))
+            self._end_request(do.Fail(self._waits_for))
         return None
 
-    def _go(self, route: Route, kind: do.Kind | None = None, held: HeldKV | None = None) -> None:
+    def _begin_try(self, route: Route, kind: do.Kind | None = None, held: HeldKV | None = None) -> None:
         self._number += 1
         self._attempt = _Attempt(route, f"{self.asked.id}-{self._number}", held)
         if kind is not None:
@@ -301,7 +301,7 @@ class RequestFlow:
             self._enter(State.NAMING)
             self._actions.append(do.Name(fingerprint))
 
-    def _named(self, event: on.Named) -> None:
+    def _on_named(self, event: on.Named) -> None:
         if self.state is State.NAMING:
             self._send(event)
 
@@ -325,18 +325,18 @@ class RequestFlow:
             encode = ItemEncode(refs[item], media.params[item], encoder, fleet.encode_timeout_s)
             self._encode(item, encode, again=False)
 
-    def _stolen(self, event: on.Stolen) -> None:
+    def _on_stolen(self, event: on.Stolen) -> None:
         """All that instances have of it is taken back, and the thief gets the whole request."""
         assert self.is_queued, "nothing else is stolen, and nothing twice"
         before, thief = self.route, event.thief
         self.thief = thief
         self._end_try(before.names)
         work = before.prefill_work + before.decode_work
-        self._go(Route(prefill=thief, decode=thief, prefill_work=work), "stolen")
+        self._begin_try(Route(prefill=thief, decode=thief, prefill_work=work), "stolen")
 
     # ------------------------------------------------------------------ P and D
 
-    def _opened(self, event: on.Opened) -> None:
+    def _on_opened(self, event: on.Opened) -> None:
         attempt = self._attempt
         if event.stage is _D:
             attempt.decode = True
@@ -353,30 +353,30 @@ class RequestFlow:
                 self._actions.append(do.Release())
             self._actions.append(do.Forward(_P))
 
-    def _ended(self, event: on.Ended) -> None:
+    def _on_ended(self, event: on.Ended) -> None:
         """Take note that the forwarded answer has come to its end."""
         attempt, route = self._attempt, self.route
         if self.state is State.REST or (self.state is State.FIRST and not attempt.follows):
             if self.progress.complete:
-                self._end(do.Done(route))
+                self._end_request(do.Done(route))
             else:
                 name = (route.decode if self.state is State.REST else route.prefill).name
                 attempt.suspects.add(name)
-                self._fail(InstanceFailed(f"instance {name} ended its answer before it was complete"))
+                self._fail_try(InstanceFailed(f"instance {name} ended its answer before it was complete"))
         elif self.state is State.FIRST and route.fused:
             name = route.prefill.name
-            self._fail(InstanceFailed(f"instance {name} left the answer to a decode instance; it has none"))
+            self._fail_try(InstanceFailed(f"instance {name} left the answer to a decode instance; it has none"))
         elif self.state is State.FIRST:
             attempt.is_moved = attempt.held is not None
             self._actions.append(do.HandOver(route, attempt.is_moved))
             self._enter(State.BETWEEN)
             if isinstance(attempt.decode, ServeError):
-                self._failed(_D, attempt.decode)
+                self._call_failed(_D, attempt.decode)
             elif attempt.decode:
                 self._enter(State.REST)
                 self._actions.append(do.Forward(_D))
 
-    def _refused(self, event: on.Refused) -> None:
+    def _on_refused(self, event: on.Refused) -> None:
         attempt, stage, failure = self._attempt, event.stage, event.failure
         if stage is _P:
             if self.state is not State.SENT:
@@ -384,7 +384,7 @@ class RequestFlow:
             if failure.code == REQUEST_ENDED and not self.route.fused and not attempt.decode:
                 self._ask_decode(event)  # which says why
             else:
-                self._failed(_P, failure)
+                self._call_failed(_P, failure)
         elif not attempt.is_expected:
             return
         elif self.state is State.FIRST:
@@ -392,20 +392,20 @@ class RequestFlow:
         elif self.state is State.FAILING:
             self._explain(failure)
         elif self.state is not State.REST:
-            self._failed(_D, failure)
+            self._call_failed(_D, failure)
 
-    def _broke(self, event: on.Broke) -> None:
+    def _on_broke(self, event: on.Broke) -> None:
         attempt, stage, failure = self._attempt, event.stage, event.failure
         if self.state is not (State.FIRST if stage is _P else State.REST):
             return
         if event.kind == "unreadable":
-            self._fail(failure)
+            self._fail_try(failure)
         elif event.kind == "said":
-            self._blame(leaver(self.route, stage, failure), failure)
+            self._fail_at(leaver(self.route, stage, failure), failure)
         elif stage is _P and attempt.is_expected and attempt.decode is not True:
             self._ask_decode(event)  # P is lost, or alive and its hand-over to D has failed
         else:
-            self._failed(stage, failure)
+            self._call_failed(stage, failure)
 
     def _ask_decode(self, event: on.Refused | on.Broke) -> None:
         """Wait for what D has to say, which counts in place of P's failure."""
@@ -420,46 +420,46 @@ class RequestFlow:
         """D has said why P has failed, unless the connection to P broke and D only waits for it."""
         was_refused = isinstance(self._attempt.explained, on.Refused)
         if was_refused or isinstance(failure, InstanceFailed) or is_planned(failure):
-            self._failed(_D, failure)
+            self._call_failed(_D, failure)
         else:
             self._unexplained()
 
     def _unexplained(self) -> None:
         assert self._attempt.explained is not None
-        self._failed(_P, self._attempt.explained.failure)
+        self._call_failed(_P, self._attempt.explained.failure)
 
-    def _failed(self, stage: Stage, failure: ServeError) -> None:
+    def _call_failed(self, stage: Stage, failure: ServeError) -> None:
         """The call to P or D has failed."""
         if isinstance(failure, InstanceLost):
-            self._lose((self.route.prefill if stage is _P else self.route.decode).name)
-            self._fail(failure)
+            self._report_lost((self.route.prefill if stage is _P else self.route.decode).name)
+            self._fail_try(failure)
         else:
-            self._blame(blamed(self.route, stage, failure, moves=self._attempt.held is not None), failure)
+            self._fail_at(blamed(self.route, stage, failure, moves=self._attempt.held is not None), failure)
 
-    def _lose(self, name: str) -> None:
+    def _report_lost(self, name: str) -> None:
         self._actions.append(do.ReportLost(name))
         self._attempt.suspects.add(name)
 
-    def _blame(self, name: str, failure: ServeError) -> None:
+    def _fail_at(self, name: str, failure: ServeError) -> None:
         """A try has failed at an instance, unless the failure is of P and D together."""
         if failure.code == PEER_UNREACHABLE:
             self._attempt.is_cut = True
             self._actions.append(do.KeepApart(self.route.prefill, self.route.decode))
         else:
             self._attempt.suspects.add(name)
-        self._fail(failure)
+        self._fail_try(failure)
 
-    def _lost(self, event: on.Lost) -> None:
+    def _on_lost(self, event: on.Lost) -> None:
         attempt, route, name = self._attempt, self.route, event.name
         failure = InstanceLost(f"instance {name} has stopped answering")
         for item in [item for item, encode in attempt.encodes.items() if encode.encoder.name == name]:
             if item in attempt.encodes:  # else the try has failed
                 self._actions.append(do.CancelEncode(item))
-                self._encode_failed(on.EncodeFailed(item, failure))
+                self._on_encode_failed(on.EncodeFailed(item, failure))
         needed = {route.decode.name} if self.state is State.REST else route.names  # then P has nothing of it
         if self.state not in _UNSENT and name in needed:
             attempt.suspects.add(name)
-            self._fail(failure)
+            self._fail_try(failure)
 
     # ------------------------------------------------------------------ encoders
 
@@ -471,20 +471,20 @@ class RequestFlow:
             do.Encode(item, encode.ref, attempt.request_id, encode.encoder, prefill, patience_s, again)
         )
 
-    def _encode_late(self, event: on.EncodeLate) -> None:
+    def _on_encode_late(self, event: on.EncodeLate) -> None:
         if (encode := self._attempt.encodes.get(event.item)) is not None:
             late = f"instance {encode.encoder.name} gave no answer in {encode.patience_s:g} s"
             encode.stalled()
-            self._encode_failed(on.EncodeFailed(event.item, StageTimeout(late)))
+            self._on_encode_failed(on.EncodeFailed(event.item, StageTimeout(late)))
 
-    def _encode_failed(self, event: on.EncodeFailed) -> None:
+    def _on_encode_failed(self, event: on.EncodeFailed) -> None:
         item, failure = event.item, event.failure
         encode = self._attempt.encodes.pop(item, None)
         if encode is None:
             return
         encoder, prefill = encode.encoder, self.route.prefill
         if isinstance(failure, InstanceLost):
-            self._lose(encoder.name)
+            self._report_lost(encoder.name)
         if failure.code == PEER_UNREACHABLE:
             self._actions.append(do.KeepApart(encoder, prefill))
         elif not isinstance(failure, Unavailable | InvalidRequest):
@@ -495,53 +495,53 @@ class RequestFlow:
             if is_planned(nobody):  # P leaves its role; else it would encode the item itself
                 self._attempt.suspects.add(prefill.name)
             if self.state is State.SENT:  # else P has answered, and needs no feature any more
-                self._fail(nobody)
+                self._fail_try(nobody)
         else:
             self._encode(item, encode, again=True)
 
     # ------------------------------------------------------------------ the end of a try
 
-    def _fail(self, failure: ServeError) -> None:
+    def _fail_try(self, failure: ServeError) -> None:
         """The try has failed: the next one, or the end."""
-        attempt, tried, names, progress = self._attempt, self._tried, self.route.names, self.progress
+        attempt, history, names, progress = self._attempt, self._history, self.route.names, self.progress
         planned = is_planned(failure)
         is_innocent = planned or attempt.is_moving or isinstance(failure, Unavailable)
         self._end_try(names, () if is_innocent else attempt.suspects)
         if progress.complete:
-            self._end(do.Done(None))
+            self._end_request(do.Done(None))
             return
         if not may_help(failure) or not (attempt.suspects & names or attempt.is_cut):
-            self._end(do.Fail(failure))
+            self._end_request(do.Fail(failure))
             return
         self._num_planned += planned or attempt.is_moving
-        tried.num_attempts += not (planned or attempt.is_moving) or self._num_planned > _MAX_PLANNED
-        tried.failure = failure
+        history.num_attempts += not (planned or attempt.is_moving) or self._num_planned > _MAX_PLANNED
+        history.failure = failure
         if planned:  # for as long as it says so itself
             self._actions += [do.ReportLeaving(name) for name in attempt.suspects]
         elif not isinstance(failure, InstanceUnreachable):  # which may be here again the next moment
-            tried.avoid(attempt.suspects)
+            history.avoid(attempt.suspects)
         tokens, begun, is_one = progress.tokens_of_each(), progress.begun, self.asked.num_choices == 1
-        if tried.num_attempts >= self.fleet.max_attempts:
-            self._end(do.Fail(failure))
+        if history.num_attempts >= self.fleet.max_attempts:
+            self._end_request(do.Fail(failure))
         elif not begun or (tokens is not None and is_one):
             if tokens is not None and is_one:
                 self._generated = tokens[0]
-            self._keep(failure)
+            self._keep_kv(failure)
             self._enter(State.ROUTING)
             self._actions.append(do.Wait())
         elif tokens is not None and self.asked.splits:
-            self._end(do.SplitUp(tokens, tried))
+            self._end_request(do.SplitUp(tokens, history))
         else:
-            self._end(do.Fail(failure))
+            self._end_request(do.Fail(failure))
 
-    def _keep(self, failure: ServeError) -> None:
+    def _keep_kv(self, failure: ServeError) -> None:
         """Keep for the next try the answer's KV, where D leaves and has it still."""
         attempt, decode = self._attempt, self.route.decode
         self._left = HeldKV(decode, attempt.request_id) if failure.code == KV_HELD else None
         leaves = failure.code == KV_HELD or (failure.code == DRAINING and bool(self._generated))
         self._was_left = attempt.is_moving or (leaves and decode.name in attempt.suspects)
 
-    def _end(self, last: do.End) -> None:
+    def _end_request(self, last: do.End) -> None:
         self._enter(State.OVER)
         self._actions.append(last)
 
@@ -554,19 +554,19 @@ _NO_MEDIA = on.Named([], [])
 #: Events that come to a request before it is sent.
 _BEFORE = frozenset({on.Look, on.Named, on.Abandoned})
 _EVENTS: dict[type, Callable[[RequestFlow, Any], None]] = {
-    on.Look: RequestFlow._look,
-    on.Named: RequestFlow._named,
-    on.Opened: RequestFlow._opened,
-    on.Refused: RequestFlow._refused,
-    on.Ended: RequestFlow._ended,
-    on.Broke: RequestFlow._broke,
-    on.Encoded: RequestFlow._encoded,
-    on.EncodeFailed: RequestFlow._encode_failed,
-    on.EncodeLate: RequestFlow._encode_late,
-    on.Lost: RequestFlow._lost,
-    on.Silent: RequestFlow._silent,
-    on.Stolen: RequestFlow._stolen,
-    on.Abandoned: RequestFlow._abandoned,
+    on.Look: RequestFlow._on_look,
+    on.Named: RequestFlow._on_named,
+    on.Opened: RequestFlow._on_opened,
+    on.Refused: RequestFlow._on_refused,
+    on.Ended: RequestFlow._on_ended,
+    on.Broke: RequestFlow._on_broke,
+    on.Encoded: RequestFlow._on_encoded,
+    on.EncodeFailed: RequestFlow._on_encode_failed,
+    on.EncodeLate: RequestFlow._on_encode_late,
+    on.Lost: RequestFlow._on_lost,
+    on.Silent: RequestFlow._on_silent,
+    on.Stolen: RequestFlow._on_stolen,
+    on.Abandoned: RequestFlow._on_abandoned,
 }
 
 

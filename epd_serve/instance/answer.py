@@ -16,7 +16,7 @@ from epd_serve.instance.http import JSON, BrokenStream, Header, Reply
 from epd_serve.protocol import chunks, frames
 from epd_serve.protocol.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
-from epd_serve.request import Sequence as RequestSequence
+from epd_serve.sequence import Sequence as RequestSequence
 from epd_serve.types import SamplingParams
 
 

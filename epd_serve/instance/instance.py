@@ -23,9 +23,9 @@ from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.config.model_files import check_model_files
 from epd_serve.config.role_files import in_role, remember
-from epd_serve.engine.batching import Batching, measurements
 from epd_serve.engine.dual_stream import DualStream, VisionHold
 from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
+from epd_serve.engine.step_limits import StepLimits, measurements
 from epd_serve.errors import DRAINING, Unavailable
 from epd_serve.factories import factory
 from epd_serve.instance.calls import ControlCalls
@@ -148,7 +148,7 @@ class Instance:
         self.streams.language.hold = (
             VisionHold(lambda: encode.num_waiting, encode.reconsider) if options.steals else None
         )
-        self.batching = Batching(options, measurements(options, self.device, self.fingerprint))
+        self.limits = StepLimits(options, measurements(options, self.device, self.fingerprint))
         self.encode.serve(
             self.store,
             self._deliver_here if role.has_language_model else None,
@@ -156,7 +156,7 @@ class Instance:
             feature_batch=(options.feature_batch, options.feature_batch_ms / 1000),
         )
         if role.encodes and self.family.takes_images:
-            await self.encode.warm_up(lambda tower: self.batching.find_image_budget(tower, self.family))
+            await self.encode.warm_up(lambda tower: self.limits.find_image_budget(tower, self.family))
         if role.has_language_model:
             if self._weights is None:  # known before the engine, which may fail: others use them then
                 self._weights = await asyncio.to_thread(LanguageWeights, self, at_once=self.ready)
@@ -262,7 +262,7 @@ class Instance:
                 "language_model": language.weights.language.num_parameters if language else 0,
             },
             share=self.streams.share,
-            budgets=self.batching.summary(),
+            budgets=self.limits.summary(),
             host_id=host_id(),
             block_size=options.tokens_per_block if language else 0,
             kv_token_bytes=language.kv_token_bytes if language else 0,

@@ -13,7 +13,7 @@ from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.http import Peers, unreachable
 from epd_serve.protocol import wire
-from epd_serve.request import Sequence
+from epd_serve.sequence import Sequence
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 from epd_serve.transfer.transport import PeerGone
 

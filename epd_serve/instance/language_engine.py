@@ -33,8 +33,8 @@ from epd_serve.instance.language_weights import LanguageWeights
 from epd_serve.instance.migration import Migrations
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.protocol import wire
-from epd_serve.request import Sequence, SequenceState
-from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
@@ -58,7 +58,7 @@ class LanguageEngine(EngineHooks):
         runner = weights.prepare(instance)
         self._memory, self._layout = weights.memory, weights.layout
         self.max_model_len = weights.max_model_len
-        instance.batching.find_budget(
+        instance.limits.find_budget(
             runner,
             num_blocks=self._memory.num_blocks,
             num_position_axes=instance.family.num_position_axes,
@@ -90,11 +90,11 @@ class LanguageEngine(EngineHooks):
         self.engine = factory("engine", Engine)(
             pool,
             memory,
-            instance.batching.budget,
+            instance.limits.budget,
             self,
             eos_token_ids=self.weights.eos_token_ids,
             sender=self.sender,
-            order=instance.batching.order(pool),
+            order=instance.limits.order(pool),
         )
         self._loop = StepLoop(
             self.engine,
@@ -251,7 +251,7 @@ class LanguageEngine(EngineHooks):
         instance.spans.put(step_span(output, end_s - seconds, end_s))
         instance.rates.stepped(output, seconds)
         instance.streams.language.stepped(output, seconds, self.engine.num_running)
-        instance.batching.stepped(output, seconds)
+        instance.limits.stepped(output, seconds)
         instance.encode.reconsider()
 
     def idle(self) -> None:

@@ -12,7 +12,7 @@ from epd_serve.config.sections import FeatureStoreKind
 from epd_serve.instance.feature_receiver import FetchTiming
 from epd_serve.instance.request_processor import Kind
 from epd_serve.protocol.wire import Load
-from epd_serve.sched.pace import Slack
+from epd_serve.sched.token_time import Slack
 from epd_serve.telemetry.span import Span
 from epd_serve.telemetry.timeline import FEATURE_WAIT, STAGES
 from epd_serve.transfer.kv_sender import OutgoingTransfer

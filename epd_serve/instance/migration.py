@@ -23,7 +23,7 @@ from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, res
 from epd_serve.instance.lifecycle import Refusals, left, moved
 from epd_serve.instance.prefill import NEXT_DECODE
 from epd_serve.protocol import chunks, frames, wire
-from epd_serve.request import Sequence
+from epd_serve.sequence import Sequence
 from epd_serve.transfer.kv_sender import KVSender, Part
 
 #: A gateway asks at once, if it still wants the answer.

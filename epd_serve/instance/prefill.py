@@ -20,7 +20,7 @@ from epd_serve.instance.prompt import Prompt, PromptProcessor
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor, Wanted
 from epd_serve.protocol import chunks, frames, wire
-from epd_serve.request import Sequence, SequenceState
+from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import Grammar

@@ -34,7 +34,7 @@ class Prompt:
     """A request ready to be computed.
 
     Attributes:
-        positions: [axes, tokens]. position_delta: see :class:`epd_serve.request.Sequence`.
+        positions: [axes, tokens]. position_delta: see :class:`epd_serve.sequence.Sequence`.
         max_tokens: output tokens that the client asked for or the context leaves.
         sampling: of the request, with what takes the tokenizer filled in.
         constraint: the compiled grammar, where the answer must follow one; it is not made here.

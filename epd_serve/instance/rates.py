@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from epd_serve.request import SequenceState
-from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sequence import SequenceState
 from epd_serve.types import Stage, StageRate
 
 #: After so many seconds without work a rate is old: the machine may be another by now.

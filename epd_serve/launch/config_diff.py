@@ -14,7 +14,7 @@ from device.ascend_limits import hccl_environment
 from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, model_path
 from epd_serve.config.applied import changes, leaves
 from epd_serve.launch.commands import PreparedInstance, prepare_instances
-from epd_serve.launch.holdings import Holdings
+from epd_serve.launch.deployment_record import DeploymentRecord
 from epd_serve.launch.ports import Ports, next_port
 from epd_serve.topology.change import Part, Step, StepKind, plan_change
 
@@ -53,17 +53,17 @@ def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
         )
 
 
-def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
+def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference:
     """Find the steps to the new deployment.
 
     Raises ValueError, as :func:`plan_change` does, where they are not possible while the deployment serves.
     """
-    holdings.look()
-    live = holdings.live
+    record.look()
+    live = record.live
     placement = config.placement()
-    ports = Ports(gateway=0, instances=(1,) * len(placement), master=holdings.ports.master)
-    prepared = prepare_instances(config, ports, holdings.environment, holdings.directory)
-    boards = _boards(live, prepared, holdings.directory)
+    ports = Ports(gateway=0, instances=(1,) * len(placement), master=record.ports.master)
+    prepared = prepare_instances(config, ports, record.environment, record.directory)
+    boards = _boards(live, prepared, record.directory)
     names = _names(set(live), prepared)
     running = [
         Part(
@@ -89,8 +89,8 @@ def difference(holdings: Holdings, config: DeploymentConfig) -> Difference:
     named = {name: one for name, one in zip(names, prepared, strict=True) if name in started}
     return Difference(
         steps=tuple(steps),
-        to_start=_placed(holdings, config, named, boards),
-        notes=tuple(_notes(holdings, config, prepared, steps)),
+        to_start=_placed(record, config, named, boards),
+        notes=tuple(_notes(record, config, prepared, steps)),
     )
 
 
@@ -156,17 +156,17 @@ def _names(taken: set[str], prepared: Sequence[PreparedInstance]) -> list[str]:
 
 
 def _placed(
-    holdings: Holdings,
+    record: DeploymentRecord,
     config: DeploymentConfig,
     named: Mapping[str, PreparedInstance],
     boards: Mapping[str | None, str],
 ) -> dict[str, PreparedInstance]:
     """The instances to start, with names, ports and board slots of their own."""
-    ports = {one.options.port for one in holdings.live.values()} | {holdings.ports.gateway}
+    ports = {one.options.port for one in record.live.values()} | {record.ports.gateway}
     if config.gateway.admin.port is not None:
         ports.add(config.gateway.admin.port)
-    slots = {one.options.device_board for one in holdings.live.values()}
-    variables = [one.own_variables for one in holdings.live.values() if one.own_variables]
+    slots = {one.options.device_board for one in record.live.values()}
+    variables = [one.own_variables for one in record.live.values() if one.own_variables]
     placed = {}
     for name, one in named.items():
         port = next_port(config, ports, name)
@@ -193,17 +193,17 @@ def _slots(board: str) -> Iterator[str]:
 
 
 def _notes(
-    holdings: Holdings, config: DeploymentConfig, prepared: Sequence[PreparedInstance], steps: Sequence[Step]
+    record: DeploymentRecord, config: DeploymentConfig, prepared: Sequence[PreparedInstance], steps: Sequence[Step]
 ) -> Iterator[str]:
     gone = {step.name for step in steps if step.kind is StepKind.STOP}
     automatic = {one.options.threads or 1 for one in prepared if one.chose_threads}
     kept = [
         one.options
-        for name, one in holdings.live.items()
+        for name, one in record.live.items()
         if name not in gone and one.chose_threads and automatic and one.options.threads not in automatic
     ]
     if kept:
         listed = ", ".join(f"{options.name} {options.threads}" for options in kept)
         yield f"CPU threads stay as they were ({listed}); started anew, instances would have {max(automatic)}"
-    if config.instances.base_port != holdings.config.instances.base_port:
+    if config.instances.base_port != record.config.instances.base_port:
         yield "instances.base_port is for instances that are started; the others keep their ports"

@@ -27,8 +27,8 @@ from epd_serve.launch.commands import (
     with_cluster_key,
 )
 from epd_serve.launch.control import ControlServer
+from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.forking import ForkServer, ForkServerGone
-from epd_serve.launch.holdings import Holdings, resolved
 from epd_serve.launch.ports import choose_ports, claim_ports, release
 from epd_serve.launch.preflight import check_deployment
 from epd_serve.launch.process import (
@@ -120,7 +120,7 @@ class LocalDeployment:
         files = {part: self._weight_files[part] for part in parts}
         instances = sharing_weights(instances, files, copies=not config.instances.share_weights)
         self._fork_server = self._fork_server_for([spec for spec in instances if spec.can_fork])
-        self._holdings = Holdings(
+        self._record = DeploymentRecord(
             config=config,
             role_config=config,
             ports=ports,
@@ -131,18 +131,18 @@ class LocalDeployment:
             weight_files=self._weight_files,
             admin=None if self._runtime is None else self._runtime.admin,
         )
-        config_file = self._holdings.write_gateway_file(config)
-        gateway = gateway_spec(config, ports, config_file, environment, self._holdings.admin)
+        config_file = self._record.write_gateway_file(config)
+        gateway = gateway_spec(config, ports, config_file, environment, self._record.admin)
         self.gateway_url = gateway.url
         self._ready_timeout_s = ready_timeout_s
         specs = [*instances, gateway] if master is None else [master, *instances, gateway]
         if config.elastic.enabled or config.elastic.drift.enabled:
-            if self._holdings.admin is None:
+            if self._record.admin is None:
                 raise ValueError(f"elastic needs the gateway's socket, which cannot be made: {self.no_control}")
-            specs.append(autoscale_spec(config_file, environment, self._holdings.admin))
+            specs.append(autoscale_spec(config_file, environment, self._record.admin))
 
         def died(death: ProcessDied, delay_s: float) -> None:
-            self._holdings.restarts(death.name)
+            self._record.restarts(death.name)
             on_death(death, delay_s)
 
         self._supervisor = Supervisor(
@@ -155,7 +155,7 @@ class LocalDeployment:
             on_death=died,
             start=self._start,
         )
-        self._applier = Rollout(self._holdings, self._supervisor, self._make_forkable, on_apply)
+        self._applier = Rollout(self._record, self._supervisor, self._make_forkable, on_apply)
         self._control: ControlServer | None = None
 
     async def __aenter__(self) -> Self:
@@ -174,7 +174,7 @@ class LocalDeployment:
 
     @property
     def config(self) -> DeploymentConfig:
-        return self._holdings.config
+        return self._record.config
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
@@ -185,7 +185,7 @@ class LocalDeployment:
     @property
     def instances(self) -> dict[str, InstanceHandle]:
         """The started instances by name, with the roles that the launcher has given them."""
-        live = self._holdings.live
+        live = self._record.live
         roles = {name: one.options.role for name, one in live.items()} or {
             placed.name: placed.role for placed in self.config.placement()
         }

@@ -10,7 +10,7 @@ from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.config.model_files import beside
 from epd_serve.launch.commands import instance_specs
-from epd_serve.launch.holdings import resolved
+from epd_serve.launch.deployment_record import resolved
 from epd_serve.launch.ports import Ports, choose_ports, instance_urls
 from epd_serve.launch.preflight import device_faults
 from epd_serve.launch.vllm import check_engine, vllm_processes

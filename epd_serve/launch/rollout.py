@@ -15,7 +15,7 @@ from typing import Any
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.role_files import remembered_role, role_file
 from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
-from epd_serve.launch.holdings import Holdings, resolved
+from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.process import ProcessDied, ProcessSpec, ProcessState
 from epd_serve.launch.supervisor import Supervisor
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
@@ -64,12 +64,12 @@ class Rollout:
 
     def __init__(
         self,
-        holdings: Holdings,
+        record: DeploymentRecord,
         supervisor: Supervisor,
         before_start: Callable[[ProcessSpec], Awaitable[None]],
         told: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._holdings = holdings
+        self._record = record
         self._supervisor = supervisor
         self._before_start = before_start
         self._told = told
@@ -81,7 +81,7 @@ class Rollout:
     @property
     def config(self) -> DeploymentConfig:
         """The deployment that was applied last."""
-        return self._holdings.config
+        return self._record.config
 
     async def plan(self, config: DeploymentConfig) -> Difference:
         """The change that :meth:`apply` would make. Raises ValueError for a change that is impossible."""
@@ -118,17 +118,17 @@ class Rollout:
 
     async def _checked(self, config: DeploymentConfig) -> tuple[DeploymentConfig, Difference]:
         self._check_started()
-        old, port = self._holdings.config, self._holdings.ports.gateway
+        old, port = self._record.config, self._record.ports.gateway
         notes = []
         if config.gateway.host != old.gateway.host or config.gateway.port not in (old.gateway.port, port):
             notes.append(f"the gateway stays at {old.gateway.host} port {port} until another start")
         address = {"host": old.gateway.host, "port": old.gateway.port}
         config = change_config(resolved(config), {"gateway": address})
         check_same_deployment(old, config)
-        if self._holdings.admin is None:
+        if self._record.admin is None:
             raise ValueError("this deployment was started without a way to change it")
-        found = difference(self._holdings, config)
-        body = json.loads(self._holdings.gateway_config(config))
+        found = difference(self._record, config)
+        body = json.loads(self._record.gateway_config(config))
         try:
             left = (await self._order("POST", "/check", body, Deadline(_GATEWAY_S)))["left"]
         except OrderRefused as error:
@@ -166,24 +166,24 @@ class Rollout:
             self._under_way, self._say = "", self._told
 
     async def _carry_out(self, config: DeploymentConfig, found: Difference, limits: ApplyLimits) -> None:
-        holdings = self._holdings
+        record = self._record
         try:
-            while holdings.look():  # until a moment ago others changed roles, to the settings of before
-                found = difference(holdings, config)
-            for name in holdings.live:  # what they are now, whatever the settings of their roles will be
-                self._supervisor.respecify(holdings.spec(name))
-            holdings.replace_role_settings(config)
+            while record.look():  # until a moment ago others changed roles, to the settings of before
+                found = difference(record, config)
+            for name in record.live:  # what they are now, whatever the settings of their roles will be
+                self._supervisor.respecify(record.spec(name))
+            record.replace_role_settings(config)
             for _ in range(_MOST_PLANS):
                 if not found.steps:
                     break
                 await self._take_all(found, limits)
-                found = difference(holdings, config)
+                found = difference(record, config)
             if found.steps:
                 raise ApplyStopped(
                     f"roles were changed by others meanwhile; after {_MOST_PLANS} plans there is still to do: "
                     f"{', '.join(map(str, found.steps))}\n{self._serves_on()}"
                 )
-            holdings.config = config
+            record.config = config
             await self._tell_gateway(Deadline(limits.deadline_s))
         except OrderRefused as error:
             raise ApplyStopped(f"all steps are done; the gateway does not take the new file: {error}") from error
@@ -218,28 +218,28 @@ class Rollout:
             await self._stop(step.name, body, deadline)
 
     async def _start(self, name: str, found: Difference, deadline: Deadline) -> None:
-        holdings, instance = self._holdings, found.to_start[name]
-        role_file(holdings.directory, name).unlink(missing_ok=True)  # of another that had the name
-        spec = holdings.spec_of(instance)
+        record, instance = self._record, found.to_start[name]
+        role_file(record.directory, name).unlink(missing_ok=True)  # of another that had the name
+        spec = record.spec_of(instance)
         async with asyncio.timeout(deadline.left_s):
             await self._before_start(spec)
         await self._supervisor.add(spec, deadline.left_s)
-        holdings.joined(instance)
+        record.joined(instance)
         await self._tell_gateway(deadline)
         await GatewayOrders(self._socket).is_ready(name, deadline)
 
     async def _switch(self, step: Step, body: dict[str, Any], deadline: Deadline) -> None:
-        holdings = self._holdings
+        record = self._record
         try:
             await self._order("POST", f"/instances/{step.name}/role", body | {"role": str(step.role)}, deadline)
         except OrderRefused:
-            role = remembered_role(holdings.directory, step.name)
+            role = remembered_role(record.directory, step.name)
             if role is not None:  # its stages may have been made anew, of either role
-                holdings.switched(step.name, role)
-                self._supervisor.respecify(holdings.spec(step.name))
+                record.switched(step.name, role)
+                self._supervisor.respecify(record.spec(step.name))
             raise
-        holdings.switched(step.name, step.role)
-        self._supervisor.respecify(holdings.spec(step.name))
+        record.switched(step.name, step.role)
+        self._supervisor.respecify(record.spec(step.name))
 
     async def _stop(self, name: str, body: dict[str, Any], deadline: Deadline) -> None:
         process = next(one for one in self._supervisor.processes if one.spec.name == name)
@@ -249,19 +249,19 @@ class Rollout:
             except OrderRefused:
                 if process.state is ProcessState.READY:
                     raise
-        self._holdings.left(name)
+        self._record.left(name)
         try:
             await self._tell_gateway(deadline)  # one that is starting reads the file by itself
         finally:
             await self._supervisor.remove(name)
-            role_file(self._holdings.directory, name).unlink(missing_ok=True)
+            role_file(self._record.directory, name).unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ the gateway
 
     @property
     def _socket(self) -> Path:
-        assert self._holdings.admin is not None
-        return self._holdings.admin
+        assert self._record.admin is not None
+        return self._record.admin
 
     async def _order(
         self, method: str, path: str, body: dict[str, Any], deadline: Deadline
@@ -272,7 +272,7 @@ class Rollout:
 
     async def _tell_gateway(self, deadline: Deadline) -> None:
         """Have the gateway take over the present instances."""
-        self._holdings.write_gateway_file(self._holdings.config)
+        self._record.write_gateway_file(self._record.config)
         await self._order("POST", "/reload", {}, deadline)
 
     def _stopped(self, steps: Sequence[Step], number: int, error: Exception) -> str:
@@ -284,8 +284,8 @@ class Rollout:
 
     def _serves_on(self) -> str:
         with suppress(ValueError, OSError):
-            self._holdings.look()
-        now = ", ".join(f"{name} ({one.options.role})" for name, one in self._holdings.live.items())
+            self._record.look()
+        now = ", ".join(f"{name} ({one.options.role})" for name, one in self._record.live.items())
         return f"The deployment serves on with {now}; apply a file again to go on from there"
 
 

@@ -19,12 +19,12 @@ from PIL import Image
 
 from device.base import Device
 from device.registry import get_device
-from epd_serve.engine.profile import IMAGE_SIDE
+from epd_serve.engine.measurements import IMAGE_SIDE
 from epd_serve.media.picture import MediaLimits, open_image
 from epd_serve.models.family import blank, load_family
 from epd_serve.models.tower import Tower
 from epd_serve.profiling.device_profile import GridOptions, step_timer
-from epd_serve.sched.step_budget import StepShape
+from epd_serve.sched.step_sizes import StepShape
 
 #: Of each measurement, alone and beside; the median of some is taken.
 SECONDS, ROUNDS = 0.4, 3

@@ -23,14 +23,14 @@ from epd_serve.cost.least_squares import fit_relative
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile, Residual
 from epd_serve.cost.profile import Transport as TransportCost
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.engine.profile import StepTimer, encode_seconds, median_s
+from epd_serve.engine.measurements import StepTimer, encode_seconds, median_s
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.step import StepExecutor
 from epd_serve.models.family import Family, load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import KVLayout
-from epd_serve.sched.step_budget import StepShape
+from epd_serve.sched.step_sizes import StepShape
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.mooncake import MooncakeOptions
 from epd_serve.transfer.mooncake_transport import MooncakeTransport

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from epd_serve.cache.block_pool import BlockPool, num_blocks_for
 from epd_serve.errors import InvalidRequest
-from epd_serve.request import Sequence
+from epd_serve.sequence import Sequence
 
 
 class BlockMemory(Protocol):

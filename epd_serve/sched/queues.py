@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.protocol.wire import Load
-from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.block_tables import BlockMemory, BlockTables
-from epd_serve.sched.language import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
+from epd_serve.sched.schedule import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
+from epd_serve.sequence import Sequence, SequenceState
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Any
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.cost.stages import Link
 from epd_serve.protocol.wire import InstanceInfo, Load, Report
-from epd_serve.request import Sequence
 from epd_serve.sched.encode import HandoffBatcher, VisionFirst, schedule_encodes
+from epd_serve.sequence import Sequence
 from epd_serve.sim.device import Activity, Clock, MeasuredSharing, SimDevice
 from epd_serve.sim.language import LanguageSide
 from epd_serve.sim.spec import SimInstanceSpec, find_image_budget

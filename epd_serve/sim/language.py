@@ -19,10 +19,10 @@ from msgspec.structs import replace
 
 from epd_serve.cache.block_pool import BlockPool, num_blocks_for
 from epd_serve.cost.profile import Profile
-from epd_serve.request import Sequence, SequenceState
-from epd_serve.sched.budget import StepWork
-from epd_serve.sched.language import ScheduleOutput
 from epd_serve.sched.queues import Order, Queues, fcfs, sjf, slack
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.step_cost import StepWork
+from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.spec import SimInstanceSpec, size_steps_of
 
@@ -325,7 +325,7 @@ class LanguageSide:
         )
 
     def _order(self) -> Order:
-        """As an instance chooses it (:mod:`epd_serve.engine.batching`)."""
+        """As an instance chooses it (:mod:`epd_serve.engine.step_limits`)."""
         batching = self._spec.batching
 
         def cached(sequence: Sequence) -> int:

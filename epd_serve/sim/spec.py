@@ -7,9 +7,9 @@ from functools import lru_cache
 
 from epd_serve.config.sections import BatchingOrder, BatchingPolicy
 from epd_serve.cost.profile import Profile
-from epd_serve.sched.budget import StepCost, StepPace, latency_limit_s, search_budget
-from epd_serve.sched.language import Budget
-from epd_serve.sched.step_budget import Limits, Sizes, StepShape, size_steps
+from epd_serve.sched.schedule import Budget
+from epd_serve.sched.step_cost import StepCost, StepPace, latency_limit_s, search_budget
+from epd_serve.sched.step_sizes import Limits, Sizes, StepShape, size_steps
 from epd_serve.topology.placement import CPU
 from epd_serve.types import Role
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from epd_serve.autoscale.controller import Controller, Decision, Order
-from epd_serve.autoscale.seen import see
+from epd_serve.autoscale.instance_load import instance_loads
 from epd_serve.sim.device import Clock
 from epd_serve.sim.gateway import SimGateway
 from epd_serve.sim.instance import SimInstance
@@ -83,7 +83,7 @@ class Switching:
         if now < self._next_s:
             return
         self._next_s = now + self._interval_s
-        decision = self._controller.decide(now, see(self._gateway.table))
+        decision = self._controller.decide(now, instance_loads(self._gateway.table))
         if decision.order is not None or not self.decisions or self.decisions[-1].kind is not decision.kind:
             self.decisions.append(decision)
         if decision.order is not None and self._draining is None:

@@ -9,7 +9,7 @@ from epd_serve.routing.table import InstanceTable
 from proxy.admin.switches import Switches
 from proxy.fleet.health import Health
 from proxy.workers.crew import Crew, Drained
-from proxy.workers.follow import InFlight, in_flight_everywhere
+from proxy.workers.shared_state import InFlight, in_flight_everywhere
 
 
 def operations_router(table: InstanceTable, health: Health, switches: Switches, crew: Crew) -> APIRouter:

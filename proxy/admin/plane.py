@@ -28,7 +28,7 @@ from proxy.api.views import key_required
 from proxy.http.asgi import install_error_handlers
 from proxy.http.http1 import BoundedHttp
 from proxy.workers.crew import Crew
-from proxy.workers.follow import in_flight_everywhere, requests_everywhere, workers_everywhere
+from proxy.workers.shared_state import in_flight_everywhere, requests_everywhere, workers_everywhere
 from proxy.workers.sockets import admin_socket
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from epd_serve.autoscale.seen import see, to_json
+from epd_serve.autoscale.instance_load import instance_loads, to_json
 from epd_serve.errors import InvalidRequest
 from epd_serve.routing.table import InstanceTable
 from proxy.observe.access_log import line_of
@@ -52,7 +52,7 @@ def scaling_router(table: InstanceTable, served: ServedRequests) -> APIRouter:
     async def load() -> JSONResponse:
         """Each instance's seconds of pending work, and the tokens that a pixel of an image becomes."""
         tokens = max((one.info.tokens_per_pixel for one in table if one.info is not None), default=0.0)
-        return JSONResponse({"instances": to_json(see(table)), "tokens_per_pixel": tokens})
+        return JSONResponse({"instances": to_json(instance_loads(table)), "tokens_per_pixel": tokens})
 
     @router.get("/requests/served")
     async def requests_served(after: int = 0) -> Response:

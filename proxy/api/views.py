@@ -144,7 +144,7 @@ def health_router(
 
     @router.get("/metrics", dependencies=guard if gateway.guard_metrics else [])
     async def exposition() -> Response:
-        text = metrics.render(map(_figures, table)) if crew.place is None else await crew.metrics()
+        text = metrics.render(map(_figures, table)) if crew.setup is None else await crew.metrics()
         return Response(text, media_type=CONTENT_TYPE)
 
     return router

@@ -13,7 +13,7 @@ from epd_serve.backends.native import NativeInstance
 from epd_serve.errors import InstanceLost, ServeError
 from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
-from epd_serve.flow.failures import Tried
+from epd_serve.flow.failures import TryHistory
 from epd_serve.flow.request import Asked, Fleet, RequestFlow, State
 from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MoveRequest, PrefillRequest
 from epd_serve.routing.routes import Demand
@@ -57,16 +57,16 @@ class Dispatcher:
         return self._fleet_of[1]
 
     async def stream(
-        self, job: Job, sink: EventSink, generated: Sequence[int] = (), tried: Tried | None = None
+        self, job: Job, sink: EventSink, generated: Sequence[int] = (), history: TryHistory | None = None
     ) -> None:
         """Write the answer's events to ``sink``. Raises ServeError, before or after ``sink.started``.
 
-        ``generated`` are tokens that its client has already, ``tried`` is what was tried for them.
+        ``generated`` are tokens that its client has already, ``history`` the tries that were made for them.
         """
         progress = Progress(job.sampling.n, list(generated))
         answer = Streamed(job, sink, progress)
         try:
-            end = await Dispatch(self._instances, self._fleet, job, answer).run(progress.before, tried)
+            end = await Dispatch(self._instances, self._fleet, job, answer).run(progress.before, history)
             if isinstance(end, do.SplitUp):
                 job.record.again(continued=True)
                 self._instances.metrics.request_continuations.inc()
@@ -132,7 +132,7 @@ class Dispatch:
         self._request_id = ""
         self._stage: Span | None = None  # of P and D, the one under way
 
-    async def run(self, generated: list[int], tried: Tried | None = None) -> do.Done | do.SplitUp:
+    async def run(self, generated: list[int], history: TryHistory | None = None) -> do.Done | do.SplitUp:
         """Until it is over. Raises ServeError."""
         instances, job = self._instances, self._job
         losses, stealing, num_choices = instances.health.losses, instances.stealing, job.sampling.n
@@ -148,7 +148,7 @@ class Dispatch:
             splits=num_choices > 1 and not job.output.continuous_usage,
             generated=generated,
         )
-        self.flow = RequestFlow(self._fleet, asked, self._answer, tried)
+        self.flow = RequestFlow(self._fleet, asked, self._answer, history)
         losses.add(self)
         try:
             self._look()

@@ -55,7 +55,7 @@ async def stream_choices(dispatcher: Dispatcher, job: Job, split: SplitUp, sink:
         for choice in range(len(split.tokens))
     ]
     await _all(
-        dispatcher.stream(strand.job, strand.sink, tokens, split.tried.split())
+        dispatcher.stream(strand.job, strand.sink, tokens, split.history.split())
         for strand, tokens in zip(strands, split.tokens, strict=True)
     )
     _end(sink, output, chunks.Usage(strands[0].usage[0], sum(strand.usage[1] for strand in strands)))

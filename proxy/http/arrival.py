@@ -200,7 +200,7 @@ class LowWater:
         self._mark = 1
 
     def expect(self, nbytes: int) -> None:
-        """So many bytes are still to come, for certain; none where it is not above 0. Any number of times."""
+        """Say how many bytes are still to come for certain; 0 or less: none. It may be said again at any time."""
         mark = MARK_BYTES if nbytes >= MARK_BYTES else 1
         if mark != self._mark and self._socket is not None:
             self._mark = mark

@@ -16,7 +16,7 @@ from epd_serve.errors import Unavailable
 from epd_serve.rpc.link import LinkClosed
 from proxy.workers.channel import NOTHING, CallFailed, Channel
 from proxy.workers.ledger import Ledger
-from proxy.workers.place import WorkerPlace
+from proxy.workers.worker_setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ ANSWER_S = 1.0
 
 
 class Crew:
-    """One worker among ``place.count``; without a place a gateway of one process, with nobody to tell or ask.
+    """One worker among ``setup.count``; without a setup a gateway of one process, with nobody to tell or ask.
 
     What the gateway's parts have to say is put into ``shown`` and ``on_...`` before :meth:`join`.
 
@@ -39,9 +39,9 @@ class Crew:
         ledger: what API keys have used, at all workers together.
     """
 
-    def __init__(self, place: WorkerPlace | None = None) -> None:
-        self.place = place
-        self.ledger = None if place is None else Ledger(place.ledger, place.count, place.index)
+    def __init__(self, setup: WorkerSetup | None = None) -> None:
+        self.setup = setup
+        self.ledger = None if setup is None else Ledger(setup.ledger, setup.count, setup.index)
         self.shown: dict[str, Callable[[], Any]] = {}
         self.on_drained: Callable[[Drained], None] = lambda change: None
         self.on_joined: Callable[[Joined], None] = lambda change: None
@@ -65,19 +65,19 @@ class Crew:
     @property
     def leads(self) -> bool:
         """Whether it is the one that does what one alone must do."""
-        return self.place is None or self.place.leads
+        return self.setup is None or self.setup.leads
 
     def admin_socket(self) -> socket.socket | None:
         """The socket that the admin plane has inherited; None where it makes its own."""
-        if self.place is None or self.place.admin is None:
+        if self.setup is None or self.setup.admin is None:
             return None
-        return socket.socket(fileno=os.dup(self.place.admin))
+        return socket.socket(fileno=os.dup(self.setup.admin))
 
     async def join(self) -> None:
         """Be one of them, and know what they know, from now until :meth:`leave`."""
-        if self.place is None:
+        if self.setup is None:
             return
-        sock = socket.socket(fileno=self.place.channel)
+        sock = socket.socket(fileno=self.setup.channel)
         await self._channel.open(sock)
         self._running = asyncio.create_task(self._run())
         shared = await self._channel.call("join", timeout_s=30)
@@ -99,19 +99,19 @@ class Crew:
         """Return when all workers have taken ``change`` over, or else which of them have not said so in time: they
         will as soon as they go on, unless a fault is in their logs or the parent's. One that is being started will
         know it."""
-        if self.place is None:
+        if self.setup is None:
             return []
         try:
             answer = await self._channel.call("share", change, timeout_s=2 * ANSWER_S)
         except LinkClosed:
             return []  # without the parent, all of them end
         except (CallFailed, TimeoutError):
-            return [index for index in range(self.place.count) if index != self.place.index]
+            return [index for index in range(self.setup.count) if index != self.setup.index]
         return msgspec.msgpack.decode(answer, type=list[int])
 
     def tell(self, change: Change) -> None:
         """The same without waiting."""
-        if self.place is not None:
+        if self.setup is not None:
             self._channel.tell("share", change)
 
     async def ask(self, name: str, kind: type[T]) -> list[T]:
@@ -126,7 +126,7 @@ class Crew:
 
     async def _ask(self, name: str, kind: type[T]) -> tuple[list[T], bool]:
         """The answers, and whether there is nobody else who could have given one."""
-        if self.place is None:
+        if self.setup is None:
             return [], True
         try:
             answer = await self._channel.call("ask", name, timeout_s=2 * ANSWER_S)
@@ -136,7 +136,7 @@ class Crew:
         return [msgspec.msgpack.decode(body, type=kind) for body in asked.answers], not asked.silent
 
     async def metrics(self) -> bytes:
-        """The exposition text of all workers together, for one that has a place. Raises Unavailable."""
+        """The exposition text of all workers together, for one that has a setup. Raises Unavailable."""
         try:
             answer = await self._channel.call("metrics", timeout_s=2 * ANSWER_S)
         except (LinkClosed, CallFailed, TimeoutError) as error:

@@ -25,8 +25,8 @@ from proxy.observe.metrics import GROWING_GAUGES, SUMMED_GAUGES
 from proxy.workers.channel import CallFailed, Channel
 from proxy.workers.crew import ANSWER_S, Asked, Change, Shared, TakenOver
 from proxy.workers.ledger import Ledger
-from proxy.workers.place import WorkerPlace
 from proxy.workers.sockets import Listeners, admin_socket
+from proxy.workers.worker_setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ class _Parent:
         """Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
-            place = WorkerPlace(
+            setup = WorkerSetup(
                 index=index,
                 count=self._count,
                 config=self._config,
@@ -243,10 +243,10 @@ class _Parent:
                 listeners=self._listeners.of(index),
                 admin=self._admin.fileno() if self._admin is not None and index == 0 else None,
             )
-            tied = ("--parent-pid", str(os.getpid()), "--worker", str(place))
+            tied = ("--parent-pid", str(os.getpid()), "--worker", str(setup))
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *_PROGRAM, *self._arguments, *tied, pass_fds=place.descriptors
+                    *_PROGRAM, *self._arguments, *tied, pass_fds=setup.descriptors
                 )
             except OSError:
                 ours.close()

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_serve.autoscale.controller import Controller, Kind, Order
+from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.autoscale.pressure import Limits
-from epd_serve.autoscale.seen import Seen
 from epd_serve.config.elastic import ElasticConfig
 from epd_serve.types import Role, Stage, StageRate
 
@@ -186,9 +186,12 @@ def test_too_few_instances_are_wished_for_and_too_many_told() -> None:
     assert [(wish.change, str(wish.role)) for wish in wishes] == [(-1, "D")]
 
 
-def seen(**serving: bool) -> list[Seen]:
+def seen(**serving: bool) -> list[InstanceLoad]:
     """Idle instances, by name, that serve or do not."""
-    return [Seen(name=name, role=Role.parse(name[0].upper()), is_serving=value) for name, value in serving.items()]
+    return [
+        InstanceLoad(name=name, role=Role.parse(name[0].upper()), is_serving=value)
+        for name, value in serving.items()
+    ]
 
 
 def test_a_stage_whose_last_instance_is_gone_gets_another() -> None:
@@ -202,10 +205,10 @@ def test_a_stage_whose_last_instance_is_gone_gets_another() -> None:
 def test_a_decode_whose_steps_all_had_one_size_is_helped() -> None:
     """Nothing tells the two parts of such a step apart: all of it goes by the number of sequences (RateFit)."""
 
-    def here(queue_s: float) -> list[Seen]:
+    def here(queue_s: float) -> list[InstanceLoad]:
         num = 1.0 if queue_s else 0.0
         step, waiting = StageRate(0.0, 0.003), {Stage.DECODE: queue_s}
-        decode = Seen(name="d0", role=Role.parse("D"), queue_s=waiting, num_decoding=num, step=step)
+        decode = InstanceLoad(name="d0", role=Role.parse("D"), queue_s=waiting, num_decoding=num, step=step)
         return [*seen(e0=True, e1=True, p0=True), decode]
 
     one = controller()

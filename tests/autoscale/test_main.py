@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from epd_serve.autoscale.instance_load import InstanceLoad, to_json
 from epd_serve.autoscale.role_loop import autoscale
-from epd_serve.autoscale.seen import Seen, to_json
 from epd_serve.config import DeploymentConfig
 from epd_serve.rpc.admin import AdminClient
 from epd_serve.types import Role, StageRate
@@ -38,7 +38,9 @@ class Gateway:
             roles = {"e0": "E", "e1": "E", "p0": "P", "d0": "D"}
             busy = {"d0": 100.0}
             seen = [
-                Seen(name=name, role=Role.parse(role), num_decoding=busy.get(name, 0), step=StageRate(0.02, 1e-3))
+                InstanceLoad(
+                    name=name, role=Role.parse(role), num_decoding=busy.get(name, 0), step=StageRate(0.02, 1e-3)
+                )
                 for name, role in roles.items()
             ]
             return web.json_response({"instances": to_json(seen), "tokens_per_pixel": 0.25})

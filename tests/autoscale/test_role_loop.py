@@ -16,8 +16,8 @@ from instance_info import instance_info
 from pydantic import ValidationError
 
 from epd_serve.autoscale.controller import Order
+from epd_serve.autoscale.instance_load import InstanceLoad, from_json, instance_loads, to_json
 from epd_serve.autoscale.role_loop import GiveOrder, Look, RoleLoop
-from epd_serve.autoscale.seen import Seen, from_json, see, to_json
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import load_config
 from epd_serve.protocol.wire import InstanceInfo, Load
@@ -41,8 +41,8 @@ def looping(here: InstanceTable, give: GiveOrder, look: Look | None = None, **op
     config = DeploymentConfig.model_validate({"slo": SLO, "elastic": OPTIONS | options})
     decisions: list[dict[str, Any]] = []
 
-    async def look_here() -> list[Seen]:
-        return from_json(to_json(see(here)))
+    async def look_here() -> list[InstanceLoad]:
+        return from_json(to_json(instance_loads(here)))
 
     async def report(decision: dict[str, Any]) -> None:
         decisions.append(decision)
@@ -130,12 +130,12 @@ async def test_a_moment_that_cannot_be_judged_is_not_the_last_and_a_row_of_them_
 ) -> None:
     here, looks = table({"e0": "E", "p0": "P", "d0": "D"}, num_running=0), 0
 
-    async def look() -> list[Seen]:
+    async def look() -> list[InstanceLoad]:
         nonlocal looks
         looks += 1
         if looks <= 5:
             raise fault
-        return see(here)
+        return instance_loads(here)
 
     loop = looping(here, never, look)
     await run_until(loop, lambda: len(loop.decisions) > 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from epd_serve.engine.device_board import DeviceBoard
-from epd_serve.sched.pace import Slack
+from epd_serve.sched.token_time import Slack
 
 
 class Clock:

@@ -18,8 +18,8 @@ from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import LanguageStream, TowerStream
 from epd_serve.models.family import load_family
 from epd_serve.models.tower import Tower
-from epd_serve.sched.language import ScheduleOutput
-from epd_serve.sched.pace import Slack
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.token_time import Slack
 
 DECODES: Any = ScheduleOutput(decodes=[object()])  # type: ignore[list-item]
 PREFILL: Any = ScheduleOutput(prefills=[(object(), 5)])  # type: ignore[list-item]

@@ -15,7 +15,7 @@ from reference import Reference
 
 from device.emulated import EmulatedDevice
 from device.registry import get_device
-from epd_serve.sched.language import Budget, ScheduleOutput
+from epd_serve.sched.schedule import Budget, ScheduleOutput
 
 DELAY_S = 2e-4
 

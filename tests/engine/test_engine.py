@@ -20,7 +20,7 @@ from device.base import EagerRunner
 from device.cpu import CpuDevice
 from epd_serve.engine.hooks import FailureEvent
 from epd_serve.errors import InvalidRequest
-from epd_serve.sched.language import Budget, ScheduleOutput
+from epd_serve.sched.schedule import Budget, ScheduleOutput
 
 
 @pytest.fixture(

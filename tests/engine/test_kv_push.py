@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from benchmarks.ablations.kv_push import LAYER_GROUPS
 from epd_serve.engine.step_loop import KVPush, LayerGroups
 from epd_serve.protocol.wire import Region, ReserveReply
-from epd_serve.request import Sequence as Prompt
-from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sequence import Sequence as Prompt
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import OutgoingTransfer, Part
 from epd_serve.types import SamplingParams

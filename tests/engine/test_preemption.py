@@ -13,8 +13,8 @@ from reference import Reference
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.engine.hooks import EngineEvent, PromptEvent, TokenEvent
-from epd_serve.request import Sequence
-from epd_serve.sched.language import Budget
+from epd_serve.sched.schedule import Budget
+from epd_serve.sequence import Sequence
 
 MAX_TOKENS = 40
 QUESTIONS: list[tuple[str, list[Image.Image]]] = [

@@ -11,8 +11,8 @@ from engine_bench import EngineBench as Bench
 from transformers import AutoModelForImageTextToText
 
 from epd_serve.engine.hooks import TokenEvent
-from epd_serve.request import Sequence
-from epd_serve.sched.language import Budget
+from epd_serve.sched.schedule import Budget
+from epd_serve.sequence import Sequence
 
 TEXT = "apple banana cherry " * 30  # more than one piece of logits
 

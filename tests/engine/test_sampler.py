@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from device.registry import get_device
 from epd_serve.engine.sampler import Row, RowDrawer, SampledToken, Sampler, draw_from_largest, largest
 from epd_serve.engine.sampler import draw as draw_sorted
-from epd_serve.request import Sequence
+from epd_serve.sequence import Sequence
 from epd_serve.types import SamplingParams
 
 OPS = get_device("cpu").ops

@@ -33,7 +33,7 @@ from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import TowerInputs, load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.protocol import wire
-from epd_serve.request import Sequence
+from epd_serve.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.types import SamplingParams

@@ -17,7 +17,7 @@ from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.kv_delivery import PullDelivery, confirm_pulled
 from epd_serve.instance.lifecycle import left
 from epd_serve.protocol import wire
-from epd_serve.request import Sequence as Prompt
+from epd_serve.sequence import Sequence as Prompt
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.transport import Piece, TransferError, WriteGate
 from epd_serve.types import SamplingParams

@@ -15,8 +15,8 @@ from epd_serve.instance.http import ControlApp
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import INTERVAL_S, Reporter
 from epd_serve.protocol.wire import Load
-from epd_serve.request import Sequence, SequenceState
-from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import SamplingParams, Stage
 
 

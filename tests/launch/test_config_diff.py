@@ -11,7 +11,7 @@ from epd_serve.config import DeploymentConfig, InstanceOptions, parse_config
 from epd_serve.config.role_files import remember, write_role_settings
 from epd_serve.launch.commands import prepare_instances
 from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
-from epd_serve.launch.holdings import Holdings, resolved
+from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.ports import Ports
 from epd_serve.topology.change import ChangeImpossible
 from epd_serve.types import Role
@@ -19,13 +19,13 @@ from epd_serve.types import Role
 FREE = "instances: {base_port: 0}"
 
 
-def holdings(tmp_path: Path, text: str, environment: dict[str, str] | None = None) -> Holdings:
+def record(tmp_path: Path, text: str, environment: dict[str, str] | None = None) -> DeploymentRecord:
     """As if a deployment of that file ran, with no process of it."""
     config = resolved(parse_config(text))
     ports = Ports(gateway=8000, instances=tuple(range(30100, 30100 + config.topology.num_instances)))
     write_role_settings(tmp_path, config)
     prepared = prepare_instances(config, ports, environment or {}, tmp_path)
-    held = Holdings(
+    held = DeploymentRecord(
         config=config, role_config=config, ports=ports, environment=environment or {}, directory=tmp_path, urls={}
     )
     for one in prepared:
@@ -35,15 +35,15 @@ def holdings(tmp_path: Path, text: str, environment: dict[str, str] | None = Non
     return held
 
 
-def compared(held: Holdings, text: str) -> Difference:
+def compared(held: DeploymentRecord, text: str) -> Difference:
     return difference(held, parse_config(text))
 
 
-def steps(held: Holdings, text: str) -> list[str]:
+def steps(held: DeploymentRecord, text: str) -> list[str]:
     return [str(step) for step in compared(held, text).steps]
 
 
-def apply(held: Holdings, text: str) -> Difference:
+def apply(held: DeploymentRecord, text: str) -> Difference:
     """Do to the books what the launcher does."""
     found = compared(held, text)
     held.replace_role_settings(parse_config(text))
@@ -59,12 +59,12 @@ def apply(held: Holdings, text: str) -> Difference:
     return found
 
 
-def options(held: Holdings, name: str) -> InstanceOptions:
+def options(held: DeploymentRecord, name: str) -> InstanceOptions:
     return told(held.spec(name).command)
 
 
 def test_roles_change_in_place_and_names_stay(tmp_path: Path) -> None:
-    held = holdings(tmp_path, f"topology: 2E-P-D\n{FREE}")
+    held = record(tmp_path, f"topology: 2E-P-D\n{FREE}")
     assert steps(held, f"topology: 2E-P-D\n{FREE}") == []
     assert steps(held, f"topology: E-2P-D\n{FREE}") == ["switch e1 from E to P"]
     assert steps(held, f"topology: E-P-D\n{FREE}") == ["stop e1 (E)"]
@@ -75,7 +75,7 @@ def test_roles_change_in_place_and_names_stay(tmp_path: Path) -> None:
 
 
 def test_other_parentheses_are_other_processes_and_the_same_ones_stay(tmp_path: Path) -> None:
-    held = holdings(tmp_path, f"topology: E-P-D\n{FREE}")
+    held = record(tmp_path, f"topology: E-P-D\n{FREE}")
     found = apply(held, f"topology: (E-P)-D\n{FREE}")
     assert sorted(map(str, found.steps)) == ["start e1 (E)", "start p1 (P)", "stop e0 (E)", "stop p0 (P)"]
     boards = [options(held, name).device_board for name in ("e1", "p1", "d0")]
@@ -90,7 +90,7 @@ def test_other_parentheses_are_other_processes_and_the_same_ones_stay(tmp_path: 
 
 
 def test_settings_of_a_role_come_by_a_switch_and_those_of_a_process_by_a_start(tmp_path: Path) -> None:
-    held = holdings(tmp_path, f"topology: E-P-2D\n{FREE}")
+    held = record(tmp_path, f"topology: E-P-2D\n{FREE}")
     more = f"topology: E-P-2D\n{FREE}\nroles: {{D: {{max_num_seqs: 7}}}}"
     assert steps(held, more) and all(step.startswith("switch") for step in steps(held, more))
     apply(held, more)
@@ -107,7 +107,7 @@ def test_settings_of_a_role_come_by_a_switch_and_those_of_a_process_by_a_start(t
 
 
 def test_the_roles_are_those_that_instances_have_by_now(tmp_path: Path) -> None:
-    held = holdings(tmp_path, f"topology: 2E-P-D\n{FREE}")
+    held = record(tmp_path, f"topology: 2E-P-D\n{FREE}")
     remember(held.live["e1"].options.model_copy(update={"role": Role.parse("D")}))
     assert steps(held, f"topology: E-P-2D\n{FREE}") == []
     assert len(steps(held, f"topology: 2E-P-D\n{FREE}")) == 1
@@ -117,7 +117,7 @@ def test_the_roles_are_those_that_instances_have_by_now(tmp_path: Path) -> None:
 def test_what_is_started_again_has_all_settings_of_its_role(tmp_path: Path) -> None:
     """Those that a process reads once it has from then on, and another file that asks for them is content."""
     text = f"{FREE}\nroles: {{P: {{queue_timeout_s: 77}}}}"
-    held = holdings(tmp_path, f"topology: 2E-P-D\n{text}")
+    held = record(tmp_path, f"topology: 2E-P-D\n{text}")
     held.switched("e1", Role.parse("P"))
     assert str(options(held, "e1").role) == "P" and options(held, "e1").queue_timeout_s == 77.0
     assert steps(held, f"topology: E-2P-D\n{text}") == ["start p1 (P)", "stop e1 (P)"], "as long as it lives"
@@ -127,7 +127,7 @@ def test_what_is_started_again_has_all_settings_of_its_role(tmp_path: Path) -> N
 
 def test_devices_decide_who_can_become_what(tmp_path: Path) -> None:
     three = "devices: [cuda:0, cuda:1, cuda:2]"
-    held = holdings(tmp_path, f"topology: E-P-D\n{three}\n{FREE}")
+    held = record(tmp_path, f"topology: E-P-D\n{three}\n{FREE}")
     assert steps(held, f"topology: EP-D\n{three}\n{FREE}") == [
         "switch e0 from E to EP",
         "switch p0 from P to D",
@@ -137,13 +137,13 @@ def test_devices_decide_who_can_become_what(tmp_path: Path) -> None:
         "start d1 (D)",
         "stop d0 (D)",
     ]
-    alone = holdings(tmp_path, f"topology: EPD\ndevices: [cuda:0]\n{FREE}")
+    alone = record(tmp_path, f"topology: EPD\ndevices: [cuda:0]\n{FREE}")
     with pytest.raises(ChangeImpossible, match="list another device"):
         steps(alone, "topology: EPD\ndevices: [cuda:0]\ninstances: {base_port: 0, media_cpu_s: 1}")
 
 
 def test_memory_that_is_parted_among_those_on_a_device_needs_no_other_process(tmp_path: Path) -> None:
-    held = holdings(tmp_path, f"topology: (E-P-D)\ndevices: [cuda:0]\n{FREE}")
+    held = record(tmp_path, f"topology: (E-P-D)\ndevices: [cuda:0]\n{FREE}")
     assert options(held, "p0").memory_share == 0.45
     found = steps(held, f"topology: (E-PD)\ndevices: [cuda:0]\n{FREE}")
     assert found and all(step.split()[0] in ("switch", "stop") for step in found), found
@@ -153,7 +153,7 @@ def test_memory_that_is_parted_among_those_on_a_device_needs_no_other_process(tm
 
 def test_on_npus_every_process_has_ports_of_its_own(tmp_path: Path) -> None:
     devices = "devices: [npu:0, npu:1, npu:2, npu:3]"
-    held = holdings(tmp_path, f"topology: E-P-D\n{devices}\n{FREE}")
+    held = record(tmp_path, f"topology: E-P-D\n{devices}\n{FREE}")
     apply(held, f"topology: E-P-2D\n{devices}\n{FREE}")
     ports = [tuple(sorted(one.own_variables.items())) for one in held.live.values()]
     assert len(set(ports)) == 4
@@ -161,7 +161,7 @@ def test_on_npus_every_process_has_ports_of_its_own(tmp_path: Path) -> None:
 
 def test_threads_that_were_divided_stay_and_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    held = holdings(tmp_path, f"topology: EPD\n{FREE}")
+    held = record(tmp_path, f"topology: EPD\n{FREE}")
     found = compared(held, f"topology: E-P-D\n{FREE}")
     assert found.notes == ("CPU threads stay as they were (epd0 8); started anew, instances would have 2",)
     wished = "topology: EPD\ninstances: {base_port: 0, threads: 3}"

@@ -17,7 +17,7 @@ from epd_serve.config import change_config, parse_config
 from epd_serve.config.role_files import in_role, remember, write_role_settings
 from epd_serve.launch import Supervisor
 from epd_serve.launch.commands import prepare_instances
-from epd_serve.launch.holdings import Holdings, resolved
+from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.rollout import ApplyLimits, ApplyStopped, Rollout
@@ -38,7 +38,7 @@ class Gateway:
         slow_s: a reload is refused until so long after the step has begun; half of that goes by with a leave.
     """
 
-    held: Holdings
+    held: DeploymentRecord
     paths: list[str] = field(default_factory=list)
     busy: bool = False
     changed: str = ""
@@ -80,7 +80,7 @@ class Launcher:
     applier: Rollout
     supervisor: Supervisor
     gateway: Gateway
-    held: Holdings
+    held: DeploymentRecord
 
 
 @asynccontextmanager
@@ -89,7 +89,7 @@ async def launcher(fakes: Any, tmp_path: Path) -> AsyncIterator[Launcher]:
         orders = Path(folder) / "orders"
         ports = Ports(gateway=8000, instances=tuple(range(30100, 30104)))
         write_role_settings(tmp_path, CONFIG)
-        held = Holdings(
+        held = DeploymentRecord(
             config=CONFIG,
             role_config=CONFIG,
             ports=ports,

@@ -8,7 +8,7 @@ import pytest
 from fastapi import APIRouter, FastAPI
 from gateway_settings import admin_plane
 
-from epd_serve.autoscale.seen import from_json, see
+from epd_serve.autoscale.instance_load import from_json, instance_loads
 from epd_serve.config import parse_config
 from epd_serve.telemetry.trace_context import new_context
 from proxy.admin.plane import create_admin_app, running_admin
@@ -58,7 +58,7 @@ async def test_what_autoscale_asks_and_says(start):
     assert [(one.name, str(one.role), one.is_serving) for one in seen] == [
         *(("e0", "E", True), ("p0", "P", True), ("d0", "D", True))
     ]
-    assert seen == see(gateway.table)
+    assert seen == instance_loads(gateway.table)
     for kind in ("starting", "calm"):
         async with session.post(f"{url}/elastic", json={"kind": kind}) as answer:
             assert answer.status == 200

@@ -32,7 +32,7 @@ from proxy.workers.channel import Channel
 from proxy.workers.crew import Crew, Drained, Joined, Left, Shared, TakenOver
 from proxy.workers.ledger import Ledger
 from proxy.workers.parent import Hub
-from proxy.workers.place import WorkerPlace
+from proxy.workers.worker_setup import WorkerSetup
 
 D0 = Drained("d0", "http://127.0.0.1:1", True)
 
@@ -51,7 +51,7 @@ async def crews() -> AsyncIterator[Callable[..., Any]]:
                 await channel.open(ours)
                 serving = asyncio.create_task(channel.run())
                 stack.callback(serving.cancel)
-                place = WorkerPlace(
+                setup = WorkerSetup(
                     index=index,
                     count=count,
                     config=-1,
@@ -59,7 +59,7 @@ async def crews() -> AsyncIterator[Callable[..., Any]]:
                     ledger=descriptor,
                     listeners=(),
                 )
-                crew = Crew(place)
+                crew = Crew(setup)
                 await crew.join()
                 stack.push_async_callback(crew.leave)
                 made.append(crew)

@@ -18,10 +18,10 @@ HANGS = "import time; time.sleep(3600)"
 JOINS = """
 import asyncio, sys
 from proxy.workers.crew import Crew
-from proxy.workers.place import WorkerPlace
+from proxy.workers.worker_setup import WorkerSetup
 
 async def main():
-    crew, told = Crew(WorkerPlace.parse(sys.argv[-1])), asyncio.Event()
+    crew, told = Crew(WorkerSetup.parse(sys.argv[-1])), asyncio.Event()
     crew.on_stop = told.set
     await crew.join()
     await told.wait()

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.request import Sequence, SequenceState
-from epd_serve.sched.budget import StepCost, StepPace
-from epd_serve.sched.language import Budget
 from epd_serve.sched.queues import Asker, Claim, Queues, in_turn
+from epd_serve.sched.schedule import Budget
+from epd_serve.sched.step_cost import StepCost, StepPace
+from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import SamplingParams
 
 

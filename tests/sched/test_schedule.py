@@ -5,9 +5,9 @@ import copy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.request import Sequence, SequenceState
 from epd_serve.sched.encode import schedule_encodes
-from epd_serve.sched.language import Budget, ScheduleOutput, schedule
+from epd_serve.sched.schedule import Budget, ScheduleOutput, schedule
+from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import SamplingParams
 
 

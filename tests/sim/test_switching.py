@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.elastic.simulated import DECODERS, LIMITS, START, figures, opposite, requests, run, str_of
 from epd_serve.autoscale.controller import Controller, Decision, Kind, Order
-from epd_serve.autoscale.seen import Seen
+from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.config.elastic import ElasticConfig
 from epd_serve.sim.switching import Switching
 from epd_serve.types import Role, Stage
@@ -23,7 +23,7 @@ class Scripted(Controller):
         super().__init__(ElasticConfig(), LIMITS)
         self.orders = orders
 
-    def decide(self, now_s: float, instances: Sequence[Seen]) -> Decision:
+    def decide(self, now_s: float, instances: Sequence[InstanceLoad]) -> Decision:
         order = None
         if self.orders and all(one.is_serving for one in instances):
             number, role = self.orders.pop(0)

@@ -27,8 +27,8 @@ from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
-from epd_serve.request import Sequence
-from epd_serve.sched.language import Budget, ScheduleOutput
+from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from epd_serve.engine.runner import StepResult
 from epd_serve.engine.sampler import SampledToken
-from epd_serve.request import PLACEHOLDER, Sequence
-from epd_serve.sched.language import ScheduleOutput
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sequence import PLACEHOLDER, Sequence
 from epd_serve.types import MediaSpan
 
 BLOCK_SIZE = 2

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from epd_serve.autoscale.controller import Controller, Decision
-from epd_serve.autoscale.seen import Seen
+from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.types import Role, Stage, StageRate
 
 STEP = StageRate(0.02, 0.001)
@@ -32,9 +32,9 @@ class Fluid:
     switching: dict[int, tuple[float, str]] = field(default_factory=dict)
     decisions: list[Decision] = field(default_factory=list)
 
-    def seen(self) -> list[Seen]:
+    def seen(self) -> list[InstanceLoad]:
         return [
-            Seen(
+            InstanceLoad(
                 name=f"i{number}",
                 role=Role.parse(role),
                 is_serving=number not in self.switching,

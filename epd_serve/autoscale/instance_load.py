@@ -18,7 +18,7 @@ _FULL = 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class InstanceLoad:
     """One instance at one moment.
 
     Attributes:
@@ -47,7 +47,7 @@ class Seen:
         return self.queue_s.get(stage, 0.0)
 
 
-def see(table: InstanceTable) -> list[Seen]:
+def instance_loads(table: InstanceTable) -> list[InstanceLoad]:
     """Every instance whose role is known, in the order of the deployment.
 
     Work of a stage whose rate nobody has measured yet counts as none: its time would be a guess.
@@ -67,7 +67,7 @@ def see(table: InstanceTable) -> list[Seen]:
     has_images = 1 - _part_without_images(records, encodes)
     held_up = min(max(sum(one.load.num_expected for one in records) - prompts - encodes, 0), expected)
     return [
-        _see(
+        _load_of(
             record,
             held_up=held_up * record.load.num_expected / expected if expected and _is_full(record) else 0.0,
             own=prompts / (prompts + held_up) if held_up else 1.0,
@@ -112,7 +112,7 @@ def _used(record: InstanceRecord) -> float:
     return 1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0
 
 
-def _see(record: InstanceRecord, *, held_up: float, own: float, has_images: float) -> Seen:
+def _load_of(record: InstanceRecord, *, held_up: float, own: float, has_images: float) -> InstanceLoad:
     """Estimate one instance's pending work.
 
     Args:
@@ -134,7 +134,7 @@ def _see(record: InstanceRecord, *, held_up: float, own: float, has_images: floa
         batch = max(num_decoding, 1.0)
         queue_s[Stage.DECODE] = waiting * costs.mean_output_tokens * costs.step_s(batch) / batch
     base_s = costs.step_s(0)
-    return Seen(
+    return InstanceLoad(
         name=record.name,
         role=role,
         is_serving=record.ready and record.accepting,
@@ -147,11 +147,13 @@ def _see(record: InstanceRecord, *, held_up: float, own: float, has_images: floa
     )
 
 
-def to_json(instances: Sequence[Seen]) -> list[dict[str, Any]]:
+def to_json(instances: Sequence[InstanceLoad]) -> list[dict[str, Any]]:
     """Instances as the admin API has them (``GET /load``)."""
     return [{**msgspec.to_builtins(one), "role": str(one.role)} for one in instances]
 
 
-def from_json(instances: Sequence[Mapping[str, Any]]) -> list[Seen]:
+def from_json(instances: Sequence[Mapping[str, Any]]) -> list[InstanceLoad]:
     """The reverse of :func:`to_json`. Raises ValueError for anything else."""
-    return [msgspec.convert({**one, "role": {"stages": list(str(one.get("role")))}}, Seen) for one in instances]
+    return [
+        msgspec.convert({**one, "role": {"stages": list(str(one.get("role")))}}, InstanceLoad) for one in instances
+    ]

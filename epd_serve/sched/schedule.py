@@ -7,8 +7,8 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from epd_serve.request import Sequence
-from epd_serve.sched.budget import Meter, StepPace, Unmetered
+from epd_serve.sched.step_cost import Meter, StepPace, Unmetered
+from epd_serve.sequence import Sequence
 from epd_serve.types import MediaSpan
 
 

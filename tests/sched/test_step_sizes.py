@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.cost.profile import DecodeLine, Line, Profile
-from epd_serve.sched.budget import StepCost, StepWork
-from epd_serve.sched.step_budget import Limits, StepShape, fit_cost, size_steps
+from epd_serve.sched.step_cost import StepCost, StepWork
+from epd_serve.sched.step_sizes import Limits, StepShape, fit_cost, size_steps
 from epd_serve.sim.spec import Batching, SimInstanceSpec, size_steps_of
 from epd_serve.types import Role
 

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _SECRET = ("gateway.api_key", "gateway.api_keys")
 
 
-class Control:
+class ConfigReload:
     """The parts of one gateway that an operator changes.
 
     Attributes:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from epd_serve.cost.least_squares import fit_relative
-from epd_serve.sched.budget import (
+from epd_serve.sched.schedule import Budget
+from epd_serve.sched.step_cost import (
     MIN_CHUNK,
     PREFILL_SHARE,
     Found,
@@ -18,7 +19,6 @@ from epd_serve.sched.budget import (
     StepWork,
     search_budget,
 )
-from epd_serve.sched.language import Budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,9 +17,9 @@ import torch
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.models.family import Family, blank
 from epd_serve.models.tower import Tower
-from epd_serve.request import Sequence, SequenceState
-from epd_serve.sched.language import ScheduleOutput
-from epd_serve.sched.step_budget import StepShape
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.step_sizes import StepShape
+from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import msgspec
 from epd_serve.config import DeploymentConfig
 
 
-class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
     """Handed over on the command line; all but the first two are file descriptors.
 
     Attributes:
@@ -31,7 +31,7 @@ class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     admin: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> WorkerPlace:
+    def parse(cls, text: str) -> WorkerSetup:
         """Raises ValueError: it is the parent's to write it, and nobody else's."""
         try:
             return msgspec.json.decode(text, type=cls)

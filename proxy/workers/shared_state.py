@@ -42,7 +42,7 @@ def follow(crew: Crew, table: InstanceTable, admission: AdmissionControl, health
 
 def worker(crew: Crew, admission: AdmissionControl) -> dict[str, int]:
     """This one, for people."""
-    index = 0 if crew.place is None else crew.place.index
+    index = 0 if crew.setup is None else crew.setup.index
     return {"worker": index, "pid": os.getpid(), "running": admission.queue.num_running}
 
 

@@ -18,8 +18,8 @@ from benchmarks.ablations.encodes import EncodeGate, PrefillMarkingEngine, may_e
 from epd_serve import factories
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import BatchingConfig, SLOConfig
-from epd_serve.engine import profile
-from epd_serve.engine.profile import Measurements, cache_dir
+from epd_serve.engine import measurements
+from epd_serve.engine.measurements import Measurements, cache_dir
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol import wire
 from epd_serve.types import Role, SamplingParams
@@ -92,7 +92,7 @@ async def answer(instance: Instance, name: str, length: int) -> bytes:
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     """Remembers the calls of a measurement, which goes on."""
     calls: list[Any] = []
-    owner = profile.StepTimer if name == "seconds" else profile
+    owner = measurements.StepTimer if name == "seconds" else measurements
     original: Callable[..., float] = getattr(owner, name)
 
     def measure(*arguments: Any) -> float:

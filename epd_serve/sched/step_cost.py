@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from epd_serve.request import Sequence
+from epd_serve.sequence import Sequence
 from epd_serve.types import Role
 
 #: Of a step's limit: what a prefill gets even where decodes leave less, so that they cannot starve it.

@@ -20,7 +20,7 @@ GATEWAY_FILE = "deployment.yaml"
 
 
 @dataclass(slots=True, kw_only=True)
-class Holdings:
+class DeploymentRecord:
     """The deployment at this moment; each instance of the native engine with its present options.
 
     Attributes:

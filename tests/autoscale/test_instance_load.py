@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from instance_info import instance_info
 
-from epd_serve.autoscale.seen import see
+from epd_serve.autoscale.instance_load import see
 from epd_serve.cost.stages import Work
 from epd_serve.protocol.wire import Load, MediaRef
 from epd_serve.routing.table import InstanceTable

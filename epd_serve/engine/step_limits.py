@@ -13,20 +13,20 @@ from device.base import Device
 from epd_serve import __version__
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.profile import IMAGE_SIDE, Measurements, StepTimer, cache_dir, encode_seconds
+from epd_serve.engine.measurements import IMAGE_SIDE, Measurements, StepTimer, cache_dir, encode_seconds
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.models.family import Family
 from epd_serve.models.tower import Tower
-from epd_serve.request import Sequence
-from epd_serve.sched.budget import Found, StepCost, latency_limit_s, search_budget, work_done
-from epd_serve.sched.language import Budget, ScheduleOutput
 from epd_serve.sched.queues import Order, fcfs, sjf, slack
-from epd_serve.sched.step_budget import Limits, size_steps
+from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sched.step_cost import Found, StepCost, latency_limit_s, search_budget, work_done
+from epd_serve.sched.step_sizes import Limits, size_steps
+from epd_serve.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 
 
-class Batching:
+class StepLimits:
     """Finds the budgets of an instance at its start. Without a limit they are those of its options, unmeasured.
 
     Attributes:

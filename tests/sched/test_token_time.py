@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.sched.pace import MIN_SHARE, Slack, TokenTimeAccount, pause_s
+from epd_serve.sched.token_time import MIN_SHARE, Slack, TokenTimeAccount, pause_s
 
 
 def simulate(
