@@ -148,11 +148,11 @@ class RequestFlow:
         "_actions",
         "_attempt",
         "_generated",
+        "_history",
         "_is_awaited",
         "_left",
         "_num_planned",
         "_number",
-        "_history",
         "_until_s",
         "_waits_for",
         "_was_left",
@@ -165,8 +165,8 @@ class RequestFlow:
     )
 
     def __init__(self, fleet: Fleet, asked: Asked, progress: Progress, history: TryHistory | None = None) -> None:
-        """``progress``: how far its answer has come; ``history``: together with its other choices, before each went
-        on by itself."""
+        """``progress``: how far its answer has come; ``history``: the tries that were made together with its other
+        choices, before each went on by itself."""
         self.fleet = fleet
         self.asked = asked
         self.progress = progress
