@@ -161,7 +161,7 @@ class Fail(Struct, frozen=True, gc=False):
 
 
 class SplitUp(Struct, frozen=True, gc=False):
-    """Each choice goes on by itself, behind the tokens of it that the client has; ``history`` is of all of them."""
+    """Each choice goes on by itself, behind the tokens of it that the client has; ``history`` is of all."""
 
     tokens: list[list[int]]
     history: TryHistory

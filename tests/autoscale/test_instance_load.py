@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from instance_info import instance_info
 
-from epd_serve.autoscale.instance_load import see
+from epd_serve.autoscale.instance_load import instance_loads
 from epd_serve.cost.stages import Work
 from epd_serve.protocol.wire import Load, MediaRef
 from epd_serve.routing.table import InstanceTable
@@ -28,14 +28,14 @@ def table(**loads: dict[str, Any]) -> InstanceTable:
 
 @pytest.mark.parametrize("full", [{"places": 1, "num_running": 1}, {"num_running": 1, "free_blocks": 1}])
 def test_prompts_wait_for_a_full_decode_instance(full: dict[str, Any]) -> None:
-    prefill, decode = see(table(p0={"num_waiting_tokens": 15}, d0={"num_expected": 5, **full}))
+    prefill, decode = instance_loads(table(p0={"num_waiting_tokens": 15}, d0={"num_expected": 5, **full}))
     assert prefill.waits(Stage.PREFILL) == 0
     assert decode.waits(Stage.DECODE) == pytest.approx(5 * 50 * 0.021)
     assert decode.num_decoding == 1
 
 
 def test_prompts_that_p_has_are_its_own_queue() -> None:
-    prefill, decode = see(
+    prefill, decode = instance_loads(
         table(
             p0={"num_waiting_tokens": 100, "num_waiting": 4, "num_running": 1},
             d0={"num_expected": 5, "num_running": 1, "places": 1},
@@ -46,7 +46,9 @@ def test_prompts_that_p_has_are_its_own_queue() -> None:
 
 
 def test_a_decode_instance_with_places_holds_nobody_up() -> None:
-    prefill, decode = see(table(p0={"num_waiting_tokens": 15}, d0={"num_expected": 5, "num_running": 1}))
+    prefill, decode = instance_loads(
+        table(p0={"num_waiting_tokens": 15}, d0={"num_expected": 5, "num_running": 1})
+    )
     assert prefill.waits(Stage.PREFILL) == pytest.approx(0.025)
     assert decode.waits(Stage.DECODE) == 0
 
@@ -54,7 +56,7 @@ def test_a_decode_instance_with_places_holds_nobody_up() -> None:
 @pytest.mark.parametrize(("running", "waiting"), [(0, 0), (6, 1), (8, 3)])
 def test_only_what_finds_no_place_waits_for_one(running: int, waiting: int) -> None:
     """The others are in the next step."""
-    [decode] = see(table(d0={"num_waiting": 3, "num_running": running}))
+    [decode] = instance_loads(table(d0={"num_waiting": 3, "num_running": running}))
     step_s = 0.02 + 0.001 * max(running, 1)
     assert decode.waits(Stage.DECODE) == pytest.approx(waiting * 50 * step_s / max(running, 1))
 
@@ -81,7 +83,7 @@ def test_images_that_are_not_encoded_are_not_p_s_queue(num_encodes: int, num_pix
     info = made["p0"].info
     assert info is not None
     made.update("p0", msgspec.structs.replace(info, tokens_per_pixel=80 / 7840), contains=0)
-    _, prefill, _ = see(made)
+    _, prefill, _ = instance_loads(made)
     assert prefill.waits(Stage.PREFILL) == pytest.approx(part * 0.31)
 
 
@@ -94,7 +96,7 @@ def test_what_nobody_has_measured_presses_nobody() -> None:
         for name, load in loads.items():
             said = Load(total_blocks=100, free_blocks=100, num_running=1, rates=rates, **load)
             made.update(name, instance_info(name, load=said, budgets={"max_num_seqs": 1}), contains=0)
-        encode, prefill, decode = see(made)
+        encode, prefill, decode = instance_loads(made)
         return [
             encode.waits(Stage.ENCODE),
             prefill.waits(Stage.PREFILL),
@@ -115,14 +117,14 @@ def test_what_is_sent_counts_once() -> None:
     for again in (False, True):
         with made.in_flight(made["d0"], Stage.DECODE, work=Work(num_sequences=2), again=again):
             pass
-    encode, _, decode = see(made)
+    encode, _, decode = instance_loads(made)
     assert encode.sent == {Stage.ENCODE: pytest.approx(2 * seconds), Stage.DECODE: 0}
     assert decode.sent == {Stage.ENCODE: 0, Stage.DECODE: 2}
 
 
 def test_items_that_are_encoded_hold_up_their_prompts() -> None:
     full = {"num_expected": 5, "num_running": 1, "places": 1}
-    _, _, decode = see(
+    _, _, decode = instance_loads(
         table(e0={"num_waiting_encodes": 5, "num_waiting_pixels": 100}, p0={"num_waiting_tokens": 15}, d0=full)
     )
     assert decode.waits(Stage.DECODE) == 0
