@@ -34,8 +34,8 @@ from device.base import Device
 from device.registry import get_device
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import StepInputs
-from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
+from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 
 SHAPES = ("Qwen2.5-VL-7B", "Qwen3-VL-8B")

@@ -29,8 +29,8 @@ from epd_serve.engine.sampler import PromptLogprobs
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import Fed, StepInputs
 from epd_serve.engine.step_loop import StepLoop
-from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
+from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import KVLayout
 from epd_serve.sched.schedule import Budget

@@ -177,11 +177,18 @@ SAMPLING_DEFAULTS: dict[str, float] = {
 
 
 class MediaSpan(msgspec.Struct, frozen=True):
-    """The tokens ``[start, start + length)`` of a prompt stand for the feature ``mm_hash``."""
+    """The tokens ``[start, start + length)`` of a prompt stand for rows of the feature ``mm_hash``.
+
+    An item may have several spans, with text between them.
+
+    Attributes:
+        offset: the first of those rows.
+    """
 
     start: int
     length: int
     mm_hash: str
+    offset: int = 0
 
     @property
     def end(self) -> int:

@@ -204,7 +204,8 @@ def hash_blocks(
     """Hash each *full* block of a prompt, chained to its predecessors.
 
     Placeholder tokens are equal for all images, so a block that overlaps a span also hashes the span's mm_hash
-    and where in the span the block begins. A ``salt`` is part of the first block, and so of all.
+    and the row of its feature with which the block would begin. A ``salt`` is part of the first block, and so of
+    all.
 
     Returns:
         One 32-byte digest for each of the ``len(token_ids) // block_size`` full blocks.
@@ -217,7 +218,8 @@ def hash_blocks(
         hasher.update(array("q", token_ids[start:end]).tobytes())
         for span in spans:
             if span.start < end and start < span.end:
-                hasher.update(span.mm_hash.encode() + (start - span.start).to_bytes(8, "little", signed=True))
+                row = start - span.start + span.offset
+                hasher.update(span.mm_hash.encode() + row.to_bytes(8, "little", signed=True))
         parent = hasher.digest()
         hashes.append(parent)
     return hashes

@@ -192,7 +192,8 @@ class _Batch:
         for span in sequence.spans:
             low, high = max(span.start, start), min(span.end, end)
             if low < high:
-                self._features.append(features[span.mm_hash][low - span.start : high - span.start])
+                first = span.offset - span.start
+                self._features.append(features[span.mm_hash][first + low : first + high])
                 self._feature_rows += range(first_row + low, first_row + high)
         length = sequence.num_prompt_tokens
         self.ids += sequence.prompt_ids[start:end]

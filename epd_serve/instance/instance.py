@@ -44,8 +44,8 @@ from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
-from epd_serve.models.family import Family, load_family
-from epd_serve.models.loader import media_fingerprint
+from epd_serve.models.family import Family
+from epd_serve.models.loader import load_family, media_fingerprint
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of

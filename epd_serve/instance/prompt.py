@@ -17,6 +17,7 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.instance.bounded_tokenizer import PIECE_CHARACTERS, BoundedTokenizer
 from epd_serve.instance.chat_template import ChatTemplate, MediaLiterals
 from epd_serve.instance.detokenizer import Vocabulary
+from epd_serve.instance.media_layout import MediaLayouts
 from epd_serve.instance.request_processor import S_PER_CHARACTER
 from epd_serve.models.family import Family
 from epd_serve.models.generation_config import GenerationConfig
@@ -88,6 +89,7 @@ class PromptProcessor:
         self._literals = MediaLiterals(self.tokenizer, family.config)
         self._template = ChatTemplate(self.tokenizer, path, self._literals)
         self._family = family
+        self._layouts = MediaLayouts(family, self.tokenizer)
         self._language_model = language_model
         self.max_model_len = max_model_len
         self._block_size = block_size
@@ -241,7 +243,7 @@ class PromptProcessor:
         return ids
 
     def _expand(self, ids: list[int], items: Sequence[MediaRef]) -> tuple[list[int], tuple[MediaSpan, ...]]:
-        """Replace the template's one placeholder for each item by as many as the item has tokens."""
+        """Replace the template's one placeholder for each item by the item's tokens."""
         if not items:
             return ids, ()  # a placeholder in a text without images is a token like any other
         placeholder = self._family.image_token_id
@@ -260,9 +262,9 @@ class PromptProcessor:
                 expanded.append(token)
                 continue
             item = next(remaining)
-            count = self._family.num_image_tokens((item.width, item.height))
-            spans.append(MediaSpan(len(expanded), count, item.mm_hash))
-            expanded += [placeholder] * count
+            layout = self._layouts.of_size((item.width, item.height))
+            spans += layout.spans(len(expanded), item.mm_hash)
+            expanded += layout.ids
         return expanded, tuple(spans)
 
 

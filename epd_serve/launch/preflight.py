@@ -16,7 +16,7 @@ from epd_serve.config.model_files import check_model_files, read_model_config
 from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
 from epd_serve.cost.shape import LanguageShape, shape_from_config
 from epd_serve.launch.ports import choose_ports
-from epd_serve.models.model_types import MIXTURES_OF_EXPERTS, NATIVE, TEXT
+from epd_serve.models.families import FAMILIES, MIXTURES_OF_EXPERTS, TEXT
 from epd_serve.models.sharding import check_heads, check_width
 from epd_serve.topology import InstancePlacement
 
@@ -77,12 +77,12 @@ def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShap
 
 def _check_family(path: Path, content: Mapping[str, Any]) -> None:
     family = content.get("model_type")
-    if family in NATIVE:
+    if family in FAMILIES:
         return
     if not isinstance(family, str):
         raise ValueError(f"{path / 'config.json'}: there is no model_type in it, so it is no transformers model's")
     raise ValueError(
-        f"{path}: engine: native does not run the family {family!r}; it runs {', '.join(NATIVE)}. "
+        f"{path}: engine: native does not run the family {family!r}; it runs {', '.join(FAMILIES)}. "
         f"{_vllm_advice(content)}"
     )
 

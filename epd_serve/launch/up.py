@@ -26,7 +26,7 @@ from epd_serve.config.model_files import read_model_config
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessState
 from epd_serve.launch.runtime import new_log_run
-from epd_serve.models.model_types import TEXT
+from epd_serve.models.families import TEXT
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

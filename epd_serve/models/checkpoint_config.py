@@ -28,61 +28,23 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
-from epd_serve.models.model_types import LLAVA, NATIVE, QWEN_VL, TEXT
+from epd_serve.models.families import FAMILIES, TEXT
+from epd_serve.models.family import names
 
-
-def _names(*texts: str) -> frozenset[str]:
-    return frozenset(" ".join(texts).split())
-
-
-#: What the engine honours at the top level of each family's configuration.
-_FAMILIES: dict[str, frozenset[str]] = {
-    **dict.fromkeys(
-        QWEN_VL,
-        _names("image_token_id video_token_id vision_start_token_id vision_end_token_id tie_word_embeddings"),
-    ),
-    **dict.fromkeys(
-        LLAVA,
-        _names(
-            "image_token_index projector_hidden_act vision_feature_select_strategy vision_feature_layer",
-            "multimodal_projector_bias tie_word_embeddings",
-        ),
-    ),
-}
 #: Their heads are as wide as they fit into the hidden states.
 _NARROW_HEADS = ("qwen2_vl_text", "qwen2_5_vl_text")
 _MROPE_MODELS = (*_NARROW_HEADS, "qwen3_vl_text", "qwen3_vl_moe_text")
 _TEXT_MODELS = (*TEXT, *_MROPE_MODELS)
 #: What the decoder honours, whichever class of the above declares it. Layers of experts are transformers' own.
-_TEXT_FIELDS = _names(
+_TEXT_FIELDS = names(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
     "hidden_act max_position_embeddings rms_norm_eps rope_parameters attention_bias mlp_bias tie_word_embeddings",
     "use_sliding_window sliding_window max_window_layers layer_types",
     "num_experts num_experts_per_tok moe_intermediate_size decoder_sparse_step mlp_only_layers",
 )
-_QWEN_TOWER = (
-    "depth hidden_size hidden_act num_heads in_channels patch_size spatial_merge_size temporal_patch_size "
-    "rope_parameters"
-)
-_PATCH_TOWER = (
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_channels image_size patch_size "
-    "hidden_act layer_norm_eps"
-)
-_DEEP_TOWER = "intermediate_size out_hidden_size num_position_embeddings deepstack_visual_indexes"
-#: What the encoder honours, by the tower's model type.
-_TOWERS: dict[str, frozenset[str]] = {
-    "qwen2_vl_vision": _names(_QWEN_TOWER, "embed_dim mlp_ratio"),
-    "qwen2_5_vl_vision": _names(
-        _QWEN_TOWER, "intermediate_size out_hidden_size window_size fullatt_block_indexes"
-    ),
-    "qwen3_vl_vision": _names(_QWEN_TOWER, _DEEP_TOWER),
-    "qwen3_vl_moe_vision": _names(_QWEN_TOWER, _DEEP_TOWER),
-    "clip_vision_model": _names(_PATCH_TOWER),
-    "siglip_vision_model": _names(_PATCH_TOWER, "vision_use_head"),
-}
 #: What decides no token of an answer, whatever it is. The end of a generation is read elsewhere; projection_dim is
 #: of CLIP's head, behind the layers that are read; image_seq_length is counted; tokens_per_second is of videos.
-_DESCRIPTIVE = _names(
+_DESCRIPTIVE = names(
     "architectures transformers_version dtype model_type initializer_range initializer_factor use_cache",
     "attention_dropout bos_token_id eos_token_id pad_token_id id2label label2id num_labels problem_type",
     "pretraining_tp chunk_size_feed_forward output_hidden_states output_router_logits router_aux_loss_coef",
@@ -113,18 +75,19 @@ def model_class(config: Any) -> Any:
 
 
 def _check(config: Any) -> None:
-    _check_type("family", config.model_type, NATIVE)
-    if config.model_type in TEXT:
+    _check_type("family", config.model_type, FAMILIES)
+    family = FAMILIES[config.model_type]
+    if not family.modalities:
         extras = list(_check_declared("", config, _TEXT_FIELDS))
         _check_text("", config)
     else:
         text, vision = config.get_text_config(), config.vision_config
         _check_type("language model", text.model_type, _TEXT_MODELS)
-        _check_type("vision tower", vision.model_type, _TOWERS)
+        _check_type("vision tower", vision.model_type, family.towers)
         parts = (
-            ("", config, _FAMILIES[config.model_type]),
+            ("", config, family.fields),
             ("text_config.", text, _TEXT_FIELDS),
-            ("vision_config.", vision, _TOWERS[vision.model_type]),
+            ("vision_config.", vision, family.towers[vision.model_type]),
         )
         extras = [extra for where, part, honoured in parts for extra in _check_declared(where, part, honoured)]
         _check_text("text_config.", text)

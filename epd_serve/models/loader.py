@@ -6,14 +6,16 @@ import re
 from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from blake3 import blake3
 from torch import nn
+from transformers import AutoImageProcessor
 
 from epd_serve.models.checkpoint_config import model_class, read_config
-from epd_serve.models.model_types import TEXT
+from epd_serve.models.families import FAMILIES, TEXT
+from epd_serve.models.family import Family
 
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 1 << 16
@@ -24,6 +26,22 @@ class ModelPart(Enum):
 
     TOWER = "tower"
     LANGUAGE_MODEL = "language_model"
+
+
+def load_family(path: Path) -> Family:
+    """The family of the model in ``path``. Raises ValueError for a model that the engine would not run rightly."""
+    config = read_config(path)
+    kind: Any = FAMILIES[config.model_type]
+    if not kind.modalities:
+        return cast("Family", kind(config))
+    # the same pixels wherever an instance runs: torchvision, where there is one, resizes in another way
+    processor = AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
+    family: Family = kind(config, processor)
+    try:
+        family.check()
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return family
 
 
 def load_part(path: Path, part: ModelPart, dtype: torch.dtype) -> nn.Module:

@@ -21,7 +21,8 @@ from device.base import Device
 from device.registry import get_device
 from epd_serve.engine.measurements import IMAGE_SIDE
 from epd_serve.media.picture import MediaLimits, open_image
-from epd_serve.models.family import blank, load_family
+from epd_serve.models.family import blank
+from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.profiling.device_profile import GridOptions, step_timer
 from epd_serve.sched.step_sizes import StepShape

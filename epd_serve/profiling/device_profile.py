@@ -26,8 +26,9 @@ from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.measurements import StepTimer, encode_seconds, median_s
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.step import StepExecutor
-from epd_serve.models.family import Family, load_family
+from epd_serve.models.family import Family
 from epd_serve.models.language import LanguageModel
+from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import KVLayout
 from epd_serve.sched.step_sizes import StepShape

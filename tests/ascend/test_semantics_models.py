@@ -28,8 +28,8 @@ from device.cpu import CpuDevice  # noqa: E402
 from device.ops.ascend import AscendOps, Layout  # noqa: E402
 from epd_serve.engine.step import StepExecutor  # noqa: E402
 from epd_serve.engine.step_inputs import StepInputs  # noqa: E402
-from epd_serve.models.family import load_family  # noqa: E402
 from epd_serve.models.language import LanguageModel  # noqa: E402
+from epd_serve.models.loader import load_family  # noqa: E402
 from epd_serve.models.tower import Tower  # noqa: E402
 
 ascend_kernels.register()

@@ -158,6 +158,11 @@ def test_hashes_tell_images_apart_and_chain() -> None:
     assert hash_blocks(tokens[:8], 4, [MediaSpan(2, 6, "a" * 64)]) == one[:2]
     shifted = hash_blocks(tokens, 4, [MediaSpan(3, 6, "a" * 64)])
     assert shifted[0] != one[0], "another part of the same image"
+    in_two = [
+        hash_blocks(tokens, 4, [MediaSpan(0, 4, "a" * 64), MediaSpan(5, 4, "a" * 64, row)]) for row in (4, 5)
+    ]
+    assert in_two[0][0] == in_two[1][0], "a run of the same rows"
+    assert in_two[0][1] != in_two[1][1], "another part of the same image, in a run of its own"
 
 
 def test_prompts_of_another_salt_share_no_block() -> None:

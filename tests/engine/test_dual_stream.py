@@ -16,7 +16,7 @@ from tiny_models import make_tiny_model
 from device.registry import get_device
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import LanguageStream, TowerStream
-from epd_serve.models.family import load_family
+from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.token_time import Slack

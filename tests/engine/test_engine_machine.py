@@ -55,7 +55,8 @@ class Request:
 
     @property
     def spans(self) -> tuple[MediaSpan, ...]:
-        return (MediaSpan(0, self.prompt.count(IMAGE), self.image),) if self.image else ()
+        """Two runs of the image's tokens, with another token between them."""
+        return (MediaSpan(0, 2, self.image), MediaSpan(3, 1, self.image, 2)) if self.image else ()
 
     def alone(self, index: int) -> list[int]:
         tokens: list[int] = []
@@ -165,7 +166,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def submit_one(self, prompt: list[int], max_tokens: int, n: int, image: str | None, hand_off: bool) -> None:
         name = f"r{len(self.requests)}"
-        request = Request([IMAGE] * 3 * (image is not None) + prompt, max_tokens, n, image, hand_off)
+        request = Request([IMAGE, IMAGE, 1, IMAGE] * (image is not None) + prompt, max_tokens, n, image, hand_off)
         try:
             self.engine.check_fits(len(request.prompt), 0 if hand_off else max_tokens, 1 if hand_off else n)
         except InvalidRequest:
@@ -206,7 +207,7 @@ class EngineMachine(RuleBasedStateMachine):
     )
     def ask_for_blocks(self, prompt: list[int], max_tokens: int, n: int, image: str | None) -> None:
         name = f"r{len(self.requests)}"
-        request = Request([IMAGE] * 3 * (image is not None) + prompt, max_tokens, n, image)
+        request = Request([IMAGE, IMAGE, 1, IMAGE] * (image is not None) + prompt, max_tokens, n, image)
         request.tokens = [request.alone(index)[:1] for index in range(n)]
         if all(request.alone(index) == request.tokens[index] for index in range(n)):
             return

@@ -30,8 +30,9 @@ from epd_serve.instance.http import ControlApp, Event, Reply
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
-from epd_serve.models.family import TowerInputs, load_family
+from epd_serve.models.family import TowerInputs
 from epd_serve.models.language import LanguageModel
+from epd_serve.models.loader import load_family
 from epd_serve.protocol import wire
 from epd_serve.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport

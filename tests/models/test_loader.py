@@ -15,8 +15,8 @@ from pictures import noise
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from epd_serve.models.family import blank, load_family
-from epd_serve.models.loader import ModelPart, load_part, media_fingerprint, num_parameters
+from epd_serve.models.family import blank
+from epd_serve.models.loader import ModelPart, load_family, load_part, media_fingerprint, num_parameters
 
 
 def test_the_parts_make_the_whole_and_share_nothing(tiny_model: Path) -> None:

@@ -20,8 +20,8 @@ from device.registry import get_device
 from epd_serve.engine.kv_memory import KVCache, block_nbytes
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import StepInputs
-from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
+from epd_serve.models.loader import load_family
 from epd_serve.protocol.wire import KVLayout
 
 BLOCK_SIZE, NUM_BLOCKS, CHUNK, NUM_TOKENS = 4, 6, 7, 14

@@ -23,8 +23,8 @@ from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.instance.prompt import PromptProcessor
-from epd_serve.models.family import load_family
 from epd_serve.models.language import LanguageModel
+from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.sched.schedule import Budget, ScheduleOutput

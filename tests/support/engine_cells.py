@@ -53,10 +53,10 @@ class Cells:
 
 
 def contents(tokens: AbstractSequence[int], spans: AbstractSequence[MediaSpan]) -> list[Any]:
-    """The tokens, an image's with their image."""
+    """The tokens, an image's with their image and its row."""
     found: list[Any] = list(tokens)
     for span in spans:
-        found[span.start : span.end] = [span.mm_hash] * span.length
+        found[span.start : span.end] = [(span.mm_hash, span.offset + row) for row in range(span.length)]
     return found
 
 

@@ -26,9 +26,9 @@ from transformers import (
 from device.base import AttnMeta
 from device.registry import get_device
 from epd_serve.models.decoder import StepContext
-from epd_serve.models.family import load_family
+from epd_serve.models.families import TEXT
 from epd_serve.models.language import LanguageModel
-from epd_serve.models.model_types import TEXT
+from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 
 #: name → (model type, text type, tower type)

@@ -1,0 +1,64 @@
+"""The tokens of a media item in a prompt, from its size alone: rows of its feature, and text between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from epd_serve.models.family import TRIED_SIZES, Family, Size
+from epd_serve.types import MediaSpan
+
+_MAX_LAYOUTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tokens of one item, and where among them which rows of its feature lie: (start, length, offset)."""
+
+    ids: list[int]
+    runs: list[tuple[int, int, int]]
+
+    def spans(self, start: int, mm_hash: str) -> list[MediaSpan]:
+        """The runs of an item whose tokens begin at ``start``."""
+        return [MediaSpan(start + begin, length, mm_hash, offset) for begin, length, offset in self.runs]
+
+
+class MediaLayouts:
+    """Layouts of one model's pictures, the latest of which are kept. Safe for use from several threads."""
+
+    def __init__(self, family: Family, tokenizer: Any) -> None:
+        """Raises ValueError for a tokenizer that reads an item's text otherwise within a prompt than by itself."""
+        self._family = family
+        self._tokenizer = tokenizer
+        self.of_size = lru_cache(_MAX_LAYOUTS)(self._of_size)
+        for size in TRIED_SIZES if family.takes_images else ():
+            self._check(size)
+
+    def _of_size(self, size: Size) -> Layout:
+        ids: list[int] = []
+        runs: list[tuple[int, int, int]] = []
+        offset = 0
+        for part in self._family.parts(size):
+            if isinstance(part, str):
+                ids += self._read(part)
+                continue
+            runs.append((len(ids), part, offset))
+            ids += [self._family.image_token_id] * part
+            offset += part
+        return Layout(ids, runs)
+
+    def _check(self, size: Size) -> None:
+        token: str = self._tokenizer.convert_ids_to_tokens(self._family.image_token_id)
+        text = "".join(part if isinstance(part, str) else token * part for part in self._family.parts(size))
+        before, _, after = (self._read(piece) for piece in ("a ", token, " b"))
+        ids = self._read(f"a {text} b")
+        if ids != [*before, *self.of_size(size).ids, *after]:
+            raise ValueError(
+                f"its tokenizer reads the tokens of a picture, {text[:80]!r} ..., otherwise within a text than by "
+                "themselves; copy its files from the model"
+            )
+
+    def _read(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids

@@ -1,0 +1,106 @@
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: pictures of any resolution, M-RoPE."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.models.family import TRIED_SIZES, Family, Size, blank, names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TOWER = names(
+    "depth hidden_size hidden_act num_heads in_channels patch_size spatial_merge_size temporal_patch_size",
+    "rope_parameters",
+)
+_DEEP_TOWER = _TOWER | names("intermediate_size out_hidden_size num_position_embeddings deepstack_visual_indexes")
+
+
+class QwenVL(Family):
+    """Pictures of any resolution, each resized to whole patches."""
+
+    model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    mixtures = ("qwen3_vl_moe",)
+    fields = names("image_token_id video_token_id vision_start_token_id vision_end_token_id tie_word_embeddings")
+    towers: ClassVar = {
+        "qwen2_vl_vision": _TOWER | names("embed_dim mlp_ratio"),
+        "qwen2_5_vl_vision": _TOWER | names("intermediate_size out_hidden_size window_size fullatt_block_indexes"),
+        "qwen3_vl_vision": _DEEP_TOWER,
+        "qwen3_vl_moe_vision": _DEEP_TOWER,
+    }
+    num_position_axes = 3
+    input_names = ("pixel_values", "image_grid_thw")
+
+    def __init__(self, config: Any, image_processor: Any) -> None:
+        super().__init__(config, image_processor)
+        self._merge_area: int = image_processor.merge_size**2
+        self._resize: Callable[..., tuple[int, int]] = sys.modules[type(image_processor).__module__].smart_resize
+
+    def grid(self, size: Size) -> tuple[int, int, int]:
+        """Patches of an image: (frames, rows, columns), before merging."""
+        width, height = size
+        processor = self.processor
+        rows: int
+        columns: int
+        try:
+            rows, columns = self._resize(
+                height,
+                width,
+                factor=processor.patch_size * processor.merge_size,
+                min_pixels=processor.size["shortest_edge"],
+                max_pixels=processor.size["longest_edge"],
+            )
+        except ValueError as error:
+            raise InvalidRequest(f"an image of {width}x{height} pixels cannot be used: {error}") from error
+        return 1, rows // processor.patch_size, columns // processor.patch_size
+
+    def parts(self, size: Size) -> Sequence[int | str]:
+        frames, rows, columns = self.grid(size)
+        return (frames * rows * columns // self._merge_area,)
+
+    def num_pixels(self, size: Size) -> int:
+        frames, rows, columns = self.grid(size)
+        patch: int = self.processor.patch_size
+        return frames * rows * columns * patch**2
+
+    def check(self) -> None:
+        vision, processor = self.config.vision_config, self.processor
+        for ours, theirs in (
+            ("patch_size", "patch_size"),
+            ("temporal_patch_size", "temporal_patch_size"),
+            ("spatial_merge_size", "merge_size"),
+        ):
+            wanted, found = getattr(vision, ours), getattr(processor, theirs)
+            if found not in (wanted, *(set(wanted) if isinstance(wanted, list | tuple) else ())):
+                raise ValueError(
+                    f"vision_config.{ours} is {wanted}, but {theirs} of preprocessor_config.json is {found}; "
+                    "they must be equal"
+                )
+        # the towers of Qwen2-VL call the width of what they hand out hidden_size
+        name = "out_hidden_size" if hasattr(vision, "out_hidden_size") else "hidden_size"
+        width, needed = getattr(vision, name), self.config.get_text_config().hidden_size
+        if width != needed:
+            raise ValueError(f"vision_config.{name} is {width}; it must be text_config.hidden_size, {needed}")
+        for size in TRIED_SIZES:
+            expected, made = self.grid(size), tuple(self.preprocess(blank(size))["image_grid_thw"][0].tolist())
+            if expected != made:
+                raise ValueError(
+                    f"preprocessor_config.json makes {made} patches of a picture of {size} pixels, where "
+                    f"{expected} are expected: pictures must be resized, with the sizes of its family"
+                )
+
+    def positions(self, ids: Sequence[int], sizes: Sequence[Size], model: Any) -> tuple[Tensor, int]:
+        import torch
+
+        tokens = torch.tensor([ids])
+        if not sizes:
+            return torch.arange(len(ids)).expand(3, -1), 0
+        positions, delta = model.get_rope_index(
+            tokens,
+            image_grid_thw=torch.tensor([self.grid(size) for size in sizes]),
+            mm_token_type_ids=(tokens == self.image_token_id).int(),
+        )
+        return positions[:, 0], int(delta[0, 0])

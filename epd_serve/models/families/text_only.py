@@ -1,0 +1,26 @@
+"""Llama, Mistral, Qwen2, Qwen3: language models without a tower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.models.family import Family, Size
+
+
+class TextOnly(Family):
+    """Language models without a tower; plain rotary positions."""
+
+    model_types = ("llama", "mistral", "qwen2", "qwen3")
+    modalities = ()
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.image_token_id = -1
+
+    def parts(self, size: Size) -> Sequence[int | str]:
+        raise InvalidRequest("the model takes text alone; leave out the images", param="messages")
+
+    def check(self) -> None:
+        pass

@@ -1,0 +1,78 @@
+"""The registry: one class for each family, found without torch; layouts of items with text between their rows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_models
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from epd_serve.demo import weights_dir
+from epd_serve.instance.media_layout import MediaLayouts
+from epd_serve.models.families import FAMILIES, TEXT
+from epd_serve.models.family import Family, Size
+
+
+def test_a_model_type_is_of_one_family() -> None:
+    families = set(FAMILIES.values())
+    assert {*tiny_models.KINDS, *tiny_models.TEXT_KINDS} <= set(FAMILIES)
+    assert set(Counter(name for family in families for name in family.model_types).values()) == {1}
+    assert set(TEXT) == set(tiny_models.TEXT_KINDS)
+
+
+def test_families_are_known_without_torch() -> None:
+    program = (
+        "import sys, epd_serve.models.families; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+class Rows(Family):
+    """Rows of three tokens, each with text before it."""
+
+    def parts(self, size: Size) -> Sequence[int | str]:
+        return [part for row in range(size[1] // 10) for part in (f"{self.before}row {row}", 3)]
+
+    before = "<|vision_start|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(weights_dir())
+
+
+def family(tokenizer: Any) -> Rows:
+    return Rows(SimpleNamespace(image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>")), None)
+
+
+def test_an_item_may_have_several_runs_of_rows(tokenizer: Any) -> None:
+    layouts = MediaLayouts(family(tokenizer), tokenizer)
+    layout = layouts.of_size((5, 30))
+    text = "".join(f"<|vision_start|>row {row}" + "<|image_pad|>" * 3 for row in range(3))
+    assert layout.ids == tokenizer.encode(text, add_special_tokens=False)
+    spans = layout.spans(100, "a")
+    assert [(span.length, span.offset, span.mm_hash) for span in spans] == [(3, 0, "a"), (3, 3, "a"), (3, 6, "a")]
+    image = family(tokenizer).image_token_id
+    places = [span.start - 100 + row for span in spans for row in range(span.length)]
+    assert places == [place for place, token in enumerate(layout.ids) if token == image]
+    assert layouts.of_size((5, 30)) is layout, "made once"
+
+
+def test_text_that_grows_together_with_the_prompt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A space and a word are one token in most vocabularies."""
+    monkeypatch.setattr(Rows, "before", "")
+    core = Tokenizer(BPE({"a": 0, "r": 1, "\u0120": 2, "\u0120r": 3}, [("\u0120", "r")]))
+    core.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    core.add_special_tokens(["<|image_pad|>"])
+    merging = PreTrainedTokenizerFast(tokenizer_object=core)
+    with pytest.raises(ValueError, match="copy its files from the model"):
+        MediaLayouts(family(merging), merging)
