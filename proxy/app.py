@@ -75,12 +75,12 @@ def create_app(
     crew = crew or Crew()
     config, gateway, current = settings.config, settings.gateway, Current(settings)
     arrival = ArrivalLimits.of(gateway)
-    for_vllm = config.engine == "vllm"
+    engine = "vllm" if config.engine == "vllm" else "native"
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
     admission = new_admission(current, table, metrics, crew.ledger)
     connections = NativeConnections(settings.cluster_key)
-    connect = connector(connections, vllm_targets(config) if for_vllm else None)
+    connect = connector(connections, vllm_targets(config) if engine == "vllm" else None)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
     fetcher = MediaFetcher(current)
     observer = new_observer(config, metrics, crew.ledger)
@@ -119,12 +119,14 @@ def create_app(
             routers += [rollout_router(table, Departures(switches, calls), hold, crew)]
             joining = leases_router(leases, crew)
             if gateway.admin.port is not None and crew.leads:
-                admin = create_admin_app(table, admission, settings.admin_key, crew, routers, joining)
+                admin = create_admin_app(
+                    table, admission, settings.admin_key, crew, routers, joining, engine=engine
+                )
                 running = running_admin(admin, gateway.admin, crew.admin_socket(), settings.cluster_key)
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.admin_path is not None and crew.leads:
                 routers += [joining] if app.state.files is None else [joining, files_router(app.state.files)]
-                admin = create_admin_app(table, admission, None, crew, routers)
+                admin = create_admin_app(table, admission, None, crew, routers, engine=engine)
                 await stack.enter_async_context(running_on_path(admin, app.state.admin_path))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
             loops = [poller.run(), health.run(), leases.run(), stealing.run(), give_back()]
@@ -157,7 +159,7 @@ def create_app(
         "arrival": arrival,
         "settings": current,
     }
-    served = dict(endpoints(dispatcher, calls, shared, for_vllm=for_vllm))
+    served = dict(endpoints(dispatcher, calls, shared, for_vllm=engine == "vllm"))
     for path, endpoint in served.items():
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
         app.state.endpoints[path.encode()] = endpoint
@@ -182,6 +184,7 @@ def create_app(
                 lambda: current.now.config.topology,
                 slo=config.slo,
                 is_local=settings.is_local,
+                engine=engine,
             )
         )
     follow(crew, table, admission, health, leases)

@@ -18,9 +18,11 @@ def status(deployment: Deployment = None, admin: AdminUrl = None) -> None:
     EPD_SERVE_ADMIN_KEY.
     """
     name, gateway = choose_gateway(deployment, admin)
-    instances = ask_admin(gateway, "GET", "/instances")["instances"]
+    shown = ask_admin(gateway, "GET", "/instances")
+    instances = shown["instances"]
     requests = ask_admin(gateway, "GET", "/requests")
-    typer.echo(f"{name}: {requests['running']} requests running, {requests['waiting']} waiting")
+    counts = f"{requests['running']} requests running, {requests['waiting']} waiting"
+    typer.echo(f"{name}, engine {shown['engine']}: {counts}")
     rows = [_COLUMNS, *(_row(one) for one in instances)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -45,6 +45,9 @@ def up(
         from epd_serve.launch.download import download
 
         download(config.model)
+    from epd_serve.launch.engine_choice import choose_engine
+
+    config, reason = choose_engine(config)
     if config.engine == "native" or not dry:  # vLLM's command lines may be for another machine
         from epd_serve.launch.preflight import check_deployment
 
@@ -52,9 +55,9 @@ def up(
     if dry:
         from epd_serve.launch.dry_run import dry_run
 
-        for line in dry_run(config, file, os.environ):
+        for line in dry_run(config, file, os.environ, reason):
             typer.echo(line)
         return
     from epd_serve.launch.up import Terminal, run_up
 
-    raise typer.Exit(asyncio.run(run_up(config, Terminal())))
+    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reason)))

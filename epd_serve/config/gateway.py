@@ -54,7 +54,7 @@ def check_thieves(
     thieves = {str(one.role) for one in placement if settings[str(one.role)].steals}
     if not thieves:
         return
-    if engine != "native":
+    if engine == "vllm":
         raise ValueError("steals is for engine: native; vLLM's instances take what they are given")
     if wrong := sorted(thieves - {"EPD"}):
         raise ValueError(
@@ -105,11 +105,11 @@ class FailoverConfig(Section):
         "whose processes take about a minute to start.",
     )
 
-    def wait_s_of(self, engine: Literal["native", "vllm"]) -> float:
+    def wait_s_of(self, engine: Literal["auto", "native", "vllm"]) -> float:
         """The number of seconds."""
         if self.wait_s is not None:
             return self.wait_s
-        return 10.0 if engine == "native" else 0.0
+        return 0.0 if engine == "vllm" else 10.0
 
 
 class HealthConfig(Section):

@@ -108,9 +108,11 @@ class DeploymentConfig(SharedConfig):
         min_length=1,
         description="What clients call the model; null: 'demo', the directory's name, or the hub's.",
     )
-    engine: Anew[Literal["native", "vllm"]] = Field(
-        default="native",
-        description="What computes. native: epd-serve's own engine. vllm: vLLM, and vllm-ascend on NPUs.",
+    engine: Anew[Literal["auto", "native", "vllm"]] = Field(
+        default="auto",
+        description="What computes. native: epd-serve's own engine. vllm: vLLM, and vllm-ascend on NPUs. "
+        "auto: vLLM where all devices are GPUs or NPUs and the Python that runs epd-serve has a vLLM that "
+        "fits and knows the model; else native. 'epd-serve up' says which, and why.",
     )
     vllm: VllmConfig = VllmConfig()
     devices: Hot[
@@ -213,7 +215,7 @@ class DeploymentConfig(SharedConfig):
             return self
         if self.slo.ttft_ms is None or self.slo.tpot_ms is None:
             raise ValueError("elastic.enabled needs to know what is late: set slo.ttft_ms and slo.tpot_ms")
-        if self.engine != "native":
+        if self.engine == "vllm":
             raise ValueError(f"elastic.enabled: instances of engine: {self.engine} cannot change their roles")
         return self
 
@@ -284,7 +286,7 @@ class DeploymentConfig(SharedConfig):
     @property
     def keeps_other_roles(self) -> bool:
         """Whether CPU instances keep weights of roles that they do not have."""
-        if self.engine != "native" or self.instances.keep_weights is not None:
+        if self.engine == "vllm" or self.instances.keep_weights is not None:
             return bool(self.instances.keep_weights)
         return self.gateway.admin.port is not None or self.elastic.enabled
 
@@ -300,7 +302,7 @@ class DeploymentConfig(SharedConfig):
         """From the file, else the environment. Raises ValueError where it is not there, or no key."""
         key = read_secret(self.cluster_key, "cluster_key")
         if key is None:
-            return cluster_key() if self.engine == "native" else None
+            return None if self.engine == "vllm" else cluster_key()
         return check_cluster_key(key, "cluster_key")
 
     def settings_for(self, role: str) -> InstanceSettings:

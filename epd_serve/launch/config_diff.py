@@ -33,7 +33,7 @@ class Difference:
 
 def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
     """Raise ValueError for another model, or for a change of options that all processes share."""
-    if old.engine != "native" or new.engine != "native":
+    if "vllm" in (old.engine, new.engine):
         raise ValueError(
             "apply is for engine: native; instances of vLLM keep their roles and settings. "
             "Stop the deployment and start it from the new file"

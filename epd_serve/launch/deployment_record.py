@@ -11,6 +11,7 @@ from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.role_files import rebuilt, remembered_role, replace_role_settings, with_settings
 from epd_serve.config.sections import InstanceSettings
 from epd_serve.launch.commands import PreparedInstance, sharing_weights, spec_of
+from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.types import Role
@@ -123,7 +124,8 @@ class DeploymentRecord:
 
 
 def resolved(config: DeploymentConfig) -> DeploymentConfig:
-    """Return the config with absolute paths: the gateway reads a copy of it in another directory."""
+    """Return the config with its engine chosen and with absolute paths: the gateway reads it elsewhere."""
+    config = choose_engine(config).config
     changes: dict[str, Any] = {}
     if config.trace is not None:
         changes["trace"] = str(config.trace.absolute())

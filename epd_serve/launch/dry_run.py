@@ -20,17 +20,21 @@ from epd_serve.protocol.addresses import url_of
 _PARENT = "--parent-pid"
 
 
-def dry_run(config: DeploymentConfig, file: Path | None, environment: Mapping[str, str]) -> Iterator[str]:
+def dry_run(
+    config: DeploymentConfig, file: Path | None, environment: Mapping[str, str], engine_reason: str = ""
+) -> Iterator[str]:
     """Lines: a comment and a command for each process. Nothing is started.
 
-    ``file`` is the deployment file, None for the default deployment. What this machine lacks for vLLM is a
-    comment: its lines may be for another machine. The native engine's deployment has been checked before.
+    ``file`` is the deployment file, None for the default deployment; ``engine_reason`` says why its engine was
+    chosen. What this machine lacks for vLLM is a comment: its lines may be for another machine. The native
+    engine's deployment has been checked before.
     Raises ValueError where this machine's vLLM does not fit, or a port is taken.
     """
     config = resolved(config)
     ports, note = _ports(config)
     shown = str(file) if file else "DEPLOYMENT.yaml"
-    yield f"# {config.topology} on {', '.join(config.devices)}, engine: {config.engine}"
+    why = f" ({engine_reason})" if engine_reason else ""
+    yield f"# {config.topology} on {', '.join(config.devices)}, engine: {config.engine}{why}"
     if config.engine == "vllm":
         yield from note
         yield from _vllm(config, ports.instances, environment)
@@ -51,7 +55,7 @@ def _ports(config: DeploymentConfig) -> tuple[Ports, list[str]]:
     try:
         return choose_ports(config), []
     except ValueError as error:
-        if config.engine == "native" or not config.instances.base_port:
+        if config.engine != "vllm" or not config.instances.base_port:
             raise
         numbers = tuple(int(url.rpartition(":")[2]) for _, url in instance_urls(config))
         return Ports(gateway=config.gateway.port, instances=numbers), [f"# not on this machine: {error}"]

@@ -15,6 +15,7 @@ from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.model_files import check_model_files, read_model_config
 from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
 from epd_serve.cost.shape import LanguageShape, shape_from_config
+from epd_serve.launch.engine_choice import vllm_knows
 from epd_serve.launch.ports import choose_ports
 from epd_serve.models.families import FAMILIES, MIXTURES_OF_EXPERTS, TEXT
 from epd_serve.models.sharding import check_heads, check_width
@@ -53,7 +54,7 @@ def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShap
     Raises ValueError for a model that the engine cannot serve as the deployment has it.
     """
     path = model_path(config.model)
-    if config.engine != "native":
+    if config.engine == "vllm":
         return None
     content = read_model_config(path)
     _check_family(path, content)
@@ -88,15 +89,12 @@ def _check_family(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _vllm_advice(content: Mapping[str, Any]) -> str:
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
+    if importlib.util.find_spec("vllm") is None:
         return "With vLLM installed, engine: vllm serves many more (docs/guide/vllm.md)"
-    names = [str(name) for name in content.get("architectures") or ()]
-    registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
-    known = registry.read_text(encoding="utf-8") if registry.is_file() else ""
-    if any(f'"{name}"' in known for name in names):
+    if vllm_knows(content):
         return "The vLLM that is installed here knows it: write engine: vllm"
-    return f"Nor does the vLLM that is installed here know {', '.join(names) or 'it'}"
+    names = ", ".join(map(str, content.get("architectures") or ()))
+    return f"Nor does the vLLM that is installed here know {names or 'it'}"
 
 
 def _dtype(config: DeploymentConfig, content: Mapping[str, Any]) -> str:
@@ -153,7 +151,7 @@ def device_faults(config: DeploymentConfig, environment: Mapping[str, str]) -> I
     devices = list(dict.fromkeys(device for placed in config.placement() for device in placed.devices))
     for kind in dict.fromkeys(device.partition(":")[0] for device in devices):
         own = [device for device in devices if device.partition(":")[0] == kind]
-        lack = torch_lacks(kind) if config.engine == "native" else ""
+        lack = "" if config.engine == "vllm" else torch_lacks(kind)
         if kind in ("cuda", "npu") and not lack and (reason := accelerators(kind).reason):
             lack = f"{reason}; on this machine write devices: [cpu]"
         if lack:

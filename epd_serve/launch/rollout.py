@@ -122,8 +122,10 @@ class Rollout:
         notes = []
         if config.gateway.host != old.gateway.host or config.gateway.port not in (old.gateway.port, port):
             notes.append(f"the gateway stays at {old.gateway.host} port {port} until another start")
-        address = {"host": old.gateway.host, "port": old.gateway.port}
-        config = change_config(resolved(config), {"gateway": address})
+        changes: dict[str, Any] = {"gateway": {"host": old.gateway.host, "port": old.gateway.port}}
+        if config.engine == "auto":
+            changes["engine"] = old.engine
+        config = resolved(change_config(config, changes))
         check_same_deployment(old, config)
         if self._record.admin is None:
             raise ValueError("this deployment was started without a way to change it")

@@ -31,12 +31,14 @@ from epd_serve.models.families import TEXT
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-async def run_up(config: DeploymentConfig, console: Console) -> int:
+async def run_up(config: DeploymentConfig, console: Console, engine_reason: str = "") -> int:
     """Start, show progress, say what to type next, and stay until a signal or a death.
 
     Returns the exit code: 0 after a signal, 1 when a process died for good. A second signal ends everything at
     once. Raises ValueError where a port is taken or the model is not there.
     """
+    if engine_reason:
+        _say(console, f"engine: {config.engine} ({engine_reason})")
     for note in _notes(config):
         _say(console, f"note: {note}")
     stop = asyncio.Event()
@@ -125,7 +127,7 @@ def _ready_text(deployment: LocalDeployment) -> str:
 
 
 def _is_text_model(config: DeploymentConfig) -> bool:
-    return config.engine == "native" and read_model_config(model_path(config.model)).get("model_type") in TEXT
+    return config.engine != "vllm" and read_model_config(model_path(config.model)).get("model_type") in TEXT
 
 
 def _notes(config: DeploymentConfig) -> list[str]:

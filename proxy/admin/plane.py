@@ -41,6 +41,8 @@ def create_admin_app(
     crew: Crew,
     routers: Sequence[APIRouter] = (),
     joining: APIRouter | None = None,
+    *,
+    engine: str = "native",
 ) -> FastAPI:
     """``GET /instances``, ``/requests`` and ``/workers`` of all the crew, and ``routers``, all behind ``key``.
     ``joining`` is for those that have proved the cluster's key, too, and for nobody who has neither."""
@@ -51,7 +53,8 @@ def create_admin_app(
     async def instances() -> JSONResponse:
         """Every instance as the gateway sees it."""
         calls = await in_flight_everywhere(crew, table)
-        return JSONResponse({"instances": [_describe(record, calls.get(record.name, {})) for record in table]})
+        instances = [_describe(record, calls.get(record.name, {})) for record in table]
+        return JSONResponse({"engine": engine, "instances": instances})
 
     @router.get("/requests")
     async def requests() -> JSONResponse:

@@ -62,6 +62,7 @@ def dashboard_router(
     *,
     slo: SLOConfig | None = None,
     is_local: bool = False,
+    engine: str = "native",
 ) -> APIRouter:
     """The page is open to all and shows nothing by itself; its data ask for an API key where there are any.
     Without keys, no page of another site may read them; ``is_local``: the gateway listens on loopback.
@@ -94,6 +95,7 @@ def dashboard_router(
     async def data(range_s: int = 60) -> Response:
         others = await crew.ask("dashboard", Part)
         shown = snapshot(table, observer, admission, topology(), others, slo=slo, range_s=range_s)
+        shown["engine"] = engine
         return Response(
             msgspec.json.encode(shown), media_type="application/json", headers={"cache-control": "no-store"}
         )

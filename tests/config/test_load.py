@@ -26,7 +26,7 @@ def test_an_empty_file_is_the_default_deployment() -> None:
         ("topology: E-PD\ndevices:\n  - cuda:0\n  - gpu", 4, "devices.1: 'gpu' is no device; write cpu, cuda:0"),
         ("devices: [npu]", 1, "'npu' lacks an index; write npu:0"),
         ("devices: cpu", 1, "expected a list, as in [cpu]"),
-        ("engine: llama", 1, "engine: 'llama' is not possible here; write native or vllm"),
+        ("engine: llama", 1, "engine: 'llama' is not possible here; write auto, native or vllm"),
         ("engine: vllm\ninstances:\n  engine_args: {port: 1}", 3, "port is not set here; use instances.base_port"),
         ("dtype: fp32", 1, "dtype: 'fp32' is not possible here; write auto, float32, bfloat16 or float16"),
         ("instances:\n  block_size: 0", 2, "instances.block_size: write 1 or more, not 0"),

@@ -24,7 +24,7 @@ INSTANCES = [
     {"name": "p0", "role": None, "ready": False, "in_flight": {}, "device": None, "load": None},
 ]
 ANSWERS: dict[str, Any] = {
-    "/instances": {"instances": INSTANCES},
+    "/instances": {"engine": "vllm", "instances": INSTANCES},
     "/requests": {"running": 3, "waiting": 4},
     "/instances/e0/role": {"from": "E", "to": "D", "seconds": 0.25, "drain_s": 0.125},
 }
@@ -101,7 +101,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 
 
 TABLE = """\
-{name}: 3 requests running, 4 waiting
+{name}, engine vllm: 3 requests running, 4 waiting
 instance  role  state      device  in flight  waiting
 e0        E     ready      cpu     1          3
 p0        ?     not ready  ?       0          0

@@ -1,0 +1,61 @@
+"""The choice of ``engine: auto``: vLLM on GPUs and NPUs where it is installed and knows the model, else native."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from epd_serve.config import DEMO_MODEL, DeploymentConfig, change_config, model_path
+from epd_serve.config.model_files import read_model_config
+from epd_serve.launch.vllm import check_engine
+
+
+class EngineChoice(NamedTuple):
+    """The deployment with its engine, and the reason for it; "" where its file names the engine."""
+
+    config: DeploymentConfig
+    reason: str
+
+
+def choose_engine(config: DeploymentConfig) -> EngineChoice:
+    """Decide what computes where ``engine`` is auto; another deployment is returned as it is."""
+    if config.engine != "auto":
+        return EngineChoice(config, "")
+    if reason := _against_vllm(config):
+        return EngineChoice(change_config(config, {"engine": "native"}), reason)
+    chosen = change_config(config, {"engine": "vllm"})
+    return EngineChoice(chosen, f"vLLM {check_engine(chosen).vllm} is installed here and knows the model")
+
+
+def _against_vllm(config: DeploymentConfig) -> str:
+    """The reason against vLLM; "" for none."""
+    kinds = {device.partition(":")[0] for one in config.placement() for device in one.devices}
+    if others := kinds - {"cuda", "npu"}:
+        return f"vLLM is chosen for GPUs and NPUs, and the devices are {', '.join(sorted(others))}"
+    if config.model == DEMO_MODEL:
+        return "the built-in model is the native engine's"
+    try:
+        chosen = change_config(config, {"engine": "vllm"})
+        content = read_model_config(model_path(config.model))
+        check_engine(chosen)
+    except ValueError as error:  # no vLLM, one that does not fit, or an option of the native engine alone
+        return str(error)
+    return (
+        "" if vllm_knows(content) else f"the vLLM that is installed here does not know {_architectures(content)}"
+    )
+
+
+def vllm_knows(content: Mapping[str, Any]) -> bool:
+    """Whether the vLLM of this Python has the architecture of a ``config.json``; False where there is no vLLM."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return False
+    registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
+    known = registry.read_text(encoding="utf-8") if registry.is_file() else ""
+    return any(f'"{name}"' in known for name in content.get("architectures") or ())
+
+
+def _architectures(content: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, content.get("architectures") or ())) or "the model, whose config.json names none"
