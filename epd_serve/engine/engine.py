@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
+from epd_serve.engine.computing import SampledToken, StepResult
 from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, PromptEvent, TokenEvent
-from epd_serve.engine.runner import StepResult
-from epd_serve.engine.sampler import SampledToken
 from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import Load
 from epd_serve.sched.block_tables import BlockMemory

@@ -6,11 +6,9 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import Tensor
-
-from epd_serve.engine.sampler import SampledToken
+from epd_serve.engine.computing import SampledToken
 from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.sched.schedule import ScheduleOutput
@@ -99,7 +97,7 @@ class EngineHooks(Protocol):
     ``turn``. A class that derives from this one begins with no features, no pacing and no receiver of events.
     """
 
-    def feature(self, mm_hash: str) -> Tensor | None:
+    def feature(self, mm_hash: str) -> Any | None:
         """Encoder output [tokens, width] for a step that needs it now; may fetch it first. None: there is none."""
         return None
 

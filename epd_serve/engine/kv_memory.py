@@ -161,6 +161,10 @@ class KVMemory:
                     pieces.append(((there + remote_block) * size, self._bytes[start : start + count * size]))
         return pieces
 
+    def nbytes(self, num_layers: int, num_blocks: int) -> int:
+        """Bytes of so many blocks in so many layers."""
+        return 2 * self.block_bytes * num_layers * num_blocks
+
     def stage(self, layers: range, blocks: Sequence[int]) -> None:
         """Bring blocks of some layers from the cache into the slab."""
         if self._followers is None:

@@ -13,24 +13,13 @@ from torch import Tensor
 
 from device.base import AttentionOps
 from device.copies import Readback
+from epd_serve.engine.computing import StepResult
 from epd_serve.engine.followers import Followers
-from epd_serve.engine.sampler import PromptLogprobs, Row, SampledToken, Sampler, Sampling
+from epd_serve.engine.sampler import PromptLogprobs, Row, Sampler, Sampling
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import Fed, StepInputs, on_device
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sequence import PLACEHOLDER, Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The tokens that a step sampled.
-
-    ``first`` has the ``n`` first tokens of each sequence whose prompt ended in this step, ``decoded`` the next one
-    of each other.
-    """
-
-    decoded: list[tuple[Sequence, SampledToken]]
-    first: list[tuple[Sequence, list[SampledToken]]]
 
 
 class LanguageRunner:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from device.base import AttentionOps
 from device.copies import Readback, to_device
+from epd_serve.engine.computing import SampledToken
 from epd_serve.engine.constraints import is_restricted, mask_ends, restrict
 from epd_serve.engine.step_inputs import StepInputs, integers, on_device
 from epd_serve.protocol.wire import TokenLogprob
@@ -201,12 +202,6 @@ def _temperatures(like: Tensor, rows: AbstractSequence[Row]) -> Tensor:
 
 def _column(like: Tensor, values: list[float]) -> Tensor:
     return on_device(like, values, torch.float32).unsqueeze(1)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    token_id: int
-    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)

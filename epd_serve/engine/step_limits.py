@@ -5,22 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Callable
 from functools import partial
-
-import torch
 
 from device.base import Device
 from epd_serve import __version__
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.measurements import IMAGE_SIDE, Measurements, StepTimer, cache_dir, encode_seconds
-from epd_serve.engine.runner import LanguageRunner
-from epd_serve.models.family import Family
-from epd_serve.models.tower import Tower
+from epd_serve.engine.measurements import IMAGE_SIDE, Measurements, cache_dir
 from epd_serve.sched.queues import Order, fcfs, sjf, slack
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.step_cost import Found, StepCost, latency_limit_s, search_budget, work_done
-from epd_serve.sched.step_sizes import Limits, size_steps
+from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
 from epd_serve.sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -52,12 +48,16 @@ class StepLimits:
 
     # ------------------------------------------------------------------ at the start
 
-    def find_image_budget(self, tower: Tower, family: Family) -> int:
-        """The largest batch of images within the limit, in pixels; one image at least."""
-        area = family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))
+    def find_image_budget(self, area: int, seconds: Callable[[int], float]) -> int:
+        """The largest batch of images within the limit, in pixels; one image at least.
+
+        Args:
+            area: pixels that the tower sees of a square image of 448 pixels.
+            seconds: the time to encode so many of these.
+        """
         if self.limit_s is not None:
             found = search_budget(
-                lambda count: self._known.get(f"encode {count}", lambda: encode_seconds(tower, family, count)),
+                lambda count: self._known.get(f"encode {count}", lambda: seconds(count)),
                 self.limit_s,
                 1,
                 max(1, self.image_budget_pixels // area),
@@ -67,10 +67,8 @@ class StepLimits:
             self.image_budget_pixels = found.size * area
         return self.image_budget_pixels
 
-    def find_budget(
-        self, runner: LanguageRunner, *, num_blocks: int, num_position_axes: int, max_model_len: int
-    ) -> Budget:
-        """The budget of a step, measured while nothing else uses the KV pool (:func:`size_steps`).
+    def find_budget(self, seconds: Callable[[StepShape], float], *, num_blocks: int, max_model_len: int) -> Budget:
+        """The budget of a step by the ``seconds`` of some (:func:`size_steps`).
 
         What a step of many kinds takes follows from a fit of all that was measured: it bounds the chunks of a step
         and the sequences that are let in.
@@ -78,7 +76,6 @@ class StepLimits:
         if self.limit_s is None and self._options.batching.order != "slack":
             return self.budget
         block = self._options.tokens_per_block
-        timer = StepTimer(runner, num_blocks=num_blocks, block_size=block, num_position_axes=num_position_axes)
         limits = Limits(
             latency_s=self.limit_s,
             decodes=self._options.role.decodes,
@@ -88,7 +85,7 @@ class StepLimits:
             block_size=block,
             max_model_len=max_model_len,
         )
-        sizes = size_steps(lambda shape: self._known.get(f"step {shape}", lambda: timer.seconds(shape)), limits)
+        sizes = size_steps(lambda shape: self._known.get(f"step {shape}", lambda: seconds(shape)), limits)
         self._known.save()
         if limits.decode_s is not None and sizes.decodes is not None:
             self._report("decodes", sizes.decodes, limits.decode_s)
@@ -156,11 +153,12 @@ class StepLimits:
         }
 
 
-def measurements(options: InstanceOptions, device: Device, fingerprint: str) -> Measurements:
+def measurements(options: InstanceOptions, device: Device, fingerprint: str, torch: str = "") -> Measurements:
     """The known measurements of an instance like this one, in this user's cache.
 
     Args:
         fingerprint: of the model and the dtype.
+        torch: its version.
     """
     about: dict[str, str | int | None] = {
         "role": str(options.role),  # instances of different roles start at once and measure different things
@@ -173,6 +171,6 @@ def measurements(options: InstanceOptions, device: Device, fingerprint: str) -> 
         "max_num_seqs": options.max_num_seqs,
         "block_size": options.tokens_per_block,
         "epd_serve": __version__,
-        "torch": str(torch.__version__),
+        "torch": torch,
     }
     return Measurements(cache_dir(os.environ), about)

@@ -9,12 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import Tensor
-
+from epd_serve.engine.computing import LaunchedStep, Runner, StepResult
 from epd_serve.engine.engine import Engine
 from epd_serve.engine.hooks import EngineEvent, EngineHooks
-from epd_serve.engine.runner import LanguageRunner, LaunchedStep, StepResult
 from epd_serve.sched.schedule import ScheduleOutput, possible_prefills
 from epd_serve.sequence import Sequence
 from epd_serve.transfer.grouping import group_ends
@@ -36,7 +35,7 @@ class StepLoop:
     def __init__(
         self,
         engine: Engine,
-        runner: LanguageRunner,
+        runner: Runner,
         hooks: EngineHooks,
         *,
         push: KVPush | None = None,
@@ -103,7 +102,7 @@ class StepLoop:
 
     def _launch(self, output: ScheduleOutput, before: InFlightStep | None) -> InFlightStep:
         """Give a step to the device, as far as its features can be had."""
-        features: dict[str, Tensor] = {}
+        features: dict[str, Any] = {}
 
         def take(mm_hash: str) -> bool:
             feature = features.get(mm_hash)

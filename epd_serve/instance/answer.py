@@ -7,9 +7,9 @@ import codecs
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from epd_serve.engine.constraints import Patterns
 from epd_serve.engine.engine import Engine
 from epd_serve.engine.hooks import EngineEvent, FailureEvent, TokenEvent
+from epd_serve.engine.patterns import Patterns
 from epd_serve.errors import ServeError
 from epd_serve.instance.detokenizer import Detokenizer, Vocabulary
 from epd_serve.instance.http import JSON, BrokenStream, Header, Reply

@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from epd_serve.cache.block_pool import num_blocks_for
-from epd_serve.engine.constraints import Constraint
+from epd_serve.engine.computing import KVCacheMemory
 from epd_serve.engine.engine import Engine
 from epd_serve.engine.hooks import EngineEvent
-from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.errors import (
     NO_ROOM,
     PEER_UNREACHABLE,
@@ -34,6 +34,9 @@ from epd_serve.transfer.reservation import Reservation, ReservationState, Reserv
 from epd_serve.transfer.shared_memory import is_being_written
 from epd_serve.transfer.transport import PeerGone, TransferError, Transport
 from epd_serve.types import Grammar
+
+if TYPE_CHECKING:
+    from epd_serve.engine.constraints import Constraint
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +80,7 @@ class DecodeService:
     def __init__(
         self,
         engine: Engine,
-        memory: KVMemory,
+        memory: KVCacheMemory,
         vocabulary: Vocabulary,
         layout: wire.KVLayout,
         *,
@@ -377,7 +380,8 @@ class DecodeService:
         )
         start = time.monotonic()
         self._transport.read(request.region, pieces)
-        self._on_read(sum(data.nbytes for _, data in pieces), time.monotonic() - start)
+        num_bytes = self._memory.nbytes(len(layers), len(reply.block_ids) - first)
+        self._on_read(num_bytes, time.monotonic() - start)
 
     def cancel(self, ref: wire.TransferRef) -> None:
         """P has stopped writing; with a reason, the request has failed. Idempotent."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from epd_serve.engine.constraints import Patterns
+from epd_serve.engine.patterns import Patterns
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"

@@ -6,28 +6,27 @@ import asyncio
 import io
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import torch
-from PIL import Image
-from torch import Tensor
 
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.errors import PREPARATION_FULL, WEDGED, InstanceFailed, InvalidRequest, ServeError
 from epd_serve.instance.http import Peers
-from epd_serve.instance.request_processor import S_PER_PIXEL, RequestProcessor
-from epd_serve.media.decoder_pool import DecoderPool
-from epd_serve.models.family import Family, TowerInputs, blank
-from epd_serve.models.tower import Tower
+from epd_serve.instance.request_processor import S_PER_PIXEL, Place, RequestProcessor
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.encode import HandoffBatcher, schedule_encodes
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
+
+if TYPE_CHECKING:
+    from epd_serve.media.decoder_pool import DecoderPool
+    from epd_serve.models.family import Family
 
 logger = logging.getLogger(__name__)
 
@@ -50,18 +49,48 @@ class _Item:
     """
 
     mm_hash: str
-    inputs: TowerInputs
+    inputs: Any
     num_pixels: int
     num_original_pixels: int
     begun_s: float
     feature: asyncio.Future[_Encoded]
 
 
+class Tower(Protocol):
+    """Makes features of pictures."""
+
+    num_parameters: int
+
+    def encode(self, batch: Sequence[Any]) -> list[Any]:
+        """One feature for each picture's inputs, in order: an array on the host, [tokens, width]."""
+        ...
+
+
+class Decoders(Protocol):
+    """What turns media files into the tower's inputs, where that takes processes."""
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+#: A picture's file, what it is, and the place that it takes → the tower's inputs. Raises InvalidRequest.
+Prepare = Callable[[bytes, MediaRef, Place], Awaitable[Any]]
+
+
+def tensor_data(feature: Any) -> memoryview:
+    """The bytes of a tensor on the host."""
+    import torch
+
+    data: memoryview = feature.view(torch.uint8).numpy().reshape(-1).data
+    return data
+
+
 @dataclass(frozen=True, slots=True)
 class _Encoded:
     """A feature, and when the batch that made it began and ended."""
 
-    feature: Tensor
+    feature: Any
     batch_s: tuple[float, float]
 
 
@@ -78,7 +107,8 @@ class EncodeService:
         stream: on which the tower runs.
         may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
             yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
-        decoders: decode images. processor: preprocesses them.
+        decoders: decode images. processor: preprocesses them. prepare: does both; None: as ``family`` has it.
+        data_of: the bytes of a feature.
         feature_timeout_s: how long consumers wait for a feature.
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
@@ -96,8 +126,10 @@ class EncodeService:
         family: Family,
         peers: Peers,
         *,
-        decoders: DecoderPool,
+        decoders: Decoders,
         processor: RequestProcessor,
+        prepare: Prepare | None = None,
+        data_of: Callable[[Any], memoryview] = tensor_data,
         feature_timeout_s: float,
         url: str = "",
         may_start: Callable[[], bool] = lambda: True,
@@ -110,6 +142,8 @@ class EncodeService:
         self._family = family
         self._peers = peers
         self._decoders = decoders
+        self._prepare = prepare or _decoding(decoders, family)
+        self._data_of = data_of
         self._url = url
         self._processor = processor
         self._feature_timeout_s = feature_timeout_s
@@ -148,7 +182,7 @@ class EncodeService:
     def serve(
         self,
         store: FeatureStore,
-        deliver_here: Callable[[str, MediaRef, Tensor], Awaitable[None]] | None,
+        deliver_here: Callable[[str, MediaRef, Any], Awaitable[None]] | None,
         *,
         image_budget_pixels: int,
         feature_batch: tuple[int, float],
@@ -185,7 +219,7 @@ class EncodeService:
         loop = asyncio.get_running_loop()
         await asyncio.gather(
             _prove(
-                asyncio.ensure_future(self._prepared(_PROBE, _PROBE_REF)),
+                asyncio.ensure_future(self._prepared(_probe(), _PROBE_REF)),
                 lambda: self._processor.num_done["media"],
                 timeout_s,
                 "no image could be prepared",
@@ -199,7 +233,7 @@ class EncodeService:
         )
 
     def _encode_nothing(self, tower: Tower) -> None:
-        inputs = self._family.preprocess(blank(_PROBE_SIZE))
+        inputs = self._family.blank_inputs(_PROBE_SIZE)
         with self._stream.encoding(_PROBE_SIZE[0] * _PROBE_SIZE[1]):
             tower.encode([inputs])
 
@@ -310,14 +344,13 @@ class EncodeService:
             if item in self._waiting:
                 self._waiting.remove(item)
 
-    async def _prepared(self, media: bytes, ref: MediaRef, *, is_own: bool = False) -> tuple[TowerInputs, float]:
+    async def _prepared(self, media: bytes, ref: MediaRef, *, is_own: bool = False) -> tuple[Any, float]:
         """Return the tower's inputs, and when this began. ``is_own``: this instance itself needs the item."""
         size = ref.width, ref.height
         timeout_s = self._feature_timeout_s * (_OWN_PART if is_own else _PART)
         async with self._processor.place("media", size[0] * size[1] * S_PER_PIXEL, timeout_s) as place:
             begun_s = time.monotonic()
-            async with self._decoders.decoded(media, size, place, low_detail=ref.low_detail) as pixels:
-                return await place.run(self._family.preprocess, pixels), begun_s
+            return await self._prepare(media, ref, place), begun_s
 
     async def _run(self) -> None:
         while True:
@@ -360,7 +393,7 @@ class EncodeService:
             if not item.feature.done():
                 item.feature.set_result(_Encoded(feature, batch_s))
 
-    def _encode(self, batch: list[_Item], was_held: bool) -> tuple[list[Tensor], tuple[float, float]]:
+    def _encode(self, batch: list[_Item], was_held: bool) -> tuple[list[Any], tuple[float, float]]:
         start = time.monotonic()
         tower = self._loaded_tower()
         loaded = time.monotonic()
@@ -384,8 +417,8 @@ class EncodeService:
                 self._tower = self._load_tower()
         return self._tower
 
-    async def _put(self, mm_hash: str, feature: Tensor, owner: str) -> StoredFeature:
-        data = feature.view(torch.uint8).numpy().reshape(-1).data
+    async def _put(self, mm_hash: str, feature: Any, owner: str) -> StoredFeature:
+        data = self._data_of(feature)
         dtype = str(feature.dtype).removeprefix("torch.")
         while True:
             try:
@@ -414,11 +447,25 @@ async def _prove(
         proof.cancel()
 
 
-def _picture(size: tuple[int, int]) -> bytes:
+def _decoding(decoders: Any, family: Family) -> Prepare:
+    pool: DecoderPool = decoders
+
+    async def prepare(media: bytes, ref: MediaRef, place: Place) -> Any:
+        size = ref.width, ref.height
+        async with pool.decoded(media, size, place, low_detail=ref.low_detail) as pixels:
+            return await place.run(family.preprocess, pixels)
+
+    return prepare
+
+
+@cache
+def _probe() -> bytes:
+    """A picture of the smallest size there is."""
+    from PIL import Image
+
     file = io.BytesIO()
-    Image.new("RGB", size).save(file, "PNG")
+    Image.new("RGB", _PROBE_SIZE).save(file, "PNG")
     return file.getvalue()
 
 
-#: A picture of the smallest size there is.
-_PROBE, _PROBE_REF = _picture(_PROBE_SIZE), MediaRef("", *_PROBE_SIZE)
+_PROBE_REF = MediaRef("", *_PROBE_SIZE)

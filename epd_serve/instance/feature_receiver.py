@@ -7,10 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
-
-import torch
-from torch import Tensor
 
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed
@@ -84,7 +82,7 @@ class FeatureReceiver:
         clock: Callable[[], float],
         observe: Callable[[FetchTiming], None] = lambda timing: None,
     ) -> None:
-        self._cache: FeatureCache[Tensor] = FeatureCache(capacity_bytes, IDLE_FEATURES)
+        self._cache: FeatureCache[Feature] = FeatureCache(capacity_bytes, IDLE_FEATURES)
         self._fetch_bytes = fetch
         self._form = form
         self._arrived = arrived
@@ -109,7 +107,7 @@ class FeatureReceiver:
     def num_owners(self) -> int:
         return self._cache.num_owners
 
-    def get(self, mm_hash: str) -> Tensor | None:
+    def get(self, mm_hash: str) -> Feature | None:
         """The feature if it is here. Any thread."""
         return self._cache.get(mm_hash)
 
@@ -119,7 +117,7 @@ class FeatureReceiver:
         """Whether :meth:`use` is worth calling."""
         return self.get(mm_hash) is not None
 
-    def use(self, mm_hash: str) -> Tensor | None:
+    def use(self, mm_hash: str) -> Feature | None:
         """The feature for a step; None where it is not here."""
         feature = self.get(mm_hash)
         if feature is not None and (self._fetches or self._starved):
@@ -226,12 +224,12 @@ class FeatureReceiver:
             elif not self._is_over(event.request_id):
                 self._hold(event.mm_hash, event.request_id)
 
-    async def take(self, request_id: str, item: MediaRef, feature: Tensor) -> None:
+    async def take(self, request_id: str, item: MediaRef, feature: Feature) -> None:
         """Take in a feature that this instance has encoded itself. Raises InstanceFailed for one that is wrong."""
         self._check(item.mm_hash, feature, (item.width, item.height))
         await self._take_in(request_id, item.mm_hash, feature)
 
-    async def _take_in(self, request_id: str, mm_hash: str, feature: Tensor) -> None:
+    async def _take_in(self, request_id: str, mm_hash: str, feature: Feature) -> None:
         await self._wait_for_room(mm_hash, feature.nbytes)
         if self._is_over(request_id):
             return
@@ -256,7 +254,7 @@ class FeatureReceiver:
                 self._wanted[other].set()
         self._arrived()
 
-    def _check(self, mm_hash: str, feature: Tensor, size: tuple[int, int]) -> None:
+    def _check(self, mm_hash: str, feature: Feature, size: tuple[int, int]) -> None:
         self._form.check(mm_hash, feature.shape, str(feature.dtype).removeprefix("torch."), size)
 
     def check_integrity(self) -> None:
@@ -269,18 +267,42 @@ class FeatureReceiver:
                 return
             await asyncio.sleep(_RETRY_ROOM_S)
 
-    def _fetch(self, event: FeatureEvent) -> Tensor:
+    def _fetch(self, event: FeatureEvent) -> Feature:
         try:
             data = self._fetch_bytes(event)
         except TransferError as error:
             code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
             raise InstanceFailed(f"feature {event.mm_hash[:12]} cannot be fetched: {error}", code=code) from error
         try:
-            return torch.frombuffer(data, dtype=getattr(torch, event.dtype)).view(event.shape)
+            return self._form.read(data, event.shape, event.dtype)
         except (RuntimeError, ValueError, AttributeError, TypeError) as error:
             raise InstanceFailed(
                 f"feature {event.mm_hash[:12]} of {event.nbytes} bytes is no {event.shape} {event.dtype}: {error}"
             ) from error
+
+
+class Feature(Protocol):
+    """A picture as the language model takes it, on the host. A tensor is one."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """[tokens, width]"""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """A name such as ``float32``, or torch's."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+def tensor_of(data: bytearray, shape: Sequence[int], dtype: str) -> Any:
+    """Bytes as a tensor."""
+    import torch
+
+    return torch.frombuffer(data, dtype=getattr(torch, dtype)).view(shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,11 +311,13 @@ class FeatureForm:
 
     Attributes:
         num_tokens: placeholder tokens of an image of (width, height) pixels.
+        read: bytes, shape and dtype → the feature; called on a thread once they are here.
     """
 
     dtype: str
     width: int
     num_tokens: Callable[[tuple[int, int]], int]
+    read: Callable[[bytearray, Sequence[int], str], Feature] = tensor_of
 
     def check(self, mm_hash: str, shape: Sequence[int], dtype: str, size: tuple[int, int]) -> None:
         """Raise InstanceFailed for a feature that is none of this model's for an image of ``size`` pixels."""

@@ -11,21 +11,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
-from torch import Tensor
 
 from device.base import Device
-from device.registry import get_device
 from epd_serve.config import InstanceOptions
-from epd_serve.config.model_files import check_model_files
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.engine.dual_stream import DualStream, VisionHold
-from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
-from epd_serve.engine.step_limits import StepLimits, measurements
+from epd_serve.engine.measurements import IMAGE_SIDE
+from epd_serve.engine.step_limits import StepLimits
 from epd_serve.errors import DRAINING, Unavailable
 from epd_serve.factories import factory
 from epd_serve.instance.calls import ControlCalls
@@ -35,18 +31,13 @@ from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.http import Peers
 from epd_serve.instance.language_engine import LanguageEngine, end_process
-from epd_serve.instance.language_weights import LanguageWeights
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, SwitchState, left
 from epd_serve.instance.metrics import InstanceMetrics
+from epd_serve.instance.model import Language, open_device, open_model
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
-from epd_serve.media.decoder_pool import DecoderPool
-from epd_serve.media.picture import MediaLimits
-from epd_serve.models.family import Family
-from epd_serve.models.loader import load_family, media_fingerprint
-from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
 from epd_serve.telemetry.otel import StageExport, span_export
@@ -62,8 +53,6 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING_S = 0.25
 #: Pixels of an image for which tokens per pixel are given.
 _TYPICAL_SIZE = (448, 448)
-#: The gateway applies the operator's limits; an instance only guards itself.
-_MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
 
 
 class Instance:
@@ -74,8 +63,7 @@ class Instance:
         self.url = url_of(options.host, options.port)
         self.ready = False
         self.language: LanguageEngine | None = None
-        self.path = Path(options.model)
-        self.device: Device = get_device(options.devices[0])
+        self.device: Device = open_device(options)
         self.streams = DualStream(options, self.device)
         self._tasks: set[asyncio.Task[None]] = set()
         # where Mooncake takes nothing, an instance's own store does
@@ -94,19 +82,15 @@ class Instance:
         self.refusals = Refusals(options.name)
         self.lifecycle = Lifecycle(self, options.role)
         self.reports = Reporter(self.load, self.check_started, state=self._state)
-        self._weights: LanguageWeights | None = None
+        self._weights: Language | None = None
 
     async def start(self) -> None:
         """Load what the role needs. Raises ValueError for a model or device that cannot serve it."""
         options = self.options
         self.loop = asyncio.get_running_loop()
-        await asyncio.to_thread(check_model_files, self.path)
-        self.family: Family = await asyncio.to_thread(load_family, self.path)
+        self.model = await asyncio.to_thread(open_model, options, self.device)
+        self.family = self.model.family
         self._check_tower(options.role)
-        self.dtype = resolve_dtype(options.dtype, self.family.config)
-        check_dtype(self.dtype, self.device)
-        dtype_name = str(self.dtype).removeprefix("torch.")
-        self.fingerprint = await asyncio.to_thread(media_fingerprint, self.path, dtype_name)
         self.transport = await asyncio.to_thread(start_transport, options, self.device.type)
         self.peers = Peers()
         self.store = await self._new_store()
@@ -115,15 +99,14 @@ class Instance:
             queue_timeout_s=options.queue_timeout_s,
             put=self.spans.put,
         )
-        self.decoders = DecoderPool(
-            num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
-        )
         self.encode = EncodeService(
-            partial(Tower, self.path, self.dtype, self.device, self.streams.tower.between_layers),
+            partial(self.model.tower, self.streams.tower.between_layers),
             self.family,
             self.peers,
-            decoders=self.decoders,
+            decoders=self.model.decoders,
             processor=self.processor,
+            prepare=self.model.prepare,
+            data_of=self.model.data_of,
             feature_timeout_s=options.feature_timeout_s,
             on_delivered=self.timeline.encoded,
             put=self.spans.put,
@@ -148,7 +131,7 @@ class Instance:
         self.streams.language.hold = (
             VisionHold(lambda: encode.num_waiting, encode.reconsider) if options.steals else None
         )
-        self.limits = StepLimits(options, measurements(options, self.device, self.fingerprint))
+        self.limits = StepLimits(options, self.model.measurements())
         self.encode.serve(
             self.store,
             self._deliver_here if role.has_language_model else None,
@@ -156,13 +139,17 @@ class Instance:
             feature_batch=(options.feature_batch, options.feature_batch_ms / 1000),
         )
         if role.encodes and self.family.takes_images:
-            await self.encode.warm_up(lambda tower: self.limits.find_image_budget(tower, self.family))
+            await self.encode.warm_up(self._find_image_budget)
         if role.has_language_model:
             if self._weights is None:  # known before the engine, which may fail: others use them then
-                self._weights = await asyncio.to_thread(LanguageWeights, self, at_once=self.ready)
+                self._weights = await asyncio.to_thread(self.model.language, self, at_once=self.ready)
             language = await asyncio.to_thread(LanguageEngine, self, self._weights)
             language.start()
             self.language = language
+
+    def _find_image_budget(self, tower: Any) -> int:
+        area = self.family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))
+        return self.limits.find_image_budget(area, partial(self.model.encode_seconds, tower))
 
     async def close(self) -> None:
         """Stop threads and give back memory."""
@@ -242,24 +229,23 @@ class Instance:
         """Describe the instance, and its work. Raises Unavailable while it is loading."""
         self.check_started()
         options, machine, language = self.options, self.lifecycle.machine, self.language
-        text = self.family.config.get_text_config()
-        longest = options.max_model_len or text.max_position_embeddings
+        longest = options.max_model_len or self.model.max_positions
         return wire.InstanceInfo(
             name=options.name,
             role=str(machine.role),
             url=self.url,
             model=options.served_model_name,
-            model_path=str(self.path),
+            model_path=self.model.location,
             max_model_len=language.max_model_len if language else longest,
-            media_fingerprint=self.fingerprint,
+            media_fingerprint=self.model.fingerprint,
             device=options.device,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=self.model.dtype,
             pid=os.getpid(),
             ready=self._state()[0],
             load=self.load(),
             parameters={
                 "tower": self.encode.num_parameters,
-                "language_model": language.weights.language.num_parameters if language else 0,
+                "language_model": language.weights.num_parameters if language else 0,
             },
             share=self.streams.share,
             budgets=self.limits.summary(),
@@ -267,7 +253,7 @@ class Instance:
             block_size=options.tokens_per_block if language else 0,
             kv_token_bytes=language.kv_token_bytes if language else 0,
             tokens_per_pixel=self._tokens_per_pixel(),
-            feature_token_bytes=self.dtype.itemsize * text.hidden_size,
+            feature_token_bytes=self.model.feature_token_bytes,
             steals=options.steals and str(machine.role) == "EPD",
             epoch=machine.epoch,
             state=machine.state,
@@ -390,9 +376,9 @@ class Instance:
             self.language = None
         lends = old.feature_store == "mooncake" and old.role.stages != role.stages
         self.options = options
-        if self._weights is not None and not (role.has_language_model and self._weights.followers is None):
+        if self._weights is not None and not (role.has_language_model and not self._weights.is_split):
             self._weights.forget(self.transport)
-            if self.device.type != "cpu" or self._weights.followers is not None:
+            if self.device.type != "cpu" or self._weights.is_split:
                 await asyncio.to_thread(self._weights.close)
                 self._weights = None
         if self.device.type != "cpu" and not role.encodes:
@@ -408,7 +394,7 @@ class Instance:
 
     # ------------------------------------------------------------------ inside
 
-    async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Tensor) -> None:
+    async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Any) -> None:
         assert self.language is not None
         await self.language.receiver.take(request_id, item, feature)
 

@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Callable
 from typing import Protocol
 
+from epd_serve.engine.computing import KVCacheMemory
 from epd_serve.engine.hooks import EngineEvent, FailureEvent
-from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.http import Peers, unreachable
 from epd_serve.protocol import wire
@@ -229,7 +229,7 @@ class PullDelivery:
         reserve: wire.ReserveRequest,
         decode_url: str,
         sequence: Sequence,
-        memory: KVMemory,
+        memory: KVCacheMemory,
         peers: Peers,
         pulls: set[str],
         *,

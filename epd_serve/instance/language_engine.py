@@ -14,23 +14,19 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
-from torch import Tensor
 
 from epd_serve.cache.block_pool import BlockPool
+from epd_serve.engine.computing import Runner
 from epd_serve.engine.engine import Engine
 from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, Listeners
-from epd_serve.engine.kv_memory import block_nbytes
-from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
 from epd_serve.errors import WEDGED, ServeError
 from epd_serve.factories import factory
 from epd_serve.instance.decode import DecodeService
-from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
-from epd_serve.instance.grammar_compiler import GrammarCompiler
+from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.kv_delivery import Delivery, PullDelivery, PushDelivery
-from epd_serve.instance.language_weights import LanguageWeights
 from epd_serve.instance.migration import Migrations
+from epd_serve.instance.model import Language
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.protocol import wire
 from epd_serve.sched.schedule import ScheduleOutput
@@ -50,7 +46,7 @@ _ORPHAN_S = 10.0
 class LanguageEngine(EngineHooks):
     """Prefill and decode of one instance in one role; call ``start`` next."""
 
-    def __init__(self, instance: Instance, weights: LanguageWeights) -> None:
+    def __init__(self, instance: Instance, weights: Language) -> None:
         """Raises ValueError for a model that cannot be served so. Blocks while KV memory and graphs are made."""
         self._instance = instance
         self.weights = weights
@@ -59,9 +55,8 @@ class LanguageEngine(EngineHooks):
         self._memory, self._layout = weights.memory, weights.layout
         self.max_model_len = weights.max_model_len
         instance.limits.find_budget(
-            runner,
+            weights.step_seconds(runner),
             num_blocks=self._memory.num_blocks,
-            num_position_axes=instance.family.num_position_axes,
             max_model_len=self.max_model_len,
         )
         self._start_engine(runner)
@@ -69,18 +64,14 @@ class LanguageEngine(EngineHooks):
             instance.options.feature_cache_bytes,
             instance.store.fetch,
             self.engine.wake,
-            form=FeatureForm(
-                dtype=self._layout.dtype,
-                width=weights.language.feature_width,
-                num_tokens=instance.family.num_image_tokens,
-            ),
+            form=weights.feature_form,
             orphan_s=_ORPHAN_S,
             clock=time.monotonic,
             observe=instance.metrics.feature_used,
         )
         self._start_services()
 
-    def _start_engine(self, runner: LanguageRunner) -> None:
+    def _start_engine(self, runner: Runner) -> None:
         instance, options, memory = self._instance, self._instance.options, self._memory
         group_layers = options.kv_transfer.group_layers
         fixed = None if group_layers == "auto" else group_layers
@@ -104,7 +95,7 @@ class LanguageEngine(EngineHooks):
                 sender=self.sender,
                 num_layers=self._layout.num_layers,
                 block_size=self._layout.block_size,
-                layer_bytes=block_nbytes(self._layout) // self._layout.num_layers,
+                layer_bytes=self.weights.block_nbytes // self._layout.num_layers,
                 record_event=lambda: instance.device.record_event().synchronize,
                 layer_groups=factory("layer groups", LayerGroups),
             ),
@@ -114,7 +105,7 @@ class LanguageEngine(EngineHooks):
     def _start_services(self) -> None:
         instance, options, engine = self._instance, self._instance.options, self.engine
         prompts = self.weights.prompts
-        compiler = GrammarCompiler(prompts.grammars, instance.processor, instance.decoders)
+        compile_ = self.weights.compiler(instance)
         self.prefill = PrefillService(
             engine,
             prompts,
@@ -130,7 +121,7 @@ class LanguageEngine(EngineHooks):
             delivered=instance.metrics.kv_delivered,
             rates=instance.rates,
             refusals=instance.refusals,
-            compile=compiler.compile,
+            compile=compile_,
         )
         self.migrations = Migrations(
             options.name,
@@ -142,7 +133,7 @@ class LanguageEngine(EngineHooks):
             loop=instance.loop,
             spawn=instance.spawn,
         )
-        self.probe = EngineProbe(engine, instance.family.num_position_axes, self.listeners.listen)
+        self.probe = EngineProbe(engine, prompts.text_positions, self.listeners.listen)
         self.decode = DecodeService(
             engine,
             self._memory,
@@ -155,12 +146,12 @@ class LanguageEngine(EngineHooks):
             listen=self.listeners.listen,
             on_read=instance.metrics.kv_read,
             timeline=instance.timeline,
-            compile=partial(compiler.compile, is_tried=True),
+            compile=partial(compile_, is_tried=True),
         )
 
     @property
     def kv_token_bytes(self) -> int:
-        return block_nbytes(self._layout) // self._layout.block_size
+        return self.weights.block_nbytes // self._layout.block_size
 
     def load(self) -> wire.Load:
         """The engine's, with what has not come to it yet."""
@@ -228,7 +219,7 @@ class LanguageEngine(EngineHooks):
 
     # ------------------------------------------------------------------ for the engine
 
-    def feature(self, mm_hash: str) -> Tensor | None:
+    def feature(self, mm_hash: str) -> Any | None:
         return self.receiver.use(mm_hash)
 
     def has_feature(self, mm_hash: str) -> bool:
@@ -300,17 +291,18 @@ class EngineProbe:
     """Sees the engine step: through its own work where there is some, else by a prompt of one token.
 
     Args:
+        positions: of a prompt of so many tokens of text.
         listen: directs a request's engine events to a function; None ends that.
     """
 
     def __init__(
         self,
         engine: Engine,
-        num_position_axes: int,
+        positions: Callable[[int], Any],
         listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
     ) -> None:
         self._engine = engine
-        self._num_position_axes = num_position_axes
+        self._positions = positions
         self._listen = listen
         self._numbers = count()
 
@@ -333,7 +325,7 @@ class EngineProbe:
             prompt_ids=[0],
             sampling=_SAMPLING,
             max_tokens=1,
-            positions=torch.zeros(self._num_position_axes, 1, dtype=torch.long),
+            positions=self._positions(1),
             arrival_s=-math.inf,  # before all that wait for more blocks than there are
         )
         self._listen(name, feed)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from epd_serve.config import decode_graph_sizes
 from epd_serve.engine.commands import CreateCache
 from epd_serve.engine.followers import Followers
-from epd_serve.engine.kv_memory import KVMemory, num_kv_blocks
+from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step_timer import StepTimer
+from epd_serve.instance.checkpoint_texts import read_texts
+from epd_serve.instance.feature_receiver import FeatureForm
+from epd_serve.instance.grammar_compiler import GrammarCompiler
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.models.generation_config import read_generation_config
 from epd_serve.models.language import LanguageModel
 from epd_serve.protocol import wire
+from epd_serve.sched.step_sizes import StepShape
 from epd_serve.transfer.transport import Transport
 
 if TYPE_CHECKING:
+    from epd_serve.instance.checkpoint import CheckpointModel
     from epd_serve.instance.instance import Instance
+    from epd_serve.instance.model import Compile
 
 
 class LanguageWeights:
@@ -27,19 +35,21 @@ class LanguageWeights:
         max_model_len: of a sequence that is alone here.
     """
 
-    def __init__(self, instance: Instance, *, at_once: bool = False) -> None:
+    def __init__(self, model: CheckpointModel, instance: Instance, *, at_once: bool = False) -> None:
         """Raises ValueError for a model that cannot be served. ``at_once``: see :class:`LanguageModel`."""
         options, group = instance.options, None
+        self._model = model
         self.followers: Followers | None = None
         if len(options.devices) > 1:
-            self.followers = Followers(options, instance.dtype)
+            self.followers = Followers(options, model.torch_dtype)
             group = self.followers.join(instance.device)
-        self.language = LanguageModel(instance.path, instance.dtype, instance.device, group, at_once=at_once)
-        generation = read_generation_config(instance.path, instance.family.config, options.generation_config)
+        self.language = LanguageModel(model.path, model.torch_dtype, instance.device, group, at_once=at_once)
+        self.num_parameters = self.language.num_parameters
+        generation = read_generation_config(model.path, model.family.config, options.generation_config)
         self.eos_token_ids = generation.eos_token_ids
         self.prompts = PromptProcessor(
-            instance.path,
-            instance.family,
+            read_texts(model.path, model.family, generation.eos_token_ids),
+            model.family,
             self.language.inner,
             max_model_len=self.language.max_model_len,
             block_size=options.tokens_per_block,
@@ -55,8 +65,36 @@ class LanguageWeights:
         return self._memory
 
     @property
+    def is_split(self) -> bool:
+        return self.followers is not None
+
+    @property
     def layout(self) -> wire.KVLayout:
         return self.memory.layout
+
+    @property
+    def block_nbytes(self) -> int:
+        return block_nbytes(self.layout)
+
+    @property
+    def feature_form(self) -> FeatureForm:
+        return FeatureForm(
+            dtype=self.layout.dtype,
+            width=self.language.feature_width,
+            num_tokens=self._model.family.num_image_tokens,
+        )
+
+    def step_seconds(self, runner: LanguageRunner) -> Callable[[StepShape], float]:
+        return StepTimer(
+            runner,
+            num_blocks=self.memory.num_blocks,
+            block_size=self.layout.block_size,
+            num_position_axes=self._model.family.num_position_axes,
+        ).seconds
+
+    def compiler(self, instance: Instance) -> Compile:
+        assert self.prompts.grammars is not None
+        return GrammarCompiler(self.prompts.grammars, instance.processor, self._model.decoders).compile
 
     def prepare(self, instance: Instance) -> LanguageRunner:
         """KV memory, and graphs where the role decodes; what there is and fits is kept."""
@@ -69,7 +107,7 @@ class LanguageWeights:
         memory = self._memory
         # a sequence that is alone must be able to reach its end
         self.max_model_len = self.prompts.max_model_len = min(
-            options.max_model_len or instance.family.config.get_text_config().max_position_embeddings,
+            options.max_model_len or self._model.max_positions,
             self.language.max_model_len,
             (memory.num_blocks - 1) * options.tokens_per_block,
         )
@@ -77,7 +115,7 @@ class LanguageWeights:
             layout=memory.layout,
             num_blocks=memory.num_blocks,
             slab=memory.region,
-            num_position_axes=instance.family.num_position_axes,
+            num_position_axes=self._model.family.num_position_axes,
             graph_sizes=decode_graph_sizes(options.max_num_seqs) if options.role.decodes else [],
             max_model_len=self.max_model_len,
         )
@@ -87,7 +125,7 @@ class LanguageWeights:
             StepExecutor.for_cache(self.language, instance.device, memory.tensor, create),
             instance.device.ops,
             block_size=options.tokens_per_block,
-            num_position_axes=instance.family.num_position_axes,
+            num_position_axes=self._model.family.num_position_axes,
             eos_token_ids=self.eos_token_ids,
             followers=self.followers,
         )
@@ -110,8 +148,8 @@ class LanguageWeights:
             num_kv_heads=language.num_kv_heads,
             head_dim=language.head_dim,
             block_size=options.tokens_per_block,
-            dtype=str(instance.dtype).removeprefix("torch."),
-            model=instance.fingerprint,
+            dtype=self._model.dtype,
+            model=self._model.fingerprint,
         )
         free_bytes = instance.device.headroom()
         if self.followers is not None:

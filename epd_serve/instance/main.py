@@ -15,18 +15,16 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
-import torch
-import transformers
 import uvicorn
 import uvloop
 
-from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.config.keys import admin_headers, cluster_key
 from epd_serve.config.role_files import remembered
 from epd_serve.errors import InstanceLost, ServeError
 from epd_serve.instance.http import BrokenStream, ControlHttp, control_server_app
 from epd_serve.instance.instance import Instance
+from epd_serve.instance.model import prepare_process
 from epd_serve.protocol.addresses import NoBrowsers
 from epd_serve.rpc.descriptors import raise_limit
 from epd_serve.rpc.http import HttpCall, HttpPool
@@ -114,13 +112,9 @@ def run_instance(options: InstanceOptions) -> None:
     options = remembered(options)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {options.name} %(levelname)s %(message)s")
     logging.getLogger("uvicorn.error").addFilter(_is_no_broken_stream)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     raise_limit()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    if options.threads is not None:
-        get_device("cpu").set_threads(options.threads)
-        torch.set_num_interop_threads(1)
+    prepare_process(options)
     uvloop.run(_serve(options))
 
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from epd_serve.engine.engine import Engine
-from epd_serve.engine.grammar import MatcherConstraint
 from epd_serve.engine.hooks import EngineEvent, FailureEvent, PromptEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, check_constraint
@@ -24,6 +24,9 @@ from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import Grammar
+
+if TYPE_CHECKING:
+    from epd_serve.engine.constraints import Constraint
 
 _NEXT = wire.NEXT_HEADER.encode()
 _NOTE = wire.PROMPT_NOTE_HEADER.encode()
@@ -87,7 +90,7 @@ class PrefillService:
         timeline: Timeline,
         rates: StageRates,
         refusals: Refusals,
-        compile: Callable[[Grammar], Awaitable[MatcherConstraint]],
+        compile: Callable[[Grammar], Awaitable[Constraint]],
     ) -> None:
         self._compile = compile
         self._refusals = refusals

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-from torch import Tensor
-from transformers import AutoTokenizer
 
 from epd_serve.cache.block_pool import hash_blocks
-from epd_serve.engine.grammar import Grammars, MatcherConstraint
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.bounded_tokenizer import PIECE_CHARACTERS, BoundedTokenizer
-from epd_serve.instance.chat_template import ChatTemplate, MediaLiterals
 from epd_serve.instance.detokenizer import Vocabulary
 from epd_serve.instance.media_layout import MediaLayouts
 from epd_serve.instance.request_processor import S_PER_CHARACTER
-from epd_serve.models.family import Family
 from epd_serve.models.generation_config import GenerationConfig
-from epd_serve.protocol.wire import MediaRef, PrefillRequest, TokenizeReply, TokenizeRequest
+from epd_serve.protocol.wire import (
+    ChatMessage,
+    MediaRef,
+    PrefillRequest,
+    PromptOptions,
+    TokenizeReply,
+    TokenizeRequest,
+)
 from epd_serve.types import MediaSpan, SamplingParams
+
+if TYPE_CHECKING:
+    from epd_serve.engine.grammar import Grammars
+    from epd_serve.instance.chat_template import MediaLiterals
+    from epd_serve.models.family import Family
 
 #: Tokens that a question about a text's tokens may have, where the context holds fewer.
 MAX_COUNTED_TOKENS = 1 << 17
@@ -35,7 +41,8 @@ class Prompt:
     """A request ready to be computed.
 
     Attributes:
-        positions: [axes, tokens]. position_delta: see :class:`epd_serve.sequence.Sequence`.
+        positions: rotary ones [axes, tokens], opaque here.
+        position_delta: see :class:`epd_serve.sequence.Sequence`.
         max_tokens: output tokens that the client asked for or the context leaves.
         sampling: of the request, with what takes the tokenizer filled in.
         constraint: the compiled grammar, where the answer must follow one; it is not made here.
@@ -43,12 +50,39 @@ class Prompt:
 
     ids: list[int]
     spans: tuple[MediaSpan, ...]
-    positions: Tensor
+    positions: Any
     position_delta: int
     block_hashes: list[bytes]
     max_tokens: int
     sampling: SamplingParams
-    constraint: MatcherConstraint | None = None
+    constraint: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """One model's way from chats and texts to tokens, and back. Safe for use from several threads.
+
+    Attributes:
+        tokenizer: as transformers has it; of an emulated model, what this file asks of one.
+        vocabulary: tokens as text and bytes. grammars: as masks over tokens; None where no answer follows any.
+        bounded: reads texts, and refuses those that cannot fit.
+        template: renders chats. literals: what in a chat only looks like media.
+    """
+
+    tokenizer: Any
+    vocabulary: Vocabulary
+    grammars: Grammars | None
+    bounded: BoundedTokenizer
+    template: Template
+    literals: MediaLiterals | None
+
+
+class Template(Protocol):
+    """A chat template."""
+
+    def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> tuple[str, str]:
+        """The text, and the mark of what stands for media in it only by its spelling; "": nothing does."""
+        ...
 
 
 class PromptProcessor:
@@ -60,7 +94,7 @@ class PromptProcessor:
 
     def __init__(
         self,
-        path: Path,
+        texts: Texts,
         family: Family,
         language_model: Any,
         *,
@@ -69,25 +103,10 @@ class PromptProcessor:
         generation: GenerationConfig | None = None,
         on_prompt: Callable[[int, int], None] = lambda num_characters, num_tokens: None,
     ) -> None:
-        """``on_prompt`` is told of each prompt's text: its characters, and its tokens without media.
-
-        Raises ValueError for a tokenizer whose tokens the model does not have.
-        """
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        if not self.tokenizer("a", add_special_tokens=False).input_ids:
-            raise ValueError(f"{path}: its tokenizer makes no token of a letter; copy its files from the model")
-        vocab_size = family.config.get_text_config().vocab_size
-        if len(self.tokenizer) > vocab_size:
-            raise ValueError(
-                f"{path}: vocab_size is {vocab_size}, but its tokenizer has {len(self.tokenizer)} "
-                "tokens; the model must have them all"
-            )
-        self.vocabulary = Vocabulary(self.tokenizer)
+        """``on_prompt`` is told of each prompt's text: its characters, and its tokens without media."""
+        self.tokenizer, self.vocabulary, self.grammars = texts.tokenizer, texts.vocabulary, texts.grammars
         self._generation = generation or GenerationConfig()
-        self.grammars = Grammars(self.tokenizer, self._generation.eos_token_ids)
-        self._texts = BoundedTokenizer(self.tokenizer)
-        self._literals = MediaLiterals(self.tokenizer, family.config)
-        self._template = ChatTemplate(self.tokenizer, path, self._literals)
+        self._texts, self._literals, self._template = texts.bounded, texts.literals, texts.template
         self._family = family
         self._layouts = MediaLayouts(family, self.tokenizer)
         self._language_model = language_model
@@ -120,6 +139,10 @@ class PromptProcessor:
         if isinstance(request, TokenizeRequest):
             return max(self.max_model_len, MAX_COUNTED_TOKENS)
         return min(self.max_model_len, request.max_model_len or self.max_model_len)
+
+    def text_positions(self, num_tokens: int) -> Any:
+        """Rotary positions of a prompt without media."""
+        return self._family.positions([0] * num_tokens, (), self._language_model)[0]
 
     def process(self, request: PrefillRequest, check: Callable[[], None] = lambda: None) -> Prompt:
         """Raises InvalidRequest for what the template, the context length or the vocabulary refuses.
@@ -198,6 +221,7 @@ class PromptProcessor:
         self._texts.check_length(len(text), max_tokens, _param(request))
         if mark:
             ids = self._texts.encode("", add_special_tokens=with_special, max_tokens=max_tokens)
+            assert self._literals is not None, "nothing else makes marks"
             for piece, is_plain in self._literals.pieces(text, mark):
                 ids += self._texts.encode(
                     piece,
@@ -229,6 +253,7 @@ class PromptProcessor:
             }
             sampling = msgspec.structs.replace(sampling, bad_word_ids=tuple(sorted(filter(None, spellings))))
         if sampling.grammar is not None:
+            assert self.grammars is not None, "refused before"
             ends = (*sampling.stop_token_ids, self.grammars.end_token_id)
             sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
         return sampling

@@ -46,7 +46,7 @@ from epd_serve.launch.vllm import vllm_instance_specs
 from epd_serve.types import Role
 
 #: What CPU instances run, transformers' part of it included that is imported when a model is loaded.
-_PRELOADED = ("epd_serve.cli", "epd_serve.instance.main")
+_PRELOADED = ("epd_serve.cli", "epd_serve.instance.main", "epd_serve.instance.checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)

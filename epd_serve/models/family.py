@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 #: Tower inputs of one item by argument name; a batch concatenates them along dimension 0.
@@ -84,6 +83,10 @@ class Family:
         batch = self.processor(images=[pixels], input_data_format="channels_last", return_tensors="pt")
         return {name: batch[name] for name in self.input_names}
 
+    def blank_inputs(self, size: Size) -> TowerInputs:
+        """The tower's inputs of a grey picture."""
+        return self.preprocess(blank(size))
+
     def check(self) -> None:
         """Raise ValueError where the processor makes other inputs than the tower's configuration is for."""
         for size in TRIED_SIZES:
@@ -103,4 +106,6 @@ class Family:
 
 def blank(size: Size) -> NDArray[np.uint8]:
     """A grey picture of that width and height."""
+    import numpy as np
+
     return np.full((size[1], size[0], 3), 128, np.uint8)

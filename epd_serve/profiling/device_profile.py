@@ -23,9 +23,9 @@ from epd_serve.cost.least_squares import fit_relative
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile, Residual
 from epd_serve.cost.profile import Transport as TransportCost
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.engine.measurements import StepTimer, encode_seconds, median_s
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step_timer import StepTimer, encode_seconds, median_s
 from epd_serve.models.family import Family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family

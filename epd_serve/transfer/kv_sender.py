@@ -32,6 +32,10 @@ class KVSource(Protocol):
         """Bytes of ``local`` blocks in ``layers``, and where they belong in a slab of ``remote_num_blocks``."""
         ...
 
+    def nbytes(self, num_layers: int, num_blocks: int) -> int:
+        """Bytes of so many blocks in so many layers on the device: an emulated one's pieces have fewer."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class OutgoingTransfer:
@@ -253,7 +257,7 @@ class KVSender:
             target = part.transfer.target
             assert target is not None
             own = self._source.pieces(layers, part.local, part.remote, target.num_blocks)
-            sizes.append(sum(data.nbytes for _, data in own))
+            sizes.append(self._source.nbytes(len(layers), len(part.local)))
             pieces += own
         target = parts[0].transfer.target
         assert target is not None

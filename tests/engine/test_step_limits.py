@@ -18,7 +18,7 @@ from benchmarks.ablations.encodes import EncodeGate, PrefillMarkingEngine, may_e
 from epd_serve import factories
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import BatchingConfig, SLOConfig
-from epd_serve.engine import measurements
+from epd_serve.engine import step_timer
 from epd_serve.engine.measurements import Measurements, cache_dir
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol import wire
@@ -92,7 +92,7 @@ async def answer(instance: Instance, name: str, length: int) -> bytes:
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
     """Remembers the calls of a measurement, which goes on."""
     calls: list[Any] = []
-    owner = measurements.StepTimer if name == "seconds" else measurements
+    owner = step_timer.StepTimer if name == "seconds" else step_timer
     original: Callable[..., float] = getattr(owner, name)
 
     def measure(*arguments: Any) -> float:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
-from epd_serve.engine.constraints import Patterns
+from epd_serve.engine.patterns import Patterns
 from epd_serve.instance.detokenizer import Detokenizer
 
 

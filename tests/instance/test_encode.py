@@ -40,6 +40,9 @@ class Family:
     def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
         return {"pixel_values": torch.zeros(1, 1)}
 
+    def blank_inputs(self, size: tuple[int, int]) -> TowerInputs:
+        return {"pixel_values": torch.zeros(1, 1)}
+
 
 class SlowFamily(Family):
     """Takes its time to prepare."""

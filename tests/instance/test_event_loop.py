@@ -19,11 +19,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from device.registry import get_device
+from epd_serve.engine.computing import SampledToken
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.engine.hooks import Listeners, TokenEvent
-from epd_serve.engine.sampler import SampledToken
 from epd_serve.instance.answer import Answer, Generation
+from epd_serve.instance.checkpoint_texts import read_texts
 from epd_serve.instance.detokenizer import Vocabulary
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.http import ControlApp, Event, Reply
@@ -163,7 +164,8 @@ async def test_a_4k_image(model: Path) -> None:
 async def test_a_prompt_of_4k_tokens_and_its_hand_over(model: Path) -> None:
     family = load_family(model)
     language = LanguageModel(model, torch.float32, get_device("cpu"))
-    prompts = PromptProcessor(model, family, language.inner, max_model_len=1 << 15, block_size=16)
+    texts = read_texts(model, family)
+    prompts = PromptProcessor(texts, family, language.inner, max_model_len=1 << 15, block_size=16)
     processor = RequestProcessor(1, queue_timeout_s=60)
     request = wire.PrefillRequest(
         request_id="r",

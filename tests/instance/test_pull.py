@@ -103,6 +103,9 @@ class Memory:
         assert remote_num_blocks == 100
         return [(there, memoryview(bytearray([here]))) for here, there in zip(local, remote, strict=True)]
 
+    def nbytes(self, num_layers: int, num_blocks: int) -> int:
+        return num_layers * num_blocks
+
     def stage(self, layers: range, blocks: Sequence[int]) -> None: ...
 
 

@@ -22,6 +22,7 @@ from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_loop import StepLoop
+from epd_serve.instance.checkpoint_texts import read_texts
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
@@ -82,7 +83,7 @@ class EngineBench(EngineHooks):
             eos_token_ids=frozenset({2}),
         )
         self.processor = PromptProcessor(
-            self.path,
+            read_texts(self.path, self.family),
             self.family,
             language.inner,
             max_model_len=language.max_model_len,

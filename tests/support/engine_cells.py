@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
-from epd_serve.engine.runner import StepResult
-from epd_serve.engine.sampler import SampledToken
+from epd_serve.engine.computing import SampledToken, StepResult
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sequence import PLACEHOLDER, Sequence
 from epd_serve.types import MediaSpan

@@ -33,6 +33,9 @@ class Source:
 
     def stage(self, layers: range, blocks: Sequence[int]) -> None: ...
 
+    def nbytes(self, num_layers: int, num_blocks: int) -> int:
+        return BLOCK_BYTES * num_layers * num_blocks
+
     def pieces(
         self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
     ) -> list[Piece]:

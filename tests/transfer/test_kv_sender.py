@@ -25,6 +25,9 @@ class Source:
         if 13 in blocks:
             raise RuntimeError("out of memory")
 
+    def nbytes(self, num_layers: int, num_blocks: int) -> int:
+        return num_layers * num_blocks
+
     def pieces(
         self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
     ) -> list[Piece]:

@@ -1,0 +1,85 @@
+"""What computes an engine's steps, as protocols without torch, and what comes out of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from epd_serve.protocol.wire import KVLayout, Region, TokenLogprob
+from epd_serve.sched.block_tables import BlockMemory
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sequence import Sequence
+from epd_serve.transfer.kv_sender import KVSource
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The tokens that a step sampled.
+
+    ``first`` has the ``n`` first tokens of each sequence whose prompt ended in this step, ``decoded`` the next one
+    of each other.
+    """
+
+    decoded: list[tuple[Sequence, SampledToken]]
+    first: list[tuple[Sequence, list[SampledToken]]]
+
+
+class LaunchedStep(Protocol):
+    """A step that the device computes: ``sample``, then ``read``."""
+
+    def sample(self) -> None:
+        """Let the device choose the tokens; those before them must be known."""
+        ...
+
+    def read(self) -> StepResult:
+        """Wait for the end of the step."""
+        ...
+
+
+class Runner(Protocol):
+    """Turns a schedule into a step of the language model."""
+
+    def activate(self) -> None:
+        """Make its device that of this thread, which is to launch steps."""
+        ...
+
+    def launch(
+        self,
+        output: ScheduleOutput,
+        features_by_hash: Mapping[str, Any],
+        on_layer: Callable[[int], None] | None = None,
+        before: Any = None,
+    ) -> LaunchedStep:
+        """Let the device compute the scheduled tokens; does not wait for it.
+
+        Args:
+            features_by_hash: the features of all media that the chunks overlap.
+            on_layer: called on this thread when a layer's KV is in the cache, or will be when the device's work so
+                far is done.
+            before: the step that has chosen the tokens for which placeholders stand, by the same runner.
+        """
+        ...
+
+
+class KVCacheMemory(BlockMemory, KVSource, Protocol):
+    """The KV of an instance: blocks on the device, and a slab with the same blocks for the transport.
+
+    Attributes:
+        region: the slab, as peers name it.
+    """
+
+    layout: KVLayout
+    num_blocks: int
+    region: Region
+
+    def land(self, blocks: AbstractSequence[int]) -> None:
+        """Bring blocks that a peer wrote into the slab to where the model reads them."""
+        ...

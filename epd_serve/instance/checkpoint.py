@@ -1,0 +1,81 @@
+"""A model that is computed: a checkpoint of transformers on a device, with torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+from torch import Tensor
+
+from device.base import Device
+from device.registry import get_device
+from epd_serve.config import InstanceOptions
+from epd_serve.config.model_files import check_model_files
+from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
+from epd_serve.engine.measurements import Measurements
+from epd_serve.engine.step_limits import measurements
+from epd_serve.engine.step_timer import encode_seconds
+from epd_serve.instance.encode import tensor_data
+from epd_serve.instance.language_weights import LanguageWeights
+from epd_serve.instance.request_processor import num_media_threads
+from epd_serve.media.decoder_pool import DecoderPool
+from epd_serve.media.picture import MediaLimits
+from epd_serve.models.family import Family
+from epd_serve.models.loader import load_family, media_fingerprint
+from epd_serve.models.tower import Tower
+
+if TYPE_CHECKING:
+    from epd_serve.instance.instance import Instance
+
+#: The gateway applies the operator's limits; an instance only guards itself.
+_MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
+
+
+class CheckpointModel:
+    """Fills the InstanceModel protocol with a directory of transformers' files.
+
+    Attributes:
+        torch_dtype: of weights and features.
+    """
+
+    data_of: Callable[[Tensor], memoryview] = staticmethod(tensor_data)
+    prepare = None
+
+    def __init__(self, options: InstanceOptions, device: Device) -> None:
+        check_model_files(options.model)
+        self._options, self._device = options, device
+        self.path = options.model
+        self.family: Family = load_family(self.path)
+        self.torch_dtype = resolve_dtype(options.dtype, self.family.config)
+        check_dtype(self.torch_dtype, device)
+        self.location, self.dtype = str(self.path), str(self.torch_dtype).removeprefix("torch.")
+        self.fingerprint = media_fingerprint(self.path, self.dtype)
+        text = self.family.config.get_text_config()
+        self.max_positions: int = text.max_position_embeddings
+        self.feature_token_bytes = self.torch_dtype.itemsize * text.hidden_size
+        self.decoders = DecoderPool(
+            num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
+        )
+
+    def tower(self, before_layer: Callable[[], None]) -> Tower:
+        return Tower(self.path, self.torch_dtype, self._device, before_layer)
+
+    def measurements(self) -> Measurements:
+        return measurements(self._options, self._device, self.fingerprint, torch=str(torch.__version__))
+
+    def encode_seconds(self, tower: Tower, num_images: int) -> float:
+        return encode_seconds(tower, self.family, num_images)
+
+    def language(self, instance: Instance, *, at_once: bool) -> LanguageWeights:
+        return LanguageWeights(self, instance, at_once=at_once)
+
+
+def set_up(threads: int | None) -> None:
+    """Let the libraries of this process be quiet, and torch have so many threads."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if threads is not None:
+        get_device("cpu").set_threads(threads)
+        torch.set_num_interop_threads(1)
