@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -124,7 +124,13 @@ def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: M
         },
         url=url_of(config.instances.host, options.port),
         can_fork=config.instances.preload and set(devices) == {"cpu"},
+        measures=measured(devices),
     )
+
+
+def measured(devices: Iterable[str]) -> frozenset[str]:
+    """The devices whose free memory an instance measures when it starts."""
+    return frozenset(device for device in devices if device.startswith(("cuda", "npu")))
 
 
 def instance_specs(

@@ -62,6 +62,8 @@ class ProcessSpec:
         grace_s: time that it may take to end; None: as others of its turn.
         descriptors: open files that it inherits.
         can_fork: whether it may be forked from a process that has loaded its modules (launch/forking).
+        measures: accelerators whose free memory it measures while it starts; those of one start in turn, as each
+            would take the other's growth for its own.
     """
 
     name: str
@@ -74,6 +76,7 @@ class ProcessSpec:
     grace_s: float | None = None
     descriptors: tuple[int, ...] = ()
     can_fork: bool = False
+    measures: frozenset[str] = frozenset()
 
 
 class RunningProcess(Protocol):

@@ -64,7 +64,7 @@ class Supervisor:
         hang_timeout_s: None: a process that hangs is left alone.
         on_change: called at each change of a process's state.
         on_death: called with each death, and the seconds after which the process is started again.
-        start: starts a process; all are started at once.
+        start: starts a process; all are started at once, but for those that measure the same device.
 
     Attributes:
         num_deaths: number of processes that have ended by themselves so far.
@@ -93,6 +93,7 @@ class Supervisor:
         self._processes: list[ManagedProcess] = []
         self._watches: dict[str, asyncio.Task[ProcessDied]] = {}
         self._changed = asyncio.Event()
+        self._turns: list[asyncio.Task[None]] = []
         self.num_deaths = 0
 
     @property
@@ -101,10 +102,11 @@ class Supervisor:
         return tuple(self._processes)
 
     async def start(self) -> None:
-        """Start all processes; returns before they are ready."""
+        """Start all processes but those that have to wait for their turn; returns before any is ready."""
+        groups = in_turns(self._specs)
         starting = [
             asyncio.create_task(ManagedProcess.start(spec, self._log_dir, self._on_change, self._start))
-            for spec in self._specs
+            for spec, *_ in groups
         ]
         try:
             await asyncio.wait(starting)
@@ -117,6 +119,31 @@ class Supervisor:
                 self._watches[process.spec.name] = asyncio.create_task(self._watch(process))
         for task in starting:
             task.result()
+        self._turns = [asyncio.create_task(self._start_in_turn(group)) for group in groups if len(group) > 1]
+
+    async def _start_in_turn(self, specs: Sequence[ProcessSpec]) -> None:
+        """Start each of ``specs`` but the first, which has started, once the one before it is ready."""
+        before = next(one for one in self._processes if one.spec.name == specs[0].name)
+        for spec in specs[1:]:
+            is_ready = asyncio.create_task(before.ready.wait())
+            watch = self._watches[before.spec.name]
+            await asyncio.wait({is_ready, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not is_ready.done():  # it has died for good
+                is_ready.cancel()
+                return
+            before = await ManagedProcess.start(spec, self._log_dir, self._on_change, self._start)
+            self._insert(before)
+            self._watches[spec.name] = asyncio.create_task(self._watch(before))
+            self._tell_changed()
+
+    def _insert(self, process: ManagedProcess) -> None:
+        """Add a process to the others, before those that stop first."""
+        place = next((i for i, one in enumerate(self._processes) if one.spec.stops == "first"), None)
+        self._processes.insert(len(self._processes) if place is None else place, process)
+
+    async def _all_ready(self) -> None:
+        await asyncio.gather(*self._turns)
+        await asyncio.gather(*(process.ready.wait() for process in self._processes))
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
         """Return when every process is ready.
@@ -126,14 +153,17 @@ class Supervisor:
             TimeoutError: ``timeout_s`` passed before.
         """
         failure = asyncio.create_task(self.wait_failure())
-        all_ready = asyncio.gather(*(process.ready.wait() for process in self._processes))
+        all_ready = asyncio.create_task(self._all_ready())
         either: set[asyncio.Future[Any]] = {all_ready, failure}
         try:
             done, _ = await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if failure in done:
                 raise failure.result()
+            if all_ready in done:
+                all_ready.result()
             if not done:
-                late = ", ".join(p.spec.name for p in self._processes if not p.ready.is_set())
+                ready = {one.spec.name for one in self._processes if one.ready.is_set()}
+                late = ", ".join(spec.name for spec in self._specs if spec.name not in ready)
                 raise TimeoutError(f"not ready after {timeout_s:g} s: {late}")
         finally:
             for task in either:
@@ -161,8 +191,7 @@ class Supervisor:
             OSError: it cannot be started now.
         """
         process = await ManagedProcess.start(spec, self._log_dir, self._on_change, self._start)
-        place = next((i for i, one in enumerate(self._processes) if one.spec.stops == "first"), None)
-        self._processes.insert(len(self._processes) if place is None else place, process)
+        self._insert(process)
         try:
             async with asyncio.timeout(timeout_s):
                 await process.wait_ready()
@@ -196,6 +225,7 @@ class Supervisor:
     async def stop(self) -> None:
         """End all processes: those that stop first, then the others together, then the last. It takes up to 10 s,
         or as long as one has that has a time of its own."""
+        await _cancel(self._turns)
         await _cancel(list(self._watches.values()))  # from now on no process is started again
         for turn in GRACES_S:
             chosen = [process for process in self._processes if process.spec.stops == turn]
@@ -203,8 +233,8 @@ class Supervisor:
 
     def kill(self) -> None:
         """End all processes at once, without a chance to finish anything. :meth:`stop` must still be awaited."""
-        for watch in self._watches.values():
-            watch.cancel()
+        for task in (*self._turns, *self._watches.values()):
+            task.cancel()
         for process in self._processes:
             process.kill()
 
@@ -238,12 +268,22 @@ class Supervisor:
                     ready_s = 0.0
 
 
+def in_turns(specs: Sequence[ProcessSpec]) -> list[list[ProcessSpec]]:
+    """Group the specs that measure a common device, directly or over others; the order stays."""
+    groups: list[list[ProcessSpec]] = []
+    for spec in specs:
+        same = [group for group in groups if any(spec.measures & one.measures for one in group)]
+        groups = [group for group in groups if group not in same]
+        groups.append([*(one for group in same for one in group), spec])
+    return groups
+
+
 async def _stop(process: ManagedProcess) -> None:
     """End a process within the time of its own, or else that of its turn."""
     await process.stop(process.spec.grace_s or GRACES_S[process.spec.stops])
 
 
-async def _cancel(watches: Sequence[asyncio.Task[ProcessDied]]) -> None:
+async def _cancel(watches: Sequence[asyncio.Task[Any]]) -> None:
     while pending := [watch for watch in watches if not watch.done()]:
         for watch in pending:  # again and again: wait_for() may swallow one, when its process ends just then
             watch.cancel()

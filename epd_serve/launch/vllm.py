@@ -17,7 +17,7 @@ from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of,
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.vllm import connectors
-from epd_serve.launch.commands import threads_each
+from epd_serve.launch.commands import measured, threads_each
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm_probe import CONNECTORS, VllmFound, check_flags, check_found, probe_vllm
 from epd_serve.protocol.addresses import is_loopback, url_of
@@ -134,6 +134,7 @@ def vllm_specs(
             environment={**environment, **process.variables},
             url=url_of(config.instances.host, process.port),
             grace_s=_GRACE_S,
+            measures=measured(process.placement.devices),
         )
         for process in processes
     )

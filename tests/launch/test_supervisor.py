@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 from program import until
 
-from epd_serve.launch import Backoff, ManagedProcess, ProcessDied, ProcessState, Supervisor, supervisor
+from epd_serve.launch import (
+    Backoff,
+    ManagedProcess,
+    ProcessDied,
+    ProcessSpec,
+    ProcessState,
+    Supervisor,
+    supervisor,
+)
 
 
 class Recorder:
@@ -48,6 +56,58 @@ async def test_processes_become_ready_and_end_together_first_ones_first(fakes: A
     assert ended < recorder.seen.index("p0 stopping")
     last = recorder.seen.index("master stopping")
     assert last > max(recorder.seen.index("e0 stopped"), recorder.seen.index("p0 stopped"))
+
+
+def on_device(spec: ProcessSpec, *devices: str) -> ProcessSpec:
+    return replace(spec, measures=frozenset(devices))
+
+
+async def test_processes_that_measure_one_device_start_in_turn(fakes: Any, tmp_path: Path) -> None:
+    recorder = Recorder()
+    specs = [
+        on_device(fakes.spec("p0", "loading"), "cuda:0"),
+        on_device(fakes.spec("d0", "loading"), "cuda:0", "cuda:1"),
+        on_device(fakes.spec("e0", "loading"), "cuda:1"),
+        on_device(fakes.spec("p1", "loading"), "cuda:2"),
+        fakes.spec("gateway", stops="first"),
+    ]
+    running = Supervisor(specs, tmp_path, on_change=recorder)
+    try:
+        await running.start()
+        assert {process.spec.name for process in running.processes} == {"p0", "p1", "gateway"}
+        await running.wait_ready(timeout_s=300)
+        assert [process.spec.name for process in running.processes][-1] == "gateway"
+        assert fakes.alive == {"p0", "d0", "e0", "p1", "gateway"}
+    finally:
+        await running.stop()
+    at = recorder.seen.index
+    assert at("p0 ready") < at("d0 starting") < at("d0 ready") < at("e0 starting")
+    assert at("p1 starting") < at("p0 ready")
+    assert fakes.alive == set()
+
+
+async def test_who_waits_for_its_turn_is_late_and_is_not_left_behind(fakes: Any, tmp_path: Path) -> None:
+    specs = [on_device(fakes.spec(name, behaviour), "npu:0") for name, behaviour in (("p0", "never"), ("d0", ""))]
+    running = Supervisor(specs, tmp_path)
+    try:
+        await running.start()
+        with pytest.raises(TimeoutError, match="not ready after 1 s: p0, d0"):
+            await running.wait_ready(timeout_s=1)
+    finally:
+        await running.stop()
+    assert set(fakes.pids) <= {"p0"} and fakes.alive == set()
+
+
+async def test_a_death_before_a_turn_ends_the_start(fakes: Any, tmp_path: Path) -> None:
+    specs = [on_device(fakes.spec(name, behaviour), "npu:0") for name, behaviour in (("p0", "die"), ("d0", ""))]
+    running = Supervisor(specs, tmp_path)
+    try:
+        await running.start()
+        with pytest.raises(ProcessDied, match="p0 died: exit code 3"):
+            await running.wait_ready(timeout_s=300)
+    finally:
+        await running.stop()
+    assert set(fakes.pids) == {"p0"} and fakes.alive == set()
 
 
 async def test_a_death_at_the_start_says_which_how_and_why(fakes: Any, tmp_path: Path) -> None:
