@@ -6,18 +6,19 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from epd_serve import __version__
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.launch.rollout import ApplyLimits, Rollout
-from epd_serve.rpc.link import AsyncLink, LinkClosed
+from epd_serve.rpc.link import AsyncLink, LinkClosed, NoMessage
 
 logger = logging.getLogger(__name__)
 
+_OTHER_VERSION = "the deployment was started by"
 #: For answers that are being written when the deployment ends.
 _CLOSE_S = 1.0
 
@@ -86,8 +87,15 @@ class ControlServer:
         assert task is not None
         self._answering.add(task)
         try:
-            with suppress(LinkClosed):  # who only looks whether somebody listens says nothing
-                await _carry_out(await link.receive(), self._applier, link.send)
+            await _carry_out(await link.receive(), self._applier, link.send)
+        except NoMessage as error:
+            link.send(
+                News(
+                    error=f"{_OTHER_VERSION} epd-serve {__version__}, which does not understand this one ({error})"
+                )
+            )
+        except LinkClosed:  # who only looks whether somebody listens says nothing
+            pass
         finally:
             self._answering.discard(task)
             link.close()
@@ -141,6 +149,8 @@ async def ask_launcher(path: Path, request: ApplyRequest, say: Callable[[str], N
     try:
         while not (news := await link.receive()).is_last:
             say(news.say)
+    except NoMessage as error:
+        raise ValueError(f"{_OTHER_VERSION} another version of epd-serve than {__version__}: {error}") from None
     except LinkClosed:
         raise ValueError("the deployment has ended") from None
     finally:

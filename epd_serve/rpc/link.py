@@ -32,6 +32,10 @@ class LinkClosed(ConnectionError):
     """The other end is gone, or sent what is no message."""
 
 
+class NoMessage(LinkClosed):
+    """The other end sent what is no message here: it is another program, or another version of this one."""
+
+
 def pack(message: Any, encoder: msgspec.msgpack.Encoder = _ENCODER, max_bytes: int = MAX_BYTES) -> bytearray:
     """A message as it travels. Raises ValueError for one that is too long."""
     packed = bytearray(_LENGTH.size)
@@ -46,7 +50,7 @@ def pack(message: Any, encoder: msgspec.msgpack.Encoder = _ENCODER, max_bytes: i
 def _length(head: bytes | bytearray, start: int, max_bytes: int) -> int:
     nbytes: int = _LENGTH.unpack_from(head, start)[0]
     if nbytes > max_bytes:
-        raise LinkClosed(f"a message of {nbytes} bytes was announced; {max_bytes} are the limit of its link")
+        raise NoMessage(f"a message of {nbytes} bytes was announced; {max_bytes} are the limit of its link")
     return nbytes
 
 
@@ -54,7 +58,7 @@ def _unpack(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
     try:
         return decoder.decode(data)
     except msgspec.DecodeError as error:
-        raise LinkClosed(f"what came is no message: {error}") from error
+        raise NoMessage(f"what came is no message: {error}") from error
 
 
 class Link(Generic[T]):
