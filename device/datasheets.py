@@ -11,7 +11,7 @@ class DeviceSpec:
 
     Attributes:
         flops: operations a second. bytes_per_s: bandwidth of its memory. link_bytes_per_s: bandwidth to its
-            neighbours in one machine.
+            neighbours in one machine. host_bytes_per_s: bandwidth between it and the host's memory.
         compute_share, bandwidth_share: part of each that large kernels reach: HeteroServe's 85 % (section 2) for
             encodes and prefills, its 80 % for decodes.
         launch_s: further time of a step on the host.
@@ -23,34 +23,43 @@ class DeviceSpec:
     bytes_per_s: float
     memory_bytes: float
     link_bytes_per_s: float
+    host_bytes_per_s: float = 32e9
     compute_share: float = 0.85
     bandwidth_share: float = 0.8
     launch_s: float = 2e-3
     price: float | None = None
 
 
-def _spec(name: str, teraflops: float, gb_per_s: float, gb: float, link: float, price: float | None) -> DeviceSpec:
+_PCIE_4, _PCIE_5 = 32, 64  # 16 lanes in one direction
+
+
+def _spec(
+    name: str, teraflops: float, gb_per_s: float, gb: float, link: float, host: float, price: float | None = None
+) -> DeviceSpec:
     return DeviceSpec(
         name=name,
         flops=teraflops * 1e12,
         bytes_per_s=gb_per_s * 1e9,
         memory_bytes=gb * 1e9,
         link_bytes_per_s=link * 1e9,
+        host_bytes_per_s=host * 1e9,
         price=price,
     )
 
 
-#: TFLOP/s, memory GB/s, memory GB, link GB/s. The two prices and the RTX 4090's 330 TFLOP/s are HeteroServe's
-#: (sections 1 and 6.1); what the makers' data sheets say is the rest.
+#: TFLOP/s, memory GB/s, memory GB, link GB/s, host link GB/s. The two prices and the RTX 4090's 330 TFLOP/s are
+#: HeteroServe's (sections 1 and 6.1); what the makers' data sheets say is the rest. The 910B3's host link is taken
+#: as the slower of the two.
 DEVICE_SPECS: dict[str, DeviceSpec] = {
     spec.name: spec
     for spec in (
-        _spec("a100", 312, 2039, 80, 300, 16000),
-        _spec("h20", 148, 4000, 96, 450, None),
-        _spec("h800", 989, 3350, 80, 200, None),
-        _spec("h200", 989, 4800, 141, 450, None),
-        _spec("rtx-4090", 330, 1008, 24, 25, 3000),
-        _spec("ascend-910b3", 313, 1600, 64, 28, None),
+        _spec("a100", 312, 2039, 80, 300, _PCIE_4, 16000),
+        _spec("h20", 148, 4000, 96, 450, _PCIE_5),
+        _spec("h100", 989, 3350, 80, 450, _PCIE_5),
+        _spec("h800", 989, 3350, 80, 200, _PCIE_5),
+        _spec("h200", 989, 4800, 141, 450, _PCIE_5),
+        _spec("rtx-4090", 330, 1008, 24, 25, _PCIE_4, 3000),
+        _spec("ascend-910b3", 313, 1600, 64, 28, _PCIE_4),
     )
 }
 

@@ -2,11 +2,13 @@
 
 Its memory is that of the data sheet, its streams and copies are asynchronous, and a graph replays what was
 captured and nothing else. Numbers are NaN until they are computed: code that is right here waits where it must.
+Work is as fast as the CPU computes it, but no faster than :meth:`EmulatedDevice.timed` says that the device is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,9 +17,10 @@ from torch import Tensor
 from device import base, host
 from device.base import AttentionPlan, AttnMeta, DeviceUnavailable, Partition, PartitionStrength, check_update
 from device.datasheets import spec_of
-from device.emulated_torch import TYPE, Chip, EmulatedTensor, Event, Stream, add_chip, pinned, recorded
+from device.emulated_torch import TYPE, Chip, EmulatedTensor, Event, Section, Stream, add_chip, pinned, recorded
 from device.ops.plain import PlainOps
 from device.shares import check_share
+from device.timeline import Demand
 from device.transport import TRANSPORTS, TransportCapability
 
 
@@ -96,9 +99,12 @@ class EmulatedGraphRunner:
 
     def replay(self, size: int) -> Tensor:
         work, output = self._graphs[size]
-        stream = self._chip.current()
-        for one in work:
-            stream.launch(one)
+
+        def run() -> None:
+            for one in work:
+                one()
+
+        self._chip.current().launch(run)
         return output
 
 
@@ -109,14 +115,15 @@ class EmulatedDevice:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     has_streams = True
     visible_devices_variable = None
-    partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction",))
+    partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "arithmetic"))
 
     def __init__(self, kind: str, index: int) -> None:
         sheet = spec_of(kind)
         self.index = index
         self.name = f"{TYPE}:{sheet.name}:{index}"
         self.description = f"emulated {sheet.name}"
-        self._chip = add_chip(index, self.name, int(sheet.memory_bytes))
+        self.sheet = sheet
+        self._chip = add_chip(index, self.name, int(sheet.memory_bytes), sheet.host_bytes_per_s)
         self.ops: base.AttentionOps = EmulatedOps(self._chip)
 
     @property
@@ -127,6 +134,30 @@ class EmulatedDevice:
     @launch_s.setter
     def launch_s(self, seconds: float) -> None:
         self._chip.launch_s = seconds
+
+    @contextmanager
+    def timed(self, cost_s: float, demand: Demand, num_parts: int = 1) -> Iterator[Callable[[], None]]:
+        """Work that takes ``cost_s`` on an idle device of this kind is launched inside, on the current stream.
+
+        It is done no earlier than so many seconds after its launch, or after the end of the work before it; later
+        where others are on the device, or where the CPU takes longer. Of ``num_parts`` equal parts, each but the
+        last ends where the function that is yielded is called.
+        """
+        stream, part_s = self._chip.current(), cost_s / num_parts
+        sections = [Section(stream, part_s, demand)]
+
+        def next_part() -> None:
+            sections.pop().end()
+            sections.append(Section(stream, part_s, demand))
+
+        try:
+            yield next_part
+        finally:
+            sections.pop().end()
+
+    def interfere(self, increase: Mapping[tuple[str, str], float]) -> None:
+        """Let stages slow each other as was measured: see :func:`device.timeline.rates`."""
+        self._chip.timeline.interference = dict(increase)
 
     @property
     def torch_device(self) -> torch.device:
@@ -143,7 +174,9 @@ class EmulatedDevice:
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         check_share(share, start)
         self.set_memory_fraction(share)
-        return Partition(strength=self.partition.strength, mechanisms=(f"memory fraction {share:g}",))
+        self._chip.timeline.share = share
+        mechanisms = (f"memory fraction {share:g}", f"{share:.0%} of the arithmetic")
+        return Partition(strength=self.partition.strength, mechanisms=mechanisms)
 
     def memory(self) -> tuple[int, int]:
         return self._chip.memory.total, self._chip.memory.free

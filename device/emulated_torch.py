@@ -3,7 +3,8 @@
 A tensor on the device ``emulated`` keeps its numbers in the host's memory, where no operator of the CPU reaches
 them. A launch returns at once: a thread for each stream computes one operator after another. What is not computed
 yet is NaN in floats and the least number in integers, so that whoever reads too early, or lets one stream go on
-without the event of another, gets answers that a test tells from right ones.
+without the event of another, gets answers that a test tells from right ones. Work inside a :class:`Section` takes
+the time that the device would need for it, where the CPU is not slower (:mod:`device.timeline`).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from device import base
 from device.present import EMULATED_MEMORY
+from device.timeline import Demand, Operation, Timeline
 
 TYPE = "emulated"
 _ROW = struct.Struct("qq")  # a process, its bytes
@@ -37,6 +39,10 @@ _LOCAL = threading.local()
 _CPU = torch.device("cpu")
 _MAX_SHAPES = 4096
 _SHAPES: dict[Any, Any] = {}
+#: Copies that take less of the host link are not worth the emulation's own time.
+_LEAST_COPY_S = 5e-5
+#: A copy engine computes nothing, and writes at a fraction of the memory's bandwidth.
+_COPYING = Demand(compute=0.0, bandwidth=0.02)
 
 
 class EmulatedMemoryError(torch.OutOfMemoryError):
@@ -114,11 +120,14 @@ class Block:
 
 
 class Chip:
-    """One emulated device of this process: its memory, its default stream and its clock."""
+    """One emulated device of this process: its memory, its default stream and its time."""
 
-    def __init__(self, index: int, name: str, memory_bytes: int) -> None:
+    def __init__(self, index: int, name: str, memory_bytes: int, host_bytes_per_s: float) -> None:
         self.index = index
-        self.memory = Memory(name, memory_bytes, os.environ.get(EMULATED_MEMORY))
+        self.host_bytes_per_s = host_bytes_per_s
+        directory = os.environ.get(EMULATED_MEMORY)
+        self.memory = Memory(name, memory_bytes, directory)
+        self.timeline = Timeline(name, directory)
         self.launch_s = 0.0
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self.making = threading.Lock()
@@ -145,13 +154,48 @@ class Chip:
     def launch(self, work: Callable[[], object], held: object) -> None:
         """Give work to the current stream; ``held`` is not freed before it is done."""
 
-        def run() -> None:
+        def run(_held: object = held) -> None:
             if self.launch_s:
                 time.sleep(self.launch_s)
             work()
-            held  # noqa: B018
 
         self.current().launch(run)
+
+    def copy(self, work: Callable[[], object], held: object, num_bytes: int) -> None:
+        """Launch a copy over the host link."""
+        seconds = num_bytes / self.host_bytes_per_s
+        if seconds < _LEAST_COPY_S:
+            self.launch(work, held)
+            return
+        section = Section(self.current(), seconds, _COPYING)
+        self.launch(work, held)
+        section.end()
+
+
+class Section:
+    """Work of a stream from here to :meth:`end` takes ``cost_s`` of the device, or longer where the CPU does."""
+
+    def __init__(self, stream: Stream, cost_s: float, demand: Demand) -> None:
+        self._stream = stream
+        self._operation: Operation | None = None
+        lane, launched_s = stream.lane, stream.chip.timeline.clock()
+
+        def begin() -> None:
+            self._operation = lane.launch(cost_s, demand=demand, launched_s=launched_s)
+
+        stream.launch(begin)
+
+    def end(self) -> None:
+        self._stream.launch(self._wait)
+
+    def _wait(self) -> None:
+        if self._operation is None:  # its beginning has failed
+            return
+        lane = self._operation.stream
+        if self._operation.query():
+            lane.delay(lane.timeline.clock())  # the CPU took longer: the device has been waiting since
+        else:
+            self._operation.wait()
 
 
 class Stream:
@@ -159,7 +203,7 @@ class Stream:
 
     def __init__(self, chip: Chip, priority: int = 0) -> None:
         self.chip = chip
-        self.priority = priority
+        self.lane = chip.timeline.stream(priority)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         thread = threading.Thread(target=_work, args=(self._work, weakref.ref(self)), name=TYPE, daemon=True)
@@ -169,8 +213,7 @@ class Stream:
             chip.streams.add(self)
 
     def launch(self, work: Callable[[], None]) -> None:
-        recording: list[Callable[[], None]] | None = getattr(_LOCAL, "recording", None)
-        if recording is not None:
+        if (recording := _recording()) is not None:
             recording.append(work)
         else:
             self._work.put(work)
@@ -179,6 +222,7 @@ class Stream:
         self._error = self._error or error
 
     def synchronize(self) -> None:
+        _check_not_recording()
         self.record_event().synchronize()
         self.check()
 
@@ -208,6 +252,16 @@ class Stream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _LOCAL.streams.pop()
+
+
+def _recording() -> list[Callable[[], None]] | None:
+    """The launches that this thread captures."""
+    return getattr(_LOCAL, "recording", None)
+
+
+def _check_not_recording() -> None:
+    if _recording() is not None:
+        raise RuntimeError("a step that is captured reads nothing back and waits for nothing")
 
 
 def _work(work: queue.SimpleQueue[Callable[[], None] | None], stream: weakref.ref[Stream]) -> None:
@@ -251,6 +305,7 @@ class Event:
         return self._done is None or self._done.is_set()
 
     def synchronize(self) -> None:
+        _check_not_recording()
         if self._done is not None and self._stream is not None:
             self._done.wait()
             self._stream.check()
@@ -326,11 +381,11 @@ def install() -> None:
     _LIBRARIES.extend((everything, aten))
 
 
-def add_chip(index: int, name: str, memory_bytes: int) -> Chip:
+def add_chip(index: int, name: str, memory_bytes: int, host_bytes_per_s: float) -> Chip:
     """The device with this index in this process. Raises ValueError where it is another one already."""
     install()
     if (chip := _CHIPS.get(index)) is None:
-        chip = _CHIPS[index] = Chip(index, name, memory_bytes)
+        chip = _CHIPS[index] = Chip(index, name, memory_bytes, host_bytes_per_s)
     if chip.memory.name != name:
         raise ValueError(f"{TYPE}:{index} is {chip.memory.name} in this process")
     return chip
@@ -418,19 +473,20 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if non_blocking:
             with torch.inference_mode():
                 unknown(target)
-        chip.launch(lambda: target.copy_(raw), (source, target))
+        chip.copy(lambda: target.copy_(raw), (source, target), raw.nbytes)
         if not non_blocking:
             chip.current().synchronize()
         return target
     chip, goal = _CHIPS[target.device.index or 0], target.raw
     if isinstance(source, EmulatedTensor):
         raw = source.raw
+        chip.launch(lambda: goal.copy_(raw), (target, source))
     else:
         # The host reads ordinary memory before it goes on, as a driver does; the device reads pinned memory.
         raw = source if non_blocking and is_pinned(source) else source.detach().clone()
-    chip.launch(lambda: goal.copy_(raw), (target, source))
-    if not isinstance(source, EmulatedTensor) and not non_blocking:
-        chip.current().synchronize()
+        chip.copy(lambda: goal.copy_(raw), (target, source), goal.nbytes)
+        if not non_blocking:
+            chip.current().synchronize()
     return target
 
 

@@ -232,6 +232,7 @@ class Timeline:
 
     Attributes:
         share: part of the device's arithmetic that this process may have.
+        interference: as above; it may be set later.
         lock: of all its streams, since one may wait for another.
     """
 
@@ -248,7 +249,7 @@ class Timeline:
         self.name, self.share = name, 1.0
         self.clock, self.sleep = clock, sleep
         self.lock = threading.RLock()
-        self._interference = dict(interference or {})
+        self.interference = dict(interference or {})
         self._faults = faults or Faults.of_environment()
         self._is_lost = False
         self._process = os.getpid(), _born(os.getpid()) or 0, next(_SERIALS)
@@ -293,7 +294,7 @@ class Timeline:
         )
         with self._now() as (now_s, rows):
             beside = [replace(one) for one in rows if not one.end_s]
-            advance([*beside, row], operation.begin_s, now_s, self._interference)
+            advance([*beside, row], operation.begin_s, now_s, self.interference)
             rows.append(row)
 
     def poll(self, stream: TimelineStream) -> tuple[bool, float]:
@@ -305,7 +306,7 @@ class Timeline:
                 return True, own.end_s
             own = replace(own)
             beside = [replace(one) for one in rows if one.stream != own.stream or one.process != own.process]
-            advance([own, *beside], now_s, math.inf, self._interference)
+            advance([own, *beside], now_s, math.inf, self.interference)
             return False, own.end_s
 
     @contextmanager
@@ -313,7 +314,7 @@ class Timeline:
         """The operations of all processes that live, as they are now; at the end they are written back."""
         with self._board.opened() as (at_s, rows):
             now_s = max(self.clock(), at_s)
-            advance(rows, at_s, now_s, self._interference)
+            advance(rows, at_s, now_s, self.interference)
             while self._ended:
                 number = self._ended.popleft()
                 rows[:] = [one for one in rows if (one.process, one.stream) != (self._process, number)]

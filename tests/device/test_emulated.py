@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from device.base import DeviceUnavailable
 from device.emulated import EmulatedDevice
 from device.present import EMULATED_MEMORY
 from device.registry import get_device
+from device.timeline import WHOLE, Demand
 
 LAUNCH_S = 0.05
 
@@ -95,6 +97,70 @@ def test_a_graph_replays_what_was_captured_over_what_its_buffers_hold(device: Em
     buffer.fill_(5)
     runner.update(2, [1, 1])
     assert runner.replay(2).tolist() == [10.0, 10.0]
+
+
+def test_a_capture_that_reads_back_fails_and_the_device_goes_on(device: EmulatedDevice) -> None:
+    device.launch_s = 0.0
+    numbers, runner = torch.ones(2, device=device.torch_device), device.graph_runner()
+
+    def reads() -> torch.Tensor:
+        return numbers * numbers.sum().item()
+
+    assert reads().tolist() == [2, 2]
+    with pytest.raises(RuntimeError, match="a step that is captured reads nothing back and waits for nothing"):
+        runner.capture(2, reads)
+    assert reads().tolist() == [2, 2]
+    runner.capture(2, lambda: numbers + 1)
+    assert runner.replay(2).tolist() == [2, 2]
+
+
+def test_timed_work_is_done_no_sooner_than_on_the_device(device: EmulatedDevice) -> None:
+    device.launch_s = 0.0
+    numbers = torch.ones(2, device=device.torch_device)
+    device.synchronize()
+    began_s = time.perf_counter()
+    begin, middle = device.event(enable_timing=True), device.event(enable_timing=True)
+    begin.record()
+    with device.timed(0.2, WHOLE, num_parts=2) as next_part:
+        half = numbers + 1
+        next_part()
+        middle.record()
+        whole = half + 1
+    assert time.perf_counter() - began_s < 0.1, "a launch returns at once"
+    assert whole.tolist() == [3, 3]
+    assert 0.2 <= time.perf_counter() - began_s < 0.4
+    assert 99 <= begin.elapsed_time(middle) < 190
+
+
+def test_timed_work_takes_as_long_as_the_cpu_where_that_is_longer(device: EmulatedDevice) -> None:
+    numbers = torch.ones(2, device=device.torch_device)
+    device.synchronize()
+    began_s = time.perf_counter()
+    for _ in range(4):
+        with device.timed(LAUNCH_S / 10, WHOLE):
+            numbers = numbers + 1
+    assert numbers.tolist() == [5, 5]
+    assert time.perf_counter() - began_s >= 4 * LAUNCH_S
+
+
+def test_a_large_copy_takes_the_time_of_the_host_link() -> None:
+    device = get_device("emulated:h100:6")
+    numbers = torch.zeros(64_000_000, dtype=torch.uint8)
+    began_s = time.perf_counter()
+    numbers.to(device.torch_device)
+    assert time.perf_counter() - began_s >= 0.001
+
+
+def test_a_share_of_the_arithmetic_slows_what_computes() -> None:
+    device = get_device("emulated:h100:6")
+    assert isinstance(device, EmulatedDevice)
+    assert device.apply_share(0.5).mechanisms == ("memory fraction 0.5", "50% of the arithmetic")
+    for demand, seconds in ((Demand(compute=1.0, bandwidth=0.1), 0.1), (Demand(compute=0.1, bandwidth=0.8), 0.05)):
+        began_s = time.perf_counter()
+        with device.timed(0.05, demand):
+            torch.ones(2, device=device.torch_device)
+        device.synchronize()
+        assert seconds <= time.perf_counter() - began_s < seconds + 0.045
 
 
 def test_tensors_of_the_host_are_refused(device: EmulatedDevice) -> None:
