@@ -68,7 +68,8 @@ def use(
         register("engine", PrefillMarkingEngine)
         register("may encode", may_encode)
     if bandwidth or latency_ms:
-        from benchmarks.ablations.links import ShapedTransport, SlowEngine
+        from benchmarks.ablations.links import SlowEngine
+        from epd_serve.transfer.shaped import ShapedTransport
 
         latency_s = latency_ms / 1000
         register("transport", lambda transport: ShapedTransport(transport, bandwidth, latency_s))

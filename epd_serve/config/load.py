@@ -20,6 +20,7 @@ from epd_serve.config.model_files import beside
 from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig
 from epd_serve.config.sections import overlay
 from epd_serve.config.vllm import VllmConfig
+from epd_serve.cost.shape import KNOWN_SHAPES
 
 Location = tuple[int | str, ...]
 #: Keys whose values no error may show.
@@ -74,6 +75,8 @@ def load_config(path: Path) -> DeploymentConfig:
             changes["interference"] = str(here / config.interference.expanduser())
         if config.generation_config not in ("auto", "off"):
             changes["generation_config"] = str(here / Path(config.generation_config).expanduser())
+        if config.shape_of is not None and config.shape_of not in KNOWN_SHAPES:
+            changes["shape_of"] = str(here / Path(config.shape_of).expanduser())
         if config.trace is not None:
             changes["trace"] = str(here / config.trace.expanduser())
         if (devices := config.elastic.drift.devices) is not None:

@@ -34,6 +34,7 @@ from epd_serve.config.sections import (
 )
 from epd_serve.config.shares import DeviceShare, device_shares
 from epd_serve.config.vllm import VllmConfig, check_vllm
+from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.demo import weights_dir
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
@@ -121,8 +122,8 @@ class DeploymentConfig(SharedConfig):
         default=("cpu",),
         validate_default=True,
         description="cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
-        "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 is this machine with the memory and the "
-        "asynchrony of an accelerator, not with its speed.",
+        "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 is this machine with the memory, the asynchrony "
+        "and the speed of an accelerator, where its cores are not slower.",
     )
     restart: Anew[Literal["on-failure", "never"]] = Field(
         default="on-failure",
@@ -183,6 +184,8 @@ class DeploymentConfig(SharedConfig):
             raise ValueError(
                 "devices: vLLM runs on no emulated device; write engine: native, or a device of yours"
             )
+        if self.shape_of is not None and not emulated:
+            raise ValueError("shape_of is for emulated devices; write devices: [emulated:h200:0], or leave it out")
         if any(one.tensor_parallel > 1 for one in emulated):
             raise ValueError("topology: emulated devices share no language model; leave @tp out")
         if self.engine == "vllm":
@@ -335,7 +338,7 @@ class DeploymentConfig(SharedConfig):
         ``master`` is the address of the mooncake_master where the deployment itself starts one; ``device_board``
         the instance's slot of the file that instances on its device share; ``switch_dir`` keeps its role.
 
-        Raises ValueError where the model's directory is not one.
+        Raises ValueError where the model's directory is not one, and for a ``shape_of`` that cannot be read.
         """
         settings = self.settings_for(str(instance.role))
         own = {name: getattr(settings, name) for name in InstanceSettings.model_fields} | {"threads": threads}
@@ -345,6 +348,10 @@ class DeploymentConfig(SharedConfig):
         if instance.devices[0] != "cpu" and instance in rivals and len(rivals) > 1 and share is None:
             own["memory_share"] = settings.memory_share or round(_LANGUAGE_MEMORY / len(rivals), 3)
         shared = {name: getattr(self, name) for name in SharedConfig.model_fields}
+        if self.shape_of is not None and instance.devices[0].startswith("emulated:"):
+            time = DeviceTime.of(self.shape_of, instance.devices[0].split(":")[1])
+            if instance.role.encodes and not time.profile.encode:
+                raise ValueError(f"shape_of: {self.shape_of} has no vision tower, and {instance.name} encodes")
         if master is not None and self.mooncake.master is None:
             shared["mooncake"] = self.mooncake.model_copy(update={"master": master})
         return InstanceOptions(

@@ -177,6 +177,13 @@ class SharedConfig(Section):
         description="Whence the sampling comes that a request leaves open. auto: the model's "
         "generation_config.json. off: from nowhere. Else the directory of such a file, relative to this file.",
     )
+    shape_of: Anew[str | None] = Field(
+        default=None,
+        min_length=1,
+        description="On emulated devices, the model whose times they take: one that is known by name, as "
+        "qwen2.5-vl-7b, a directory or config.json, or what 'epd-serve profile' wrote on such a device, relative "
+        "to this file. null: those of 'model'.",
+    )
     feature_store: Anew[FeatureStoreKind] = Field(
         default="embedded",
         description="embedded: each encoder keeps its own. mooncake: one for all instances.",

@@ -217,8 +217,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         """Seconds of one batch of images, given by their pixels. Raises ValueError without a tower."""
         if not self.encode:
             raise ValueError(f"the profile of {self.model} on {self.device} has no encode")
-        seen = [self._seen(count) for count in pixels]
+        seen = self.seen(pixels)
         return max(line.seconds(seen) for line in self.encode)
+
+    def seen(self, pixels: Sequence[int]) -> list[int]:
+        """The pixels that the tower sees of images, once the processor has resized them."""
+        return [min(max(count, self.min_pixels), self.max_pixels) for count in pixels]
 
     def prepare_s(self, num_pixels: int) -> float:
         """Seconds to turn an image as it was sent into the tower's inputs."""
@@ -226,7 +230,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     def image_tokens(self, num_pixels: int) -> int:
         """The number of prompt tokens that one image takes."""
-        return self.tokens_per_image or max(round(self._seen(num_pixels) / self.pixels_per_token), 1)
+        return self.tokens_per_image or max(round(self.seen([num_pixels])[0] / self.pixels_per_token), 1)
 
     def over(self, transport: str) -> Self:
         """Return the same profile with another transport. Raises ValueError for one that was not measured."""
@@ -240,10 +244,6 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         fields = msgspec.structs.asdict(known)
         del fields["bytes_per_s"], fields["handshake_s"]
         return msgspec.structs.replace(self, **fields)
-
-    def _seen(self, num_pixels: int) -> int:
-        """The pixels that the tower sees of an image, once the processor has resized it."""
-        return min(max(num_pixels, self.min_pixels), self.max_pixels)
 
     def num_blocks(self, block_size: int, *, share: float, holds_tower: bool) -> int:
         """KV blocks that a ``share`` of the memory has room for besides the weights; 2 at least."""

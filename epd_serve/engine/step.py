@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from epd_serve.engine.step_inputs import Fed, StepInputs, integers
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 
+if TYPE_CHECKING:
+    from epd_serve.engine.emulation import Emulation
+
 
 class StepExecutor:
     """A rank's share of the language model over its share of the KV.
@@ -23,6 +27,7 @@ class StepExecutor:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
         graph_sizes: decode batch sizes to capture, where the device can; empty: none.
         max_model_len: longest context of a captured step.
+        emulation: the time of steps on an emulated device; None: as long as they take.
     """
 
     def __init__(
@@ -34,7 +39,9 @@ class StepExecutor:
         num_position_axes: int,
         graph_sizes: Sequence[int],
         max_model_len: int,
+        emulation: Emulation | None = None,
     ) -> None:
+        self._emulation = emulation
         device.activate()  # of the thread that captures
         self._model = model
         self._device = device
@@ -54,7 +61,14 @@ class StepExecutor:
             )
 
     @classmethod
-    def for_cache(cls, model: LanguageModel, device: Device, kv: Tensor, cache: CreateCache) -> StepExecutor:
+    def for_cache(
+        cls,
+        model: LanguageModel,
+        device: Device,
+        kv: Tensor,
+        cache: CreateCache,
+        emulation: Emulation | None = None,
+    ) -> StepExecutor:
         """Make the executor from the command that the leader sends to all ranks."""
         return cls(
             model,
@@ -63,6 +77,7 @@ class StepExecutor:
             num_position_axes=cache.num_position_axes,
             graph_sizes=cache.graph_sizes,
             max_model_len=cache.max_model_len,
+            emulation=emulation,
         )
 
     def activate(self) -> None:
@@ -81,6 +96,27 @@ class StepExecutor:
             on_layer: called when a layer's K and V are in the cache, in steps with prefills.
             logprobs: takes those of the inputs' ``scored_rows``, which all ranks compute.
         """
+        if self._emulation is None:
+            return self._compute(inputs, on_layer, fed, logprobs)
+        if on_layer is None:
+            with self._emulation.step(inputs, 1):
+                return self._compute(inputs, None, fed, logprobs)
+        tell = on_layer
+        with self._emulation.step(inputs, self._model.num_layers + 1) as next_part:
+
+            def after_layer(layer: int) -> None:
+                next_part()
+                tell(layer)
+
+            return self._compute(inputs, after_layer, fed, logprobs)
+
+    def _compute(
+        self,
+        inputs: StepInputs,
+        on_layer: Callable[[int], None] | None,
+        fed: Fed | None,
+        logprobs: PromptLogprobs | None,
+    ) -> Tensor:
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs.run(inputs, fed)
         target = self.device

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
 from epd_serve.engine.measurements import Measurements
 from epd_serve.engine.step_limits import measurements
 from epd_serve.engine.step_timer import encode_seconds
-from epd_serve.instance.encode import tensor_data
+from epd_serve.instance.encode import no_time, tensor_data
 from epd_serve.instance.language_weights import LanguageWeights
 from epd_serve.instance.request_processor import num_media_threads
 from epd_serve.media.decoder_pool import DecoderPool
@@ -25,8 +26,10 @@ from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import Family
 from epd_serve.models.loader import load_family, media_fingerprint
 from epd_serve.models.tower import Tower
+from epd_serve.transfer.transport import Transport
 
 if TYPE_CHECKING:
+    from epd_serve.engine.emulation import Emulation
     from epd_serve.instance.instance import Instance
 
 #: The gateway applies the operator's limits; an instance only guards itself.
@@ -38,6 +41,7 @@ class CheckpointModel:
 
     Attributes:
         torch_dtype: of weights and features.
+        emulation: the times of an emulated device; None on others.
     """
 
     data_of: Callable[[Tensor], memoryview] = staticmethod(tensor_data)
@@ -55,12 +59,21 @@ class CheckpointModel:
         text = self.family.config.get_text_config()
         self.max_positions: int = text.max_position_embeddings
         self.feature_token_bytes = self.torch_dtype.itemsize * text.hidden_size
+        self.emulation = _emulation(options, device)
         self.decoders = DecoderPool(
             num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
         )
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
         return Tower(self.path, self.torch_dtype, self._device, before_layer)
+
+    def encoding(self, pixels: Sequence[int]) -> AbstractContextManager[None]:
+        return no_time(pixels) if self.emulation is None else self.emulation.encode(pixels)
+
+    def linked(self, transport: Transport) -> Transport:
+        if self.emulation is None:
+            return transport
+        return self.emulation.linked(transport, self.path, self.torch_dtype.itemsize)
 
     def measurements(self) -> Measurements:
         return measurements(self._options, self._device, self.fingerprint, torch=str(torch.__version__))
@@ -79,3 +92,12 @@ def set_up(threads: int | None) -> None:
     if threads is not None:
         get_device("cpu").set_threads(threads)
         torch.set_num_interop_threads(1)
+
+
+def _emulation(options: InstanceOptions, device: Device) -> Emulation | None:
+    if device.type != "emulated":
+        return None
+    # Imported here because other devices have no part of it.
+    from epd_serve.engine.emulation import Emulation
+
+    return Emulation.of(options, device)

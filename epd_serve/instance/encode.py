@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -94,6 +94,11 @@ class _Encoded:
     batch_s: tuple[float, float]
 
 
+def no_time(pixels: Sequence[int]) -> AbstractContextManager[None]:
+    """The context of a batch that takes as long as its computation."""
+    return nullcontext()
+
+
 class EncodeService:
     """Encodes media in batches on a thread of its own, beside whatever else the instance computes.
 
@@ -113,6 +118,7 @@ class EncodeService:
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
         put: takes a span for each batch, on the tower's thread.
+        encoding: the context in which a batch of images of so many pixels, as they were sent, is encoded.
         on_encoded: told of each batch, there too: its pixels, and how many seconds its images kept this encoder
             busy: their preparation too, as far as no earlier batch hides it.
 
@@ -137,6 +143,7 @@ class EncodeService:
         on_delivered: Callable[[str, str, float, tuple[float, float]], None] = lambda *_: None,
         put: Callable[[Span], None] = lambda span: None,
         on_encoded: Callable[[int, float], None] = lambda *_: None,
+        encoding: Callable[[Sequence[int]], AbstractContextManager[None]] = no_time,
     ) -> None:
         self._load_tower = load_tower
         self._family = family
@@ -153,6 +160,7 @@ class EncodeService:
         self._on_delivered = on_delivered
         self._put_span = put
         self._on_encoded = on_encoded
+        self._encoding = encoding
         self._tower: Tower | None = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._flights: dict[str, asyncio.Task[_Encoded]] = {}
@@ -397,7 +405,8 @@ class EncodeService:
         start = time.monotonic()
         tower = self._loaded_tower()
         loaded = time.monotonic()
-        with self._stream.encoding(sum(item.num_pixels for item in batch)):
+        pixels = [item.num_original_pixels for item in batch]
+        with self._stream.encoding(sum(item.num_pixels for item in batch)), self._encoding(pixels):
             features = tower.encode([item.inputs for item in batch])
         end = time.monotonic()
         self._num_batches += 1
@@ -405,7 +414,7 @@ class EncodeService:
         if not was_held:  # else the time before was somebody else's
             busy_s += start - max(self._free_since_s, min(item.begun_s for item in batch))
         self._free_since_s = end
-        num_pixels = sum(item.num_original_pixels for item in batch)
+        num_pixels = sum(pixels)
         self._on_encoded(num_pixels, busy_s)
         about: dict[str, Value] = {"track": "tower", "images": len(batch), "pixels": num_pixels}
         self._put_span(Span("encode", "", loaded, end, about))

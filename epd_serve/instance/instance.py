@@ -91,7 +91,9 @@ class Instance:
         self.model = await asyncio.to_thread(open_model, options, self.device)
         self.family = self.model.family
         self._check_tower(options.role)
-        self.transport = await asyncio.to_thread(start_transport, options, self.device.type)
+        transport = await asyncio.to_thread(start_transport, options, self.device.type)
+        # Mooncake brings links of its own
+        self.transport = transport if options.kv_transfer.transport == "mooncake" else self.model.linked(transport)
         self.peers = Peers()
         self.store = await self._new_store()
         self.processor = RequestProcessor(
@@ -113,6 +115,7 @@ class Instance:
             on_encoded=self.rates.encoded,
             url=self.url,
             stream=self.streams.tower,
+            encoding=self.model.encoding,
             may_start=partial(factory("may encode", _may_encode), self),
         )
         self.streams.language.on_pause = self.encode.reconsider

@@ -122,7 +122,9 @@ class LanguageWeights:
         if self.followers is not None:
             self.followers.send(create)
         return LanguageRunner(
-            StepExecutor.for_cache(self.language, instance.device, memory.tensor, create),
+            StepExecutor.for_cache(
+                self.language, instance.device, memory.tensor, create, emulation=self._model.emulation
+            ),
             instance.device.ops,
             block_size=options.tokens_per_block,
             num_position_axes=self._model.family.num_position_axes,

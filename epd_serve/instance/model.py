@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from device.base import Device
@@ -105,6 +106,14 @@ class InstanceModel(Protocol):
 
     def tower(self, before_layer: Callable[[], None]) -> Any:
         """Load the tower; ``before_layer`` is called before each of its layers. Blocks."""
+        ...
+
+    def encoding(self, pixels: Sequence[int]) -> AbstractContextManager[None]:
+        """The context of a batch of images of so many pixels: it takes as long as on the device."""
+        ...
+
+    def linked(self, transport: Transport) -> Transport:
+        """The transport over the links of the model's device."""
         ...
 
     def measurements(self) -> Measurements:

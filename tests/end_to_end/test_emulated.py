@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 from fleet import figures
-from identity import start_fleet
+from identity import MAX_TOKENS, start_fleet
+
+from epd_serve.cost.device_time import DeviceTime
 
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0")}
 CASES: dict[str, dict[str, Any]] = {
@@ -34,6 +37,11 @@ async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pyt
 
 
 async def test_instances_on_one_device_share_its_memory(tmp_path: Path) -> None:
+    """And they take the time that a larger model would."""
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
-    async with start_fleet(model, "(E-PD)", devices=["emulated:a100:0"]) as fleet:
+    settings = {"devices": ["emulated:a100:0"], "shape_of": "llava-1.6-34b"}
+    async with start_fleet(model, "(E-PD)", **settings) as fleet:
+        began_s = time.perf_counter()
         await fleet.check_tokens(("e0", "pd0"))
+        step_s, _ = DeviceTime.of("llava-1.6-34b", "a100").step(1, 1, 1, 0)
+        assert time.perf_counter() - began_s > 2 * MAX_TOKENS * step_s, "answers, whole and then streamed"

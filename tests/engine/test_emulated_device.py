@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import tiny_models
-from engine_bench import EngineBench
+import torch
+from engine_bench import BLOCK_SIZE, EngineBench
 from pictures import noise
 from PIL import Image
 from reference import Reference
 
+from device.base import Event
 from device.emulated import EmulatedDevice
 from device.registry import get_device
+from epd_serve.cost.device_time import DeviceTime
+from epd_serve.engine.emulation import Emulation
+from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 
 DELAY_S = 2e-4
@@ -68,6 +74,74 @@ def test_a_step_without_tokens_ends_when_the_device_has_computed_it(
         assert max(waits_s) < 0.05, "each of these has above a hundred launches of 2 ms"
     finally:
         bench.close()
+
+
+def test_steps_take_the_time_of_the_model_that_is_emulated(tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    device = get_device("emulated:h200:2")
+    assert isinstance(device, EmulatedDevice)
+    time_of = DeviceTime.of("qwen2.5-vl-72b", "rtx-4090")
+    emulation = Emulation(device, time_of)
+    budget = Budget(max_num_tokens=2048, max_num_seqs=4)
+    bench = EngineBench(model, budget, device=device, runs_ahead=True, emulation=emulation)
+    began_s = time.perf_counter()
+    try:
+        bench.engine.submit(bench.sequence("text", "Say apple", [], max_tokens=6))
+        (answer,) = bench.collect(1).values()
+        seconds = time.perf_counter() - began_s
+        assert answer == Reference(model).generate("Say apple", [], max_tokens=6)
+        step_s, _ = time_of.step(1, 1, 10, 0)
+        assert step_s > 0.17 and seconds > 6 * step_s, "a prefill and five decodes"
+    finally:
+        bench.close()
+
+
+def test_the_time_of_a_step_is_spread_over_its_layers(tmp_path: Path) -> None:
+    """So that the KV of the first layers is sent while the later ones are computed."""
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    device = get_device("emulated:h200:2")
+    assert isinstance(device, EmulatedDevice)
+    time_of = DeviceTime.of("qwen2.5-vl-72b", "rtx-4090")
+    step_s, _ = time_of.step(1, 1, 0, 1)
+    bench = EngineBench(
+        model,
+        Budget(max_num_tokens=2048, max_num_seqs=4),
+        device=device,
+        emulation=Emulation(device, time_of),
+    )
+    events = [device.event(enable_timing=True)]
+    try:
+        inputs = StepInputs(
+            ids=[5],
+            positions=torch.zeros(bench.family.num_position_axes, 1, dtype=torch.long),
+            slots=[BLOCK_SIZE],
+            rows=[0],
+            decode_context_lens=[],
+            decode_blocks=[],
+            prefill_query_lens=[1],
+            prefill_context_lens=[1],
+            prefill_blocks=[[1]],
+            features=None,
+            feature_rows=[],
+        )
+        device.activate()
+        device.synchronize()
+        events[0].record()
+        bench.executor.compute(inputs, lambda layer: events.append(mark(device)))
+        events.append(mark(device))
+        device.synchronize()
+        parts_ms = [one.elapsed_time(next_one) for one, next_one in pairwise(events)]
+        assert len(parts_ms) == bench.memory.layout.num_layers + 1
+        assert sum(parts_ms) >= 999 * step_s
+        assert min(parts_ms) > 1000 * step_s / len(parts_ms) / 2
+    finally:
+        bench.close()
+
+
+def mark(device: EmulatedDevice) -> Event:
+    event = device.event(enable_timing=True)
+    event.record()
+    return event
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import json
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -196,6 +197,27 @@ def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -
     assert key not in repr(instances) + " ".join(word for spec in instances for word in spec.command)
     lines = "\n".join(dry_run(config, None, {}))
     assert key not in lines and lines.count("EPD_SERVE_CLUSTER_KEY") == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("shape_of: qwen2.5-vl-7b", "shape_of is for emulated devices; write devices"),
+        (
+            "devices: [emulated:h200 x 3]\nshape_of: qwen9",
+            "model 'qwen9': no such directory or config.json; known by",
+        ),
+        (
+            "topology: ED-P\ndevices: [emulated:h200 x 2]\nshape_of: text.json",
+            "shape_of: .*text.json has no vision tow",
+        ),
+    ],
+)
+def test_shapes_that_no_emulated_device_can_take_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    (tmp_path / "text.json").write_text(json.dumps(sizes | {"vocab_size": 100}))
+    with pytest.raises(ValueError, match=message):
+        specs(text.replace("text.json", str(tmp_path / "text.json")))
 
 
 @pytest.mark.parametrize(

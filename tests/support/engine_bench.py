@@ -16,6 +16,7 @@ from device.base import Device
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import decode_graph_sizes
+from epd_serve.engine.emulation import Emulation
 from epd_serve.engine.engine import Engine
 from epd_serve.engine.hooks import EngineEvent, EngineHooks, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
@@ -45,6 +46,7 @@ class EngineBench(EngineHooks):
     num_blocks: int = 200
     device: Device = field(default_factory=lambda: get_device("cpu"))
     runs_ahead: bool = False
+    emulation: Emulation | None = None
     events: queue.Queue[EngineEvent] = field(default_factory=queue.Queue)
     features: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -67,16 +69,17 @@ class EngineBench(EngineHooks):
         )
         self.transport = EmbeddedTransport(path="shm")
         self.memory = memory = KVMemory(layout, self.num_blocks, device, self.transport)
-        executor = StepExecutor(
+        self.executor = StepExecutor(
             language,
             device,
             memory.tensor,
             num_position_axes=self.family.num_position_axes,
             graph_sizes=decode_graph_sizes(self.budget.max_num_seqs),
             max_model_len=language.max_model_len,
+            emulation=self.emulation,
         )
         runner = LanguageRunner(
-            executor,
+            self.executor,
             device.ops,
             block_size=BLOCK_SIZE,
             num_position_axes=self.family.num_position_axes,

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.ablations.links import ShapedTransport
 from epd_serve.protocol.wire import Region, ReserveReply
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
+from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.transfer.transport import Piece, Slab, TransferError
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ablations.links import ShapedTransport
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.transfer.transport import Piece, TransferError, WriteGate
 
 REGION = Region(name="a", nbytes=1 << 30, host_id="h", pid=1, fd=1, host="", port=0)

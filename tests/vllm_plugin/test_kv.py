@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.ablations.links import ShapedTransport
 from epd_serve.protocol.engine_notices import FeatureWithdrawn, KVUnwanted, KVWanted, pack, unpack
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.vllm_plugin.kv_layout import LayerMemory, layer_memory, runs_of
 from epd_serve.vllm_plugin.kv_receiving import KVReceiver, Receive
 from epd_serve.vllm_plugin.kv_sending import Chunk, KVSender

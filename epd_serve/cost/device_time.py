@@ -1,0 +1,82 @@
+"""The time that an emulated device takes for a model's stages: the device's own, without its host's part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from device.datasheets import spec_of
+from device.timeline import Demand
+from epd_serve.cost.profile import Profile
+from epd_serve.cost.roofline import analytic_profile
+from epd_serve.cost.shape import KNOWN_SHAPES, shape_of
+
+
+class DeviceTime:
+    """Seconds of a model's steps and encodes on a device that does nothing else.
+
+    Args:
+        profile: from a data sheet or measured.
+
+    Attributes:
+        interference: the share by which a stage ("E", "P", "D") takes longer beside another, where measured.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        pairs = ((pair.partition("/"), value) for pair, value in profile.interference.items())
+        self.interference = {(one, beside): value for (one, _, beside), value in pairs}
+
+    @classmethod
+    def of(cls, model: str, kind: str) -> DeviceTime:
+        """The times of a model on a device with a data sheet.
+
+        Args:
+            model: a name of :data:`~epd_serve.cost.shape.KNOWN_SHAPES`, a directory or config.json of a model, or
+                a file that ``epd-serve profile`` wrote, whose times are taken as they were measured.
+
+        Raises ValueError for a model that is none of these, and for a kind without a data sheet.
+        """
+        if is_profile(model):
+            return cls(Profile.read(Path(model)))
+        # the host's part of a step is taken by the host, which is not emulated
+        return cls(analytic_profile(shape_of(model), replace(spec_of(kind), launch_s=0.0)))
+
+    def step(self, num_tokens: int, num_sequences: int, context: int, pairs: int) -> tuple[float, Demand]:
+        """A step of the language model; units as in :class:`~epd_serve.sched.step_cost.StepWork`."""
+        profile = self.profile
+        lines = profile.step if pairs else profile.decode_lines(num_sequences)
+        seconds = [line.seconds(num_tokens, num_sequences, context, pairs) for line in lines]
+        return max(seconds), self._demand("P" if pairs else "D", seconds)
+
+    def encode(self, pixels: Sequence[int]) -> tuple[float, Demand]:
+        """A batch of images, by the pixels that they have. Raises ValueError for a model without a tower."""
+        seconds = self.profile.encode_s(pixels)
+        seen = self.profile.seen(pixels)
+        return seconds, self._demand("E", [line.seconds(seen) for line in self.profile.encode])
+
+    def _demand(self, stage: str, seconds: Sequence[float]) -> Demand:
+        """By the lines (compute, memory) of a data sheet; what was measured is taken to want the whole device."""
+        if self.profile.kind != "analytic" or len(seconds) != 2:
+            return Demand(stage=stage)
+        compute, memory = (one / max(seconds) for one in seconds)
+        return Demand(
+            compute=self.profile.compute_share * compute,
+            bandwidth=self.profile.bandwidth_share * memory,
+            stage=stage,
+        )
+
+
+def is_profile(model: str) -> bool:
+    """Whether a file holds a profile, not a model's config.json."""
+    path = Path(model).expanduser()
+    if model in KNOWN_SHAPES or path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return False
+    return isinstance(content, dict) and "step" in content and "device" in content

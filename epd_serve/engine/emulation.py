@@ -1,0 +1,89 @@
+"""The time that an instance's steps, encodes and transfers take on an emulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from device.base import Device
+from device.emulated import EmulatedDevice
+from device.timeline import Faults
+from epd_serve.config import InstanceOptions
+from epd_serve.cost.device_time import DeviceTime
+from epd_serve.cost.shape import shape_of
+from epd_serve.engine.step_inputs import StepInputs
+from epd_serve.protocol.wire import Region
+from epd_serve.sched.step_cost import StepWork
+from epd_serve.transfer.shaped import ShapedTransport
+from epd_serve.transfer.transport import Transport
+
+#: The name of the links between instances for injected faults.
+LINKS = "links"
+
+
+class Emulation:
+    """An emulated device that is as fast as the real one with some model, where the CPU is not slower."""
+
+    def __init__(self, device: EmulatedDevice, time: DeviceTime) -> None:
+        self._device = device
+        self._time = time
+        device.interfere(time.interference)
+
+    @classmethod
+    def of(cls, options: InstanceOptions, device: Device) -> Emulation:
+        """Raises ValueError for a ``shape_of``, or a model without one, whose sizes cannot be read."""
+        assert isinstance(device, EmulatedDevice), f"{device.name} is no emulated device"
+        if options.shape_of is not None:
+            return cls(device, DeviceTime.of(options.shape_of, device.sheet.name))
+        try:
+            return cls(device, DeviceTime.of(str(options.model), device.sheet.name))
+        except ValueError as error:
+            raise ValueError(f"{error}; write shape_of: the model whose times {device.name} takes") from error
+
+    def linked(self, inner: Transport, model: Path, value_bytes: int) -> Transport:
+        """The transport over the device's link to its neighbours, for the bytes of the model whose times it takes.
+
+        Args:
+            model: that is computed. value_bytes: of one number of its KV and features.
+        """
+        profile, served = self._time.profile, shape_of(str(model)).language
+        scales = {
+            "kv": profile.kv_token_bytes / (served.kv_values * value_bytes),
+            "features": profile.feature_token_bytes / (served.hidden * value_bytes),
+        }
+        faults = Faults.of_environment()
+        return ShapedTransport(
+            inner,
+            profile.link_bytes_per_s,
+            profile.handshake_s,
+            bytes_of=lambda region, nbytes: nbytes * scales.get(_kind(region), 1.0),
+            slowness=lambda: faults.of(LINKS).slowness,
+        )
+
+    @contextmanager
+    def step(self, inputs: StepInputs, num_parts: int) -> Iterator[Callable[[], None]]:
+        """A context in which a step is launched; as :meth:`~device.emulated.EmulatedDevice.timed`."""
+        chunks = zip(inputs.prefill_query_lens, inputs.prefill_context_lens, strict=True)
+        work = StepWork.of(inputs.decode_context_lens, [(end - count, count) for count, end in chunks])
+        cost_s, demand = self._time.step(
+            work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs
+        )
+        with self._device.timed(cost_s, demand, num_parts) as next_part:
+            yield next_part
+
+    @contextmanager
+    def encode(self, pixels: Sequence[int]) -> Iterator[None]:
+        """A context in which images of so many pixels are encoded; at its end the device has done so."""
+        if not self._time.profile.encode:  # what has a tower of another kind than for pictures
+            yield
+            return
+        cost_s, demand = self._time.encode(pixels)
+        with self._device.timed(cost_s, demand):
+            yield
+        self._device.current_stream().synchronize()
+
+
+def _kind(region: Region) -> str:
+    """The memory that a region is: "kv", "features"."""
+    return region.name.rpartition("-")[0]

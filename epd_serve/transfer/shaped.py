@@ -1,0 +1,86 @@
+"""Any transport as it would be over another link: of an emulated device, or slow enough for an experiment."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from epd_serve.protocol.wire import Region
+from epd_serve.transfer.transport import Piece, Slab, Transport, WriteGate
+
+
+class ShapedTransport:
+    """Each process that this one reads from or writes to is reached over one link, on which transfers queue.
+
+    A transfer takes the latency, in which the link serves others, and then the link for its bytes. The inner
+    transport does it at once, and the call returns when the link would be through with it; what takes the inner
+    transport longer is not made longer. A transfer of no bytes takes the latency. Errors pass without delay.
+
+    Args:
+        inner: is closed with this one.
+        bytes_per_s: bandwidth of each link; None for no limit.
+        latency_s: latency of each transfer.
+        bytes_of: bytes that a transfer with this region stands for, given those that it has.
+        slowness: factor on the time of transfers that begin now.
+        clock, sleep: monotonic seconds, and waiting for some.
+    """
+
+    def __init__(
+        self,
+        inner: Transport,
+        bytes_per_s: float | None,
+        latency_s: float = 0.0,
+        *,
+        bytes_of: Callable[[Region, int], float] = lambda region, nbytes: nbytes,
+        slowness: Callable[[], float] = lambda: 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if (bytes_per_s is not None and bytes_per_s <= 0) or latency_s < 0:
+            raise ValueError(
+                f"a link needs a bandwidth above 0 and a latency of 0 or more, not {bytes_per_s} and {latency_s}"
+            )
+        self._inner = inner
+        self._s_per_byte = 0.0 if bytes_per_s is None else 1 / bytes_per_s
+        self._latency_s = latency_s
+        self._bytes_of, self._slowness = bytes_of, slowness
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_at: dict[tuple[str, int], float] = {}
+
+    @property
+    def gate(self) -> WriteGate:
+        return self._inner.gate
+
+    def allocate(self, name: str, nbytes: int) -> Slab:
+        return self._inner.allocate(name, nbytes)
+
+    def release(self, slab: Slab) -> None:
+        self._inner.release(slab)
+
+    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
+        start = self._clock()
+        self._inner.write(region, pieces, transfer_ids)
+        self._wait(region, pieces, start)
+
+    def read(self, region: Region, pieces: Sequence[Piece]) -> None:
+        start = self._clock()
+        self._inner.read(region, pieces)
+        self._wait(region, pieces, start)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _wait(self, region: Region, pieces: Sequence[Piece], start: float) -> None:
+        peer, slowness = (region.host_id, region.pid), self._slowness()
+        done = start + self._latency_s * slowness
+        if nbytes := self._bytes_of(region, sum(data.nbytes for _, data in pieces)):
+            with self._lock:
+                done = max(done, self._free_at.get(peer, 0.0)) + nbytes * self._s_per_byte * slowness
+                self._free_at[peer] = done
+                for other in [peer for peer, free_at in self._free_at.items() if free_at < start]:
+                    del self._free_at[other]
+        while (left := done - self._clock()) > 0:
+            self._sleep(left)
