@@ -35,7 +35,7 @@ class Engine:
 
     Attributes:
         transfers: targets of the KV of sequences that are handed on.
-        num_steps: steps that have ended.
+        num_steps: steps that have ended and did not fail.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ class StepLoop:
                 step.groups.on_computed()
             events = self._engine.finish(result, step.output, after.output if after else None)
             self._account(step)
-        self._engine.num_steps += 1
+            self._engine.num_steps += 1  # one that failed is no sign of life
         if events:
             self._hooks.emit(events)
 

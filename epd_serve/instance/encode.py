@@ -242,7 +242,8 @@ class EncodeService:
 
     def _encode_nothing(self, tower: Tower) -> None:
         inputs = self._family.blank_inputs(_PROBE_SIZE)
-        with self._stream.encoding(_PROBE_SIZE[0] * _PROBE_SIZE[1]):
+        num_pixels = _PROBE_SIZE[0] * _PROBE_SIZE[1]
+        with self._stream.encoding(num_pixels), self._encoding([num_pixels]):
             tower.encode([inputs])
 
     def reconsider(self) -> None:
