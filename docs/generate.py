@@ -1,4 +1,4 @@
-"""Writes docs/reference/options.md, docs/reference/cli.md and deploy/schema.json: ``python docs/generate.py``."""
+"""Writes the pages of docs/reference and deploy/schema.json: ``python docs/generate.py``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from epd_serve.cli.app import app
 from epd_serve.config import DeploymentConfig, deployment_schema
 from epd_serve.config.applied import Section, applied
+from epd_serve.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,6 +37,34 @@ CLI = """# The command line
 
 Made from the commands by `python docs/generate.py`.
 """
+
+MODELS = """# Models of the native engine
+
+Made from `epd_serve/models/families` by `python docs/generate.py`.
+[How a family is added](../design/model-families.md).
+
+| models | `model_type` | takes | vision tower | how a picture is laid out |
+|---|---|---|---|---|
+"""
+
+MODELS_END = """
+The language model of all but Qwen's is Llama, Mistral, Qwen2 or Qwen3. LLaVA-OneVision takes each of several
+pictures in tiles, as it takes one.
+
+The float32 greedy tokens of a tiny random model of each family are those of transformers' `generate`
+(`pytest tests/models/test_pictures.py tests/end_to_end/test_identity.py`, with `-m slow` for Pixtral,
+LLaVA-OneVision and SmolVLM). Of published checkpoints, none of the families with tiles or rows has been run.
+"""
+
+
+def models_page() -> str:
+    rows = []
+    for family in dict.fromkeys(one for families in FAMILIES.values() for one in families):
+        types, towers = (", ".join(f"`{name}`" for name in names) for names in (family.model_types, family.towers))
+        about = " ".join((family.__doc__ or "").split()).removesuffix(".") if family.modalities else ""
+        takes = ", ".join(("text", *(f"{name}s" for name in family.modalities)))
+        rows.append(f"| {' | '.join(map(cell, (family.title, types, takes, towers, about)))} |\n")
+    return MODELS + "".join(rows) + MODELS_END
 
 
 def section_of(annotation: Any) -> type[Section] | None:
@@ -128,6 +157,7 @@ def pages() -> dict[str, str]:
     return {
         "docs/reference/options.md": options_page(),
         "docs/reference/cli.md": cli_page(),
+        "docs/reference/models.md": models_page(),
         "deploy/schema.json": json.dumps(deployment_schema(), indent=2) + "\n",
     }
 

@@ -211,15 +211,19 @@ def hash_blocks(
         One 32-byte digest for each of the ``len(token_ids) // block_size`` full blocks.
     """
     hashes: list[bytes] = []
+    ahead = sorted(spans, key=lambda span: -span.start)
     parent = blake3(_ROOT + salt.encode("utf-8", "surrogatepass")).digest() if salt else _ROOT
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         end = start + block_size
         hasher = blake3(parent)
         hasher.update(array("q", token_ids[start:end]).tobytes())
-        for span in spans:
-            if span.start < end and start < span.end:
-                row = start - span.start + span.offset
-                hasher.update(span.mm_hash.encode() + row.to_bytes(8, "little", signed=True))
+        while ahead and ahead[-1].end <= start:
+            ahead.pop()
+        for span in reversed(ahead):
+            if span.start >= end:
+                break
+            row = start - span.start + span.offset
+            hasher.update(span.mm_hash.encode() + row.to_bytes(8, "little", signed=True))
         parent = hasher.digest()
         hashes.append(parent)
     return hashes

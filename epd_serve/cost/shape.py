@@ -202,12 +202,23 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         vocabulary=read("vocab_size", default=config.get("vocab_size")),
     )
     tower = config.get("vision_config")
-    vision = _vision(_Reader(f"{name}, vision_config", tower)) if isinstance(tower, Mapping) else None
+    vision = _vision(_Reader(f"{name}, vision_config", tower), config) if isinstance(tower, Mapping) else None
     dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype"))
     return ModelShape(name=name, language=language, vision=vision, value_bytes=4 if "float32" in dtype else 2)
 
 
-def _vision(read: _Reader) -> VisionShape:
+#: Fields, and a tower, of models whose pictures have as many tokens as their size or their tiles ask for.
+_OF_ANY_SIZE = {"spatial_merge_size", "downsample_ratio", "scale_factor", "image_grid_pinpoints", "pixtral"}
+
+
+def _merge(read: _Reader, model: Mapping[str, Any]) -> int:
+    """The side of the square of patches that become one token."""
+    if ratio := model.get("downsample_ratio"):
+        return round(1 / float(ratio))
+    return read("spatial_merge_size", default=model.get("spatial_merge_size") or model.get("scale_factor") or 1)
+
+
+def _vision(read: _Reader, model: Mapping[str, Any]) -> VisionShape:
     is_windowed = bool(read.config.get("window_size"))
     # Qwen2-VL calls the tower's width embed_dim and means the language model's by hidden_size.
     hidden = read("embed_dim", default=None) if "embed_dim" in read.config else read("hidden_size")
@@ -215,14 +226,15 @@ def _vision(read: _Reader) -> VisionShape:
     layers = read("depth") if "depth" in read.config else read("num_hidden_layers")
     ratio = read.config.get("mlp_ratio")
     image_size = read.config.get("image_size") or read.defaults.get("image_size")
-    fixed = (int(image_size) // patch) ** 2 if image_size and "spatial_merge_size" not in read.config else None
+    has_one_size = not _OF_ANY_SIZE & {*model, *read.config, str(read.config.get("model_type"))}
+    fixed = (int(image_size) // patch) ** 2 if image_size and has_one_size else None
     full = read.config.get("fullatt_block_indexes") or []
     return VisionShape(
         num_layers=layers,
         hidden=hidden,
         intermediate=int(hidden * ratio) if ratio else read("intermediate_size"),
         patch_size=patch,
-        merge=read("spatial_merge_size", default=1),
+        merge=_merge(read, model),
         num_matrices=3 if is_windowed else 2,
         tokens_per_image=fixed,
         window_patches=(int(read.config["window_size"]) // patch) ** 2 if is_windowed else None,
@@ -240,6 +252,8 @@ class _Reader:
 
     def __call__(self, key: str, *, default: object = None) -> int:
         value = self.config.get(key)
+        if isinstance(value, list) and value:  # a side of each axis
+            value = value[0]
         if value is None:
             value = self.defaults.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 1:

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
-from epd_serve.models.families import FAMILIES, TEXT
+from epd_serve.models.families import TEXT, family_of, unknown
 from epd_serve.models.family import names
 
 #: Their heads are as wide as they fit into the hidden states.
@@ -75,15 +75,14 @@ def model_class(config: Any) -> Any:
 
 
 def _check(config: Any) -> None:
-    _check_type("family", config.model_type, FAMILIES)
-    family = FAMILIES[config.model_type]
+    family = family_of(config)
     if not family.modalities:
         extras = list(_check_declared("", config, _TEXT_FIELDS))
         _check_text("", config)
     else:
         text, vision = config.get_text_config(), config.vision_config
-        _check_type("language model", text.model_type, _TEXT_MODELS)
-        _check_type("vision tower", vision.model_type, family.towers)
+        if text.model_type not in _TEXT_MODELS:
+            raise ValueError(unknown("language model", text.model_type, _TEXT_MODELS))
         parts = (
             ("", config, family.fields),
             ("text_config.", text, _TEXT_FIELDS),
@@ -94,11 +93,6 @@ def _check(config: Any) -> None:
         _check_vision(vision)
     if extras:
         _check_read(config, extras)
-
-
-def _check_type(what: str, model_type: str, known: Iterable[str]) -> None:
-    if model_type not in known:
-        raise ValueError(f"the native engine does not know the {what} {model_type!r}; it runs {', '.join(known)}")
 
 
 def _check_declared(where: str, config: Any, honoured: frozenset[str]) -> Iterator[tuple[str, Any, str]]:

@@ -36,6 +36,7 @@ class Family:
     """One family; a class in :mod:`epd_serve.models.families` overrides what it does in its own way.
 
     Attributes:
+        title: names of its models.
         model_types: the ``model_type`` of the config.json of its models.
         mixtures: those of them whose experts are not split over several devices.
         modalities: that its tower takes; a family of text alone has none, and no other part of a tower.
@@ -43,9 +44,13 @@ class Family:
         towers: what it honours of each tower's configuration, by the tower's ``model_type``.
         num_position_axes: axes of the rotary positions: 3 for M-RoPE, 1 else.
         input_names: what the tower takes of the image processor's output.
+        joins: whether the tower takes several items in one call, their inputs joined along dimension 0.
+        processor_options: arguments that the family's processor gives to its image processor.
+        processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
         image_token_id: the token that stands for a picture in a chat, and for each row of its feature.
     """
 
+    title: ClassVar[str] = ""
     model_types: ClassVar[tuple[str, ...]] = ()
     mixtures: ClassVar[tuple[str, ...]] = ()
     modalities: ClassVar[tuple[str, ...]] = ("image",)
@@ -53,8 +58,11 @@ class Family:
     towers: ClassVar[dict[str, frozenset[str]]] = {}
     num_position_axes: ClassVar[int] = 1
     input_names: ClassVar[tuple[str, ...]] = ("pixel_values",)
+    joins: ClassVar[bool] = True
 
     def __init__(self, config: Any, image_processor: Any) -> None:
+        self.processor_options: dict[str, Any] = {}
+        self.processor_fields: dict[str, Any] = {}
         self.config = config
         self.image_token_id: int = getattr(config, "image_token_id", None) or config.image_token_index
         self.processor = image_processor
@@ -80,7 +88,9 @@ class Family:
 
     def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
         """RGB pixels [height, width, 3] → tower inputs, which share no memory with them."""
-        batch = self.processor(images=[pixels], input_data_format="channels_last", return_tensors="pt")
+        batch = self.processor(
+            images=[pixels], input_data_format="channels_last", return_tensors="pt", **self.processor_options
+        )
         return {name: batch[name] for name in self.input_names}
 
     def blank_inputs(self, size: Size) -> TowerInputs:

@@ -15,7 +15,7 @@ from device.distributed import Alone, Group
 from device.ops.linear import Linear, linear
 from device.ops.shared_weights import shared_weights
 from epd_serve.models.decoder import Decoder, StepContext
-from epd_serve.models.loader import ModelPart, load_part, num_parameters
+from epd_serve.models.loader import ModelPart, language_name, load_part, num_parameters
 
 
 class MoreLogits(Protocol):
@@ -68,7 +68,7 @@ class LanguageModel:
         self.feature_width = (1 + num_levels) * self._hidden_size
         self._device = device.torch_device
         self._group = group or Alone()
-        language_model = getattr(model.model, "language_model", model.model)
+        language_model = getattr(model.model, language_name(model.model), model.model)
         self._embedding: Tensor = language_model.embed_tokens.weight.to(self._device)
         self._vocab_size: int = text.vocab_size
         key = f"{path} {dtype} {self._group.rank}/{self._group.size}"
@@ -83,7 +83,7 @@ class LanguageModel:
         self.inner = None
         if language_model is not model.model:
             self.inner = model.model
-            self.inner.language_model = None
+            setattr(self.inner, language_name(self.inner), None)
 
     def _load_head(self, weight: Tensor, language_model: Any, vocab_size: int) -> tuple[Linear, int]:
         """The product with this rank's rows of the head, and how many they are."""

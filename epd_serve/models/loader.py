@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import AutoImageProcessor
 
 from epd_serve.models.checkpoint_config import model_class, read_config
-from epd_serve.models.families import FAMILIES, TEXT
+from epd_serve.models.families import TEXT, family_of
 from epd_serve.models.family import Family
 
 _SAMPLES_PER_FILE = 64
@@ -31,17 +32,26 @@ class ModelPart(Enum):
 def load_family(path: Path) -> Family:
     """The family of the model in ``path``. Raises ValueError for a model that the engine would not run rightly."""
     config = read_config(path)
-    kind: Any = FAMILIES[config.model_type]
+    kind: Any = family_of(config)
     if not kind.modalities:
         return cast("Family", kind(config))
     # the same pixels wherever an instance runs: torchvision, where there is one, resizes in another way
     processor = AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
     family: Family = kind(config, processor)
     try:
+        _check_processor(path / "processor_config.json", family.processor_fields)
         family.check()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return family
+
+
+def _check_processor(file: Path, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError for a processor_config.json by which the tokens of an item would be others."""
+    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for name, expected in fields.items():
+        if (found := content.get(name, expected)) != expected:
+            raise ValueError(f"{name} of processor_config.json is {found!r}; by config.json it is {expected!r}")
 
 
 def load_part(path: Path, part: ModelPart, dtype: torch.dtype) -> nn.Module:
@@ -91,6 +101,11 @@ def _some(names: Iterable[str]) -> str:
     return f"{count} {', '.join(ordered[:5])}"
 
 
+def language_name(model: Any) -> str:
+    """The name of the language model within transformers' model of tower, projector and language model."""
+    return "language_model" if hasattr(model, "language_model") else "text_model"
+
+
 def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -101,17 +116,21 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
         if part is ModelPart.TOWER:
-            dropped = ["model.language_model", "lm_head"]
+            dropped = [f"model.{language_name(self.model)}", "lm_head"]
             self.all_tied_weights_keys = {}
         elif config.model_type in TEXT:
             dropped = []
-        else:
-            names = [name for name, _ in self.model.named_children()]
-            dropped = [f"model.{name}" for name in names if name != "language_model"]
+        else:  # LLaVA-NeXT has a weight beside its modules
+            owned = (*self.model.named_children(), *self.model.named_parameters(recurse=False))
+            dropped = [f"model.{name}" for name, _ in owned if name != language_name(self.model)]
         for name in dropped:
             parent, _, child = name.rpartition(".")
-            setattr(self.get_submodule(parent), child, None)
-        self._keys_to_ignore_on_load_unexpected |= {f"^{re.escape(name)}[.]" for name in dropped}
+            owner = self.get_submodule(parent)
+            is_weight = child in owner._parameters
+            delattr(owner, child)
+            # transformers fills all weights that it knows of, but no module that is not there
+            setattr(owner, child, torch.empty(0) if is_weight else None)
+        self._keys_to_ignore_on_load_unexpected |= {f"^{re.escape(name)}([.]|$)" for name in dropped}
 
     members: dict[str, Any] = {
         "__init__": init,

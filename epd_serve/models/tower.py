@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from device.base import AttentionOps, Device
 from device.ops.linear import Product, activated_linear, fused, gated_linear, linear, pack_modules
 from device.ops.shared_weights import shared_weights
+from epd_serve.models.families import family_of
 from epd_serve.models.family import TowerInputs
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
 
@@ -106,20 +108,38 @@ class Tower:
                 layer.register_forward_pre_hook(lambda module, arguments: before_layer())
         self._device = device.torch_device
         self.dtype = dtype
+        self._joins = family_of(model.config).joins
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[TowerInputs]) -> list[Tensor]:
-        """Encode several images at once; one feature for each, in order, on the host."""
+        """Encode several images; one feature for each, in order, on the host. Those that can be joined are."""
+        calls: list[list[TowerInputs]] = []
+        for item in batch:
+            if calls and self._joins and _shapes(calls[-1][0]) == _shapes(item):
+                calls[-1].append(item)
+            else:
+                calls.append([item])
+        return [feature for call in calls for feature in self._call(call)]
+
+    def _call(self, batch: Sequence[TowerInputs]) -> list[Tensor]:
         inputs = {name: torch.cat([item[name] for item in batch]).to(self._device) for name in batch[0]}
         inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
         output = self._model.get_image_features(**inputs, return_dict=True)
         features = [feature.reshape(-1, feature.shape[-1]) for feature in output.pooler_output]
+        if len(features) != len(batch):  # one for each tile, where pictures are tiles along dimension 0
+            tiles = iter(features)
+            features = [torch.cat(list(islice(tiles, len(item["pixel_values"])))) for item in batch]
         lengths = [len(feature) for feature in features]
         for level in getattr(output, "deepstack_features", None) or ():
             # one tensor for all images before transformers 5.19, one for each since
             parts = torch.split(level, lengths) if isinstance(level, Tensor) else level
             features = [torch.cat((feature, part), dim=-1) for feature, part in zip(features, parts, strict=True)]
         return [feature.contiguous().cpu() for feature in features]
+
+
+def _shapes(inputs: TowerInputs) -> list[torch.Size]:
+    """What must be alike in inputs that are joined."""
+    return [tensor.shape[1:] for tensor in inputs.values()]
 
 
 _BLOCKS = ("Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock", "Qwen3VLMoeVisionBlock")

@@ -149,6 +149,22 @@ def test_a_config_json_gives_the_same_sizes(tmp_path: Path) -> None:
     assert (shape.language, shape.vision) == (known.language, known.vision)
 
 
+def test_pictures_of_any_size_have_tokens_by_their_pixels() -> None:
+    """A side of each axis; patches that become one token, as each family writes it."""
+    text = {"model_type": "llama", "vocab_size": 32064}
+    tower = {"hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 4096}
+    internvl = {
+        "downsample_ratio": 0.5,
+        "vision_config": {**tower, "patch_size": [14, 14], "image_size": [448, 448]},
+    }
+    mistral = {"spatial_merge_size": 2, "vision_config": {**tower, "patch_size": 14, "image_size": 1540}}
+    smolvlm = {"scale_factor": 4, "vision_config": {**tower, "patch_size": 16, "image_size": 512}}
+    for config, pixels in ((internvl, 28), (mistral, 28), (smolvlm, 64)):
+        vision = shape_from_config({"text_config": text, **config}, "one").vision
+        assert vision is not None
+        assert vision.num_tokens(10 * pixels, 20 * pixels) == 200
+
+
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="known by name are llava"):
         shape_of(str(tmp_path / "nothing"))

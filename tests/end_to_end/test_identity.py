@@ -14,6 +14,9 @@ from epd_serve.demo import weights_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+#: Of pictures that are tiles or rows.
+_SPLITS = ("EPD", "EP-D", "E-P-D", "(E-P)-D")
+
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*tiny_models.KINDS, "demo"])
 async def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
@@ -29,3 +32,22 @@ async def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 async def test_tokens_equal_generate(fleet: Fleet, topology: str) -> None:
     await fleet.check_tokens(TOPOLOGIES[topology])
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=tiny_models.ALL_KINDS[len(tiny_models.KINDS) :],
+)
+async def tiled_fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Fleet]:
+    path = tiny_models.make_tiny_model(request.param, tmp_path_factory.mktemp("fleet") / request.param)
+    async with start_fleet(path, "2E-P-D-EP-EPD") as fleet:
+        assert all(len(set(answer)) >= 5 for answer in fleet.expected.values()), "answers that say little"
+        yield fleet
+
+
+@pytest.mark.parametrize("topology", _SPLITS)
+async def test_tokens_of_tiled_pictures_equal_generate(tiled_fleet: Fleet, topology: str) -> None:
+    await tiled_fleet.check_tokens(TOPOLOGIES[topology])

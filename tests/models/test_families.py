@@ -11,22 +11,30 @@ from typing import Any
 
 import pytest
 import tiny_models
+from tiny_families import TINY
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from epd_serve.demo import weights_dir
 from epd_serve.instance.media_layout import MediaLayouts
-from epd_serve.models.families import FAMILIES, TEXT
+from epd_serve.models.families import FAMILIES, TEXT, family_of
 from epd_serve.models.family import Family, Size
 
 
 def test_a_model_type_is_of_one_family() -> None:
-    families = set(FAMILIES.values())
+    towers = [(name, tower) for name, families in FAMILIES.items() for one in families for tower in one.towers]
     assert {*tiny_models.KINDS, *tiny_models.TEXT_KINDS} <= set(FAMILIES)
-    assert set(Counter(name for family in families for name in family.model_types).values()) == {1}
+    assert set(Counter(towers).values()) == {1}
     assert set(TEXT) == set(tiny_models.TEXT_KINDS)
+
+
+def test_a_tiny_model_of_each_family_is_held_against_generate() -> None:
+    configs = [AutoConfig.for_model(kind) for kind in tiny_models.KINDS]
+    configs += [AutoConfig.for_model(one.model_type, vision_config=one.vision) for one in TINY.values()]
+    tried = {family_of(config) for config in configs}
+    assert tried == {family for families in FAMILIES.values() for family in families if family.modalities}
 
 
 def test_families_are_known_without_torch() -> None:

@@ -8,13 +8,8 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import (
-    AutoConfig,
-    AutoImageProcessor,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-)
+from processors import processor_of
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 
 class Reference:
@@ -22,14 +17,10 @@ class Reference:
 
     def __init__(self, path: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        config: Any = AutoConfig.from_pretrained(path)
-        self.takes_images = hasattr(config, "vision_config")
+        self.takes_images = hasattr(AutoConfig.from_pretrained(path), "vision_config")
         auto: Any = AutoModelForImageTextToText if self.takes_images else AutoModelForCausalLM
         self._model: Any = auto.from_pretrained(path, dtype=torch.float32).eval()
-        self._placeholder = None
-        if self.takes_images:
-            self._images: Any = AutoImageProcessor.from_pretrained(path)
-            self._placeholder = getattr(config, "image_token_id", None) or config.image_token_index
+        self._processor = processor_of(path) if self.takes_images else None
 
     def generate(self, text: str, images: Sequence[Image.Image] = (), *, max_tokens: int) -> list[int]:
         """Token ids of the answer to one user message with its images before the text; stops at EOS."""
@@ -38,27 +29,10 @@ class Reference:
         prompt = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
-        ids: list[int] = []
-        inputs: dict[str, Any] = {}
-        counts = iter(())
-        if images:
-            inputs = dict(self._images(images=list(images), return_tensors="pt"))
-            if "image_grid_thw" in inputs:
-                counts = iter((inputs["image_grid_thw"].prod(-1) // self._images.merge_size**2).tolist())
-            else:
-                counts = iter([16] * len(images))
-        for token in self.tokenizer.encode(prompt, add_special_tokens=False):
-            ids += [token] * next(counts) if token == self._placeholder else [token]
-        input_ids = torch.tensor([ids])
-        if "image_grid_thw" in inputs:
-            inputs["mm_token_type_ids"] = (input_ids == self._placeholder).int()
+        read = self._processor or self.tokenizer
+        pictures = {"images": list(images)} if images else {}
+        inputs = read(text=[prompt], **pictures, return_tensors="pt", add_special_tokens=False)
         with torch.inference_mode():
-            output = self._model.generate(
-                input_ids=input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                **inputs,
-            )
-        answer: list[int] = output[0, len(ids) :].tolist()
+            output = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+        answer: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
         return answer

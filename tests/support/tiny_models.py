@@ -10,7 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from tiny_families import LIKE_ANOTHER, TINY, make_tiny_family
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,6 +29,11 @@ from transformers import (
 from epd_serve.demo import weights_dir
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "llava")
+#: With those whose pictures are tiles or rows.
+ALL_KINDS = (
+    *KINDS,
+    *(pytest.param(kind, marks=[pytest.mark.slow] if kind in LIKE_ANOTHER else []) for kind in TINY),
+)
 #: Kinds without a tower, with fields that differ from their text config's usual ones.
 TEXT_KINDS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},
@@ -68,6 +75,10 @@ def _mrope(**extra: Any) -> dict[str, Any]:
 
 def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Path:
     """Build the model of a kind in ``path``. ``text`` overrides fields of the text config."""
+    if kind in TINY:
+        torch.manual_seed(seed + 1)
+        make_tiny_family(TINY[kind], path, lambda vocab, **extra: _text(vocab, **extra, **text), _NORMALISATION)
+        return path
     tokenizer = AutoTokenizer.from_pretrained(weights_dir())
     image, start, end, video = tokenizer.convert_tokens_to_ids(
         ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
@@ -138,6 +149,14 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
         shutil.copy(weights_dir() / name, path / name)
     if kind not in TEXT_KINDS:
         (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(kind)))
+    if kind == "llava":
+        processor = {
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        }
+        names = {"processor_class": "LlavaProcessor", "image_token": "<|image_pad|>"}
+        (path / "processor_config.json").write_text(json.dumps({**names, **processor}))
     return path
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Any
 
 from epd_serve.models.family import Family
 
@@ -16,9 +17,34 @@ def _families() -> Iterator[type[Family]]:
                 yield value
 
 
-#: By ``model_type`` of a config.json.
-FAMILIES: dict[str, type[Family]] = {name: family for family in _families() for name in family.model_types}
+#: By ``model_type`` of a config.json; those of one type differ by their towers.
+FAMILIES: dict[str, list[type[Family]]] = {}
+for _family in _families():
+    for _name in _family.model_types:
+        FAMILIES.setdefault(_name, []).append(_family)
 #: Language models without a tower.
-TEXT = tuple(name for name, family in FAMILIES.items() if not family.modalities)
+TEXT = tuple(name for name, (first, *_) in FAMILIES.items() if not first.modalities)
 #: Their experts are not split over several devices.
-MIXTURES_OF_EXPERTS = tuple(name for name, family in FAMILIES.items() if name in family.mixtures)
+MIXTURES_OF_EXPERTS = tuple(name for name, (first, *_) in FAMILIES.items() if name in first.mixtures)
+
+
+def family_of(config: Any) -> type[Family]:
+    """The family of a model's configuration.
+
+    Raises ValueError that names what is known, for a family or a vision tower that is not.
+    """
+    families = FAMILIES.get(config.model_type)
+    if families is None:
+        raise ValueError(unknown("family", config.model_type, FAMILIES))
+    if not families[0].modalities:
+        return families[0]
+    tower = config.vision_config.model_type
+    for family in families:
+        if tower in family.towers:
+            return family
+    raise ValueError(unknown("vision tower", tower, [name for family in families for name in family.towers]))
+
+
+def unknown(what: str, model_type: str, known: Iterable[str]) -> str:
+    """The refusal of a ``model_type`` that is none of those known."""
+    return f"the native engine does not know the {what} {model_type!r}; it runs {', '.join(known)}"

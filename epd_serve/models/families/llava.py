@@ -14,6 +14,7 @@ _CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 class Llava(Family):
     """One size for every picture; plain rotary positions."""
 
+    title = "LLaVA-1.5"
     model_types = ("llava",)
     fields = names(
         "image_token_index projector_hidden_act vision_feature_select_strategy vision_feature_layer",

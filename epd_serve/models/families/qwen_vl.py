@@ -22,6 +22,7 @@ _DEEP_TOWER = _TOWER | names("intermediate_size out_hidden_size num_position_emb
 class QwenVL(Family):
     """Pictures of any resolution, each resized to whole patches."""
 
+    title = "Qwen2-VL, Qwen2.5-VL, Qwen3-VL"
     model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
     mixtures = ("qwen3_vl_moe",)
     fields = names("image_token_id video_token_id vision_start_token_id vision_end_token_id tie_word_embeddings")

@@ -12,6 +12,7 @@ from epd_serve.models.family import Family, Size
 class TextOnly(Family):
     """Language models without a tower; plain rotary positions."""
 
+    title = "Llama, Mistral, Qwen2, Qwen3"
     model_types = ("llama", "mistral", "qwen2", "qwen3")
     modalities = ()
 

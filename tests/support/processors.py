@@ -1,0 +1,55 @@
+"""transformers' own processors without torchvision, which only their videos need."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.pixtral import image_processing_pil_pixtral
+from transformers.processing_utils import ProcessorMixin
+
+
+def processor_of(path: Path) -> Any:
+    """The processor of a checkpoint, for text and pictures."""
+    file = path / "processor_config.json"
+    content = json.loads(file.read_text()) if file.exists() else {}
+    name = content.pop("processor_class", None)
+    config = AutoConfig.from_pretrained(path)
+    name = name or PROCESSOR_MAPPING_NAMES[config.model_type]
+    # Pixtral's imports a function of the image processor for torchvision, which the other one has as well
+    replaced = {"transformers.models.pixtral.image_processing_pixtral": image_processing_pil_pixtral}
+    with mock.patch.dict(sys.modules, replaced):
+        package = next(one for one, cls in PROCESSOR_MAPPING_NAMES.items() if cls == name and one in _PACKAGES)
+        module = importlib.import_module(f"transformers.models.{package}.processing_{package}")
+    kind = getattr(module, name)
+    parts = {
+        "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil"),
+        "tokenizer": AutoTokenizer.from_pretrained(path),
+    }
+    if "video_processor" in kind.get_attributes():
+        parts["video_processor"] = None
+    with (
+        mock.patch.object(ProcessorMixin, "check_argument_for_proper_class"),
+        mock.patch.object(module, "num2words", str, create=True),  # SmolVLM's, of frames
+    ):
+        return kind(**parts, **content)
+
+
+_PACKAGES = {
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "llava",
+    "internvl",
+    "pixtral",
+    "llava_next",
+    "llava_onevision",
+    "idefics3",
+    "smolvlm",
+}

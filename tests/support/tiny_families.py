@@ -1,0 +1,185 @@
+"""Tiny random checkpoints of families whose pictures are tiles or rows, with tokenizers that have their tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+
+from epd_serve.demo import weights_dir
+
+_INIT = {"initializer_range": 0.2}
+_LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, **_INIT}
+_CLIP = {**_LAYERS, "model_type": "clip_vision_model", "image_size": 56, "patch_size": 14, "projection_dim": 64}
+_SIGLIP = {**_LAYERS, "model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
+_PIXTRAL = {**_LAYERS, "model_type": "pixtral", "image_size": 140, "patch_size": 14}
+_SQUARE = {"height": 56, "width": 56}
+_GRID = [[56, 112], [112, 56], [112, 112]]
+_ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+_AROUND = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    """One family's tiny model.
+
+    Attributes:
+        text, vision, top: fields of the parts of its configuration; the id of ``image`` is put in.
+        image: the token that stands for a picture. tokens: others that its pictures have.
+        named: those that its processor asks the tokenizer for. processor: of processor_config.json.
+    """
+
+    model_type: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    top: dict[str, Any]
+    image: str
+    image_field: str
+    preprocessor: dict[str, Any]
+    processor: dict[str, Any]
+    tokens: list[str] = field(default_factory=list)
+    named: dict[str, str] = field(default_factory=dict)
+
+
+def _idefics3(name: str, processor: str) -> Tiny:
+    return Tiny(
+        model_type=name,
+        text={"model_type": "llama"},
+        vision={**_LAYERS, "image_size": 56, "patch_size": 14},
+        top={"scale_factor": 2},
+        image="<image>",
+        image_field="image_token_id",
+        tokens=[*_AROUND, *_ROWS],
+        named={
+            "image_token": "<image>",
+            "fake_image_token": _AROUND[0],
+            "global_image_token": _AROUND[1],
+            "end_of_utterance_token": _AROUND[2],
+            "video_token": "<video>",
+        },
+        preprocessor={
+            "image_processor_type": f"{processor}ImageProcessor",
+            "size": {"longest_edge": 168},
+            "max_image_size": {"longest_edge": 56},
+        },
+        processor={"processor_class": f"{processor}Processor", "image_seq_len": 4},
+    )
+
+
+def _pixtral(name: str, merge: int, top: dict[str, Any]) -> Tiny:
+    return Tiny(
+        model_type=name,
+        text={"model_type": "mistral", "sliding_window": None, "head_dim": 32},
+        vision=_PIXTRAL,
+        top=top,
+        image="[IMG]",
+        image_field="image_token_index",
+        tokens=["[IMG_BREAK]", "[IMG_END]"],
+        preprocessor={
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 140},
+            "patch_size": {"height": 14, "width": 14},
+        },
+        processor={"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": merge},
+    )
+
+
+TINY = {
+    "internvl": Tiny(
+        model_type="internvl",
+        text={"model_type": "qwen3", "head_dim": 32},
+        vision={**_LAYERS, "image_size": [56, 56], "patch_size": [14, 14]},
+        top={"image_seq_length": 4, "downsample_ratio": 0.5},
+        image="<IMG_CONTEXT>",
+        image_field="image_token_id",
+        named={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        preprocessor={
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": _SQUARE,
+            "min_patches": 1,
+            "max_patches": 6,
+        },
+        processor={"processor_class": "InternVLProcessor", "image_seq_length": 4},
+    ),
+    "mistral3": _pixtral("mistral3", 2, {"spatial_merge_size": 2}),
+    "pixtral": _pixtral("llava", 1, {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),
+    "llava_next": Tiny(
+        model_type="llava_next",
+        text={"model_type": "llama"},
+        vision=_CLIP,
+        top={"image_grid_pinpoints": _GRID},
+        image="<image>",
+        image_field="image_token_index",
+        preprocessor={
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": _SQUARE,
+            "image_grid_pinpoints": _GRID,
+        },
+        processor={
+            "processor_class": "LlavaNextProcessor",
+            "patch_size": 14,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    ),
+    "llava_onevision": Tiny(
+        model_type="llava_onevision",
+        text={"model_type": "qwen2"},
+        vision={**_SIGLIP, "vision_use_head": False},
+        top={"image_grid_pinpoints": [[56, 56], *_GRID], "vision_aspect_ratio": "anyres_max_2"},
+        image="<image>",
+        image_field="image_token_index",
+        preprocessor={
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "size": _SQUARE,
+            "image_grid_pinpoints": [[56, 56], *_GRID],
+        },
+        processor={
+            "processor_class": "LlavaOnevisionProcessor",
+            "num_image_tokens": 16,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_2",
+        },
+    ),
+    "idefics3": _idefics3("idefics3", "Idefics3"),
+    "smolvlm": _idefics3("smolvlm", "SmolVLM"),
+}
+
+#: Their pictures are laid out as another family's, which is tried each time.
+LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm")
+
+
+def make_tiny_family(
+    tiny: Tiny, path: Path, text: Callable[..., dict[str, Any]], normalisation: dict[str, Any]
+) -> None:
+    """Build a model in ``path``. ``text`` makes the fields of its text config, of a vocabulary's size."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir(), extra_special_tokens=tiny.named)
+    tokenizer.add_tokens([tiny.image, *tiny.tokens], special_tokens=True)
+    tokenizer.chat_template = (
+        (weights_dir() / "chat_template.jinja")
+        .read_text()
+        .replace("<|vision_start|><|image_pad|><|vision_end|>", tiny.image)
+    )
+    config = AutoConfig.for_model(
+        tiny.model_type,
+        text_config=text(len(tokenizer), **tiny.text),
+        vision_config=tiny.vision,
+        **{tiny.image_field: tokenizer.convert_tokens_to_ids(tiny.image)},
+        **tiny.top,
+    )
+    model: Any = AutoModelForImageTextToText.from_config(config)
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps({**normalisation, **tiny.preprocessor}))
+    (path / "processor_config.json").write_text(json.dumps(tiny.processor))
