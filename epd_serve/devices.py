@@ -8,10 +8,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from device.datasheets import DEVICE_SPECS
+
 if TYPE_CHECKING:
     from device.base import Device, DeviceReport
 
 _TRANSPORT_BYTES = 4 << 20
+_EMULATED = (
+    "no hardware: emulated:h200:0 is this machine's CPU with the memory, the asynchrony and, where the CPU is not "
+    f"slower, the times of a device by its data sheet\nkinds: {', '.join(DEVICE_SPECS)}"
+)
 _TRANSPORT_ADVICE = (
     "instances on this machine cannot exchange features and KV: may this user create memfds, read /proc/<pid>/fd "
     "of its own processes, and open sockets on 127.0.0.1?"
@@ -29,6 +35,7 @@ def show_devices(console: Console) -> list[DeviceReport]:
             table.add_row(Text(report.name, "bold green"), "\n".join(_abilities(report)))
         else:
             table.add_row(Text(report.name, "dim"), Text(f"not available: {report.reason}", "yellow"))
+    table.add_row(Text("emulated", "bold"), _EMULATED)
     console.print(table)
     return reports
 

@@ -49,12 +49,17 @@ class _Request(msgspec.Struct):
     stages: list[_Stage]
 
 
+class _Instance(msgspec.Struct):
+    device: str | None = None
+
+
 class _Dashboard(msgspec.Struct):
     """The fields of our gateway's /dashboard/data that the load tester reads."""
 
     version: str
     requests: list[_Request]
     topology: str | None = None
+    instances: list[_Instance] = []
 
 
 class Server:
@@ -64,6 +69,7 @@ class Server:
         model: the model that requests ask for.
         is_ours: it has our gateway's dashboard, so that stages are known.
         topology, version: as our gateway states them.
+        emulated: the emulated devices of its instances, as "emulated h200"; "" where there is none.
     """
 
     def __init__(self, connections: Connections, *, api_key: str | None = None) -> None:
@@ -74,7 +80,7 @@ class Server:
         self._seen: set[str] = set()
         self.model = ""
         self.is_ours = False
-        self.topology = self.version = ""
+        self.topology = self.version = self.emulated = ""
 
     async def meet(self, model: str | None) -> None:
         """Ask the server for its models, and find out whether it is our gateway.
@@ -99,6 +105,7 @@ class Server:
         if dashboard is not None:
             self.is_ours = True
             self.topology, self.version = dashboard.topology or "", dashboard.version
+            self.emulated = _emulated([one.device or "" for one in dashboard.instances])
 
     def headers(self, index: int) -> str:
         """The lines that each request has besides its length; they name it for the server's logs."""
@@ -363,3 +370,9 @@ def _growth(values: Sequence[float], phases: Sequence[str]) -> float:
 def _total(sample: Sample, name: str) -> float:
     """The sum of a metric over all its labels."""
     return sum(value for key, value in sample.metrics.items() if key.partition("{")[0] == name)
+
+
+def _emulated(devices: Sequence[str]) -> str:
+    """The kinds among names such as emulated:h200:0, with what is said of them."""
+    kinds = sorted({name.split(":")[1] for name in devices if name.startswith("emulated:")})
+    return f"emulated {', '.join(kinds)}" if kinds else ""

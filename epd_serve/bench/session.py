@@ -71,7 +71,7 @@ class Session:
 
         def make(server: Server) -> RunDirectory:
             settings.model = server.model
-            settings.topology = server.topology
+            settings.topology, settings.emulated = server.topology, server.emulated
             settings.versions = {"epd-serve": __version__, "python": platform.python_version()}
             if server.version:
                 settings.versions["server"] = f"epd-serve {server.version}"

@@ -217,7 +217,14 @@ def caveats(
     settings: RunSettings, records: Sequence[Record], segments: Sequence[Segment], summary: Summary
 ) -> list[str]:
     """Return the warnings as sentences: first the tester's own faults, then the server's, then weak statistics."""
+    emulated = []
+    if settings.emulated:
+        emulated.append(
+            f"The devices are {settings.emulated}: queues and the host's work are real, the times of steps and "
+            "links are those of a data sheet or a profile, or of the CPU where that is slower."
+        )
     return [
+        *emulated,
         *_tester(settings, records, segments, summary),
         *_server(settings, records, summary),
         *_numbers(settings, records, summary),
@@ -325,7 +332,9 @@ class Measured:
     @property
     def label(self) -> str:
         """The name of the run's server in tables and plots: its label, else its topology, else its model."""
-        return self.settings.label or self.settings.topology or self.settings.model
+        settings = self.settings
+        name = settings.label or settings.topology or settings.model
+        return f"{name}, {settings.emulated}" if settings.emulated else name
 
     @property
     def workload_name(self) -> str:

@@ -269,6 +269,7 @@ class RunSettings(msgspec.Struct, kw_only=True):
         versions: of this program, Python, and the server where it states one.
         workload_digest: blake3 over all requests' bytes; a resumed run must send the same.
         topology: as our gateway states it, "" elsewhere.
+        emulated: its devices that are none, as "emulated h200"; "" where there is none.
     """
 
     base_url: str
@@ -291,6 +292,7 @@ class RunSettings(msgspec.Struct, kw_only=True):
     created_unix_s: float = 0.0
     workload_digest: str = ""
     topology: str = ""
+    emulated: str = ""
 
 
 class Distribution(msgspec.Struct, kw_only=True):

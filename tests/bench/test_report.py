@@ -23,7 +23,7 @@ from epd_serve.bench.report.series import grids
 from epd_serve.bench.report.table import html_tables, rows
 from epd_serve.bench.report.timeline import pieces, timelines
 from epd_serve.bench.report.verdict import verdicts
-from epd_serve.bench.summary import Measured, public_settings
+from epd_serve.bench.summary import Measured, public_settings, summarise
 from epd_serve.bench.types import StageSpan
 
 RATES = (2.0, 6.0, 12.0)
@@ -44,6 +44,22 @@ CASES = {
     "failures alone": lambda: [measured([failed(0, 0.0)]), measured([failed(0, 0.0)], rate=4)],
     "one token": lambda: [measured([good(0, 0.0)])],
 }
+
+
+def test_every_plot_table_and_verdict_says_that_devices_are_emulated(tmp_path: Path) -> None:
+    runs = comparison()
+    for run in runs:
+        run.settings.emulated = "emulated h200"
+    (grid,) = grids(runs)
+    figures = [*plots(grid).values(), *(one for of_run in timelines(runs).values() for one in of_run)]
+    assert len(figures) > 8
+    for figure in figures:
+        assert "emulated h200" in figure["layout"]["title"]["text"]
+    for text in (html_tables(grid), *verdicts(runs, 0.9)):
+        assert "emulated h200" in text
+    settings, records = runs[0].settings, runs[0].records
+    summary = summarise(settings, records, {record.index: record.scheduled_s for record in records})
+    assert summary.warnings[0].startswith("The devices are emulated h200: queues and")
 
 
 @pytest.mark.parametrize("name", CASES)

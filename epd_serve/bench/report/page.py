@@ -20,7 +20,7 @@ import msgspec
 from epd_serve.bench.report import distributions, rates, topologies
 from epd_serve.bench.report.series import Grid, grids
 from epd_serve.bench.report.table import html_tables
-from epd_serve.bench.report.theme import GOODPUT_SHARE, TEMPLATES, Figure
+from epd_serve.bench.report.theme import GOODPUT_SHARE, TEMPLATES, Figure, marked
 from epd_serve.bench.report.timeline import timelines
 from epd_serve.bench.report.verdict import verdict
 from epd_serve.bench.summary import Measured, file_name, public_settings
@@ -173,7 +173,10 @@ HALF = frozenset({"capacity", "attainment-map", "attainment", "answered"})
 
 def plots(grid: Grid) -> dict[str, Figure]:
     """The plots of one workload, by name, without those that compare loads or deployments where there is one."""
-    return {name: figure for name, figure in _plots(grid) if figure is not None}
+    emulated = ", ".join(
+        dict.fromkeys(run.settings.emulated for run in grid.runs.values() if run.settings.emulated)
+    )
+    return {name: marked(figure, emulated) for name, figure in _plots(grid) if figure is not None}
 
 
 def _plots(grid: Grid) -> Iterator[tuple[str, Figure | None]]:

@@ -69,6 +69,13 @@ def figure(data: Sequence[Trace], title: str, subtitle: str, *, is_narrow: bool 
     return {"data": list(data), "layout": {**frame, **layout}}
 
 
+def marked(plot: Figure, emulated: str) -> Figure:
+    """A figure whose title says that devices are emulated; "": none is."""
+    if emulated:
+        plot["layout"]["title"]["text"] += f"<span style='font-size:12px'> · {emulated}</span>"
+    return plot
+
+
 def titled(text: str, **more: Any) -> dict[str, Any]:
     """An axis with a title."""
     return {"title": {"text": text}, **more}
