@@ -45,7 +45,7 @@ from proxy.fleet.health import Health, Pairs
 from proxy.fleet.leases import Leases, leases_router
 from proxy.fleet.members import Members, connector, vllm_targets
 from proxy.fleet.poller import Poller
-from proxy.http.arrival import ArrivalLimits, Turns, give_back
+from proxy.http.arrival import ArrivalLimits, Starts, Turns, give_back
 from proxy.http.asgi import install_cors, install_error_handlers
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
@@ -148,6 +148,7 @@ def create_app(
     #: Path → endpoint, for the server's own short way (proxy/http/connection.py).
     app.state.endpoints = {}
     app.state.turns = Turns()
+    app.state.starts = Starts()
     app.state.arrival = arrival
     shared: dict[str, Any] = {
         "table": table,

@@ -7,10 +7,12 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from PIL import Image
 
 from benchmarks.common import data_url, encoded, user_message
 from epd_serve.protocol import chunks, frames, wire
+from epd_serve.rpc import streams
 
 TOKENS = 64
 
@@ -125,7 +127,14 @@ def write_answers(directory: Path, stages: list[tuple[str, int]]) -> None:
         + _chunk(b""),
         "decode_head": _stream_head(frames.CONTENT_TYPE),
         "token": _chunk(_token(first=False)),
-        "last": _chunk(frames.pack(frames.END, (), chunks.DONE)) + _chunk(b""),
+        "last": _chunk(_LAST) + _chunk(b""),
+        "streams_head": f"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\n"
+        f"upgrade: {streams.PROTOCOL}\r\n\r\n".encode(),
+        "stream_prefill_head": _head({wire.NEXT_HEADER: "decode"}),
+        "stream_first": _token(first=True),
+        "stream_decode_head": _head({}),
+        "stream_token": _token(first=False),
+        "stream_last": _LAST,
         "openai_prefill": _response(_json(_whole({"kv_transfer_params": _KV_HANDLES}))),
         "openai_head": _stream_head("text/event-stream; charset=utf-8"),
         "openai_token": _chunk(chunks.event({**_CHUNK, "choices": [_openai_token()]})),
@@ -151,6 +160,16 @@ _KV_HANDLES = {
     "remote_port": 5601,
     "tp_size": 1,
 }
+
+
+_LAST = frames.pack(frames.END, (), chunks.DONE)
+
+
+def _head(more: dict[str, str]) -> bytes:
+    """Status and headers of an answer on a stream: what follows the stream's number in its message."""
+    headers = {"content-type": frames.CONTENT_TYPE, **more}
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return msgspec.msgpack.encode(200) + msgspec.msgpack.encode(pairs)
 
 
 def _token(*, first: bool) -> bytes:

@@ -2,9 +2,10 @@
  *
  *   stage DIRECTORY TOKENS E:PORT P:PORT D:PORT ...
  *
- * They speak the wire protocol of epd-serve (/stage/..., /info) and vLLM's (/v1/chat/completions). What they answer
- * lies in DIRECTORY, ready to be sent (answers.py writes it); a run of '@' in an event is replaced by the time at
- * which the event leaves, in nanoseconds of CLOCK_MONOTONIC. GET /gap/N sets the milliseconds between tokens.
+ * They speak the wire protocol of epd-serve (/stage/... over HTTP and over /streams, /info) and vLLM's
+ * (/v1/chat/completions). What they answer lies in DIRECTORY, ready to be sent (answers.py writes it); a run of '@' in
+ * an event is replaced by the time at which the event leaves, in nanoseconds of CLOCK_MONOTONIC. GET /gap/N sets the
+ * milliseconds of a step, in which D gives one token of each of its streams; 0: tokens come as fast as they are taken.
  * As with real instances, P answers when every image of its request has been encoded, and D when P has; and
  * /reports names the calls that have come, five times a second, and up to fifty times where there are any.
  */
@@ -29,7 +30,11 @@
 #define REPORT_NS 180000000LL
 #define LEAST_REPORT_NS 20000000LL
 
-typedef struct { char *data; size_t size; char *stamp; } Blob;
+#define STREAMS (1 << 14)
+#define FRAME_HEAD 9 /* the length, and the number of messages */
+
+/* What is sent over HTTP; and over /streams a head, a piece of the body, the end, each if it is there. */
+typedef struct Blob { char *data; size_t size; char *stamp; struct Blob *head, *body; int ends; } Blob;
 
 typedef struct Request { /* one request of epd-serve, joined by its id */
   char id[96];
@@ -53,14 +58,23 @@ typedef struct Conn {
   char *received;
   size_t received_size, received_capacity;
   int64_t reported;
+  struct Conn *first_due, *last_due; /* its streams, in the order of their next tokens */
+  int64_t phase; /* of its steps */
+  /* of a connection for streams, and of a stream on it, which stands for a connection of its own */
+  struct Conn **streams, *link;
+  uint32_t number, out_count;
+  char *out;
+  size_t out_size, out_capacity;
 } Conn;
 
 static int poller, num_tokens;
 static int64_t gap_ns;
 static const char *directory;
 static Blob reports_head, encode_reply, prefill_reply, decode_head, token, last, openai_prefill, openai_head, openai_token,
-    openai_last, models, empty, openai_encode[33];
-static Conn *first_due, *last_due;
+    openai_last, models, empty, openai_encode[33], streams_head, stream_prefill_head, stream_first, stream_decode_head,
+    stream_token, stream_last;
+static Conn *links[64];
+static int num_links;
 static Request *requests[TABLE];
 static Conn *instances[64];
 static int num_instances;
@@ -76,7 +90,7 @@ static Blob load(const char *name) {
   snprintf(path, sizeof path, "%s/%s", directory, name);
   FILE *file = fopen(path, "rb");
   if (!file) { perror(path); exit(1); }
-  Blob blob = {malloc(1 << 20), 0, NULL};
+  Blob blob = {.data = malloc(1 << 20)};
   blob.size = fread(blob.data, 1, 1 << 20, file);
   fclose(file);
   blob.stamp = memmem(blob.data, blob.size, "@@@@", 4);
@@ -93,25 +107,69 @@ static int send_all(Conn *conn, const char *data, size_t size) {
   return 0;
 }
 
-static int send_blob(Conn *conn, const Blob *blob) {
-  if (blob->stamp) {
-    char digits[STAMP + 1];
-    snprintf(digits, sizeof digits, "%019lld", (long long)now());
-    memcpy(blob->stamp, digits, STAMP);
+static void stamp(const Blob *blob) {
+  if (!blob->stamp) return;
+  char digits[STAMP + 1];
+  snprintf(digits, sizeof digits, "%019lld", (long long)now());
+  memcpy(blob->stamp, digits, STAMP);
+}
+
+/* MessagePack: an array of the message's kind, the stream's number and what else it has. */
+static char *message(Conn *link, int fields, int kind, uint32_t number, size_t more) {
+  size_t wanted = link->out_size + 7 + more;
+  if (link->out_capacity < wanted) link->out = realloc(link->out, link->out_capacity = wanted * 2);
+  if (!link->out_count++) link->out_size = FRAME_HEAD;
+  char *p = link->out + link->out_size;
+  *p++ = 0x90 | fields;
+  *p++ = kind;
+  *p++ = 0xce;
+  number = htonl(number);
+  memcpy(p, &number, 4);
+  link->out_size += 7 + more;
+  return p + 4;
+}
+
+static int send_message(Conn *conn, const Blob *blob) {
+  if (blob->head) memcpy(message(conn->link, 4, 0, conn->number, blob->head->size), blob->head->data, blob->head->size);
+  if (blob->body) {
+    stamp(blob->body);
+    char *p = message(conn->link, 3, 1, conn->number, 5 + blob->body->size);
+    uint32_t size = htonl(blob->body->size);
+    *p = 0xc6;
+    memcpy(p + 1, &size, 4);
+    memcpy(p + 5, blob->body->data, blob->body->size);
   }
+  if (blob->ends) message(conn->link, 2, 2, conn->number, 0);
+  return 0;
+}
+
+static int send_blob(Conn *conn, const Blob *blob) {
+  if (conn->link) return send_message(conn, blob);
+  stamp(blob);
   return send_all(conn, blob->data, blob->size);
 }
 
 static void enqueue(Conn *conn, int64_t due) {
+  Conn *instance = conn->instance;
   conn->due = due;
   conn->next = NULL;
-  if (last_due) last_due->next = conn; else first_due = conn;
-  last_due = conn;
+  if (instance->last_due) instance->last_due->next = conn; else instance->first_due = conn;
+  instance->last_due = conn;
+}
+
+static int64_t next_step(Conn *instance) {
+  int64_t phase = instance->phase % gap_ns;
+  return (now() - phase) / gap_ns * gap_ns + phase + gap_ns;
 }
 
 static void process(Conn *conn);
 
 static void consume(Conn *conn) { /* the request is answered: on to the next on the connection */
+  if (conn->link) {
+    if (conn->link->streams[conn->number % STREAMS] == conn) conn->link->streams[conn->number % STREAMS] = NULL;
+    free(conn);
+    return;
+  }
   size_t rest = conn->size - conn->need;
   memmove(conn->in, conn->in + conn->need, rest);
   conn->size = rest;
@@ -139,13 +197,21 @@ static void drop(Conn *conn) {
     if (conn->request->decode == conn) conn->request->decode = NULL;
     if (!conn->request->prefill && !conn->request->decode) forget(conn->request);
   }
-  close(conn->fd);
+  if (conn->link) {
+    if (conn->link->streams[conn->number % STREAMS] == conn) conn->link->streams[conn->number % STREAMS] = NULL;
+  } else {
+    close(conn->fd);
+  }
+  if (conn->streams) {
+    for (int i = 0; i < STREAMS; i++) if (conn->streams[i]) drop(conn->streams[i]);
+    for (int i = 0; i < num_links; i++) if (links[i] == conn) { links[i] = links[--num_links]; break; }
+    free(conn->streams);
+    free(conn->out);
+  }
   if (!conn->streaming) { free(conn->in); free(conn); }
 }
 
-static Request *request_of(Conn *conn) { /* by the msgpack string behind "request_id", near the body's start */
-  char *body = conn->in + conn->head;
-  size_t size = conn->need - conn->head;
+static Request *request_of(char *body, size_t size) { /* by the msgpack string behind "request_id", near its start */
   unsigned char *p = memmem(body, size < 4096 ? size : 4096, "\xaarequest_id", 11);
   if (!p) return NULL;
   p += 11;
@@ -170,7 +236,7 @@ static void stream(Conn *conn, const Blob *head, int count, const Blob *each, co
   conn->end = end;
   if (gap_ns) {
     conn->streaming = 1;
-    enqueue(conn, now() + gap_ns);
+    enqueue(conn, next_step(conn->instance));
     return;
   }
   for (; conn->left; conn->left--)
@@ -229,28 +295,119 @@ static int count(const char *at, const char *end, const char *what) {
   return found;
 }
 
+static void ask(Conn *conn, char *body, size_t size) { /* a call to a stage */
+  Request *request = request_of(body, size);
+  if (!request) { drop(conn); return; }
+  note(conn, request->id);
+  if (conn->role == 'E') {
+    request->encoded++;
+    if (send_blob(conn, &encode_reply)) { drop(conn); return; }
+    consume(conn);
+    advance(request);
+    return;
+  }
+  conn->request = request;
+  if (conn->role == 'P') {
+    request->prefill = conn;
+    request->images = count(body, body + size, "mm_hash");
+  } else {
+    request->decode = conn;
+  }
+  advance(request);
+}
+
+static uint32_t number_at(unsigned char *p, int bytes) {
+  uint32_t value = 0;
+  while (bytes--) value = value << 8 | *p++;
+  return value;
+}
+
+/* Behind one value of MessagePack, of those that calls have; *size is that of a string or of bytes. */
+static unsigned char *behind(unsigned char *p, uint32_t *size) {
+  unsigned char kind = *p++;
+  *size = kind & 0x1f;
+  if (kind < 0x80) { *size = kind; return p; }
+  if (kind >= 0xa0 && kind < 0xc0) return p + *size;
+  switch (kind) {
+    case 0xc4: case 0xd9: *size = number_at(p, 1); return p + 1 + *size;
+    case 0xc5: case 0xda: *size = number_at(p, 2); return p + 2 + *size;
+    case 0xc6: case 0xdb: *size = number_at(p, 4); return p + 4 + *size;
+    case 0xcc: *size = number_at(p, 1); return p + 1;
+    case 0xcd: *size = number_at(p, 2); return p + 2;
+    case 0xce: *size = number_at(p, 4); return p + 4;
+  }
+  if (kind >= 0x90 && kind < 0xa0) {
+    uint32_t ignored;
+    for (int left = kind & 0xf; left; left--) p = behind(p, &ignored);
+    return p;
+  }
+  fprintf(stderr, "a call with 0x%02x is not read\n", kind);
+  exit(1);
+}
+
+static void take_frame(Conn *conn, unsigned char *p) { /* calls, words of credit, cancellations */
+  uint32_t left = *p & 0xf, number, size;
+  if ((*p++ & 0xf0) != 0x90) { fputs("a list of more than 15 messages is not read\n", stderr); exit(1); }
+  for (; left; left--) {
+    int kind = p[1];
+    p = behind(p + 2, &number);
+    if (kind) {
+      Conn *stream = conn->streams[number % STREAMS];
+      if (kind == 1) p = behind(p, &size);
+      else if (stream && stream->number == number) drop(stream);
+      continue;
+    }
+    unsigned char *body = behind(behind(p, &size), &size);
+    p = behind(body, &size);
+    Conn *stream = calloc(1, sizeof *stream);
+    stream->fd = -1;
+    stream->role = conn->role;
+    stream->port = conn->port;
+    stream->instance = conn->instance;
+    stream->link = conn;
+    stream->number = number;
+    conn->streams[number % STREAMS] = stream;
+    ask(stream, (char *)p - size, size);
+  }
+}
+
+static void take_frames(Conn *conn) {
+  size_t start = 0;
+  while (conn->size >= start + 4) {
+    uint32_t length;
+    memcpy(&length, conn->in + start, 4);
+    if (conn->size < start + 4 + length) { conn->need = 4 + length; break; }
+    take_frame(conn, (unsigned char *)conn->in + start + 4);
+    start += 4 + length;
+  }
+  memmove(conn->in, conn->in + start, conn->size -= start);
+}
+
+static void flush_links(void) {
+  for (int i = 0; i < num_links; i++) {
+    Conn *link = links[i];
+    if (!link->out_count) continue;
+    uint32_t size = link->out_size - 4, count = htonl(link->out_count);
+    memcpy(link->out, &size, 4);
+    link->out[4] = 0xdd;
+    memcpy(link->out + 5, &count, 4);
+    link->out_count = 0;
+    if (send_all(link, link->out, link->out_size)) { drop(link); i--; }
+  }
+}
+
 static void answer(Conn *conn) {
   char *path = strchr(conn->in, ' ') + 1, *body = conn->in + conn->head, *end = conn->in + conn->need;
   const Blob *reply = &empty;
   if (!strncmp(path, "/stage/", 7)) {
-    Request *request = request_of(conn);
-    if (!request) { drop(conn); return; }
-    note(conn, request->id);
-    if (conn->role == 'E') {
-      request->encoded++;
-      if (send_blob(conn, &encode_reply)) { drop(conn); return; }
-      consume(conn);
-      advance(request);
-      return;
-    }
-    conn->request = request;
-    if (conn->role == 'P') {
-      request->prefill = conn;
-      request->images = count(body, end, "mm_hash");
-    } else {
-      request->decode = conn;
-    }
-    advance(request);
+    ask(conn, body, end - body);
+    return;
+  }
+  if (!strncmp(path, "/streams", 8)) {
+    if (send_blob(conn, &streams_head)) { drop(conn); return; }
+    conn->streams = calloc(STREAMS, sizeof *conn->streams);
+    links[num_links++] = conn;
+    consume(conn);
     return;
   }
   if (!strncmp(path, "/v1/chat/", 9)) {
@@ -280,6 +437,7 @@ static void answer(Conn *conn) {
 }
 
 static void process(Conn *conn) {
+  if (conn->streams) { take_frames(conn); return; }
   if (!conn->need) {
     char *end = memmem(conn->in, conn->size, "\r\n\r\n", 4);
     if (!end) return;
@@ -305,7 +463,7 @@ static void readable(Conn *conn) {
     if (got <= 0) { drop(conn); return; }
     conn->size += got;
     if (conn->streaming || conn->request) continue;
-    if (!conn->need || conn->size >= conn->need) { process(conn); return; } /* level-triggered: the rest comes again */
+    if (!conn->need || conn->size >= conn->need) { conn->need = conn->streams ? 0 : conn->need; process(conn); return; } /* level-triggered: the rest comes again */
   }
 }
 
@@ -323,18 +481,26 @@ static void accept_all(Conn *listener) {
   }
 }
 
-static void send_due(void) {
-  int64_t time = now();
-  while (first_due && first_due->due <= time) {
-    Conn *conn = first_due;
-    first_due = conn->next;
-    if (!first_due) last_due = NULL;
+static void send_due_of(Conn *instance, int64_t time) {
+  while (instance->first_due && instance->first_due->due <= time) {
+    Conn *conn = instance->first_due;
+    instance->first_due = conn->next;
+    if (!instance->first_due) instance->last_due = NULL;
     if (conn->closed) { free(conn->in); free(conn); continue; }
     if (send_blob(conn, conn->token)) { conn->streaming = 0; drop(conn); continue; }
     if (--conn->left) { enqueue(conn, conn->due + gap_ns); continue; }
     conn->streaming = 0;
     if (send_blob(conn, conn->end)) drop(conn); else consume(conn);
   }
+}
+
+static int64_t send_due(void) { /* when the next are due */
+  int64_t time = now(), next = time + LEAST_REPORT_NS;
+  for (int i = 0; i < num_instances; i++) {
+    send_due_of(instances[i], time);
+    if (instances[i]->first_due && instances[i]->first_due->due < next) next = instances[i]->first_due->due;
+  }
+  return next;
 }
 
 int main(int argc, char **argv) {
@@ -346,6 +512,10 @@ int main(int argc, char **argv) {
   token = load("token"); last = load("last"); openai_prefill = load("openai_prefill");
   openai_head = load("openai_head"); openai_token = load("openai_token"); openai_last = load("openai_last");
   models = load("models"); empty = load("empty");
+  streams_head = load("streams_head"); stream_prefill_head = load("stream_prefill_head"); stream_first = load("stream_first");
+  stream_decode_head = load("stream_decode_head"); stream_token = load("stream_token"); stream_last = load("stream_last");
+  prefill_reply.head = &stream_prefill_head; prefill_reply.body = &stream_first; prefill_reply.ends = 1;
+  decode_head.head = &stream_decode_head; token.body = &stream_token; last.body = &stream_last; last.ends = 1;
   for (int i = 0; i < 33; i++) {
     char name[32];
     snprintf(name, sizeof name, "openai_encode.%d", i);
@@ -358,16 +528,16 @@ int main(int argc, char **argv) {
     if (bind(fd, (void *)&address, sizeof address) || listen(fd, 4096)) { perror(argv[i]); return 1; }
     Conn *listener = calloc(1, sizeof *listener);
     instances[num_instances++] = listener;
-    *listener = (Conn){.fd = fd, .listening = 1, .role = argv[i][0], .port = port};
+    *listener = (Conn){.fd = fd, .listening = 1, .role = argv[i][0], .port = port, .phase = i * 5000000LL};
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = listener};
     epoll_ctl(poller, EPOLL_CTL_ADD, fd, &event);
   }
   puts("ready");
   fflush(stdout);
+  int64_t next = now();
   for (;;) {
     struct epoll_event events[256];
-    int64_t left = first_due ? first_due->due - now() : LEAST_REPORT_NS;
-    if (left > LEAST_REPORT_NS) left = LEAST_REPORT_NS;
+    int64_t left = next - now();
     struct timespec wait = {0, left > 0 ? left : 0};
     int ready = epoll_pwait2(poller, events, 256, &wait, NULL);
     for (int i = 0; i < ready; i++) {
@@ -375,7 +545,8 @@ int main(int argc, char **argv) {
       if (conn->listening) accept_all(conn);
       else if (!conn->closed) readable(conn);
     }
-    send_due();
+    next = send_due();
+    flush_links();
     report_all();
   }
 }

@@ -65,7 +65,7 @@ class StageCalls(Protocol):
 
     Every call raises InstanceLost for a failed connection, and the instance's own error
     (:func:`epd_serve.errors.error_from_response`) for an answer with status 400 or above. Closing a call
-    closes its connection, and with it cancels the work; so does cancelling the task that waits in ``encode``.
+    cancels the work; so does cancelling the task that waits in ``encode``.
     """
 
     @property

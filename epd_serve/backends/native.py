@@ -1,4 +1,8 @@
-"""Stage calls to a native instance: MessagePack over HTTP, as listed in :mod:`epd_serve.protocol.wire`."""
+"""Stage calls to a native instance, in MessagePack, as listed in :mod:`epd_serve.protocol.wire`.
+
+Calls that answer with tokens share one connection (:mod:`epd_serve.rpc.streams`); the others go over HTTP: those
+to E carry whole pictures, and are not to stand before anything else.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,17 @@ from epd_serve.protocol.wire import (
     TokenizeRequest,
     encode_in_parts,
 )
-from epd_serve.rpc.http import MAX_BODY_BYTES, MAX_NOTE_BYTES, HttpCall, HttpPool
+from epd_serve.rpc.call import MAX_BODY_BYTES, MAX_NOTE_BYTES
+from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.streams import StreamCall, Streams
 
 INFO_TIMEOUT_S = 10.0
 #: Beyond the time that a probe gives the instance.
 PROBE_MARGIN_S = 0.5
 _MAX_REPORT_BYTES = 1 << 20
 _HEADERS = f"content-type: {wire.CONTENT_TYPE}\r\n{wire.REQUEST_ID_HEADER}: "
+_CONTENT_TYPE = (b"content-type", wire.CONTENT_TYPE.encode())
+_REQUEST_ID = wire.REQUEST_ID_HEADER.lower().encode()
 _NEXT = wire.NEXT_HEADER.encode()
 _FRAMES = frames.CONTENT_TYPE.encode()
 _NOTE = wire.PROMPT_NOTE_HEADER.lower().encode()
@@ -40,13 +48,21 @@ class NativeConnections:
     def __init__(self, key: str | None = None) -> None:
         """``key``: that the instances ask for (:mod:`epd_serve.config.keys`)."""
         self._key = key
-        self._pools: WeakSet[HttpPool] = WeakSet()  # those of instances that have left go with their calls
+        # those of instances that have left go with their calls
+        self._pools: WeakSet[HttpPool] = WeakSet()
+        self._streams: WeakSet[Streams] = WeakSet()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def pool(self, name: str, url: str) -> HttpPool:
         pool = HttpPool(name, url, self._key)
         self._pools.add(pool)
         return pool
+
+    def streams(self, pool: HttpPool) -> Streams:
+        """Streams to the server of a pool."""
+        streams = Streams(pool)
+        self._streams.add(streams)
+        return streams
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work``, which must not raise, in the background, at most until the connections close."""
@@ -63,10 +79,11 @@ class NativeConnections:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*[streams.close() for streams in list(self._streams)])
         await asyncio.gather(*[pool.close() for pool in list(self._pools)])
 
 
-class _StageCall(HttpCall):
+class _StageCall(StreamCall):
     """:class:`epd_serve.backends.base.StageCall`, and the Answer that it opens with."""
 
     @property
@@ -87,6 +104,7 @@ class NativeInstance:
 
     def __init__(self, connections: NativeConnections, name: str, url: str) -> None:
         self._pool = connections.pool(name, url)
+        self._streams = connections.streams(self._pool)
         self.name = name
         self.url = self._pool.url
 
@@ -111,7 +129,7 @@ class NativeInstance:
         try:
             async with asyncio.timeout(timeout_s + PROBE_MARGIN_S):
                 body = [wire.encode(wire.ProbeRequest(timeout_s))]
-                await _StageCall(
+                await HttpCall(
                     self._pool, "POST", "/probe", f"{_HEADERS}probe\r\n", body, on_new_connection=True
                 ).ask(MAX_NOTE_BYTES)
         except InvalidRequest:
@@ -165,7 +183,7 @@ class NativeInstance:
         trace_id: str,
         max_bytes: int = MAX_NOTE_BYTES,
     ) -> wire.M:
-        call = _StageCall(self._pool, "POST", path, f"{_HEADERS}{trace_id}\r\n", request)
+        call = HttpCall(self._pool, "POST", path, f"{_HEADERS}{trace_id}\r\n", request)
         body = await call.ask(max_bytes)
         try:
             return wire.decode(body, reply_type)
@@ -173,19 +191,20 @@ class NativeInstance:
             raise InstanceLost(f"instance {self.name} gave an unreadable answer ({error})") from error
 
     def prefill(self, request: wire.PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> _StageCall:
-        return self._post("/stage/prefill", [wire.encode(request)], trace_id)
+        return self._post("/stage/prefill", request, trace_id)
 
     def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> _StageCall:
-        return self._post("/stage/decode", [wire.encode(request)], trace_id)
+        return self._post("/stage/decode", request, trace_id)
 
     def move(self, request: wire.MoveRequest, *, trace_id: str) -> _StageCall:
         """Begin a move of a request to another instance.
 
         The answer has no token and is complete when the other instance goes on.
         """
-        return self._post("/stage/move", [wire.encode(request)], trace_id)
+        return self._post("/stage/move", request, trace_id)
 
-    def _post(self, path: str, body: list[bytes], trace_id: str) -> _StageCall:
-        call = _StageCall(self._pool, "POST", path, f"{_HEADERS}{trace_id}\r\n", body)
-        call.send()
+    def _post(self, path: str, request: wire.Message, trace_id: str) -> _StageCall:
+        headers = [_CONTENT_TYPE, (_REQUEST_ID, trace_id.encode())]
+        call = _StageCall(self._streams, path, headers, wire.encode(request))
+        self._streams.send(call)
         return call

@@ -56,9 +56,9 @@ class VllmCall(HttpCall):
     def error(self, body: bytes) -> ServeError:
         return error_of(self.status, body, self._pool.name)
 
-    def feed(self, pieces: list[bytes]) -> None:
+    def receive(self, data: bytes) -> None:
         self.has_begun = True
-        super().feed(pieces)
+        super().receive(data)
 
     async def begun(self) -> None:
         """Return when the first event has begun to come. Raises InstanceFailed where it is an error."""

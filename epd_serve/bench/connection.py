@@ -87,10 +87,8 @@ class Exchange(HttpCall):
             b"text/event-stream"
         )
 
-    def feed(self, pieces: list[bytes]) -> None:
+    def receive(self, data: bytes) -> None:
         at_s = perf_counter()
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
         if self.is_stream:
             self.answer.feed(data, at_s)
         else:

@@ -12,10 +12,11 @@ from epd_serve.engine.hooks import EngineEvent, FailureEvent, TokenEvent
 from epd_serve.engine.patterns import Patterns
 from epd_serve.errors import ServeError
 from epd_serve.instance.detokenizer import Detokenizer, Vocabulary
-from epd_serve.instance.http import JSON, BrokenStream, Header, Reply
+from epd_serve.instance.http import JSON, Header, Reply
 from epd_serve.protocol import chunks, frames
 from epd_serve.protocol.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
+from epd_serve.rpc.stream_server import BrokenStream
 from epd_serve.sequence import Sequence as RequestSequence
 from epd_serve.types import SamplingParams
 

@@ -9,13 +9,13 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 from epd_serve.config.keys import CLUSTER_KEY, cluster_key
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed, InstanceLost, InvalidRequest, ServeError
 from epd_serve.protocol import wire
+from epd_serve.rpc import streams
 from epd_serve.rpc.cluster import ClusterLinks, is_proved, with_link
 from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.stream_server import UpgradableHttp, upgrade
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,7 @@ class Reply:
 Handler = Callable[[bytes], Awaitable[Reply]]
 
 
-class BrokenStream(Exception):
-    """An answer that has begun cannot be completed: the connection is to be cut, not closed in order."""
-
-
-class ControlHttp(HttpToolsProtocol):
+class ControlHttp(UpgradableHttp):
     """uvicorn's protocol, which knows for each connection whether the cluster's key was proved on it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -91,6 +87,11 @@ class ControlApp:
                 InvalidRequest(f"this instance asks for its deployment's cluster_key: set {CLUSTER_KEY}"),
                 status=401,
             )
+            return
+        if scope["path"] == streams.PATH and scope["method"] == "GET":
+            if not upgrade(scope, self):
+                refusal = InvalidRequest(f"this instance speaks {streams.PROTOCOL}")
+                await _send_error(send, refusal, status=426)
             return
         handler = self._routes.get((scope["method"], scope["path"]))
         if handler is None:

@@ -18,11 +18,12 @@ from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.engine.engine import Engine
 from epd_serve.errors import DRAINING, KV_HELD, InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.answer import Generation
-from epd_serve.instance.http import BrokenStream, Reply
+from epd_serve.instance.http import Reply
 from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, reserve_request
 from epd_serve.instance.lifecycle import Refusals, left, moved
 from epd_serve.instance.prefill import NEXT_DECODE
 from epd_serve.protocol import chunks, frames, wire
+from epd_serve.rpc.stream_server import BrokenStream
 from epd_serve.sequence import Sequence
 from epd_serve.transfer.kv_sender import KVSender, Part
 

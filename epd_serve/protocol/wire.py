@@ -1,6 +1,7 @@
 """Messages between the gateway and the instances, and among instances: flat, typed, msgpack.
 
-Every stage call is one HTTP POST whose connection lives as long as the work: closing it cancels the work.
+Every call is a POST that lives as long as the work: closing it cancels the work. Calls of a gateway that answer
+with tokens share a connection (:mod:`epd_serve.rpc.streams`); the others have an HTTP connection each.
 
 ======================  =========  ====================  ==========================================================
 call                    from, to   body                  answer

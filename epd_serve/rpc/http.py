@@ -7,38 +7,33 @@ from the event loop's own callbacks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any, Self, cast
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 import httptools
 
-from epd_serve.errors import InstanceLost, InstanceUnreachable, InstanceUntrusted, ServeError, error_from_response
+from epd_serve.errors import InstanceUnreachable, InstanceUntrusted, ServeError, error_from_response
 from epd_serve.rpc import sockets
+from epd_serve.rpc.call import MAX_BODY_BYTES, MAX_NOTE_BYTES, RemoteCall
 from epd_serve.rpc.cluster import HELLO, Greeting, NotProved, address_text
 from epd_serve.rpc.descriptors import shortage
 
-#: An answer that nobody reads yet is held up to here; then the instance has to wait.
-MAX_UNREAD_BYTES = 256 * 1024
-#: Of an answer that is read as a whole, unless its reader knows better.
-MAX_BODY_BYTES = 256 * 1024**2
-#: Of one that says no more than how something went, errors among them.
-MAX_NOTE_BYTES = 64 * 1024
 
-
-class HttpCall:
-    """One request and its answer. After :meth:`send`, :meth:`close` must be called; before the answer's end it
-    breaks the call off.
+class HttpCall(RemoteCall):
+    """A call over HTTP. After :meth:`send`, :meth:`close` must be called; before the answer's end it breaks the
+    call off, by closing the connection.
 
     Attributes:
-        opened: done when the answer's head is there. An answer with status 400 or above is an error, which is set
-            here once its body is complete (:func:`epd_serve.errors.error_from_response`); a connection that fails
-            is InstanceLost.
         on_new_connection: whether a kept-alive one will not do, which may be to a host that is gone since.
+        keeps_connection: whether the connection is for another call when the answer is complete.
     """
+
+    keeps_connection = True
+    _pool: HttpPool
 
     def __init__(
         self,
@@ -50,22 +45,11 @@ class HttpCall:
         *,
         on_new_connection: bool = False,
     ) -> None:
-        self._pool = pool
+        super().__init__(pool)
         self.on_new_connection = on_new_connection
         self.request = [pool.head(method, path, headers, sum(map(len, body))), *body]
         self.connecting: asyncio.Task[None] | None = None
         self.connection: Connection | None = None
-        self.opened: asyncio.Future[Any] = pool.loop.create_future()
-        self.status = 0
-        self._headers: dict[bytes, bytes] = {}
-        self._lower: dict[bytes, bytes] | None = None
-        self.closed = False
-        self._complete = False
-        self._failure: Exception | None = None
-        self._pieces: list[bytes] = []
-        self._unread_bytes = 0
-        self._write: Callable[[bytes], bool] | None = None
-        self._waiter: asyncio.Future[None] | None = None
 
     def send(self) -> None:
         """Send it on an idle connection, or on a new one where none is idle or the call asks for that."""
@@ -84,78 +68,6 @@ class HttpCall:
         finally:
             self.close()
 
-    async def read(self, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-        """The whole body. Raises InstanceLost where it breaks off, or has more than ``max_bytes``."""
-        while not self._complete and self._unread_bytes <= max_bytes:
-            if self._failure is not None:
-                raise self._failure
-            self._resume()
-            await self._wait()
-        if self._unread_bytes > max_bytes:
-            self.close()
-            raise InstanceLost(f"instance {self._pool.name} answered with more than {max_bytes} bytes")
-        return self._take()
-
-    def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes, never empty pieces. Raises InstanceLost where it breaks off."""
-        return _Chunks(self)
-
-    async def next_chunk(self) -> bytes:
-        """The next of :meth:`chunks`; empty behind the last."""
-        while not self._pieces and not self._complete:
-            if self._failure is not None:
-                raise self._failure
-            await self._wait()
-        chunk = self._take()
-        self._resume()
-        return chunk
-
-    async def forward(self, write: Callable[[bytes], bool]) -> bool:
-        """Hand the body to ``write`` as it comes, from the event loop's callbacks, until it returns False.
-
-        Returns whether the body is complete; where it is not, no more is handed on until the next call of this
-        method. What ``write`` raises is raised here. Raises InstanceLost where the body breaks off.
-        """
-        if self._pieces and not write(self._take()):
-            return self._complete
-        if not self._complete and self._failure is None:
-            self._write = write
-            self._resume()
-            try:
-                await self._wait()
-            finally:
-                self._write = None
-        if self._failure is not None and not self._pieces:
-            raise self._failure
-        return self._complete and not self._pieces
-
-    def close(self) -> None:
-        """Break the call off unless its answer is complete; closing its connection tells the instance."""
-        self.closed = True
-        if self.connecting is not None and not self.connecting.done():
-            self.connecting.cancel()
-        if self.connection is not None:
-            self.connection.abort()
-            self.connection = None
-        if not self.opened.done():
-            self.opened.cancel()
-        elif not self.opened.cancelled():
-            self.opened.exception()  # nobody has to ask for it
-        self._pieces.clear()
-
-    def lost(self, reason: str) -> InstanceLost:
-        reason = reason or "the connection was closed"
-        if self.status:
-            return InstanceLost(f"instance {self._pool.name} broke off its answer ({reason})")
-        return InstanceLost(f"instance {self._pool.name} at {self._pool.url} is not reachable ({reason})")
-
-    @property
-    def headers(self) -> dict[bytes, bytes]:
-        """Return the answer's headers, names in lower case."""
-        if self._lower is None:
-            self._lower = {name.lower(): value for name, value in self._headers.items()}
-        return self._lower
-
     # What follows is called by the pool and the connection.
 
     def unreachable(self, error: OSError) -> None:
@@ -168,91 +80,70 @@ class HttpCall:
         """The connection has ended before the answer did; ``reason`` is "" where the server has closed it."""
         self.fail(self.lost(reason if is_http else f"no HTTP answer: {reason}"))
 
-    def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
-        self.status = status
-        self._headers = headers
-        if status < 400 and not self.opened.done():
-            self.opened.set_result(self)
-
-    def feed(self, pieces: list[bytes]) -> None:
-        """Take pieces of the body; empties the list."""
-        if self._write is not None:
-            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            pieces.clear()
-            try:
-                more = self._write(data)
-            except Exception as error:  # noqa: BLE001 - the one who waits in forward() gets it
-                more = False
-                self._failure = error
-            if not more:
-                self._write = None
-                self._wake()
-            return
-        self._unread_bytes += sum(map(len, pieces))
-        self._pieces += pieces
-        pieces.clear()
-        if self.status >= 400 and self._unread_bytes > MAX_NOTE_BYTES and not self.opened.done():
-            self.opened.set_exception(self.error(self._take()[:MAX_NOTE_BYTES]))
-            self.close()
-            return
-        self._wake()
-        if self._unread_bytes > MAX_UNREAD_BYTES and self.connection is not None:
-            self.connection.pause()
-
     def end(self) -> None:
-        self._complete = True
         self.connection = None
-        if self.status >= 400 and not self.opened.done():
-            self.opened.set_exception(self.error(self._take()))
-        self._wake()
-
-    def error(self, body: bytes) -> Exception:
-        """The error that an answer with status 400 or above stands for."""
-        return error_from_response(self.status, body, origin=f"instance {self._pool.name}")
+        super().end()
 
     def fail(self, error: Exception) -> None:
         self.connection = None
-        if self._complete or self.closed:
-            return
-        self._failure = error
-        if not self.opened.done():
-            self.opened.set_exception(error)
-        self._wake()
+        super().fail(error)
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _break_off(self) -> None:
+        if self.connecting is not None and not self.connecting.done():
+            self.connecting.cancel()
+        if self.connection is not None:
+            self.connection.abort()
+            self.connection = None
 
-    async def _wait(self) -> None:
-        self._waiter = self._pool.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+    def _hold_back(self) -> None:
+        if self.connection is not None:
+            self.connection.pause()
 
-    def _take(self) -> bytes:
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces.clear()
-        self._unread_bytes = 0
-        return data
-
-    def _resume(self) -> None:
+    def _go_on(self) -> None:
         if self.connection is not None:
             self.connection.resume()
 
 
-class _Chunks:
-    def __init__(self, call: HttpCall) -> None:
-        self._call = call
+class Upgrade(HttpCall):
+    """A call by which a connection of its own changes from HTTP to another protocol (RFC 9110, section 7.8).
 
-    def __aiter__(self) -> Self:
-        return self
+    ``opened`` gives what ``make`` has made of the transport: who has the connection from there on. A server that
+    answers in HTTP speaks another version: InstanceUntrusted.
+    """
 
-    async def __anext__(self) -> bytes:
-        chunk = await self._call.next_chunk()
-        if not chunk:
-            raise StopAsyncIteration
-        return chunk
+    keeps_connection = False
+
+    def __init__(
+        self, pool: HttpPool, path: str, protocol: str, make: Callable[[asyncio.Transport], asyncio.Protocol]
+    ) -> None:
+        headers = f"connection: upgrade\r\nupgrade: {protocol}\r\n"
+        super().__init__(pool, "GET", path, headers, on_new_connection=True)
+        self._protocol = protocol
+        self._make = make
+
+    def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
+        super().begin(max(status, 400), headers)
+
+    def error(self, body: bytes) -> Exception:
+        told = error_from_response(self.status, body, origin=f"instance {self._pool.name}")
+        if self.status in (401, 403, 503):
+            return told
+        return InstanceUntrusted(
+            f"instance {self._pool.name} at {self._pool.url} does not speak {self._protocol}: it has another "
+            f"version of epd-serve than its caller ({told.message})"
+        )
+
+    def upgraded(self, transport: asyncio.Transport, rest: bytes) -> None:
+        """The server has agreed."""
+        self.connection = None
+        if self.opened.done():
+            transport.abort()
+            return
+        made = self._make(transport)
+        transport.set_protocol(made)
+        self.opened.set_result(made)
+        if rest:
+            made.data_received(rest)
 
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -329,17 +220,29 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._give_up(str(error), is_http=False)
             return
+        except httptools.HttpParserUpgrade as agreed:
+            self._call = None
+            self._pool.lost(self)
+            if isinstance(call, Upgrade):
+                call.upgraded(self._transport, data[agreed.args[0] :])
+            else:
+                self._transport.abort()
+                call.cut("it changes to a protocol that was not asked for", is_http=False)
+            return
         if not self._begun:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._give_up(f"the head of its answer has more than {MAX_HEAD_BYTES} bytes")
             return
-        if self._pieces:
-            call.feed(self._pieces)
+        if pieces := self._pieces:
+            piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.clear()
+            call.receive(piece)
         if self._ended and self._call is call:
             self._call = None
             # An answer before its request was out leaves the rest of the request on the connection.
-            if self._reusable and not self._transport.get_write_buffer_size():
+            reusable = self._reusable and call.keeps_connection
+            if reusable and not self._transport.get_write_buffer_size():
                 self.resume()
                 self._pool.put_back(self)
             else:

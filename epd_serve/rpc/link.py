@@ -1,7 +1,8 @@
-"""The link between two processes of one machine: typed messages over a socket pair or a Unix socket.
+"""The framed link: typed messages over a socket.
 
-A message is ``u32 length | MessagePack``, little-endian. Both ends run the same program and trust each other; an
-end that receives something else takes the other end for gone.
+A message is ``u32 length | MessagePack``, little-endian. Both ends run the same program; an end that receives
+something else takes the other end for gone. Two processes of one machine have a :class:`Link` or
+:class:`AsyncLink`; a gateway's worker and an instance have :mod:`epd_serve.rpc.streams`.
 """
 
 from __future__ import annotations
@@ -61,6 +62,47 @@ def _unpack(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
         raise NoMessage(f"what came is no message: {error}") from error
 
 
+class Messages(Generic[T]):
+    """Takes bytes as they come, gives whole messages."""
+
+    __slots__ = ("_decoder", "_held", "_max_bytes")
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T], max_bytes: int = MAX_BYTES) -> None:
+        self._decoder = decoder
+        self._max_bytes = max_bytes
+        self._held = bytearray()
+
+    @property
+    def missing_bytes(self) -> int:
+        """The bytes that the message lacks whose beginning has come; 0 where its length is not known."""
+        held = self._held
+        return _LENGTH.size + _length(held, 0, self._max_bytes) - len(held) if len(held) >= _LENGTH.size else 0
+
+    def take(self, piece: bytes) -> list[T]:
+        """The messages that are whole with a piece. Raises LinkClosed for what is none."""
+        held = self._held
+        if not held and len(piece) >= _LENGTH.size == len(piece) - _length(piece, 0, self._max_bytes):
+            return [_unpack(self._decoder, memoryview(piece)[_LENGTH.size :])]
+        data: bytes | bytearray = piece
+        if held:
+            held += piece
+            data = held
+        found, start = [], 0
+        with memoryview(data) as view:
+            while len(data) >= start + _LENGTH.size:
+                end = start + _LENGTH.size + _length(data, start, self._max_bytes)
+                if end > len(data):
+                    break
+                with view[start + _LENGTH.size : end] as body:
+                    found.append(_unpack(self._decoder, body))
+                start = end
+        if held:
+            del held[:start]
+        else:
+            held += piece[start:]
+        return found
+
+
 class Link(Generic[T]):
     """A blocking end. Sending is safe from any thread; one thread receives.
 
@@ -78,11 +120,10 @@ class Link(Generic[T]):
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._socket = end
-        self._decoder = decoder
+        self._messages = Messages(decoder, max_bytes)
         self._encoder = encoder
         self._max_bytes = max_bytes
         self._sending = threading.Lock()
-        self._held = bytearray()
         self._came: deque[T] = deque()
 
     def fileno(self) -> int:
@@ -115,27 +156,13 @@ class Link(Generic[T]):
 
         For an end that waits for several files at once; it never calls :meth:`receive`.
         """
-        held = self._held
-        missing = _LENGTH.size + _length(held, 0, self._max_bytes) - len(held) if len(held) >= _LENGTH.size else 0
         try:
-            piece = self._socket.recv(min(max(missing, _PIECE_BYTES), _MOST_BYTES))
+            piece = self._socket.recv(min(max(self._messages.missing_bytes, _PIECE_BYTES), _MOST_BYTES))
         except OSError as error:
             raise LinkClosed(str(error)) from error
         if not piece:
             raise LinkClosed("the other end is closed")
-        if not held and len(piece) >= _LENGTH.size == len(piece) - _length(piece, 0, self._max_bytes):
-            return [_unpack(self._decoder, memoryview(piece)[_LENGTH.size :])]
-        held += piece
-        found, start = [], 0
-        while len(held) >= start + _LENGTH.size:
-            end = start + _LENGTH.size + _length(held, start, self._max_bytes)
-            if end > len(held):
-                break
-            with memoryview(held) as view, view[start + _LENGTH.size : end] as body:
-                found.append(_unpack(self._decoder, body))
-            start = end
-        del held[:start]
-        return found
+        return self._messages.take(piece)
 
     def close(self) -> None:
         """Close the socket; the other end learns of it, and so does a thread that receives here."""

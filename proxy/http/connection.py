@@ -13,11 +13,12 @@ import logging
 import re
 import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from epd_serve.errors import ServeError, Unavailable
-from proxy.http.arrival import LARGE_BYTES, HeadWatch, LowWater, Turn, Turns, buffer
+from proxy.http.arrival import LARGE_BYTES, HeadWatch, LowWater, Starts, Turn, Turns, buffer
 from proxy.http.client import Client, ClientLeft, Header, ResponseAborted, too_large
 from proxy.http.http1 import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, HalfClosed, ReturningHttp, arrival_limits
 
@@ -90,6 +91,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         state = getattr(config.app, "state", None)
         self._endpoints = getattr(state, "endpoints", {})
         self._turns: Turns = getattr(state, "turns", None) or Turns()
+        self._starts: Starts = getattr(state, "starts", None) or Starts()
         self._cors: Cors = getattr(state, "cors", None) or Cors()
         self._transport: asyncio.Transport
         self._uvicorn: ReturningHttp | None = None
@@ -236,6 +238,9 @@ class GatewayConnection(asyncio.BufferedProtocol):
                 client.take_turn(self._turns)
         self._head.complete()
         self._state.total_requests += 1
+        self._starts.begin(self._loop, partial(self._serve, client, endpoint, headers))
+
+    def _serve(self, client: RawClient, endpoint: RawEndpoint, headers: Mapping[bytes, bytes]) -> None:
         task = self._loop.create_task(client.serve(endpoint, headers))
         self._state.tasks.add(task)
         task.add_done_callback(self._finish)

@@ -34,6 +34,8 @@ from proxy.workers.ledger import Ledger
 _PACED_EVERY = 32
 #: What is over is taken account of so much later, many requests together: the second one costs half of the first.
 _LATER_S = 0.02
+#: Of so many in one pass of the event loop: tokens do not wait for the rest.
+_AT_ONCE = 16
 
 _TRACEPARENT, _TRACESTATE = TRACEPARENT_HEADER.encode(), TRACESTATE_HEADER.encode()
 
@@ -103,7 +105,8 @@ class Observer:
         """It is over, however it went."""
         record.finish(status, error)
         if not self._finished:
-            asyncio.get_running_loop().call_later(_LATER_S, self.take_account)
+            loop = asyncio.get_running_loop()
+            loop.call_later(_LATER_S, self._take_some, loop)
         self._finished.append(record)
 
     @property
@@ -115,6 +118,15 @@ class Observer:
     def take_account(self) -> None:
         """Take account of all requests that are over by now."""
         finished, self._finished = self._finished, []
+        self._take(finished)
+
+    def _take_some(self, loop: asyncio.AbstractEventLoop) -> None:
+        some, self._finished = self._finished[:_AT_ONCE], self._finished[_AT_ONCE:]
+        self._take(some)
+        if self._finished:
+            loop.call_soon(self._take_some, loop)
+
+    def _take(self, finished: list[RequestRecord]) -> None:
         for record in finished:
             record.complete()
             for subscriber in self._subscribers:

@@ -23,6 +23,8 @@ from PIL import Image
 from servers import QuietServer
 
 from epd_serve.protocol import frames, wire
+from epd_serve.rpc import streams
+from epd_serve.rpc.stream_server import Exchange, UpgradableHttp, upgrade
 from proxy.app import create_app
 from proxy.main import new_server
 
@@ -65,7 +67,7 @@ def fail(status: int, message: str, **more: Any) -> Script:
 
 
 class FakeInstance:
-    """An ASGI application that answers like an instance.
+    """An ASGI application that answers like an instance, over :class:`UpgradableHttp`.
 
     ``scripts`` maps a path to a function from the message to a script; without one it answers as it should.
     ``report`` makes its next report, if it makes any. While it ``hangs`` it is silent, and does not answer
@@ -92,6 +94,9 @@ class FakeInstance:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path, body, more = scope["path"], b"", True
+        if path == streams.PATH:
+            assert upgrade(scope, self)
+            return
         while more:
             event = await receive()
             body += event.get("body", b"")
@@ -147,7 +152,9 @@ class FakeInstance:
                 continue
             if step == DIE:
                 await asyncio.sleep(0.01)  # what was sent before leaves the socket first
-                send.__self__.transport.abort()
+                owner = send.__self__
+                transport = owner._server._transport if isinstance(owner, Exchange) else owner.transport
+                transport.abort()
                 return
             if step == FOREVER:
                 await asyncio.sleep(3600)
@@ -210,7 +217,9 @@ async def run_fakes(servers: Servers, *instances: str) -> list[FakeInstance]:
     """Instances as in ``"p0:P"``, each with its URL."""
     fakes = [FakeInstance(*instance.split(":")) for instance in instances]
     for fake in fakes:
-        config = uvicorn.Config(fake, port=0, lifespan="off", log_level="critical", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            fake, port=0, lifespan="off", log_level="critical", timeout_graceful_shutdown=1, http=UpgradableHttp
+        )
         fake.url = await servers.add(uvicorn.Server(config))
     return fakes
 

@@ -56,6 +56,7 @@ async def test_encoders_that_are_too_busy_are_not_relieved_by_p(start, kit, both
 
 async def test_an_image_that_nobody_can_encode_is_a_502(start, kit):
     gateway = await start("e0:E", "p0:P", "d0:D")
+    await gateway.answer(kit.chat())  # what follows is sent at once, not when there is a connection
     for name in ("e0", "p0"):
         gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(500, "out of memory")
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]
@@ -69,6 +70,7 @@ async def test_an_image_that_nobody_can_encode_is_a_502(start, kit):
 
 async def test_an_image_that_the_encoder_refuses_is_the_clients_error(start, kit):
     gateway = await start("e0:E", "e1:E", "p0:P", "d0:D")
+    await gateway.answer(kit.chat())
     for name in ("e0", "e1"):
         gateway[name].scripts["/stage/encode"] = lambda _: kit.fail(400, "the image is broken: truncated")
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.FOREVER]

@@ -15,7 +15,7 @@ from gateway_settings import gateway_settings
 from servers import served
 
 from epd_serve.config import InstanceOptions
-from epd_serve.instance.http import ControlApp
+from epd_serve.instance.http import ControlApp, ControlHttp
 from epd_serve.instance.instance import Instance
 from epd_serve.types import Role
 from proxy.app import create_app
@@ -66,7 +66,12 @@ async def deployment(model: Path, *roles: str, **settings: Any) -> AsyncIterator
             )
             instance = Instance(options)
             config = uvicorn.Config(
-                ControlApp(instance.routes()), port=0, lifespan="off", log_level="critical", timeout_keep_alive=75
+                ControlApp(instance.routes()),
+                port=0,
+                http=ControlHttp,
+                lifespan="off",
+                log_level="critical",
+                timeout_keep_alive=75,
             )
             instance.url = await stack.enter_async_context(served(uvicorn.Server(config)))
             stack.push_async_callback(instance.close)

@@ -12,7 +12,7 @@ import uvicorn
 from servers import served
 
 from epd_serve.config import InstanceOptions
-from epd_serve.instance.http import ControlApp, Peers
+from epd_serve.instance.http import ControlApp, ControlHttp, Peers
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.launch.ports import free_port
@@ -36,7 +36,9 @@ async def serving(path: Path, role: str, **options: Any) -> AsyncIterator[Instan
     )
     await instance.start()
     app = ControlApp(instance.routes())
-    server = uvicorn.Server(uvicorn.Config(app, port=instance.options.port, lifespan="off", log_config=None))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=instance.options.port, lifespan="off", log_config=None, http=ControlHttp)
+    )
     async with served(server):
         try:
             yield instance
