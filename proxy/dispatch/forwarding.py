@@ -85,10 +85,9 @@ class Streamed(msgspec.Struct, eq=False):
         try:
             while not await answer.forward(relay) and failure is None:
                 await sink.drain()
-        except InstanceLost as lost:
-            return on.Broke(stage, lost, "lost")
-        except ServeError as unreadable:
-            return on.Broke(stage, unreadable, "unreadable")
+        except ServeError as error:
+            if failure is None:  # else it has said why, and was cut off behind it
+                return on.Broke(stage, error, "lost" if isinstance(error, InstanceLost) else "unreadable")
         if failure is not None:
             await sink.drain()
             return on.Broke(stage, failure, "said")
