@@ -65,7 +65,7 @@ class CheckpointModel:
         )
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
-        return Tower(self.path, self.torch_dtype, self._device, before_layer)
+        return Tower(self.path, self.torch_dtype, self._device, before_layer, self.family)
 
     def encoding(self, pixels: Sequence[int]) -> AbstractContextManager[None]:
         return no_time(pixels) if self.emulation is None else self.emulation.encode(pixels)
