@@ -7,7 +7,7 @@ Work is as fast as the CPU computes it, but no faster than :meth:`EmulatedDevice
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from device.datasheets import spec_of
 from device.emulated_torch import TYPE, Chip, EmulatedTensor, Event, Section, Stream, add_chip, pinned, recorded
 from device.ops.plain import PlainOps
 from device.shares import check_share
-from device.timeline import Demand
+from device.timeline import Demand, Timeline
 from device.transport import TRANSPORTS, TransportCapability
 
 
@@ -155,9 +155,10 @@ class EmulatedDevice:
         finally:
             sections.pop().end()
 
-    def interfere(self, increase: Mapping[tuple[str, str], float]) -> None:
-        """Let stages slow each other as was measured: see :func:`device.timeline.rates`."""
-        self._chip.timeline.interference = dict(increase)
+    @property
+    def timeline(self) -> Timeline:
+        """The device's time in this process."""
+        return self._chip.timeline
 
     @property
     def torch_device(self) -> torch.device:

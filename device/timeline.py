@@ -228,11 +228,12 @@ class Timeline:
     Args:
         directory: holds the file that all processes on the device share; None: this process is alone on it.
         interference: see :func:`rates`; the same in all processes.
+        faults: None: those of the environment.
         clock: seconds, the same in all processes.
 
     Attributes:
         share: part of the device's arithmetic that this process may have.
-        interference: as above; it may be set later.
+        interference, faults: as above; they may be set later.
         lock: of all its streams, since one may wait for another.
     """
 
@@ -250,7 +251,7 @@ class Timeline:
         self.clock, self.sleep = clock, sleep
         self.lock = threading.RLock()
         self.interference = dict(interference or {})
-        self._faults = faults or Faults.of_environment()
+        self.faults = faults or Faults.of_environment()
         self._is_lost = False
         self._process = os.getpid(), _born(os.getpid()) or 0, next(_SERIALS)
         self._checked_s = -math.inf
@@ -269,7 +270,7 @@ class Timeline:
 
     def check(self) -> Fault:
         """The injected fault that the device has now. Raises DeviceLost."""
-        fault = self._faults.of(self.name)
+        fault = self.faults.of(self.name)
         if fault.lost or self._is_lost:
             self._is_lost = True
             raise DeviceLost(f"{self.name} is lost: nothing that was launched there will be done")

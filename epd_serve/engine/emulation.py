@@ -23,12 +23,17 @@ LINKS = "links"
 
 
 class Emulation:
-    """An emulated device that is as fast as the real one with some model, where the CPU is not slower."""
+    """An emulated device that is as fast as the real one with some model, where the CPU is not slower.
+
+    Attributes:
+        num_tower_layers: layers over which the time of encodes is spread, so that they can pause in between.
+    """
 
     def __init__(self, device: EmulatedDevice, time: DeviceTime) -> None:
         self._device = device
         self._time = time
-        device.interfere(time.interference)
+        self.num_tower_layers = self._num_left = 0
+        device.timeline.interference = time.interference
 
     @classmethod
     def of(cls, options: InstanceOptions, device: Device) -> Emulation:
@@ -79,9 +84,24 @@ class Emulation:
             yield
             return
         cost_s, demand = self._time.encode(pixels)
-        with self._device.timed(cost_s, demand):
-            yield
+        with self._device.timed(cost_s, demand, self.num_tower_layers + 1) as self._next_part:
+            self._num_left = self.num_tower_layers
+            try:
+                yield
+            finally:
+                self._num_left = 0
         self._device.current_stream().synchronize()
+
+    def between_layers(self, before_layer: Callable[[], None]) -> Callable[[], None]:
+        """The function for a tower to call before each layer: it ends a part of the batch's time."""
+
+        def next_layer() -> None:
+            if self._num_left:  # a tower that takes one image after the other has its layers several times
+                self._num_left -= 1
+                self._next_part()
+            before_layer()
+
+        return next_layer
 
 
 def _kind(region: Region) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as AbstractSequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -72,11 +74,17 @@ def encode_seconds(
     num_images: int,
     *,
     side: int = IMAGE_SIDE,
+    encoding: Callable[[AbstractSequence[int]], AbstractContextManager[None]] = lambda pixels: nullcontext(),
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """The median time to encode a batch of square images."""
+    """The median time to encode a batch of square images, each within ``encoding`` of their pixels."""
     inputs = family.preprocess(blank((side, side)))
-    return median_s(lambda: tower.encode([inputs] * num_images), clock)
+
+    def run() -> None:
+        with encoding([side * side] * num_images):
+            tower.encode([inputs] * num_images)
+
+    return median_s(run, clock)
 
 
 def median_s(

@@ -65,7 +65,11 @@ class CheckpointModel:
         )
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
-        return Tower(self.path, self.torch_dtype, self._device, before_layer, self.family)
+        if self.emulation is None:
+            return Tower(self.path, self.torch_dtype, self._device, before_layer)
+        tower = Tower(self.path, self.torch_dtype, self._device, self.emulation.between_layers(before_layer))
+        self.emulation.num_tower_layers = tower.num_layers
+        return tower
 
     def encoding(self, pixels: Sequence[int]) -> AbstractContextManager[None]:
         return no_time(pixels) if self.emulation is None else self.emulation.encode(pixels)
@@ -79,7 +83,7 @@ class CheckpointModel:
         return measurements(self._options, self._device, self.fingerprint, torch=str(torch.__version__))
 
     def encode_seconds(self, tower: Tower, num_images: int) -> float:
-        return encode_seconds(tower, self.family, num_images)
+        return encode_seconds(tower, self.family, num_images, encoding=self.encoding)
 
     def language(self, instance: Instance, *, at_once: bool) -> LanguageWeights:
         return LanguageWeights(self, instance, at_once=at_once)

@@ -61,6 +61,27 @@ def test_transfers_one_after_the_other(transfers: list[tuple[int, float]], laten
         assert clock.now - start == pytest.approx(latency_s + nbytes / 1000)
 
 
+def test_a_transfer_takes_the_time_of_what_it_stands_for_and_slower_on_a_link_that_is_so() -> None:
+    clock, slowness = Time(), [1.0]
+    link = ShapedTransport(
+        Instant(),  # type: ignore[arg-type]
+        1000.0,
+        0.01,
+        bytes_of=lambda region, nbytes: 10 * nbytes if region.name == "a" else nbytes,
+        slowness=lambda: slowness[0],
+        clock=clock,
+        sleep=clock.sleep,
+    )
+    for region, slow, seconds in (
+        (REGION, 1.0, 0.01 + 1.0),
+        (msgspec.structs.replace(REGION, name="b"), 1.0, 0.01 + 0.1),
+        (REGION, 3.0, 0.03 + 3.0),
+    ):
+        slowness[0], start = slow, clock.now
+        link.write(region, pieces(100))
+        assert clock.now - start == pytest.approx(seconds)
+
+
 def test_transfers_of_several_threads_queue_on_one_link_and_not_on_another() -> None:
     clock = TimeOfAThread()
     link = ShapedTransport(Instant(), 1e6, 0.05, clock=clock, sleep=clock.sleep)  # type: ignore[arg-type]
