@@ -66,8 +66,9 @@ class CheckpointModel:
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
         if self.emulation is None:
-            return Tower(self.path, self.torch_dtype, self._device, before_layer)
-        tower = Tower(self.path, self.torch_dtype, self._device, self.emulation.between_layers(before_layer))
+            return Tower(self.path, self.torch_dtype, self._device, before_layer, self.family)
+        paced = self.emulation.between_layers(before_layer)
+        tower = Tower(self.path, self.torch_dtype, self._device, paced, self.family)
         self.emulation.num_tower_layers = tower.num_layers
         return tower
 

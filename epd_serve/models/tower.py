@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -16,8 +20,13 @@ from device.base import AttentionOps, Device
 from device.ops.linear import Product, activated_linear, fused, gated_linear, linear, pack_modules
 from device.ops.shared_weights import shared_weights
 from epd_serve.models.families import family_of
-from epd_serve.models.family import TowerInputs
+from epd_serve.models.family import TRIED_SIZES, Family, Size, TowerInputs
 from epd_serve.models.loader import ModelPart, load_part, num_parameters
+
+logger = logging.getLogger(__name__)
+
+#: Of the pictures that a tower is tried on: one wide, one tall.
+_TRIED_SIZES = TRIED_SIZES[1:]
 
 
 class TowerAttention:
@@ -35,10 +44,7 @@ class TowerAttention:
 
     def install(self, tower: nn.Module) -> None:
         """Let every attention layer of the tower call this function."""
-        for module in tower.modules():
-            config: Any = getattr(module, "config", None)
-            if config is not None:
-                config._attn_implementation = self.name
+        _attend_by(tower, self.name)
 
     def __call__(
         self,
@@ -56,7 +62,8 @@ class TowerAttention:
         Returns:
             [B, T, H, D] and no weights.
         """
-        assert attention_mask is None, "the towers of the known families mask nothing"
+        if attention_mask is not None:
+            raise _MaskedInput
         batch, heads, length, head_dim = query.shape
         if cu_seq_lens_q is None:
             borders = list(range(0, batch * length + 1, length))
@@ -78,11 +85,25 @@ class TowerAttention:
         return host
 
 
+def _attend_by(tower: nn.Module, name: str) -> None:
+    for module in tower.modules():
+        config: Any = getattr(module, "config", None)
+        if config is not None:
+            config._attn_implementation = name
+
+
+class _MaskedInput(Exception):
+    """A tower masks a part of its input, which the device's attention cannot."""
+
+
 class Tower:
     """Vision tower and projector of a transformers model.
 
     A feature is [tokens, (1 + deepstack levels) * hidden]: what the language model embeds in place of the image's
     placeholder tokens, followed by what Qwen3-VL adds to the hidden states of its first layers.
+
+    Attributes:
+        uses_device_attention: whether its layers attend by the device's operators, and not by torch's.
     """
 
     def __init__(
@@ -91,25 +112,58 @@ class Tower:
         dtype: torch.dtype,
         device: Device,
         before_layer: Callable[[], None] | None = None,
+        family: Family | None = None,
     ) -> None:
-        """``before_layer`` is called on the thread that encodes, before each layer of the tower is computed."""
+        """Raises ValueError for a tower that does not make the tokens which its family counts.
+
+        Args:
+            before_layer: called on the thread that encodes, before each layer of the tower is computed.
+            family: tries the tower on pictures of it: where the device's attention makes other features of them
+                than torch's, as it does where inputs are padded, torch's is used.
+        """
         model = load_part(path, ModelPart.TOWER, dtype).to(device.torch_device)
         attention = TowerAttention(device.ops)
         attention.install(model)
         self._model: Any = model
         self.num_parameters = num_parameters(model)
+        self._device = device.torch_device
+        self.dtype = dtype
+        self._joins = family_of(model.config).joins
         with shared_weights(ModelPart.TOWER.value, f"{path} {dtype}"):
             if device.type == "cpu":
                 replace_blocks(model, device.ops, attention)
             pack_modules(model)
+        self.uses_device_attention = True
+        if family is not None:
+            self._try(family, attention)
         layers = max((one for one in model.modules() if isinstance(one, nn.ModuleList)), key=len, default=())
         self.num_layers = len(layers)
         if before_layer is not None:
             for layer in layers:
                 layer.register_forward_pre_hook(lambda module, arguments: before_layer())
-        self._device = device.torch_device
-        self.dtype = dtype
-        self._joins = family_of(model.config).joins
+
+    def _try(self, family: Family, attention: TowerAttention) -> None:
+        """Choose the attention by the features of two pictures, which are joined where the family's may be."""
+        batch = [family.preprocess(_pattern(size)) for size in _TRIED_SIZES]
+        has_own_layers = any(isinstance(module, VisionBlock) for module in self._model.modules())
+        features: list[Tensor] = []
+        with suppress(_MaskedInput):
+            features = self.encode(batch)
+        if not has_own_layers:
+            _attend_by(self._model, "sdpa")
+            expected = [self.encode([item])[0] for item in batch]
+            self.uses_device_attention = bool(features) and all(map(_agree, features, expected))
+            if self.uses_device_attention:
+                attention.install(self._model)
+            else:
+                logger.warning("the tower attends by torch: the device's attention makes other features of it")
+                features = expected
+        for size, feature in zip(_TRIED_SIZES, features, strict=True):
+            if len(feature) != (count := family.num_image_tokens(size)):
+                raise ValueError(
+                    f"the tower makes {len(feature)} tokens of a picture of {size[0]}x{size[1]} pixels, where "
+                    f"config.json and preprocessor_config.json say {count}; use the files that belong together"
+                )
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[TowerInputs]) -> list[Tensor]:
@@ -136,6 +190,20 @@ class Tower:
             parts = torch.split(level, lengths) if isinstance(level, Tensor) else level
             features = [torch.cat((feature, part), dim=-1) for feature, part in zip(features, parts, strict=True)]
         return [feature.contiguous().cpu() for feature in features]
+
+
+def _pattern(size: Size) -> NDArray[np.uint8]:
+    """A picture of that width and height that is different everywhere, and the same each time."""
+    return np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+
+
+def _agree(feature: Tensor, expected: Tensor) -> bool:
+    """Whether two features differ by no more than rounding."""
+    if feature.shape != expected.shape:
+        return False
+    most = 1e-3 if feature.dtype == torch.float32 else 0.05
+    feature, expected = feature.float(), expected.float()
+    return bool((feature - expected).abs().mean() <= most * expected.abs().mean())
 
 
 def _shapes(inputs: TowerInputs) -> list[torch.Size]:

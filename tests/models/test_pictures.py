@@ -54,7 +54,9 @@ def test_expanded_ids_are_the_processor_s(path: Path) -> None:
 
 
 def test_tokens_and_pixels_follow_from_the_size(path: Path) -> None:
-    family, tower = load_family(path), Tower(path, torch.float32, get_device("cpu"))
+    family = load_family(path)
+    tower = Tower(path, torch.float32, get_device("cpu"), family=family)
+    assert tower.uses_device_attention
     for size in _sizes(8):
         inputs = family.preprocess(np.array(noise(2, size)))
         frames = getattr(family.config.vision_config, "temporal_patch_size", 1)  # a picture is all of them

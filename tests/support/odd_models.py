@@ -42,8 +42,18 @@ FAMILIES = {
     "llava-mistral-clip": ("llava", "mistral", "clip_vision_model"),
     "llava-qwen2-clip": ("llava", "qwen2", "clip_vision_model"),
     "llava-qwen3-clip": ("llava", "qwen3", "clip_vision_model"),
+    "internvl": ("internvl", "qwen3", "internvl_vision"),
+    "mistral3": ("mistral3", "mistral", "pixtral"),
+    "pixtral": ("llava", "mistral", "pixtral"),
+    "next-clip": ("llava_next", "llama", "clip_vision_model"),
+    "next-siglip": ("llava_next", "llama", "siglip_vision_model"),
+    "onevision": ("llava_onevision", "qwen2", "siglip_vision_model"),
+    "idefics3": ("idefics3", "llama", "idefics3_vision"),
+    "smolvlm": ("smolvlm", "llama", "smolvlm_vision"),
     **{name: (name, name, "") for name in TEXT},
 }
+#: Families whose pictures are tiles or rows. Their language models are other families'.
+TILED = ("internvl", "mistral3", "pixtral", "next-clip", "next-siglip", "onevision", "idefics3", "smolvlm")
 IMAGE_TOKEN, VIDEO_TOKEN, START, END = 5, 6, 7, 8
 NUM_NEW_TOKENS = 4
 _BLOCK_SIZE = 16
@@ -70,7 +80,7 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         parts[part][field] = value
     top, text, vision = parts[""], parts["text_config"], parts["vision_config"]
     changed = {(part, field) for part, field, _ in changes}
-    if model_type != "llava":
+    if model_type.startswith("qwen"):
         width = "hidden_size" if tower_type == "qwen2_vl_vision" else "out_hidden_size"
         if ("vision_config", width) not in changed:
             vision[width] = text["hidden_size"]
@@ -79,8 +89,17 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         text["rope_parameters"] = {"mrope_section": sections, **text["rope_parameters"]}
         tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
         tokens |= {"vision_start_token_id": START, "vision_end_token_id": END}
+    elif model_type in ("internvl", "idefics3", "smolvlm"):
+        tokens = {"image_token_id": IMAGE_TOKEN}
     else:
         tokens = {"image_token_index": IMAGE_TOKEN}
+    if model_type in ("llava_next", "llava_onevision"):
+        side = vision["image_size"]
+        top.setdefault("image_grid_pinpoints", [[side, 2 * side], [2 * side, side], [2 * side, 2 * side]])
+    if model_type == "llava_next" and tower_type == "siglip_vision_model":
+        top.setdefault("vision_feature_select_strategy", "full")
+    if family == "pixtral":
+        top.setdefault("vision_feature_select_strategy", "full")
     return {"model_type": model_type, **tokens, **top, "text_config": text, "vision_config": vision}
 
 
@@ -106,14 +125,9 @@ def _text(model_type: str) -> dict[str, Any]:
 
 def _vision(model_type: str) -> dict[str, Any]:
     vision: dict[str, Any] = {"model_type": model_type, "hidden_size": 32, "initializer_range": 0.2}
-    if model_type in ("clip_vision_model", "siglip_vision_model"):
-        return vision | {
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": 28,
-            "patch_size": 14,
-        }
+    if not model_type.startswith("qwen"):
+        sides = {"image_size": 84 if model_type == "pixtral" else 28, "patch_size": 14}
+        return vision | {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2} | sides
     vision |= {"depth": 2, "num_heads": 2, "patch_size": 14}
     if model_type == "qwen2_vl_vision":
         return vision | {"embed_dim": 32, "mlp_ratio": 2}
@@ -126,9 +140,24 @@ def _vision(model_type: str) -> dict[str, Any]:
 def _preprocessor(config: Any) -> dict[str, Any]:
     vision = config.vision_config
     normalised = {"do_rescale": True, "do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    side: Any = getattr(vision, "image_size", 0)
+    square = {"height": side, "width": side}
+    if vision.model_type == "pixtral":
+        size = {"longest_edge": 84}
+        return {"image_processor_type": "PixtralImageProcessor", "size": size, **normalised}
     if config.model_type == "llava":
-        size = {"height": vision.image_size, "width": vision.image_size}
-        return {"image_processor_type": "SiglipImageProcessor", "size": size, **normalised}
+        return {"image_processor_type": "SiglipImageProcessor", "size": square, **normalised}
+    if config.model_type == "internvl":
+        square = dict(zip(("height", "width"), side, strict=True))
+        return {"image_processor_type": "GotOcr2ImageProcessor", "size": square, "max_patches": 4, **normalised}
+    if config.model_type in ("llava_next", "llava_onevision"):
+        kind = {"llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}[config.model_type]
+        sizes = {"size": square, "crop_size": square, "image_grid_pinpoints": config.image_grid_pinpoints}
+        return {"image_processor_type": f"{kind}ImageProcessor", **sizes, **normalised}
+    if config.model_type in ("idefics3", "smolvlm"):
+        kind = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[config.model_type]
+        sizes = {"size": {"longest_edge": 2 * side}, "max_image_size": {"longest_edge": side}}
+        return {"image_processor_type": f"{kind}ImageProcessor", **sizes, **normalised}
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
         "size": {"shortest_edge": 28 * 28, "longest_edge": 112 * 112},
@@ -137,6 +166,15 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         "merge_size": vision.spatial_merge_size,
         **normalised,
     }
+
+
+def _options(config: Any) -> dict[str, Any]:
+    """What a family's processor tells its image processor."""
+    if config.model_type == "internvl":
+        return {"crop_to_patches": True}
+    if config.vision_config.model_type == "pixtral":
+        return {"patch_size": config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)}
+    return {}
 
 
 @dataclass(frozen=True)
@@ -170,7 +208,8 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
             if hasattr(read, "vision_config"):
                 (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(read)))
                 processor = AutoImageProcessor.from_pretrained(path)
-                inputs = dict(processor(images=[picture()], return_tensors="pt"))
+                inputs = dict(processor(images=[picture()], return_tensors="pt", **_options(read)))
+                inputs.pop("num_patches", None)
                 features = model.get_image_features(**inputs, return_dict=True).pooler_output
                 ids = _ids(read, sum(len(feature.view(-1, feature.shape[-1])) for feature in features))
             tokens = torch.tensor([ids])

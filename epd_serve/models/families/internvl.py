@@ -19,7 +19,8 @@ class InternVL(Family):
     )
     towers: ClassVar = {
         "internvl_vision": PATCH_TOWER
-        | names("attention_bias use_qk_norm norm_type use_mask_token use_absolute_position_embeddings"),
+        | names("attention_bias use_qk_norm norm_type use_mask_token use_absolute_position_embeddings")
+        | names("layer_scale_init_value use_mean_pooling hidden_dropout_prob projection_dropout"),
     }
 
     def __init__(self, config: Any, image_processor: Any) -> None:
