@@ -93,7 +93,7 @@ def judge(work_dir: Path, profile: Profile) -> dict[str, Any]:
         goal = Goal(ttft_s=TTFT_MS / 1e3, tpot_s=TPOT_MS / 1e3)
         evaluator = Evaluator(fleet, goal, requests, most=500)
         every = with_batching(candidates(fleet))
-        advice = recommend(evaluator, exhaustive(evaluator, every), model=fleet.model)
+        advice = recommend(evaluator, exhaustive(evaluator, every))
         planned = {one.candidate: one.goodput for one in advice.ranking}
         rows: dict[Candidate, dict[str, Any]] = {}
         for plan, some in runs.items():
@@ -109,7 +109,7 @@ def judge(work_dir: Path, profile: Profile) -> dict[str, Any]:
         found[load] = {
             "workload": LOADS[load],
             "recommended": str(chosen),
-            "reasons": advice.reasons,
+            "reasons": [*advice.answer, *advice.reasons],
             "best_measured": str(best),
             "agrees": best.line == chosen.line,
             "measured": {str(plan): row for plan, row in rows.items()},

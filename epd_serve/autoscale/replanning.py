@@ -111,7 +111,7 @@ class Replanner:
         tokens = round(self.tokens_per_pixel * _IMAGE_PIXELS)
         slo = ("--slo", self._slo) if self._slo else ()
         answer = await self._run(
-            *("plan", "--trace", str(trace), "--devices", str(options.devices), *slo),
+            *("plan", "--workload", f"trace:{trace}", "--devices", str(options.devices), "--all-devices", *slo),
             *("--image-tokens", str(tokens), "--most", str(options.most)),
             *("--output", str(plan), "--json"),
         )

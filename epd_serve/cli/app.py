@@ -33,7 +33,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Plan": {
         "topology": "epd-serve topology '2(E-P)-D'",
-        "plan": "epd-serve plan trace.jsonl --devices devices.yaml --slo ttft=1000",
+        "plan": "epd-serve plan --workload sharegpt4o-like --rate 8 --devices 'h200 x 2' --model qwen2.5-vl-7b",
         "cost": "epd-serve cost qwen2.5-vl-7b --encoder rtx-4090 --language a100",
     },
     "Look up": {

@@ -11,12 +11,25 @@ StrategyName = Literal["auto", "exhaustive", "algorithm-2", "race", "tpe"]
 
 
 def plan(
-    trace: Annotated[
-        str, typer.Option(help="A trace file (Mooncake, access log), or sharegpt-4o:8 and the like.")
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="As 'epd-serve bench' has it: sharegpt4o-like, visualwebinstruct-like, synthetic[,KEY=VALUE...], "
+            "custom:FILE or trace:FILE, which may be the gateway's access log."
+        ),
     ],
-    devices: Annotated[Path, typer.Option(help="YAML of the model and the devices that there are.")],
+    devices: Annotated[str, typer.Option(help="As in 'h200 x 2, rtx-4090 x 4', or a YAML file of pools.")],
+    model: Annotated[str, typer.Option(help="'demo', a directory, or a name; over the devices file's.")] = "",
+    rate: Annotated[
+        float | None, typer.Option(help="Requests/s that you want to serve; of a trace else its own.")
+    ] = None,
+    all_devices: Annotated[
+        bool, typer.Option("--all-devices", help="Plan for all of them, even where fewer serve the rate.")
+    ] = False,
     slo: Annotated[str, typer.Option(help="Limits in milliseconds.")] = "ttft=2000,tpot=50",
-    strategy: Annotated[StrategyName, typer.Option(help="auto: exhaustive where there are few plans.")] = "auto",
+    strategy: Annotated[
+        StrategyName, typer.Option(help="auto: a race, of all plans where there are few.")
+    ] = "auto",
     order: Annotated[list[str] | None, typer.Option(help="fcfs, sjf, slack: once for each to try.")] = None,
     policy: Annotated[
         list[str] | None,
@@ -30,7 +43,7 @@ def plan(
     ] = None,
     tensor_parallel: Annotated[list[int] | None, typer.Option(help="Widths to try, once for each.")] = None,
     beta: Annotated[float, typer.Option(min=0, help="Requests a second that one unit of cost is worth.")] = 0.0,
-    requests: Annotated[int, typer.Option(min=20, help="Of the trace, at most.")] = 2000,
+    requests: Annotated[int, typer.Option(min=20, help="Of the workload, at most.")] = 2000,
     trials: Annotated[int, typer.Option(min=1, help="Of the strategy tpe.")] = 30,
     most: Annotated[int, typer.Option(min=50, help="Requests in one simulation at most.")] = 2000,
     seed: int = 0,
@@ -39,17 +52,22 @@ def plan(
     report: Annotated[
         Path | None, typer.Option(help="Directory for the plan's simulation, as 'epd-serve bench' writes a run.")
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Show each stage's load and the bottleneck.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show the ranking, attainment and each stage's load.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Recommend a topology for a workload, devices and limits, by simulation; or not to disaggregate."""
+    """Say what serves a workload within limits, on which devices, and what disaggregating gains; by simulation."""
     from epd_serve.plan.command import Wanted, run_plan
     from epd_serve.plan.space import MOST_SEQS, POLICIES
 
     run_plan(
         Wanted(
-            trace=trace,
+            workload=workload,
             devices=devices,
+            model=model,
+            rate=rate,
+            all_devices=all_devices,
             slo=slo,
             strategy=strategy,
             orders=tuple(order or ("fcfs",)),

@@ -13,7 +13,7 @@ from epd_serve.errors import needs_native
 
 def profile(
     out: Annotated[Path, typer.Argument(help="The JSON file to write.")],
-    model: Annotated[str, typer.Option(help="'demo' or a transformers model directory.")] = "demo",
+    model: Annotated[str, typer.Option(help="'demo', a model's directory, or its name on the hub.")] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda:0, npu:0 ...")] = "cpu",
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Number format.")] = "float32",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
@@ -29,6 +29,11 @@ def profile(
     ] = False,
 ) -> None:
     """Measure encode, prefill, decode and transfers on a device and fit the costs that 'epd-serve plan' uses."""
+    if not model:
+        raise ValueError(
+            "--model is missing: give the model that you want to plan for, its directory or its name on the hub, "
+            "as in --model Qwen/Qwen2.5-VL-3B-Instruct, or --model demo for the built-in one"
+        )
     with needs_native():
         import torch
 
@@ -37,7 +42,7 @@ def profile(
     from rich.console import Console
 
     from epd_serve.config.schema import model_path
-    from epd_serve.profiling.device_profile import show_profile
+    from epd_serve.profiling.device_profile import advice, show_profile
     from epd_serve.profiling.overheads import OverheadOptions, with_overheads
 
     options = GridOptions(
@@ -59,4 +64,7 @@ def profile(
             )
             result = with_overheads(result, overheads, lambda text: status.update(f"measuring {text}"))
     out.write_bytes(result.to_json())
-    show_profile(result, Console())
+    console = Console()
+    show_profile(result, console)
+    for sentence in advice(result, model, out):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)

@@ -145,6 +145,17 @@ KNOWN_SHAPES: dict[str, ModelShape] = {
         ),
     )
 }
+#: The names of :data:`KNOWN_SHAPES` on the Hugging Face hub.
+HUB_NAMES = {
+    "llava-1.5-7b": "llava-hf/llava-1.5-7b-hf",
+    "llava-1.5-13b": "llava-hf/llava-1.5-13b-hf",
+    "llava-1.6-34b": "llava-hf/llava-v1.6-34b-hf",
+    "qwen2-vl-7b": "Qwen/Qwen2-VL-7B-Instruct",
+    "qwen2.5-vl-7b": "Qwen/Qwen2.5-VL-7B-Instruct",
+    "qwen2.5-vl-72b": "Qwen/Qwen2.5-VL-72B-Instruct",
+    "qwen3-vl-8b": "Qwen/Qwen3-VL-8B-Instruct",
+}
+_BY_HUB_NAME = {hub: name for name, hub in HUB_NAMES.items()}
 
 #: What transformers fills in where a config.json leaves a size away, by model_type.
 _DEFAULTS: dict[str, dict[str, int]] = {
@@ -166,12 +177,13 @@ _DEFAULTS: dict[str, dict[str, int]] = {
 
 
 def shape_of(model: str) -> ModelShape:
-    """The shape of a model: by one of :data:`KNOWN_SHAPES`' names, or from its directory or config.json.
+    """The shape of a model: by one of :data:`KNOWN_SHAPES`' names, here or on the hub, or from its directory or
+    config.json.
 
     Raises ValueError that says what is missing.
     """
-    if model in KNOWN_SHAPES:
-        return KNOWN_SHAPES[model]
+    if (name := _BY_HUB_NAME.get(model, model)) in KNOWN_SHAPES:
+        return KNOWN_SHAPES[name]
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
     known = ", ".join(KNOWN_SHAPES)

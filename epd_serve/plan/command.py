@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -15,23 +15,27 @@ from epd_serve.bench.outputs import Outputs, measured
 from epd_serve.bench.types import SLO
 from epd_serve.config.sections import BatchingOrder, BatchingPolicy
 from epd_serve.plan.evaluate import Evaluator, Goal
-from epd_serve.plan.explain import Recommendation, recommend
-from epd_serve.plan.pools import read_fleet
-from epd_serve.plan.space import MOST_SEQS, POLICIES, candidates, with_batching
-from epd_serve.plan.strategies import Found, algorithm_2, exhaustive, race, tpe
+from epd_serve.plan.explain import Recommendation, attainment_curve, recommend
+from epd_serve.plan.pools import Fleet, read_fleet
+from epd_serve.plan.space import MOST_SEQS, POLICIES, Candidate, candidates, with_batching
+from epd_serve.plan.strategies import Found, algorithm_2, cheapest, exhaustive, race, tpe
 from epd_serve.sim.records import settings_of, summary_of, write_run
-from epd_serve.sim.traces import read_requests
+from epd_serve.sim.traces import read_load
 
-#: Plans up to which all are simulated.
+#: Plans up to which all take part in the race, and topologies that do of more.
 _FEW = 40
+_WIDTH = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
     """The command's options as typed; ``slo`` as in ttft=2000,tpot=50."""
 
-    trace: str
-    devices: Path
+    workload: str
+    devices: str
+    model: str = ""
+    rate: float | None = None
+    all_devices: bool = False
     slo: str = "ttft=2000,tpot=50"
     strategy: str = "auto"
     orders: tuple[str, ...] = ("fcfs",)
@@ -49,7 +53,7 @@ class Wanted:
 
 def run_plan(wanted: Wanted, *, output: Path | None, report: Path | None, explain: bool, as_json: bool) -> None:
     """Print the recommendation. Raises ValueError for what cannot be planned."""
-    fleet = read_fleet(wanted.devices)
+    fleet = read_fleet(wanted.devices, wanted.model)
     goal = read_goal(wanted.slo, wanted.beta)
     for flag, given, known in (
         ("--order", wanted.orders, get_args(BatchingOrder)),
@@ -57,28 +61,42 @@ def run_plan(wanted: Wanted, *, output: Path | None, report: Path | None, explai
     ):
         if unknown := [one for one in given if one not in known]:
             raise ValueError(f"{flag} {unknown[0]}: there are {', '.join(known)}")
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"-o {output}: there is no directory {output.parent}")
+    load = read_load(
+        wanted.workload,
+        rate=wanted.rate,
+        count=wanted.num_requests,
+        seed=wanted.seed,
+        tokens_of_image=wanted.image_tokens,
+    )
     with Console(stderr=True).status("simulating") as status:
         evaluator = Evaluator(
             fleet,
             goal,
-            read_requests(
-                wanted.trace, count=wanted.num_requests, seed=wanted.seed, tokens_of_image=wanted.image_tokens
-            ),
+            load.requests,
             most=wanted.most,
             rated=lambda: status.update(f"simulating: {evaluator.num_simulations} runs"),
         )
+        enough = None
+        if load.rate is not None and not wanted.all_devices:
+            enough = cheapest(evaluator, plans(fleet, wanted, fewer=True), load.rate)
         found = search(evaluator, wanted)
-        result = recommend(evaluator, found, model=fleet.model)
+        result = recommend(evaluator, found, rate=load.rate, enough=enough)
     if output is not None:
         output.write_text(result.deployment, encoding="utf-8")
     if report is not None:
         write_simulation(report, evaluator, result, wanted)
     if as_json:
-        typer.echo(json.dumps(as_dict(result, found), indent=2))
+        typer.echo(json.dumps(as_dict(result, evaluator, found), indent=2))
+        return
+    console = Console()
+    console.print(f"{load.name} on {fleet}, {fleet.model}, {goal}:\n", highlight=False)
+    _show(result, evaluator, found, console, explain=explain)
+    if output is None:
+        typer.echo(f"\nWith -o FILE it is written as a file for 'epd-serve up':\n\n{result.deployment}")
     else:
-        _show(result, found, Console(), explain=explain)
-        if output is None:
-            typer.echo(f"\n{result.deployment}")
+        console.print(f"\nWrote {output}. Start it: epd-serve up {output}", highlight=False, soft_wrap=True)
 
 
 def read_goal(text: str, beta: float = 0.0) -> Goal:
@@ -107,19 +125,23 @@ def search(evaluator: Evaluator, wanted: Wanted) -> Found:
         return algorithm_2(evaluator, fleet.num_devices)
     if "slack" in wanted.orders and evaluator.goal.ttft_s is None:
         raise ValueError("the order slack needs a limit on TTFT: --slo ttft=2000")
-    fewer = evaluator.goal.beta > 0
-    every = with_batching(
+    every = plans(fleet, wanted, fewer=evaluator.goal.beta > 0)
+    if strategy == "tpe":
+        return tpe(evaluator, every, trials=wanted.trials, seed=wanted.seed)
+    if strategy == "exhaustive":
+        return exhaustive(evaluator, every)
+    return race(evaluator, every, width=None if strategy == "auto" and len(every) <= _FEW else _WIDTH)
+
+
+def plans(fleet: Fleet, wanted: Wanted, *, fewer: bool) -> list[Candidate]:
+    """All plans with all options of steps that are wanted."""
+    return with_batching(
         candidates(fleet, widths=wanted.widths, fewer=fewer),
         cast(tuple[BatchingOrder, ...], wanted.orders),
         cast(tuple[BatchingPolicy, ...], wanted.policies),
         wanted.seqs,
         wanted.tokens,
     )
-    if strategy == "tpe":
-        return tpe(evaluator, every, trials=wanted.trials, seed=wanted.seed)
-    if strategy == "exhaustive" or (strategy == "auto" and len(every) <= _FEW):
-        return exhaustive(evaluator, every)
-    return race(evaluator, every)
 
 
 def write_simulation(path: Path, evaluator: Evaluator, result: Recommendation, wanted: Wanted) -> None:
@@ -138,7 +160,7 @@ def write_simulation(path: Path, evaluator: Evaluator, result: Recommendation, w
             tpot_ms=1e9 if goal.tpot_s is None else 1e3 * goal.tpot_s,
         ),
         model=evaluator.fleet.model,
-        workload=wanted.trace,
+        workload=wanted.workload,
     )
     run = write_run(path, outcome, settings)
     console = Console(stderr=True)
@@ -147,22 +169,24 @@ def write_simulation(path: Path, evaluator: Evaluator, result: Recommendation, w
     )
 
 
-def as_dict(result: Recommendation, found: Found) -> dict[str, Any]:
+def as_dict(result: Recommendation, evaluator: Evaluator, found: Found) -> dict[str, Any]:
     """The recommendation as a JSON object, for ``--json``."""
     return {
         "recommended": str(result.chosen.candidate),
+        "rate": result.rate,
+        "answer": result.answer,
+        "duties": [asdict(one) for one in result.duties],
         "goodput": result.chosen.goodput,
         "cost": result.chosen.cost,
-        "confidence": result.confidence,
         "bottleneck": result.chosen.bound.bottleneck.value,
         "reasons": result.reasons,
         "strategy": found.strategy,
         "candidates": found.num_candidates,
-        "simulations": found.num_simulations,
-        "simulated_requests": found.num_requests,
+        "simulations": evaluator.num_simulations,
+        "simulated_requests": evaluator.num_requests,
         "ranking": [
             {
-                "plan": str(one.candidate),
+                "plan": one.candidate.told(evaluator.fleet),
                 "goodput": one.goodput,
                 "objective": one.objective if one.goodput else None,
                 "cost": one.cost,
@@ -173,35 +197,43 @@ def as_dict(result: Recommendation, found: Found) -> dict[str, Any]:
             for one in result.ranking
         ],
         "attainment": [
-            {"rate": rate, "value": value, "low": low, "high": high} for rate, value, low, high in result.curve
+            {"rate": rate, "value": value, "low": low, "high": high}
+            for rate, value, low, high in attainment_curve(evaluator, result.chosen)
         ],
         "deployment": result.deployment,
     }
 
 
-def _show(result: Recommendation, found: Found, console: Console, *, explain: bool) -> None:
-    chosen = result.chosen
+def _show(result: Recommendation, evaluator: Evaluator, found: Found, console: Console, *, explain: bool) -> None:
+    for sentence in result.answer:
+        console.print(sentence, highlight=False)
+    duties = Table("instances", "do", "on")
+    for one in result.duties:
+        names = one.names[0] if len(one.names) == 1 else f"{one.names[0]} to {one.names[-1]}"
+        duties.add_row(one.instances, one.stages, names if names == "cpu" else f"{one.device} ({names})")
+    console.print(duties)
+    if not explain:
+        return
     console.print(
-        f"[bold]{chosen.candidate}[/]: {chosen.goodput:.2f} requests/s, cost {chosen.cost:,.0f}, confidence "
-        f"{result.confidence:.0%} ({found.strategy}: {found.num_candidates} plans, {found.num_simulations} "
-        f"simulations of {found.num_requests} requests)"
+        f"{found.strategy}: {found.num_candidates} plans, {evaluator.num_simulations} simulations of "
+        f"{evaluator.num_requests} requests.",
+        highlight=False,
     )
     for sentence in result.reasons:
-        console.print(sentence)
-    table = Table("plan", "requests/s", "bound", "bottleneck", "cost", title="ranking")
-    for one in result.ranking[:10]:
-        goodput = f"{one.goodput:.2f}" if one.goodput else one.reason or "less than the best"
-        stage = one.bound.bottleneck.value
-        table.add_row(str(one.candidate), goodput, f"{one.bound.rate:.2f}", stage, f"{one.cost:,.0f}")
+        console.print(sentence, highlight=False)
+    table = Table("plan", "requests/s", "bound", "bottleneck", "cost", title=f"ranking, {evaluator.fleet}")
+    for plan in result.ranking[:10]:
+        goodput = f"{plan.goodput:.2f}" if plan.goodput else plan.reason or "less than the best"
+        told = plan.candidate.told(evaluator.fleet)
+        table.add_row(told, goodput, f"{plan.bound.rate:.2f}", plan.bound.bottleneck.value, f"{plan.cost:,.0f}")
     console.print(table)
-    curve = Table("requests/s", "within the limits", "95 %", title="predicted attainment")
-    for rate, value, low, high in result.curve:
+    told = result.chosen.candidate.told(evaluator.fleet)
+    curve = Table("requests/s", "within the limits", "95 %", title=f"predicted attainment of {told}")
+    for rate, value, low, high in attainment_curve(evaluator, result.chosen):
         curve.add_row(f"{rate:.2f}", f"{value:.1%}", f"{low:.1%} to {high:.1%}")
     console.print(curve)
-    if explain:
-        stages = Table(
-            "stage", "seconds alone", "busiest device, per request", title=f"at {chosen.bound.rate:.2f}/s"
-        )
-        for stage, seconds in chosen.bound.loads.items():
-            stages.add_row(stage.value, f"{seconds:.4g}", f"{chosen.bound.shares[stage]:.4g}")
-        console.print(stages)
+    bound = result.chosen.bound
+    stages = Table("stage", "seconds alone", "busiest device, per request", title=f"at {bound.rate:.2f}/s")
+    for stage, seconds in bound.loads.items():
+        stages.add_row(stage.value, f"{seconds:.4g}", f"{bound.shares[stage]:.4g}")
+    console.print(stages)

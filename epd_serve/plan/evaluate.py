@@ -163,6 +163,11 @@ class Goal:
     beta: float = 0.0
     target: float = TARGET
 
+    def __str__(self) -> str:
+        limits = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s))
+        text = " and ".join(f"{name} {1e3 * limit:g} ms" for name, limit in limits if limit is not None)
+        return f"{text} for {self.target:.0%} of requests"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
@@ -275,7 +280,7 @@ class Evaluator:
         """Search the goodput by bisection below the bound; attainment is taken to fall as the rate grows. What is
         found is lowered until it lasts.
 
-        ``at_least``: a plan that does not keep the target there is not looked at further; its goodput is 0.
+        ``at_least``: a plan that does not last there is not looked at further; its goodput is 0.
         """
         cost = candidate.cost(self.fleet)
         try:
@@ -288,7 +293,7 @@ class Evaluator:
                 attained[rate] = self.attainment(candidate, rate, max(int(self.count(rate) * fraction), 20))
                 return attained[rate].value >= self.goal.target
 
-            if at_least and not keeps(at_least):
+            if at_least and not (keeps(at_least) and self._confirm(candidate, at_least, fraction)[0]):
                 return self._evaluation(candidate, 0.0, cost, limit, attained)
             rate = at_least or 0.9 * min(limit.rate, _MOST_RATE)
             low, high, step = at_least, math.inf, 1.12
@@ -323,10 +328,8 @@ class Evaluator:
         there is none down to its half."""
         least, low, high = rate / 2, 0.0, math.inf
         while rate > least and high > _NEAR * low:
-            count = max(int(self.count_to_confirm(rate) * fraction), 100)
-            outcome = self.simulate(candidate, _HEADROOM * rate, count, early=True)
-            share = attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
-            if share.value >= self.goal.target and is_steady(outcome.jobs):
+            does, outcome = self._confirm(candidate, rate, fraction)
+            if does:
                 if math.isinf(high):
                     return rate
                 low = rate
@@ -334,6 +337,16 @@ class Evaluator:
                 high = rate
             rate = math.sqrt(low * high) if low else max(min(0.97 * high, served_per_s(outcome)), 0.85 * high)
         return low
+
+    def lasts(self, candidate: Candidate, rate: float) -> bool:
+        """Whether a long simulation keeps the target at this rate without growing queues. Raises NoWay."""
+        return rate <= self.bound(candidate).rate and self._confirm(candidate, rate, 1.0)[0]
+
+    def _confirm(self, candidate: Candidate, rate: float, fraction: float) -> tuple[bool, Outcome]:
+        count = max(int(self.count_to_confirm(rate) * fraction), 100)
+        outcome = self.simulate(candidate, _HEADROOM * rate, count, early=True)
+        share = attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
+        return share.value >= self.goal.target and is_steady(outcome.jobs), outcome
 
     def _evaluation(
         self, candidate: Candidate, goodput: float, cost: float, limit: Bound, attained: dict[float, Share]

@@ -1,112 +1,235 @@
-"""A plan in plain words, and as a deployment file."""
+"""A plan as an answer in plain words, and as a deployment file."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
 
 from ruamel.yaml import YAML
 
+from epd_serve.bench.statistics import percentile
 from epd_serve.config import parse_config
 from epd_serve.plan.evaluate import LONGER, Evaluation, Evaluator
+from epd_serve.plan.pools import Fleet
+from epd_serve.plan.space import Candidate, monolithic
 from epd_serve.plan.strategies import Found
 from epd_serve.sim.records import attainment
+from epd_serve.topology.notation import members_of
 from epd_serve.types import Stage
 
 #: A plan of several kinds of instances must be so much better than monolithic ones to be worth it, and one whose
 #: steps may take any time so much better than with steps within the limits.
 WORTH = 0.03
 _NAMES = {Stage.ENCODE: "encoding", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
+_VERBS = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Duty:
+    """Equal instances of a plan: as the topology writes them, their stages, their kind of device and its names."""
+
+    instances: str
+    stages: str
+    device: str
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation:
-    """The plan to run, and the reasons for it.
+    """The plan to run, and why.
 
     Attributes:
-        confidence: of the repetitions with other stretches of the trace, the part in which the plan kept the
-            target at its goodput (less the search's precision) and the next best topology did not do better.
-        curve: (rate, attainment, its interval) around the goodput.
-        reasons: sentences.
+        rate: requests a second that were asked for.
+        answer: sentences that say whether the devices are enough, and what disaggregating gains.
+        reasons: sentences for ``--explain``.
+        ranking: plans of all devices, best first.
     """
 
     chosen: Evaluation
-    ranking: list[Evaluation]
-    confidence: float
-    curve: list[tuple[float, float, float, float]]
+    rate: float | None
+    answer: list[str]
     reasons: list[str]
+    duties: list[Duty]
+    ranking: list[Evaluation]
     deployment: str
 
 
-def recommend(evaluator: Evaluator, found: Found, *, model: str, repetitions: int = 3) -> Recommendation:
-    """The best plan, or monolithic instances where it is hardly better than they are. Raises ValueError where the
-    deployment file of the plan breaks the schema, which says what is wrong."""
+def recommend(
+    evaluator: Evaluator, found: Found, *, rate: float | None = None, enough: Evaluation | None = None
+) -> Recommendation:
+    """The best plan, or monolithic instances where it is hardly better than they are; where ``rate`` is given, the
+    cheaper plan that is ``enough`` for it. Raises ValueError where the plan's deployment file breaks the schema.
+    """
     best = found.best
-    whole = next((one for one in found.ranking if one.candidate.is_monolithic), None)
-    if whole is None:
-        whole = _monolithic(evaluator, found)
-    chosen = best if whole is None or _is_worth(best, whole) else whole
-    sized = replace(chosen.candidate, policy="stage-level")
-    twin = next((one for one in found.ranking if one.candidate == sized and one.goodput), chosen)
-    if not _is_worth(chosen, twin):
-        chosen = twin
-    ranking = [chosen, *(one for one in found.ranking if one is not chosen)]
-    confidence, curve = _confidence(evaluator, ranking, repetitions)
+    whole = _monolithic(evaluator, found)
+    highest = best if whole is None or _is_worth(best, whole) else whole
+    sized = replace(highest.candidate, policy="stage-level")
+    twin = next((one for one in found.ranking if one.candidate == sized and one.goodput), highest)
+    if not _is_worth(highest, twin):
+        highest = twin
+    chosen = highest if enough is None or enough.cost >= highest.cost else enough
+    ranking = [highest, *(one for one in found.ranking if one is not highest)]
+    answer = _answer(evaluator, chosen, highest, whole, ranking, rate)
+    if any(pool.is_analytic for pool, _ in chosen.candidate.devices(evaluator.fleet)):
+        answer.append("Times are analytic, from data sheets: measure with 'epd-serve profile' before you buy.")
     return Recommendation(
         chosen=chosen,
+        rate=rate,
+        answer=answer,
+        reasons=_reasons(evaluator, chosen, found),
+        duties=duties_of(chosen.candidate, evaluator.fleet),
         ranking=ranking,
-        confidence=confidence,
-        curve=curve,
-        reasons=_reasons(evaluator, chosen, whole, best, found),
-        deployment=deployment_yaml(evaluator, chosen, model),
+        deployment=deployment_yaml(evaluator, chosen),
     )
 
 
 def _is_worth(plan: Evaluation, simpler: Evaluation) -> bool:
-    return plan.objective > simpler.objective + WORTH * abs(simpler.objective)
+    return simpler.goodput <= 0 or plan.objective > simpler.objective + WORTH * abs(simpler.objective)
 
 
 def _monolithic(evaluator: Evaluator, found: Found) -> Evaluation | None:
-    """The best plan of monolithic instances on the best plan's devices; None where these are of several kinds."""
-    best = found.best.candidate
-    if len(best.pools) != 1:
-        return None
-    ((_, count),) = best.pools
-    line = f"{count if count > 1 else ''}EPD"
-    variants = dict.fromkeys(replace(one.candidate, line=line, pools=best.pools) for one in found.ranking)
-    return max(map(evaluator.evaluate, variants), key=lambda one: one.objective)
+    """The best plan of monolithic instances on the best plan's devices; None where no model fits in one."""
+    seen = [one for one in found.ranking if one.candidate.is_monolithic and one.goodput > 0]
+    if not seen:
+        best = found.best.candidate
+        line = monolithic(best.pools)
+        variants = dict.fromkeys(replace(one.candidate, line=line, pools=best.pools) for one in found.ranking)
+        seen = [one for one in map(evaluator.evaluate, variants) if one.goodput > 0]
+    return max(seen, key=lambda one: one.objective, default=None)
 
 
-def _confidence(
-    evaluator: Evaluator, ranking: list[Evaluation], repetitions: int
-) -> tuple[float, list[tuple[float, float, float, float]]]:
-    chosen, target = ranking[0], evaluator.goal.target
-    rival = next((one for one in ranking if one.candidate.placed != chosen.candidate.placed), None)
-    rate, must = 0.98 * chosen.goodput, 1.02 * chosen.goodput
-    won = 0
+def duties_of(candidate: Candidate, fleet: Fleet) -> list[Duty]:
+    """What each device of a plan does."""
+    found: list[Duty] = []
+    for unit, pool, names in candidate.layout(fleet):
+        stages = "; ".join(
+            ", ".join(_VERBS[stage] for stage in Stage if stage in member.role.stages)
+            for member in members_of(unit)
+        )
+        found.append(Duty(instances=str(unit), stages=stages, device=pool.device, names=names))
+    return found
 
-    def shown(rate: float) -> int:
-        """Requests of a simulation: enough for queues to grow, if there may be as many."""
-        return min(evaluator.count_to_confirm(rate), evaluator.most)
 
-    for shift in range(1, repetitions + 1):
-        kept = evaluator.attainment(chosen.candidate, rate, shown(rate), shift=shift).value >= target
-        better = rival is not None and 0 < must <= rival.bound.rate
-        if better and rival is not None:
-            better = evaluator.attainment(rival.candidate, must, shown(must), shift=shift).value >= target
-        won += kept and not better
+def _answer(
+    evaluator: Evaluator,
+    chosen: Evaluation,
+    highest: Evaluation,
+    whole: Evaluation | None,
+    ranking: Sequence[Evaluation],
+    rate: float | None,
+) -> list[str]:
+    fleet = evaluator.fleet
+    every = f"all {fleet.num_devices} devices" if fleet.num_devices > 1 else f"the {fleet.pools[0].device}"
+    gain = _gain(evaluator, highest, whole, ranking)
+    most = f"{highest.candidate.told(fleet)} lasts up to {highest.goodput:.2f} requests/s"
+    if rate is None:
+        return [f"With {every} {most}.", gain, _cost(chosen, fleet)]
+    if rate > highest.goodput:
+        devices = math.ceil(fleet.num_devices * rate / highest.goodput)
+        return [
+            f"Your {rate:g} requests/s do not fit on {fleet}: {most}, {highest.goodput / rate:.0%} of them. "
+            f"It takes about {devices} such devices.",
+            gain,
+            _cost(chosen, fleet),
+        ]
+    if chosen is highest:
+        said = [f"Your {rate:g} requests/s fit on {_devices(chosen.candidate, fleet)}: {most}.", gain]
+    else:
+        said = [
+            f"Your {rate:g} requests/s fit on {_devices(chosen.candidate, fleet)}: {chosen.candidate.told(fleet)} "
+            f"lasts up to {chosen.goodput:.2f} requests/s.",
+            "Nothing is gained by disaggregating: no plan needs less."
+            if chosen.candidate.is_monolithic
+            else "Monolithic instances need more.",
+            f"With {every}: {most}. {gain}",
+        ]
+    return [*said, _latencies(evaluator, chosen, rate), _cost(chosen, fleet)]
+
+
+def _devices(candidate: Candidate, fleet: Fleet) -> str:
+    """``1 of 2 x h200``."""
+    used: dict[int, int] = {}
+    for index, count in candidate.pools:
+        used[index] = used.get(index, 0) + count
+    parts = [
+        (f"{count} of {pool.count} x {pool.device}" if count < pool.count else f"{count} x {pool.device}")
+        for index, pool in enumerate(fleet.pools)
+        if (count := used.get(index, 0))
+    ]
+    return " and ".join(parts)
+
+
+def _gain(
+    evaluator: Evaluator, highest: Evaluation, whole: Evaluation | None, ranking: Sequence[Evaluation]
+) -> str:
+    """What disaggregating gains or loses on the devices of the highest plan."""
+    fleet = evaluator.fleet
+    if not highest.candidate.is_monolithic:
+        if whole is None:
+            return "Monolithic instances have no room for the model."
+        return (
+            f"Disaggregating gains {highest.goodput / whole.goodput - 1:.0%} over monolithic instances "
+            f"({whole.candidate.told(fleet)}: {whole.goodput:.2f} requests/s)."
+        )
+    other = next((one for one in ranking if not one.candidate.is_monolithic and not one.reason), None)
+    if other is None:
+        return "Nothing is gained by disaggregating: no other plan serves anything."
+    if not other.goodput:
+        other = evaluator.evaluate(other.candidate)
+    change = other.goodput / highest.goodput - 1
+    name = f"{other.candidate.told(fleet)}, the best other plan,"
+    least = f"more, less than the {WORTH:.0%} that it takes to be worth it" if change >= 0 else "less"
+    return (
+        f"Nothing is gained by disaggregating: {name} lasts up to {other.goodput:.2f}, {abs(change):.0%} {least}."
+    )
+
+
+def _latencies(evaluator: Evaluator, plan: Evaluation, rate: float) -> str:
+    count = min(evaluator.count_to_confirm(rate), evaluator.most)
+    outcome = evaluator.simulate(plan.candidate, rate, count)
+    jobs = [job for job in outcome.jobs if job.first_token_s is not None and job.last_token_s is not None]
+    ttft = [job.first_token_s - job.sent_s for job in jobs if job.first_token_s is not None]
+    tpot = [
+        (job.last_token_s - job.first_token_s) / (job.num_output - 1)
+        for job in jobs
+        if job.first_token_s is not None and job.last_token_s is not None and job.num_output > 1
+    ]
+    said = f"At {rate:g} requests/s TTFT is {_both(ttft)}"
+    if tpot:
+        said += f" and TPOT {_both(tpot)}"
+    return f"{said} (median and 90th percentile)."
+
+
+def _both(seconds: list[float]) -> str:
+    ordered = sorted(seconds)
+    return f"{1e3 * percentile(ordered, 50):.3g} and {1e3 * percentile(ordered, 90):.3g} ms"
+
+
+def _cost(plan: Evaluation, fleet: Fleet) -> str:
+    if not fleet.is_priced:
+        count = sum(count for _, count in plan.candidate.pools)
+        hint = "; to weigh their costs give each kind a 'price:' in a devices file" if len(fleet.pools) > 1 else ""
+        return f"It takes {count} of {fleet.num_devices} devices{hint}."
+    every = sum(pool.price * pool.count for pool in fleet.pools)
+    each = ", ".join(f"{pool.device} {pool.price:,.0f}" for pool in fleet.pools)
+    return f"It costs {plan.cost:,.0f} of {every:,.0f} ({each} each)."
+
+
+def attainment_curve(evaluator: Evaluator, plan: Evaluation) -> list[tuple[float, float, float, float]]:
+    """(rate, attainment, its 95 % interval) of simulations around a plan's goodput."""
     curve = []
     for factor in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25):
-        outcome = evaluator.simulate(chosen.candidate, chosen.goodput * factor, shown(chosen.goodput * factor))
+        rate = plan.goodput * factor
+        outcome = evaluator.simulate(plan.candidate, rate, min(evaluator.count_to_confirm(rate), evaluator.most))
         share = attainment(outcome, evaluator.goal.ttft_s, evaluator.goal.tpot_s)
-        curve.append((chosen.goodput * factor, share.value, share.low, share.high))
-    return won / repetitions, curve
+        curve.append((rate, share.value, share.low, share.high))
+    return curve
 
 
-def _reasons(
-    evaluator: Evaluator, chosen: Evaluation, whole: Evaluation | None, best: Evaluation, found: Found
-) -> list[str]:
+def _reasons(evaluator: Evaluator, chosen: Evaluation, found: Found) -> list[str]:
     bound, mean = chosen.bound, evaluator.mean
     said = [
         f"A request has {mean.num_images:.2g} images to encode, {mean.num_text_tokens:.0f} tokens of text and an "
@@ -114,17 +237,6 @@ def _reasons(
     ]
     times = ", ".join(f"{_NAMES[stage]} {1e3 * seconds:.3g} ms" for stage, seconds in bound.loads.items())
     said.append(f"One instance in full batches needs for it: {times}.")
-    if chosen.candidate.is_monolithic:
-        many = chosen.candidate.topology.num_instances > 1
-        what = "monolithic instances are" if many else "one monolithic instance is"
-        said.append(
-            f"Do not disaggregate: {what} better here. The best other plan, {_best_other(found, chosen)}, is not "
-            f"better by the {WORTH:.0%} that moving features and KV is worth."
-        )
-    else:
-        gain = "" if whole is None or not whole.goodput else f", {chosen.goodput / whole.goodput - 1:+.0%}"
-        against = "" if whole is None else f" ({whole.candidate}: {whole.goodput:.2f} requests/s{gain})"
-        said.append(f"{chosen.candidate} is better than monolithic instances{against}.")
     if chosen.candidate.policy == "unlimited":
         said.append(f"Its steps are not sized by the limits{_so_sized(chosen, found)}.")
     said.append(
@@ -138,8 +250,6 @@ def _reasons(
             "queues have time to grow at this rate: the number is the bound's more than the simulation's; "
             "raise --most."
         )
-    if any(pool.is_analytic for pool, _ in chosen.candidate.devices(evaluator.fleet)):
-        said.append("Times are analytic, from data sheets: measure with 'epd-serve profile' before you buy.")
     return said
 
 
@@ -151,12 +261,7 @@ def _so_sized(chosen: Evaluation, found: Found) -> str:
     return f": with short steps, of which prompts take many, it lasts up to {seen.goodput:.2f} requests/s"
 
 
-def _best_other(found: Found, chosen: Evaluation) -> str:
-    other = next((one for one in found.ranking if one is not chosen and not one.candidate.is_monolithic), None)
-    return "of those tried" if other is None else f"{other.candidate} with {other.goodput:.2f} requests/s"
-
-
-def deployment_yaml(evaluator: Evaluator, plan: Evaluation, model: str) -> str:
+def deployment_yaml(evaluator: Evaluator, plan: Evaluation) -> str:
     """A file for ``epd-serve up``, read back to be sure. Raises ValueError where it would not be accepted."""
     candidate, goal = plan.candidate, evaluator.goal
     placed = candidate.devices(evaluator.fleet)
@@ -170,7 +275,8 @@ def deployment_yaml(evaluator: Evaluator, plan: Evaluation, model: str) -> str:
         slo["tpot_ms"] = 1e3 * goal.tpot_s
     tree: dict[str, Any] = {
         "topology": candidate.line,
-        "model": model,
+        "model": evaluator.fleet.model,
+        **({"shape_of": evaluator.fleet.shape_of} if evaluator.fleet.shape_of else {}),
         "devices": ["cpu"] if set(devices) == {"cpu"} else devices,
         "dtype": "auto",
         "slo": slo,

@@ -1,7 +1,8 @@
-"""The devices that there are to plan with: ``devices.yaml``."""
+"""The devices that there are to plan with: ``devices.yaml``, or a line such as ``h200 x 2``."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,12 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from device.datasheets import spec_of
+from device.datasheets import DEVICE_SPECS, spec_of
+from epd_serve.config import DEMO_MODEL
+from epd_serve.config.model_files import HubModel
+from epd_serve.config.schema import model_path
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.roofline import analytic_profile
-from epd_serve.cost.shape import ModelShape, shape_of
+from epd_serve.cost.shape import HUB_NAMES, KNOWN_SHAPES, ModelShape, shape_of
 
-Kind = Literal["cuda", "npu", "cpu"]
+Kind = Literal["cuda", "npu", "cpu", "emulated"]
+#: Before the name of a data sheet: the deployment then runs on this machine.
+_EMULATED = "emulated:"
 
 
 class _PoolFile(BaseModel):
@@ -32,7 +38,7 @@ class _PoolFile(BaseModel):
 class _DevicesFile(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    model: str
+    model: str = ""
     pools: Annotated[list[_PoolFile], Field(min_length=1)]
 
 
@@ -62,7 +68,8 @@ class Pool:
         """The names of the pool's devices in a deployment file."""
         if self.kind == "cpu":
             return ("cpu",) * self.count
-        return tuple(f"{self.kind}:{self.first + i}" for i in range(self.count))
+        kind = self.device if self.kind == "emulated" else self.kind
+        return tuple(f"{kind}:{self.first + i}" for i in range(self.count))
 
     def profile(self, tensor_parallel: int) -> Profile:
         """The profile for a tensor-parallel width. Raises ValueError for a width that was not measured."""
@@ -72,7 +79,7 @@ class Pool:
 
     def _made(self, tensor_parallel: int) -> Profile:
         if self.measured is None:
-            return analytic_profile(self.shape, spec_of(self.device), tensor_parallel)
+            return analytic_profile(self.shape, spec_of(_sheet(self.device)), tensor_parallel)
         if self.measured.tensor_parallel != tensor_parallel:
             raise ValueError(
                 f"the profile of {self.device} is of tensor-parallel width {self.measured.tensor_parallel}, "
@@ -92,62 +99,161 @@ class Pool:
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """The model's name or directory, and the pools."""
+    """Devices to plan with, and the model.
+
+    Attributes:
+        model: as a deployment file names it: ``demo``, a directory, or a name on the hub.
+        shape_of: the same option of a deployment on emulated devices, which compute the demo model; "" elsewhere.
+        is_priced: False: a price is not known for all devices, and each costs 1.
+    """
 
     model: str
     pools: tuple[Pool, ...]
+    is_priced: bool = False
+    shape_of: str = ""
 
     @property
     def num_devices(self) -> int:
         return sum(pool.count for pool in self.pools)
 
+    def __str__(self) -> str:
+        """``2 x h200 and 1 x a100``."""
+        return " and ".join(f"{pool.count} x {pool.device}" for pool in self.pools)
 
-def read_fleet(path: Path) -> Fleet:
-    """Raises ValueError that names the file and what is wrong with it."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = YAML(typ="safe", pure=True).load(text)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: no YAML: {error}") from error
-    try:
-        file = _DevicesFile.model_validate(values)
-    except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        example = "model: qwen2.5-vl-7b, and pools: with '- {device: a100, count: 8}'"
-        raise ValueError(f"{path}: {faults}; a file has {example}") from error
-    given = shape_of(file.model)
+
+_EXAMPLE = "model: qwen2.5-vl-7b, and pools: with '- {device: a100, count: 8}'"
+
+
+def read_fleet(devices: str, model: str = "") -> Fleet:
+    """Devices of a file, or of a line such as ``h200 x 2, rtx-4090 x 4``; ``model`` is over the file's.
+
+    Raises ValueError that says what is wrong, and where.
+    """
+    path = Path(devices)
+    is_file = path.is_file() or path.suffix in (".yaml", ".yml")
+    file = _read_file(path) if is_file else _DevicesFile(pools=_read_line(devices))
+    where, here = (f"{path}: ", path.parent) if is_file else (f"--devices {devices}: ", Path())
+    model = model or file.model
+    if not model:
+        raise ValueError(
+            f"{where}there is no model; give --model {DEMO_MODEL}, a directory, a name on the hub, or one of "
+            f"{', '.join(KNOWN_SHAPES)}"
+        )
+    shape = _shape(model)
     pools: list[Pool] = []
-    used: dict[Kind, int] = {}
-    for one in file.pools:
-        measured = Profile.read(path.parent / one.profile) if one.profile is not None else None
+    used: dict[str, int] = {}
+    prices = [one.price if one.price is not None else _sheet_price(one) for one in file.pools]
+    is_priced = None not in prices
+    if not is_priced and any(one.price is not None for one in file.pools):
+        (lacks, *_) = (one.device for one, price in zip(file.pools, prices, strict=True) if price is None)
+        raise ValueError(f"{where}{lacks} has no price and another device has: give all of them one, or none")
+    for one, price in zip(file.pools, prices, strict=True):
         kind = one.kind or _kind(one.device)
-        if kind == "cpu" and "cpu" in used:
+        name = one.device if kind == "emulated" else kind
+        if kind == "cpu" and name in used:
             raise ValueError(
-                f"{path}: there are two pools of kind cpu; a deployment has one CPU: write one pool, whose count "
+                f"{where}there are two pools of kind cpu; a deployment has one CPU: write one pool, whose count "
                 "is how many instances have threads of their own"
             )
-        spec_price = None if measured is not None else spec_of(one.device).price
-        price = one.price if one.price is not None else spec_price
+        measured = None if one.profile is None else _measured(here / one.profile, shape)
+        if measured is None and kind == "cpu":
+            raise ValueError(f"{where}a cpu has no data sheet: name its 'profile:', made by 'epd-serve profile'")
+        if measured is None:
+            spec_of(_sheet(one.device))
         pools.append(
             Pool(
                 device=one.device,
                 kind=kind,
                 count=one.count,
-                price=1.0 if price is None else price,
-                shape=given,
-                first=used.get(kind, 0),
+                price=1.0 if price is None or not is_priced else price,
+                shape=shape,
+                first=used.get(name, 0),
                 per_host=one.per_host,
                 measured=measured,
             )
         )
-        used[kind] = used.get(kind, 0) + one.count
-    return Fleet(model=file.model, pools=tuple(pools))
+        used[name] = used.get(name, 0) + one.count
+    kinds = {pool.kind for pool in pools}
+    if "emulated" not in kinds or model == DEMO_MODEL:
+        return Fleet(model=_deployed(model), pools=tuple(pools), is_priced=is_priced)
+    if len(kinds) > 1:
+        raise ValueError(f"{where}emulated devices are of this machine, others are not: plan for either of them")
+    times = model if model in KNOWN_SHAPES else _deployed(model)
+    return Fleet(model=DEMO_MODEL, pools=tuple(pools), is_priced=is_priced, shape_of=times)
+
+
+def _read_file(path: Path) -> _DevicesFile:
+    try:
+        values = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; or write devices as in 'h200 x 2'") from error
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: no YAML: {error}") from error
+    try:
+        return _DevicesFile.model_validate(values)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(f"{path}: {faults}; a file has {_EXAMPLE}") from error
+
+
+def _read_line(text: str) -> list[_PoolFile]:
+    pools: list[_PoolFile] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\S+)(?:\s+x\s*(\d{1,4}))?", part.strip())
+        if match is None or match[2] == "0":
+            raise ValueError(f"--devices {text}: {part.strip()!r} is no device; write 'h200 x 2', or give a file")
+        pools.append(_PoolFile(device=match[1], count=int(match[2] or 1)))
+    return pools
+
+
+def _shape(model: str) -> ModelShape:
+    if model == DEMO_MODEL:
+        return shape_of(str(model_path(model)))
+    named = HubModel.parse(model)
+    if named is not None and model not in HUB_NAMES.values() and not Path(model).exists():
+        if (cached := named.cached()) is None:
+            known = ", ".join(HUB_NAMES.values())
+            raise ValueError(
+                f"model {model!r}: its sizes are not known here; download it with '{named.command}', or give its "
+                f"directory. Known without are {known}"
+            )
+        return shape_of(str(cached))
+    return shape_of(model)
+
+
+def _deployed(model: str) -> str:
+    """A model as a deployment file names it, wherever the file lies."""
+    if model in KNOWN_SHAPES:
+        return HUB_NAMES[model]
+    path = Path(model).expanduser()
+    if path.exists():
+        return str((path if path.is_dir() else path.parent).resolve())
+    return model
+
+
+def _measured(path: Path, shape: ModelShape) -> Profile:
+    profile = Profile.read(path)
+    if profile.num_layers != shape.language.num_layers:
+        raise ValueError(
+            f"{path}: the profile is of {profile.model}, which has {profile.num_layers} layers, and {shape.name} "
+            f"has {shape.language.num_layers}; measure it with 'epd-serve profile'"
+        )
+    return profile
+
+
+def _sheet(device: str) -> str:
+    return device.removeprefix(_EMULATED)
+
+
+def _sheet_price(pool: _PoolFile) -> float | None:
+    known = DEVICE_SPECS.get(_sheet(pool.device).lower())
+    return None if known is None else known.price
 
 
 def _kind(device: str) -> Kind:
     name = device.lower()
     if name.startswith("cpu"):
         return "cpu"
+    if name.startswith(_EMULATED):
+        return "emulated"
     return "npu" if name.startswith(("ascend", "npu")) else "cuda"

@@ -11,10 +11,13 @@ from typing import get_args
 from epd_serve.config.sections import BatchingOrder, BatchingPolicy
 from epd_serve.plan.pools import Fleet, Pool
 from epd_serve.topology import Topology, parse_topology
+from epd_serve.topology.notation import Unit, width_of
 
 #: Sequences in a step of a plan, unless it says otherwise.
 MOST_SEQS = 256
 POLICIES: tuple[BatchingPolicy, ...] = get_args(BatchingPolicy)
+#: Of several kinds of devices: up to so many in all, any number of them may be left unused.
+_FEW_DEVICES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +69,25 @@ class Candidate:
         """Token budget of a step."""
         on_cpu = all(fleet.pools[index].kind == "cpu" for index, _ in self.pools)
         return self.max_num_tokens or (2048 if on_cpu else 8192)
+
+    def layout(self, fleet: Fleet) -> list[tuple[Unit, Pool, tuple[str, ...]]]:
+        """Each unit of the topology with its devices' pool and names. A unit lies in one pool."""
+        devices = iter(self.devices(fleet))
+        found: list[tuple[Unit, Pool, tuple[str, ...]]] = []
+        for unit in self.topology.units:
+            taken = [next(devices) for _ in range(unit.count * width_of(unit))]
+            found.append((unit, taken[0][0], tuple(name for _, name in taken)))
+        return found
+
+    def told(self, fleet: Fleet) -> str:
+        """As text, with the devices of each instance where there are several kinds: ``E on a100, 2PD on h200``."""
+        if len(fleet.pools) == 1:
+            return str(self)
+        by_pool: dict[str, list[str]] = {}
+        for unit, pool, _ in self.layout(fleet):
+            by_pool.setdefault(pool.device, []).append(str(unit))
+        where = ", ".join(f"{'-'.join(units)} on {device}" for device, units in by_pool.items())
+        return where + str(self).removeprefix(self.line)
 
     def devices(self, fleet: Fleet) -> list[tuple[Pool, str]]:
         return [
@@ -126,19 +148,31 @@ def with_widths(lines: Sequence[str], widths: Sequence[int], num_devices: int) -
 
 
 def candidates(fleet: Fleet, *, widths: Sequence[int] = (1,), fewer: bool = False) -> Iterator[Candidate]:
-    """All plans of one pool, and, of several pools, those in which one encodes and others do the rest.
+    """All plans of one pool, and, of several pools, monolithic instances on all devices, and plans in which one
+    pool encodes and another does the rest.
 
     Args:
-        fewer: whether plans that leave devices unused count, where devices cost something.
+        fewer: whether plans that leave devices unused count.
     """
     for index, pool in enumerate(fleet.pools):
         for count in range(1 if fewer else pool.count, pool.count + 1):
             for line in with_widths(all_methods(count), widths, count):
                 yield Candidate(line=line, pools=((index, count),))
+    if len(fleet.pools) > 1:
+        counts = tuple((index, pool.count) for index, pool in enumerate(fleet.pools))
+        yield Candidate(line=monolithic(counts), pools=counts)
     for encoding, first in enumerate(fleet.pools):
         for rest, second in enumerate(fleet.pools):
-            if encoding != rest:
-                yield from _across(encoding, first.count, rest, second.count)
+            if encoding == rest:
+                continue
+            few = fewer and fleet.num_devices <= _FEW_DEVICES
+            for num_rest in range(1 if few else second.count, second.count + 1):
+                yield from _across(encoding, first.count, rest, num_rest)
+
+
+def monolithic(pools: Sequence[tuple[int, int]]) -> str:
+    """The topology of monolithic instances on these devices."""
+    return "-".join(_counted(count, "EPD") for _, count in pools)
 
 
 def _across(encoding: int, num_encoders: int, rest: int, num_rest: int) -> Iterator[Candidate]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,37 +36,64 @@ def exhaustive(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Found:
     return _found(evaluator, "exhaustive", [evaluator.evaluate(one) for one in candidates], len(candidates))
 
 
-def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int = 5) -> Found:
-    """All plans by their bound, without a simulation; of the ``width`` highest, with all ways to batch there, the
-    first is searched, and each other one is simulated once, at the rate that it must keep to be better, and
-    searched from there if it does. So the field is cut down at each simulated load. Raises ValueError where no
-    plan serves anything.
+def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int | None = 5) -> Found:
+    """All plans by their bound, without a simulation; of the ``width`` highest (None: of all), with all ways to
+    batch there, the first is searched, and each other one is simulated at the rate that it must keep to be better,
+    and searched from there if it does. So the field is cut down at each simulated load.
+
+    Monolithic plans race among themselves, and so do all others: what disaggregating gains is known then. Raises
+    ValueError where no plan serves anything.
     """
+    goal, fleet = evaluator.goal, evaluator.fleet
     bounded: list[tuple[float, Candidate]] = []
+    reasons: set[str] = set()
     for one in candidates:
         try:
-            bounded.append((evaluator.bound(one).rate - evaluator.goal.beta * one.cost(evaluator.fleet), one))
+            bounded.append((evaluator.bound(one).rate - goal.beta * one.cost(fleet), one))
+        except NoWay as error:
+            reasons.add(str(error))
+    bounded.sort(key=lambda pair: -pair[0])
+    highest = list(dict.fromkeys(one.placed for _, one in bounded))[:width]
+    seen: list[Evaluation] = []
+    best: dict[bool, Evaluation] = {}
+    for limit, one in bounded:
+        champion = best.get(one.is_monolithic)
+        if one.placed not in highest or (champion is not None and limit < champion.objective):
+            continue
+        if champion is None:
+            challenger = evaluator.evaluate(one, precision=_COARSE)
+        else:
+            must = champion.goodput + goal.beta * (one.cost(fleet) - champion.cost)
+            # where it may be next to nothing a simulation from there on would take as long as the rate is low
+            least = max(must, 0.01 * champion.goodput) * (1 + PRECISION)
+            challenger = evaluator.evaluate(one, at_least=least, precision=_COARSE)
+        seen.append(challenger)
+        if challenger.goodput > 0 and (champion is None or challenger.objective > champion.objective):
+            best[one.is_monolithic] = challenger
+    return _found(evaluator, "race", seen, len(candidates), reasons)
+
+
+def cheapest(
+    evaluator: Evaluator, candidates: Sequence[Candidate], rate: float, *, width: int = 5
+) -> Evaluation | None:
+    """The cheapest plan that lasts at ``rate``, of equal cost a monolithic one first; None where no plan does.
+
+    Plans whose bound is lower are passed over; of the others of one cost the ``width`` highest are simulated.
+    """
+    by_cost: dict[float, list[tuple[bool, float, Candidate]]] = {}
+    for one in candidates:
+        try:
+            limit = evaluator.bound(one).rate
         except NoWay:
             continue
-    bounded.sort(key=lambda pair: -pair[0])
-    limits = {one: limit for limit, one in bounded}
-    highest = list(dict.fromkeys(one.placed for _, one in bounded))[:width]
-    entered = [one for _, one in bounded if one.placed in highest]
-    seen: list[Evaluation] = []
-    best: Evaluation | None = None
-    for one in entered:
-        if best is None:
-            best = evaluator.evaluate(one, precision=_COARSE)
-            seen.append(best)
-            continue
-        if limits[one] < 0.8 * best.objective:
-            break
-        must = best.goodput + evaluator.goal.beta * (one.cost(evaluator.fleet) - best.cost)
-        challenger = evaluator.evaluate(one, at_least=max(must, 1e-9) * (1 + PRECISION), precision=_COARSE)
-        seen.append(challenger)
-        if challenger.objective > best.objective:
-            best = challenger
-    return _found(evaluator, "race", seen, len(candidates))
+        if limit >= rate:
+            by_cost.setdefault(one.cost(evaluator.fleet), []).append((not one.is_monolithic, -limit, one))
+    for cost in sorted(by_cost):
+        tried = sorted(by_cost[cost], key=lambda each: each[:2])
+        for *_, one in tried[:width]:
+            if evaluator.lasts(one, rate):
+                return evaluator.evaluate(one, at_least=rate, precision=_COARSE)
+    return None
 
 
 def algorithm_2(evaluator: Evaluator, num_instances: int) -> Found:
@@ -138,10 +165,16 @@ def _optuna() -> Any:
     return optuna
 
 
-def _found(evaluator: Evaluator, strategy: str, seen: list[Evaluation], num_candidates: int) -> Found:
+def _found(
+    evaluator: Evaluator,
+    strategy: str,
+    seen: list[Evaluation],
+    num_candidates: int,
+    no_ways: Collection[str] = (),
+) -> Found:
     ranking = sorted(seen, key=lambda one: -one.objective)
     if not ranking or ranking[0].goodput <= 0:
-        reasons = sorted({one.reason for one in seen if one.reason})
+        reasons = sorted({*no_ways, *(one.reason for one in seen if one.reason)})
         why = f": {reasons[0]}" if reasons else ""
         raise ValueError(f"no plan keeps the limits for {evaluator.goal.target:.0%} of requests at any rate{why}")
     return Found(

@@ -47,6 +47,8 @@ SPREAD = 0.6
 MIXED, MIXED_CONTEXT, MIXED_CHUNKS = (4, 16), 256, (128, 512)
 #: Each step is repeated for so long before it is measured, and while it is.
 STEADY_S = 0.2
+#: A fit that misses half of its measurements by so much is not to be trusted.
+POOR = 0.15
 TRANSFERS = (1 << 12, 1 << 18, 1 << 22, 1 << 24)
 
 Clock = Literal["wall", "cpu"]
@@ -310,6 +312,31 @@ def _residual(samples: Sequence[Sample], predict: Callable[[list[float]], float]
         median=errors[len(errors) // 2],
         p90=errors[int(0.9 * (len(errors) - 1))],
         worst=errors[-1],
+    )
+
+
+def advice(result: Profile, model: str, out: Path) -> list[str]:
+    """Sentences below a profile that lies in ``out``: how far it can be trusted, and how to plan with it."""
+    said = [f"Wrote {out}."]
+    poor = [f"{stage} by {one.median:.0%}" for stage, one in result.residuals.items() if one.median > POOR]
+    if poor:
+        said.append(
+            f"The fit misses half of the measurements of {', '.join(poor)} or more: something else ran on the "
+            "machine, or the device changed its speed. Measure again while it is quiet."
+        )
+    pool = f"{{device: {result.device}, count: 1, profile: {out.resolve()}}}"
+    said.append(
+        f"To plan with it, write into devices.yaml 'model: {model}' and, below 'pools:', '- {pool}' with the "
+        f"number of your devices{_a_cpu(result)}. Then: "
+        "epd-serve plan --workload sharegpt4o-like --rate 2 --devices devices.yaml"
+    )
+    return said
+
+
+def _a_cpu(result: Profile) -> str:
+    threads = f"{result.threads} threads" if result.threads > 1 else "one thread"
+    return (
+        f" (of a CPU: how many instances of {threads} have cores of their own)" if result.device == "cpu" else ""
     )
 
 

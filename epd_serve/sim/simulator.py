@@ -321,7 +321,8 @@ def build(
             is_grouped=is_grouped,
         )
         if num_blocks is None:
-            spec = with_memory(spec, share=1 / num_models)
+            towers = any(other.role.encodes for other in neighbours)
+            spec = with_memory(spec, share=1 / num_models, beside_tower=towers)
         specs.append(spec)
     sharing: dict[str, Sharing] = {}
     for spec in specs:

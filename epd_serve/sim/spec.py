@@ -131,10 +131,14 @@ def find_image_budget(spec: SimInstanceSpec) -> int:
     return area * search_budget(lambda count: spec.profile.encode_s([area] * count), limit_s, 1, most).size
 
 
-def with_memory(spec: SimInstanceSpec, *, share: float) -> SimInstanceSpec:
-    """The same with as many blocks as its share of the device's memory holds; 0 where the weights do not fit."""
+def with_memory(spec: SimInstanceSpec, *, share: float, beside_tower: bool = False) -> SimInstanceSpec:
+    """The same with as many blocks as its share of the device's memory holds; 0 where the weights do not fit.
+
+    Args:
+        beside_tower: whether an instance that encodes shares the device.
+    """
     if not spec.role.has_language_model:
         return replace(spec, num_blocks=2)
     profile = spec.profile
-    blocks = profile.num_blocks(spec.block_size, share=share, holds_tower=spec.role.encodes)
+    blocks = profile.num_blocks(spec.block_size, share=share, holds_tower=spec.role.encodes or beside_tower)
     return replace(spec, num_blocks=min(blocks, _MOST_BLOCKS))

@@ -108,8 +108,6 @@ VISUAL_WEB_INSTRUCT = WorkloadShape(
 )
 TEXT = WorkloadShape(name="text", image_share=0.0, num_text_tokens=512, num_output_tokens=128, is_fixed=False)
 
-WORKLOADS = {shape.name: shape for shape in (SHAREGPT_4O, VISUAL_WEB_INSTRUCT, TEXT)}
-
 
 def at_rate(requests: Sequence[SimRequest], rate: float) -> list[SimRequest]:
     """The same requests, their times stretched or squeezed to a mean ``rate`` a second."""

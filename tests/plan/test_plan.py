@@ -5,22 +5,26 @@ import math
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from device.datasheets import spec_of
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.cli.app import app
 from epd_serve.config import parse_config
+from epd_serve.config.schema import model_path
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
+from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.plan.command import read_goal
-from epd_serve.plan.evaluate import Evaluator, Goal, is_steady, under_way
-from epd_serve.plan.explain import recommend
+from epd_serve.plan.evaluate import Evaluation, Evaluator, Goal, is_steady, under_way
+from epd_serve.plan.explain import Duty, Recommendation, deployment_yaml, recommend
 from epd_serve.plan.pools import Fleet, Pool, read_fleet
 from epd_serve.plan.space import Candidate, all_methods, candidates, three_methods, with_batching, with_widths
-from epd_serve.plan.strategies import algorithm_2, exhaustive, partition, race, tpe
+from epd_serve.plan.strategies import algorithm_2, cheapest, exhaustive, partition, race, tpe
 from epd_serve.sim.device import MeasuredSharing
 from epd_serve.sim.gateway import Job
 from epd_serve.sim.records import attainment
@@ -139,10 +143,11 @@ def test_a_race_finds_what_looking_at_all_finds() -> None:
 
 def test_text_is_not_disaggregated() -> None:
     judge = evaluator(2, TEXT, Goal(ttft_s=2.0, tpot_s=0.1))
-    result = recommend(judge, exhaustive(judge, list(candidates(fleet(2)))), model="demo", repetitions=1)
+    result = recommend(judge, exhaustive(judge, list(candidates(fleet(2)))))
     assert result.chosen.candidate.line == "2EPD"
-    assert any("Do not disaggregate: monolithic instances are better here" in one for one in result.reasons)
-    assert 0 <= result.confidence <= 1
+    most, gain, *_ = result.answer
+    assert most.startswith("With all 2 devices 2EPD lasts up to")
+    assert gain.startswith("Nothing is gained by disaggregating: ") and "the best other plan" in gain
     config = parse_config(result.deployment)
     assert str(config.topology) == "2EPD" and config.devices == ("npu:0", "npu:1")
     assert config.slo.ttft_ms == 2000 and config.instances.max_num_seqs == 256
@@ -180,7 +185,7 @@ def test_short_steps_are_a_choice() -> None:
     found = exhaustive(judge, plans)
     goodputs = {str(one.candidate): one.goodput for one in found.ranking}
     assert goodputs["2EPD unlimited"] > 1.1 * goodputs["2EPD"] > 0
-    result = recommend(judge, found, model="demo", repetitions=1)
+    result = recommend(judge, found)
     assert str(result.chosen.candidate) == "2EPD unlimited"
     said = f"with short steps, of which prompts take many, it lasts up to {goodputs['2EPD']:.2f} requests/s"
     assert any(said in one for one in result.reasons)
@@ -191,6 +196,70 @@ def test_short_steps_are_a_choice() -> None:
     assert str(raced.best.candidate) == "2EPD unlimited" and raced.num_candidates == 4
 
 
+def answered(judge: Evaluator, rate: float) -> Recommendation:
+    plans = list(candidates(judge.fleet, fewer=True))
+    found = race(judge, list(candidates(judge.fleet)), width=None)
+    return recommend(judge, found, rate=rate, enough=cheapest(judge, plans, rate))
+
+
+def test_a_rate_that_one_device_serves() -> None:
+    result = answered(evaluator(2, TEXT, Goal(ttft_s=2.0, tpot_s=0.1)), 2.0)
+    assert (result.chosen.candidate.line, result.chosen.cost) == ("EPD", 1)
+    fits, gain, every, latency, cost, _ = result.answer
+    assert fits.startswith("Your 2 requests/s fit on 1 of 2 x ascend-910b3: EPD lasts up to ")
+    assert gain == "Nothing is gained by disaggregating: no plan needs less."
+    assert every.startswith("With all 2 devices: 2EPD lasts up to")
+    assert latency.startswith("At 2 requests/s TTFT is ") and cost == "It takes 1 of 2 devices."
+    assert result.duties == [
+        Duty(instances="EPD", stages="encode, prefill, decode", device="ascend-910b3", names=("npu:0",))
+    ]
+    assert parse_config(result.deployment).devices == ("npu:0",)
+
+
+def test_a_rate_that_does_not_fit() -> None:
+    judge = evaluator(2, TEXT, Goal(ttft_s=2.0, tpot_s=0.1))
+    assert cheapest(judge, list(candidates(judge.fleet, fewer=True)), 1000.0) is None
+    result = answered(judge, 1000.0)
+    assert result.chosen.candidate.line == "2EPD"
+    said = result.answer[0]
+    assert said.startswith("Your 1000 requests/s do not fit on 2 x ascend-910b3: 2EPD lasts up to ")
+    devices = math.ceil(2 * 1000 / result.chosen.goodput)
+    assert said.endswith(f"It takes about {devices} such devices.")
+
+
+def test_the_cheapest_of_dear_and_cheap_devices() -> None:
+    shape = shape_of("qwen2.5-vl-7b")
+    pools = (
+        Pool(device="h200", kind="cuda", count=1, price=30000, shape=shape),
+        Pool(device="rtx-4090", kind="cuda", count=1, first=1, price=3000, shape=shape),
+    )
+    mixed = Fleet(model="demo", pools=pools, is_priced=True)
+    judge = Evaluator(mixed, Goal(ttft_s=2, tpot_s=0.1), SHAREGPT_4O.requests(60, 5, seed=0), least=30, most=40)
+    result = answered(judge, 2.0)
+    assert result.duties[0].names == ("cuda:1",) and result.chosen.cost == 3000
+    assert "It costs 3,000 of 33,000 (h200 30,000, rtx-4090 3,000 each)." in result.answer
+    told = [one.told(mixed) for one in candidates(mixed)]
+    assert len(set(told)) == len(told), "each plan says what runs where"
+    assert {"E on h200, PD on rtx-4090", "PD on h200, E on rtx-4090"} & set(told)
+    assert "EPD on h200, EPD on rtx-4090" in told
+
+
+def test_a_model_that_fits_in_no_monolithic_instance() -> None:
+    """Without the tower there is room for KV, with it there is none."""
+    profile = analytic_profile(shape_of("qwen2.5-vl-7b"), spec_of("ascend-910b3"))
+    tight = msgspec.structs.replace(profile, memory_bytes=profile.language_bytes + 0.9 * profile.tower_bytes)
+    pool = Pool(device="x", kind="npu", count=2, price=1.0, shape=shape_of("qwen2.5-vl-7b"), measured=tight)
+    judge = Evaluator(
+        Fleet(model="demo", pools=(pool,)),
+        Goal(ttft_s=2, tpot_s=0.1),
+        SHAREGPT_4O.requests(60, 5, seed=0),
+        most=40,
+    )
+    result = recommend(judge, race(judge, list(candidates(judge.fleet))))
+    assert result.chosen.candidate.line == "E-PD"
+    assert "Monolithic instances have no room for the model." in result.answer
+
+
 def test_batch_budgets_are_searched_where_they_are_asked_for() -> None:
     judge = evaluator(1, TEXT, Goal(ttft_s=2.0, tpot_s=0.1))
     plans = with_batching(
@@ -199,7 +268,7 @@ def test_batch_budgets_are_searched_where_they_are_asked_for() -> None:
     assert [str(one) for one in plans] == ["EPD unlimited 1 seqs 512 tokens", "EPD unlimited 64 seqs 512 tokens"]
     few, many = (judge.deployment(one).instances[0].batching for one in plans)
     assert (few.max_num_seqs, many.max_num_seqs, few.max_num_tokens) == (1, 64, 512)
-    result = recommend(judge, exhaustive(judge, plans), model="demo", repetitions=1)
+    result = recommend(judge, exhaustive(judge, plans))
     assert result.chosen.candidate == plans[1] and result.ranking[1].goodput < result.chosen.goodput
     config = parse_config(result.deployment)
     assert (config.instances.max_num_seqs, config.instances.max_num_batched_tokens) == (64, 512)
@@ -208,7 +277,7 @@ def test_batch_budgets_are_searched_where_they_are_asked_for() -> None:
 def test_short_steps_are_kept_where_they_cost_nothing() -> None:
     judge = evaluator(1, TEXT, Goal(ttft_s=2.0, tpot_s=0.1))
     plans = with_batching([Candidate(line="EPD", pools=((0, 1),))])
-    result = recommend(judge, exhaustive(judge, plans), model="demo", repetitions=1)
+    result = recommend(judge, exhaustive(judge, plans))
     assert result.chosen.candidate.policy == "stage-level"
 
 
@@ -244,28 +313,76 @@ def test_what_does_not_fit_is_said() -> None:
 
 def test_devices_that_cannot_be_read(tmp_path: Path) -> None:
     file = tmp_path / "devices.yaml"
-    (tmp_path / "cpu.json").write_bytes(slow_cpu(1).to_json())
+    (tmp_path / "cpu.json").write_bytes(msgspec.structs.replace(slow_cpu(1), num_layers=4).to_json())
     cpu = "{device: cpu, count: 1, profile: cpu.json}"
     for text, message in (
-        ("pools: []", "model: Field required"),
+        ("pools: []", "pools: List should have at least 1 item"),
         ("model: x\npools: [{device: a100, count: 1}]", "known by name are"),
         ("model: qwen2-vl-7b\npools: [{device: abacus, count: 1}]", "there are a100"),
         ("model: qwen2-vl-7b\npools: [{device: a100, count: 0}]", "greater than or equal to 1"),
         ("model: [", "no YAML"),
-        (f"model: qwen2-vl-7b\npools: [{cpu}, {cpu}]", "two pools of kind cpu"),
+        (f"model: demo\npools: [{cpu}, {cpu}]", "two pools of kind cpu"),
+        (f"model: qwen2-vl-7b\npools: [{cpu}]", "profile is of m, which has 4 layers, and qwen2-vl-7b has 28"),
+        (
+            "model: demo\npools: [{device: h200, count: 1}, {device: a100, count: 1, price: 9}]",
+            "h200 has no price",
+        ),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
-            read_fleet(file)
+            read_fleet(str(file))
+
+
+def test_devices_in_a_line() -> None:
+    fleet = read_fleet("h100 x 2, ascend-910b3 x 2,rtx-4090", "qwen2.5-vl-7b")
+    assert fleet.model == "Qwen/Qwen2.5-VL-7B-Instruct"
+    assert str(fleet) == "2 x h100 and 2 x ascend-910b3 and 1 x rtx-4090"
+    assert [pool.names for pool in fleet.pools] == [("cuda:0", "cuda:1"), ("npu:0", "npu:1"), ("cuda:2",)]
+    assert fleet.pools[0].profile(1) == analytic_profile(shape_of("qwen2.5-vl-7b"), spec_of("h100"))
+    assert not fleet.is_priced and {pool.price for pool in fleet.pools} == {1.0}
+    assert read_fleet("rtx-4090 x 2, a100", fleet.model).is_priced, "by the data sheets"
+    assert read_fleet("h200", "demo").model == "demo"
+    for text, model, message in (
+        ("h200 x 2", "", "--devices h200 x 2: there is no model; give --model demo"),
+        ("h200 by 2", "demo", "'h200 by 2' is no device; write 'h200 x 2'"),
+        ("cpu", "demo", "a cpu has no data sheet: name its 'profile:'"),
+        ("none.yaml", "demo", "none.yaml: No such file or directory; or write devices as in 'h200 x 2'"),
+        ("h200, emulated:h200", "qwen2-vl-7b", "plan for either of them"),
+        ("h200", "Qwen/Qwen9", "download it with 'hf download Qwen/Qwen9'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_fleet(text, model)
+
+
+def test_emulated_devices_run_the_plan_here() -> None:
+    fleet = read_fleet("emulated:h200 x 2, emulated:h100", "qwen2.5-vl-7b")
+    assert fleet.pools[0].names == ("emulated:h200:0", "emulated:h200:1")
+    assert fleet.pools[0].profile(1) == analytic_profile(shape_of("qwen2.5-vl-7b"), spec_of("h200"))
+    judge = Evaluator(fleet, Goal(ttft_s=2, tpot_s=0.1), TEXT.requests(20, 5, seed=0), most=50)
+    plan = Candidate(line="2EPD", pools=((0, 2),))
+    found = Evaluation(candidate=plan, goodput=1.0, objective=1.0, cost=2.0, bound=judge.bound(plan))
+    config = parse_config(deployment_yaml(judge, found))
+    assert (config.model, config.shape_of) == ("demo", "qwen2.5-vl-7b")
+    assert config.devices == fleet.pools[0].names
+
+
+def test_models_of_files(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_bytes((model_path("demo") / "config.json").read_bytes())
+    for named in (model, model / "config.json"):
+        assert read_fleet("h200", str(named)).model == str(model), "wherever the deployment file is written"
 
 
 def test_the_command_writes_a_deployment(tmp_path: Path) -> None:
     devices, plan = tmp_path / "devices.yaml", tmp_path / "plan.yaml"
-    devices.write_text("model: qwen2.5-vl-7b\npools:\n  - {device: h800, count: 2, price: 20000}\n")
+    devices.write_text("model: qwen2.5-vl-7b\npools:\n  - {device: rtx-4090, count: 2, price: 2000}\n")
     command = [
         "plan",
-        "--trace",
-        "text:5",
+        "--workload",
+        "synthetic,image_share=0,text_tokens=512,output_tokens=8",
+        "--rate",
+        "4",
         "--devices",
         str(devices),
         "--strategy",
@@ -280,15 +397,22 @@ def test_the_command_writes_a_deployment(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     assert figures["deployment"] == plan.read_text()
-    assert figures["goodput"] > 0 and figures["bottleneck"] in "EPD"
+    assert figures["goodput"] > 4 and figures["bottleneck"] in "EPD" and figures["recommended"] == "EPD"
+    assert figures["duties"][0]["names"] == ["cuda:0"]
     assert len(figures["attainment"]) == 6
     run = RunDirectory.open(tmp_path / "run")
     records = run.records()
     assert run.settings.label == figures["recommended"] and len(records) == run.settings.num_requests
     assert all(len(one.token_times_s) == one.num_output_tokens for one in records if one.succeeded)
     assert (tmp_path / "run" / "summary.json").exists()
+    screen = CliRunner().invoke(app, [*command[:-1], "--most", "50", "-o", str(plan)])
+    assert "Your 4 requests/s fit on 1 of 2 x rtx-4090: EPD lasts up to" in " ".join(screen.output.split())
+    assert f"Wrote {plan}. Start it: epd-serve up {plan}" in screen.output
+    assert len(screen.output.splitlines()) <= 24, "one screen"
     wrong = CliRunner().invoke(app, [*command, "--order", "lifo"])
     assert isinstance(wrong.exception, ValueError) and "there are fcfs, sjf, slack" in str(wrong.exception)
+    wrong = CliRunner().invoke(app, [*command, "-o", str(tmp_path / "none" / "plan.yaml")])
+    assert isinstance(wrong.exception, ValueError) and "there is no directory" in str(wrong.exception)
     wrong = CliRunner().invoke(app, [*command, "--policy", "none"])
     assert isinstance(wrong.exception, ValueError) and "there are stage-level, unlimited" in str(wrong.exception)
 

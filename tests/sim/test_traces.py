@@ -1,12 +1,16 @@
 """Mooncake traces, the gateway's access log and the simulator's own lines."""
 
 import json
+from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 import pytest
+from PIL import Image
 
-from epd_serve.sim.traces import IMAGE_PIXELS, read_requests
+from epd_serve.sim.traces import IMAGE_PIXELS, Load, read_load
+from epd_serve.sim.workloads import SimRequest
 from proxy.observe.access_log import Line, StageLine
 
 
@@ -15,16 +19,24 @@ def written(path: Path, *lines: object) -> str:
     return str(path)
 
 
+def read_requests(file: str, *, count: int = 10, tokens_of_image: int = 0) -> list[SimRequest]:
+    return list(read_load(f"trace:{file}", count=count, seed=0, tokens_of_image=tokens_of_image).requests)
+
+
+def drawn(spec: str, count: int = 200) -> Load:
+    return read_load(spec, rate=8.0, count=count, seed=0)
+
+
 def test_a_mooncake_trace_keeps_its_prefixes(tmp_path: Path) -> None:
     source = written(
         tmp_path / "trace.jsonl",
         {"timestamp": 3000, "input_length": 1300, "output_length": 5, "hash_ids": [1, 2, 3]},
         {"timestamp": 1000, "input_length": 600, "output_length": 7, "hash_ids": [1, 9]},
     )
-    first, second = read_requests(source, count=10, seed=0)
+    first, second = read_requests(source)
     assert (first.at_s, first.num_text_tokens, first.num_output_tokens, first.prefix) == (0.0, 600, 7, (1,))
     assert (second.at_s, second.prefix) == (2.0, (1, 2))  # the last block is not full: nobody can share it
-    assert len(read_requests(source, count=1, seed=0)) == 1
+    assert len(read_requests(source, count=1)) == 1
 
 
 def test_the_gateways_history(tmp_path: Path) -> None:
@@ -59,25 +71,61 @@ def test_the_gateways_history(tmp_path: Path) -> None:
     log = tmp_path / "access.jsonl"
     refused = msgspec.structs.replace(line, prompt_tokens=None, completion_tokens=None, status=400)
     log.write_bytes(b"\n".join(msgspec.json.encode(one) for one in (line, refused)))
-    (request,) = read_requests(str(log), count=10, seed=0, tokens_of_image=500)
+    (request,) = read_requests(str(log), tokens_of_image=500)
     assert (request.num_text_tokens, request.num_output_tokens) == (100, 9)
     assert request.images == (("cat", 640 * 480), ("r1/0", 28 * 28))
     before = {name: value for name, value in msgspec.to_builtins(line).items() if name != "pixels"}
     log.write_bytes(msgspec.json.encode(before))
-    (request,) = read_requests(str(log), count=10, seed=0)
+    (request,) = read_requests(str(log))
     assert {pixels for _, pixels in request.images} == {IMAGE_PIXELS}
     log.write_bytes(msgspec.json.encode({**before, "pixels": [0]}))
     with pytest.raises(ValueError, match="one for each image"):
-        read_requests(str(log), count=10, seed=0)
+        read_requests(str(log))
 
 
 def test_own_lines_and_names(tmp_path: Path) -> None:
     source = written(
         tmp_path / "own.jsonl", {"at_s": 1, "images": [["cat", 1000]], "text_tokens": 3, "output_tokens": 2}
     )
-    (request,) = read_requests(source, count=10, seed=0)
+    (request,) = read_requests(source)
     assert (request.at_s, request.images) == (0.0, (("cat", 1000),))
-    assert len(read_requests("text:4", count=5, seed=0)) == 5
+
+
+def test_a_file_has_a_rate_of_its_own_and_settings_as_for_the_load_tester(tmp_path: Path) -> None:
+    lines = [{"timestamp": 500 * n, "input_length": 1200, "output_length": 30} for n in range(9)]
+    source = written(tmp_path / "trace.jsonl", *lines)
+    assert read_load(f"trace:{source}", count=20, seed=0).rate == pytest.approx(2.0)
+    other = read_load(f"trace:{source},length_scale=0.5,requests=5", rate=4.0, count=20, seed=0)
+    assert (other.rate, len(other.requests)) == (4.0, 5)
+    assert {(one.num_text_tokens, one.num_output_tokens) for one in other.requests} == {(600, 15)}
+    assert other.requests[-1].at_s == pytest.approx(1.0)
+
+
+def test_the_load_testers_workloads_are_drawn_without_pictures() -> None:
+    load = drawn("sharegpt4o-like", count=2000)
+    assert (load.rate, len(load.requests)) == (8.0, 512), "the workload has so many"
+    images = [one for request in load.requests for one in request.images]
+    assert len(set(images)) == 512
+    assert fmean(pixels for _, pixels in images) == pytest.approx(802 * 652, rel=0.05)
+    assert fmean(one.num_text_tokens for one in load.requests) == pytest.approx(9.6, rel=0.1)
+    assert load.requests[-1].at_s == pytest.approx(511 / 8)
+    shown = drawn("synthetic,image_share=1,image_size=64x64,image_reuse=0.5,output_tokens=7").requests
+    names = Counter(name for one in shown for name, _ in one.images)
+    assert len(names) == pytest.approx(100, abs=25) and {one.num_output_tokens for one in shown} == {7}
+    assert drawn("synthetic,image_share=0").requests[0].images == ()
+    assert read_load("synthetic", count=20, seed=0).rate is None
+
+
+def test_a_file_of_requests_is_read_for_its_sizes(tmp_path: Path) -> None:
+    Image.new("RGB", (40, 30)).save(tmp_path / "cat.png")
+    lines = [
+        {"prompt": "x" * 40, "images": ["cat.png"], "max_tokens": 9},
+        {"prompt": "y", "images": ["https://host/dog.png", "cat.png"]},
+    ]
+    first, second = drawn(f"custom:{written(tmp_path / 'own.jsonl', *lines)}").requests
+    assert (first.num_text_tokens, first.num_output_tokens, second.num_text_tokens) == (10, 9, 1)
+    (cat,) = first.images
+    assert cat[1] == 1200 and second.images == (("https://host/dog.png", IMAGE_PIXELS), cat)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +140,21 @@ def test_own_lines_and_names(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, line: object, message: str) -> None:
     with pytest.raises(ValueError, match=rf"trace.jsonl:1: .*{message}"):
-        read_requests(written(tmp_path / "trace.jsonl", line), count=10, seed=0)
-    with pytest.raises(ValueError, match=r"no such file; give a trace, or one of sharegpt-4o"):
-        read_requests(str(tmp_path / "nothing"), count=10, seed=0)
-    with pytest.raises(ValueError, match="write text:RATE"):
-        read_requests("text:0", count=10, seed=0)
+        read_requests(written(tmp_path / "trace.jsonl", line))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("trace:nothing.jsonl", "nothing.jsonl: No such file"),
+        ("trace", "write trace:FILE.jsonl"),
+        ("sharegpt-4o", "did you mean sharegpt4o-like"),
+        ("synthetic,turns=2", "leave out turns"),
+        (str(Path(__file__)), "write trace:.*test_traces.py or custom:"),
+    ],
+)
+def test_a_workload_that_cannot_be_planned_for(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        drawn(spec)
+    with pytest.raises(ValueError, match="--rate 0: write requests a second"):
+        read_load("synthetic", rate=0.0, count=5, seed=0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
-from epd_serve.bench.types import Workload
+from epd_serve.bench.types import Media, Workload
 from epd_serve.bench.workloads.custom import Custom
+from epd_serve.bench.workloads.lengths import Size
 from epd_serve.bench.workloads.options import Options, split_spec
 from epd_serve.bench.workloads.synthetic import PRESETS, Synthetic
 from epd_serve.bench.workloads.trace import Trace
@@ -17,8 +19,11 @@ __all__ = ["load_workload"]
 _OF_FILES: dict[str, Callable[[Path, Options], Workload]] = {"custom": Custom, "trace": Trace}
 
 
-def load_workload(spec: str) -> Workload:
+def load_workload(spec: str, draw_picture: Callable[[Size, Random], Media] | None = None) -> Workload:
     """The workload that is written as ``NAME[:FILE][,KEY=VALUE...]``, as in ``synthetic,images=2,turns=1..4``.
+
+    Args:
+        draw_picture: makes the pictures of drawn sizes, in place of noise that takes long to make.
 
     Raises ValueError for a name or a setting that does not exist, and for a file that is not what it should be.
     """
@@ -26,7 +31,7 @@ def load_workload(spec: str) -> Workload:
     if name in PRESETS:
         if file is not None:
             raise ValueError(f"workload {name} reads no file; write {name},KEY=VALUE for its settings")
-        return Synthetic(name, options)
+        return Synthetic(name, options, draw_picture)
     if name in _OF_FILES:
         if file is None:
             raise ValueError(f"workload {name} needs a file; write {name}:FILE.jsonl")
@@ -34,4 +39,6 @@ def load_workload(spec: str) -> Workload:
     known = (*PRESETS, *_OF_FILES)
     alike = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {alike[0]}?" if alike else f"known: {', '.join(known)}"
+    if Path(name).is_file():
+        hint = f"of a file write trace:{name} or custom:{name}"
     raise ValueError(f"there is no workload {name!r}; {hint}")

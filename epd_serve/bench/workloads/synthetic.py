@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -82,9 +82,16 @@ class Synthetic:
     ignore_eos, requests.
     """
 
-    def __init__(self, name: str, options: Options) -> None:
-        """Raises ValueError for a setting that does not exist or is not understood."""
+    def __init__(
+        self, name: str, options: Options, draw_picture: Callable[[Size, Random], Media] | None = None
+    ) -> None:
+        """Raises ValueError for a setting that does not exist or is not understood.
+
+        Args:
+            draw_picture: makes the picture of a size; None: :func:`synthesise`.
+        """
         preset = PRESETS[name]
+        self._draw_picture = draw_picture or synthesise
         self.name = name
         self._text: Drawn[int] = options.take("text_tokens", parse_lengths, preset["text_tokens"])
         self._output: Drawn[int] = options.take("output_tokens", parse_lengths, "64")
@@ -172,7 +179,7 @@ class Synthetic:
     def _picture(self, shown: deque[Media], rng: Random) -> Media:
         if shown and rng.random() < self._reuse:
             return shown[rng.randrange(len(shown))]
-        picture = self._folder.draw(rng) if self._folder else synthesise(self._size.draw(rng), rng)
+        picture = self._folder.draw(rng) if self._folder else self._draw_picture(self._size.draw(rng), rng)
         shown.append(picture)
         return picture
 
