@@ -241,8 +241,8 @@ class Partition:
     """The mechanisms that set the shares, in words; empty only where strength is NONE."""
 
 
-class Device(Protocol):
-    """One device of this machine, present and usable. Get it from ``device.registry.get_device``."""
+class BareDevice(Protocol):
+    """One device as far as it has nothing to do with torch: its name, its memory, its streams."""
 
     @property
     def name(self) -> str:
@@ -265,14 +265,6 @@ class Device(Protocol):
         ...
 
     @property
-    def torch_device(self) -> torch.device: ...
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Floating types that the device computes in."""
-        ...
-
-    @property
     def cores(self) -> int | None:
         """Cores this process may use (CPU) or multiprocessors (accelerators); None where nobody tells."""
         ...
@@ -281,17 +273,6 @@ class Device(Protocol):
     def has_streams(self) -> bool:
         """Whether two streams can overlap; False where streams and events are no-ops."""
         ...
-
-    @property
-    def visible_devices_variable(self) -> str | None:
-        """The environment variable that selects devices of this type before a process starts."""
-        ...
-
-    @property
-    def ops(self) -> AttentionOps: ...
-
-    @property
-    def transport(self) -> TransportCapability: ...
 
     @property
     def partition(self) -> Partition:
@@ -357,6 +338,29 @@ class Device(Protocol):
     def record_event(self) -> Event:
         """A new event, recorded on the current stream."""
         ...
+
+
+class Device(BareDevice, Protocol):
+    """One device of this machine, present and usable. Get it from ``device.registry.get_device``."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Floating types that the device computes in."""
+        ...
+
+    @property
+    def visible_devices_variable(self) -> str | None:
+        """The environment variable that selects devices of this type before a process starts."""
+        ...
+
+    @property
+    def ops(self) -> AttentionOps: ...
+
+    @property
+    def transport(self) -> TransportCapability: ...
 
     def graph_runner(self) -> GraphRunner: ...
 

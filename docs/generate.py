@@ -84,7 +84,8 @@ def options_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, 
         field = section.model_fields[name]
         below = section_of(field.annotation)
         is_list = below is not None and get_origin(field.annotation) is tuple
-        if below is None or is_list:
+        others = [one for one in get_args(field.annotation) if one is not type(None) and section_of(one) is None]
+        if below is None or is_list or others:
             yield prefix + name, section, name, field
         if below is not None:
             yield from options_of(below, f"{prefix}{name}{'[]' if is_list else ''}.")

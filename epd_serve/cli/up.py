@@ -44,7 +44,8 @@ def up(
     if not dry:
         from epd_serve.launch.download import download
 
-        download(config.model)
+        if isinstance(config.model, str):
+            download(config.model)
     from epd_serve.launch.engine_choice import choose_engine
 
     config, reason = choose_engine(config)

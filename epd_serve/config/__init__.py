@@ -9,6 +9,7 @@ from epd_serve.config.sections import (
     InstanceSettings,
     KVTransferConfig,
     MooncakeConfig,
+    ShapeConfig,
 )
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "KVTransferConfig",
     "MediaConfig",
     "MooncakeConfig",
+    "ShapeConfig",
     "change_config",
     "decode_graph_sizes",
     "deployment_schema",

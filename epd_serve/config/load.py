@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -18,7 +19,7 @@ from ruamel.yaml.reader import ReaderError
 from epd_serve.config.gateway import GatewayConfig, SecretSource
 from epd_serve.config.model_files import beside
 from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig
-from epd_serve.config.sections import overlay
+from epd_serve.config.sections import ShapeConfig, overlay
 from epd_serve.config.vllm import VllmConfig
 from epd_serve.cost.shape import KNOWN_SHAPES
 
@@ -69,7 +70,9 @@ def load_config(path: Path) -> DeploymentConfig:
     here = path.parent.resolve()
     changes: dict[str, Any] = {}
     try:
-        if config.model != DEMO_MODEL:
+        if isinstance(config.model, ShapeConfig):
+            pass
+        elif config.model != DEMO_MODEL:
             changes["model"] = beside(config.model, here)
         if config.interference is not None:
             changes["interference"] = str(here / config.interference.expanduser())
@@ -232,6 +235,8 @@ def _keys_at(location: Location) -> Sequence[str]:
             model = get_args(model)[1 if get_origin(model) is dict else 0]
         else:
             model = model.model_fields[part].annotation
+        members = [one for one in get_args(model) if hasattr(one, "model_fields")]
+        model = members[0] if get_origin(model) in (Union, types.UnionType) and members else model
     return list(model.model_fields)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import PlainSerializer, PlainValidator
 
-from epd_serve.config.sections import InstanceSettings, SharedConfig
+from epd_serve.config.sections import InstanceSettings, ShapeConfig, SharedConfig
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.sizes import tokens_per_block
 from epd_serve.types import Role
@@ -23,7 +23,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
 
     Attributes:
         name: unique in the deployment (``e0``).
-        model: directory of a transformers model.
+        model: directory of a transformers model, or a shape without weights.
         served_model_name: what clients call the model.
         port: of the control server; its URL is ``http://host:port``.
         device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see. Several, with
@@ -38,7 +38,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
 
     name: str
     role: Annotated[Role, PlainValidator(_read_role), PlainSerializer(str, return_type=str)]
-    model: Path
+    model: Path | ShapeConfig
     served_model_name: str
     host: str = "127.0.0.1"
     port: int = 8100

@@ -30,12 +30,14 @@ from epd_serve.config.sections import (
     InstancesConfig,
     InstanceSettings,
     Seconds,
+    ShapeConfig,
     SharedConfig,
 )
 from epd_serve.config.shares import DeviceShare, device_shares
 from epd_serve.config.vllm import VllmConfig, check_vllm
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.interference import InterferenceMatrix
+from epd_serve.cost.shape import shape_of
 from epd_serve.demo import weights_dir
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
 from epd_serve.types import Role
@@ -98,11 +100,11 @@ class DeploymentConfig(SharedConfig):
         "() puts isolated instances on one device.",
         json_schema_extra={"default": "E-P-D"},
     )
-    model: Anew[str] = Field(
+    model: Anew[Annotated[str, Field(min_length=1)] | ShapeConfig] = Field(
         default=DEMO_MODEL,
-        min_length=1,
         description="'demo' is the built-in model; else the directory of a transformers model, relative to this "
-        "file, or its name on the Hugging Face hub, as in Qwen/Qwen2.5-VL-3B-Instruct, or with @REVISION.",
+        "file, or its name on the Hugging Face hub, as in Qwen/Qwen2.5-VL-3B-Instruct, or with @REVISION. "
+        "{shape_of: qwen2.5-vl-7b} needs no weights: emulated devices take the model's time and compute nothing.",
     )
     served_model_name: Anew[str | None] = Field(
         default=None,
@@ -196,6 +198,25 @@ class DeploymentConfig(SharedConfig):
             raise ValueError("cluster_key: vLLM asks for none; leave it out, and vLLM in a network of its own")
         if self.cluster_key is not None:
             check_admin_key(self.gateway.admin)
+        return self
+
+    @model_validator(mode="after")
+    def _shapes_compute_nothing(self) -> DeploymentConfig:
+        if isinstance(self.model, str):
+            return self
+        real = [name for one in self.placement() for name in one.devices if not name.startswith("emulated:")]
+        if real:
+            raise ValueError(
+                f"model: shape_of has no weights, so {real[0]} has nothing to compute; write devices such as "
+                "[emulated:ascend-910b3 x 8], or the model's directory"
+            )
+        if "dtype" in self.model_fields_set and self.dtype == "float32":
+            raise ValueError("dtype: shape_of has the sizes of half precision; write bfloat16, or leave it out")
+        vision = shape_of(self.model.shape_of).vision
+        if vision is None and any(not one.role.has_language_model for one in self.placement()):
+            raise ValueError(
+                f"topology: {self.topology} has E by itself, and {self.model.shape_of} takes text alone"
+            )
         return self
 
     @model_validator(mode="after")
@@ -298,6 +319,13 @@ class DeploymentConfig(SharedConfig):
         """Whether a mooncake_master belongs to the deployment."""
         return self.feature_store == "mooncake" and self.mooncake.master is None
 
+    @property
+    def checkpoint(self) -> str:
+        """The name of a model that has weights. Raises ValueError for a shape."""
+        if isinstance(self.model, ShapeConfig):
+            raise ValueError(f"model: shape_of {self.model.shape_of} has no weights")
+        return self.model
+
     def placement(self) -> tuple[InstancePlacement, ...]:
         return place(self.topology, self.devices)
 
@@ -318,6 +346,8 @@ class DeploymentConfig(SharedConfig):
         """The name by which clients call the model."""
         if self.served_model_name or self.model == DEMO_MODEL:
             return self.served_model_name or DEMO_MODEL
+        if isinstance(self.model, ShapeConfig):
+            return shape_of(self.model.shape_of).name
         path, named = Path(self.model), HubModel.parse(self.model)
         return path.resolve().name if named is None or path.is_dir() else named.repo
 
@@ -357,7 +387,7 @@ class DeploymentConfig(SharedConfig):
         return InstanceOptions(
             name=instance.name,
             role=instance.role,
-            model=model_path(self.model),
+            model=self.model if isinstance(self.model, ShapeConfig) else model_path(self.model),
             served_model_name=self.model_name,
             host=self.instances.host,
             port=port,

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from epd_serve.config.applied import Anew, LanguageRebuild, Pinned, Rebuild, Restart, Section
 from epd_serve.config.sizes import Bytes
+from epd_serve.cost.shape import shape_of
 from epd_serve.types import KVMode
 
 ArgumentValue = bool | int | float | str
@@ -162,6 +163,21 @@ class MooncakeConfig(Section):
     staging_bytes: Anew[Bytes] = Field(
         default=256 * MEBIBYTE,
         description="Registered memory through which bytes pass that lie elsewhere; a feature must fit.",
+    )
+
+
+def _check_shape(name: str) -> str:
+    shape_of(name)
+    return name
+
+
+class ShapeConfig(Section):
+    """A model of which only the sizes are there: nothing is computed, on emulated devices."""
+
+    shape_of: Anew[Annotated[str, AfterValidator(_check_shape)]] = Field(
+        min_length=1,
+        description="A model that is known by name, as qwen2.5-vl-7b, or an absolute path of a directory with a "
+        "config.json. Answers are syllables, by hashes of what came before them.",
     )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 #: Of weights, activations and KV in half precision.
 HALF_BYTES = 2
+#: Of the sides of an image that the processors of Qwen2-VL and later take.
+_MAX_ASPECT = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,7 @@ class VisionShape:
         num_matrices: matrices of its feed-forward: 2, or 3 where it is gated.
         tokens_per_image: for towers that see each image in one size; None: the tokens go by its pixels.
         window_patches: patches that one attends to in all but ``num_full_layers`` layers; None: all of its image.
+        min_pixels, max_pixels: between which the processor resizes an image.
     """
 
     num_layers: int
@@ -61,6 +64,8 @@ class VisionShape:
     tokens_per_image: int | None = None
     window_patches: int | None = None
     num_full_layers: int = 0
+    min_pixels: int = 56 * 56
+    max_pixels: int = 28 * 28 * 16384
 
     @property
     def layer_parameters(self) -> int:
@@ -74,22 +79,47 @@ class VisionShape:
     def pixels_per_token(self) -> int:
         return (self.patch_size * self.merge) ** 2
 
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """The size in pixels in which the tower sees an image, as the processors of Qwen2-VL and later make it.
+
+        Raises ValueError for one that is too long and narrow for them.
+        """
+        if self.tokens_per_image is not None:
+            side = math.isqrt(self.tokens_per_image) * self.patch_size
+            return side, side
+        if max(width, height) > _MAX_ASPECT * min(width, height):
+            raise ValueError(f"its longer side is more than {_MAX_ASPECT} times the shorter one")
+        side, area = self.patch_size * self.merge, width * height
+        near = [round(length / side) * side for length in (width, height)]
+        if near[0] * near[1] > self.max_pixels:
+            shrink = math.sqrt(area / self.max_pixels)
+            near = [max(side, math.floor(length / shrink / side) * side) for length in (width, height)]
+        elif near[0] * near[1] < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / area)
+            near = [math.ceil(length * grow / side) * side for length in (width, height)]
+        return near[0], near[1]
+
     def num_tokens(self, width: int, height: int) -> int:
-        """Tokens of an image of this size in pixels."""
+        """Tokens of an image of this size in pixels. Raises as :meth:`resized`."""
         if self.tokens_per_image is not None:
             return self.tokens_per_image
-        side = self.patch_size * self.merge
-        return max(round(width / side), 1) * max(round(height / side), 1)
+        width, height = self.resized(width, height)
+        return width * height // self.pixels_per_token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A vision-language model: ``vision`` is None for one of text alone."""
+    """A vision-language model: ``vision`` is None for one of text alone.
+
+    Attributes:
+        max_positions: longest context, in tokens.
+    """
 
     name: str
     language: LanguageShape
     vision: VisionShape | None = None
     value_bytes: int = HALF_BYTES
+    max_positions: int = 32768
 
     @property
     def kv_token_bytes(self) -> int:
@@ -126,22 +156,59 @@ def _decoder(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, word
     )
 
 
+#: The longest context.
+_128K = 128000
+_QWEN_72B = _decoder(80, 8192, 64, 8, 29568, 152064)
 _QWEN_7B = _decoder(28, 3584, 28, 4, 18944, 152064)
+
+
+def _llava(name: str, language: LanguageShape) -> ModelShape:
+    return ModelShape(name=name, language=language, vision=_CLIP_L, max_positions=4096)
+
 
 #: Published sizes of models that the papers measure.
 KNOWN_SHAPES: dict[str, ModelShape] = {
     shape.name: shape
     for shape in (
-        ModelShape(name="llava-1.5-7b", language=_decoder(32, 4096, 32, 32, 11008, 32064), vision=_CLIP_L),
-        ModelShape(name="llava-1.5-13b", language=_decoder(40, 5120, 40, 40, 13824, 32064), vision=_CLIP_L),
-        ModelShape(name="llava-1.6-34b", language=_decoder(60, 7168, 56, 8, 20480, 64064), vision=_CLIP_L),
+        ModelShape(
+            name="llava-1.5-7b",
+            language=_decoder(32, 4096, 32, 32, 11008, 32064),
+            vision=_CLIP_L,
+            max_positions=4096,
+        ),
+        ModelShape(
+            name="llava-1.5-13b",
+            language=_decoder(40, 5120, 40, 40, 13824, 32064),
+            vision=_CLIP_L,
+            max_positions=4096,
+        ),
+        ModelShape(
+            name="llava-1.6-34b",
+            language=_decoder(60, 7168, 56, 8, 20480, 64064),
+            vision=_CLIP_L,
+            max_positions=4096,
+        ),
         ModelShape(name="qwen2-vl-7b", language=_QWEN_7B, vision=_QWEN2_TOWER),
-        ModelShape(name="qwen2.5-vl-7b", language=_QWEN_7B, vision=_QWEN25_TOWER),
-        ModelShape(name="qwen2.5-vl-72b", language=_decoder(80, 8192, 64, 8, 29568, 152064), vision=_QWEN25_TOWER),
+        ModelShape(name="qwen2.5-vl-7b", language=_QWEN_7B, vision=_QWEN25_TOWER, max_positions=_128K),
+        ModelShape(
+            name="qwen2.5-vl-72b",
+            language=_decoder(80, 8192, 64, 8, 29568, 152064),
+            vision=_QWEN25_TOWER,
+            max_positions=128000,
+        ),
         ModelShape(
             name="qwen3-vl-8b",
             language=_decoder(36, 4096, 32, 8, 12288, 151936),
-            vision=VisionShape(num_layers=27, hidden=1152, intermediate=4304, patch_size=16, merge=2),
+            vision=VisionShape(
+                num_layers=27,
+                hidden=1152,
+                intermediate=4304,
+                patch_size=16,
+                merge=2,
+                min_pixels=256 * 256,
+                max_pixels=4096 * 4096,
+            ),
+            max_positions=262144,
         ),
     )
 }
@@ -216,7 +283,13 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     tower = config.get("vision_config")
     vision = _vision(_Reader(f"{name}, vision_config", tower), config) if isinstance(tower, Mapping) else None
     dtype = str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype"))
-    return ModelShape(name=name, language=language, vision=vision, value_bytes=4 if "float32" in dtype else 2)
+    return ModelShape(
+        name=name,
+        language=language,
+        vision=vision,
+        value_bytes=4 if "float32" in dtype else 2,
+        max_positions=read("max_position_embeddings", default=32768),
+    )
 
 
 #: Fields, and a tower, of models whose pictures have as many tokens as their size or their tiles ask for.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from device.base import Device
+from device.base import BareDevice
 from epd_serve.config import InstanceOptions
 from epd_serve.protocol.wire import AppliedShare
 from epd_serve.sched.token_time import Slack
@@ -129,7 +129,7 @@ def rank_share(options: InstanceOptions, rank: int) -> tuple[float, float] | Non
 
 
 def apply_share(
-    device: Device, share: tuple[float, float] | None, memory_share: float | None, threads: int | None
+    device: BareDevice, share: tuple[float, float] | None, memory_share: float | None, threads: int | None
 ) -> AppliedShare | None:
     """Limit this process to a (share, start) and to a part of the memory; what was set, None where no share is.
 

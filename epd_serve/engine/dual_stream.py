@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from device.base import Device
+from device.base import BareDevice
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.device_board import DeviceBoard, apply_share, rank_share
 from epd_serve.sched.encode import VisionFirst
@@ -36,7 +36,7 @@ class TowerStream:
 
     def __init__(
         self,
-        device: Device,
+        device: BareDevice,
         board: DeviceBoard,
         *,
         priority: int = 0,
@@ -166,7 +166,7 @@ class LanguageStream:
 
     def __init__(
         self,
-        device: Device,
+        device: BareDevice,
         board: DeviceBoard,
         *,
         limit_s: float | None,
@@ -242,7 +242,7 @@ class DualStream:
     """
 
     def __init__(
-        self, options: InstanceOptions, device: Device, clock: Callable[[], float] = time.monotonic
+        self, options: InstanceOptions, device: BareDevice, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.share = apply_share(device, rank_share(options, 0), options.memory_share, options.threads)
         threads = _parted(options.threads) if options.role.has_language_model else None

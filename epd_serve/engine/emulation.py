@@ -8,18 +8,13 @@ from pathlib import Path
 
 from device.base import Device
 from device.emulated import EmulatedDevice
-from device.timeline import Faults
 from epd_serve.config import InstanceOptions
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.shape import shape_of
 from epd_serve.engine.step_inputs import StepInputs
-from epd_serve.protocol.wire import Region
 from epd_serve.sched.step_cost import StepWork
-from epd_serve.transfer.shaped import ShapedTransport
+from epd_serve.transfer.shaped import over_emulated_links
 from epd_serve.transfer.transport import Transport
-
-#: The name of the links between instances for injected faults.
-LINKS = "links"
 
 
 class Emulation:
@@ -57,14 +52,7 @@ class Emulation:
             "kv": profile.kv_token_bytes / (served.kv_values * value_bytes),
             "features": profile.feature_token_bytes / (served.hidden * value_bytes),
         }
-        faults = Faults.of_environment()
-        return ShapedTransport(
-            inner,
-            profile.link_bytes_per_s,
-            profile.handshake_s,
-            bytes_of=lambda region, nbytes: nbytes * scales.get(_kind(region), 1.0),
-            slowness=lambda: faults.of(LINKS).slowness,
-        )
+        return over_emulated_links(inner, profile, scales)
 
     @contextmanager
     def step(self, inputs: StepInputs, num_parts: int) -> Iterator[Callable[[], None]]:
@@ -102,8 +90,3 @@ class Emulation:
             before_layer()
 
         return next_layer
-
-
-def _kind(region: Region) -> str:
-    """The memory that a region is: "kv", "features"."""
-    return region.name.rpartition("-")[0]

@@ -29,15 +29,19 @@ class Measurements:
     A file that is damaged or cannot be written costs a line in the log and the time to measure again.
 
     Args:
+        directory: of the file; None: there is none.
         about: all that the times depend on, as JSON values; it names the file.
     """
 
-    def __init__(self, directory: Path, about: Mapping[str, str | int | None]) -> None:
+    def __init__(self, directory: Path | None, about: Mapping[str, str | int | None]) -> None:
         self._about = dict(about)
-        name = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
-        self.file = directory / "profiles" / f"{name}.json"
         self._seconds: dict[str, float] = {}
         self._is_new = False
+        self.file: Path | None = None
+        if directory is None:
+            return
+        name = hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
+        self.file = directory / "profiles" / f"{name}.json"
         try:
             self._seconds = self._read(json.loads(self.file.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -64,7 +68,7 @@ class Measurements:
 
     def save(self) -> None:
         """Write the file where there are new measurements, all of it or nothing."""
-        if not self._is_new:
+        if not self._is_new or self.file is None:
             return
         content = json.dumps({"about": self._about, "seconds": self._seconds}, indent=1)
         try:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from device.base import Device
+from device.base import BareDevice
 from epd_serve import __version__
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
@@ -153,7 +153,7 @@ class StepLimits:
         }
 
 
-def measurements(options: InstanceOptions, device: Device, fingerprint: str, torch: str = "") -> Measurements:
+def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str, torch: str = "") -> Measurements:
     """The known measurements of an instance like this one, in this user's cache.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +41,7 @@ class CheckpointModel:
     """Fills the InstanceModel protocol with a directory of transformers' files.
 
     Attributes:
-        torch_dtype: of weights and features.
+        torch_dtype: of weights and features. device: the first.
         emulation: the times of an emulated device; None on others.
     """
 
@@ -48,9 +49,10 @@ class CheckpointModel:
     prepare = None
 
     def __init__(self, options: InstanceOptions, device: Device) -> None:
+        assert isinstance(options.model, Path)
         check_model_files(options.model)
-        self._options, self._device = options, device
-        self.path = options.model
+        self._options, self.device = options, device
+        self.path: Path = options.model
         self.family: Family = load_family(self.path)
         self.torch_dtype = resolve_dtype(options.dtype, self.family.config)
         check_dtype(self.torch_dtype, device)
@@ -66,9 +68,9 @@ class CheckpointModel:
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
         if self.emulation is None:
-            return Tower(self.path, self.torch_dtype, self._device, before_layer, self.family)
+            return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family)
         paced = self.emulation.between_layers(before_layer)
-        tower = Tower(self.path, self.torch_dtype, self._device, paced, self.family)
+        tower = Tower(self.path, self.torch_dtype, self.device, paced, self.family)
         self.emulation.num_tower_layers = tower.num_layers
         return tower
 
@@ -81,7 +83,7 @@ class CheckpointModel:
         return self.emulation.linked(transport, self.path, self.torch_dtype.itemsize)
 
     def measurements(self) -> Measurements:
-        return measurements(self._options, self._device, self.fingerprint, torch=str(torch.__version__))
+        return measurements(self._options, self.device, self.fingerprint, torch=str(torch.__version__))
 
     def encode_seconds(self, tower: Tower, num_images: int) -> float:
         return encode_seconds(tower, self.family, num_images, encoding=self.encoding)

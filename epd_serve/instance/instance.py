@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from device.base import Device
+from device.base import BareDevice
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.engine.dual_stream import DualStream, VisionHold
@@ -63,7 +63,7 @@ class Instance:
         self.url = url_of(options.host, options.port)
         self.ready = False
         self.language: LanguageEngine | None = None
-        self.device: Device = open_device(options)
+        self.device: BareDevice = open_device(options)
         self.streams = DualStream(options, self.device)
         self._tasks: set[asyncio.Task[None]] = set()
         # where Mooncake takes nothing, an instance's own store does

@@ -42,8 +42,8 @@ class LanguageWeights:
         self.followers: Followers | None = None
         if len(options.devices) > 1:
             self.followers = Followers(options, model.torch_dtype)
-            group = self.followers.join(instance.device)
-        self.language = LanguageModel(model.path, model.torch_dtype, instance.device, group, at_once=at_once)
+            group = self.followers.join(model.device)
+        self.language = LanguageModel(model.path, model.torch_dtype, model.device, group, at_once=at_once)
         self.num_parameters = self.language.num_parameters
         generation = read_generation_config(model.path, model.family.config, options.generation_config)
         self.eos_token_ids = generation.eos_token_ids
@@ -123,9 +123,9 @@ class LanguageWeights:
             self.followers.send(create)
         return LanguageRunner(
             StepExecutor.for_cache(
-                self.language, instance.device, memory.tensor, create, emulation=self._model.emulation
+                self.language, self._model.device, memory.tensor, create, emulation=self._model.emulation
             ),
-            instance.device.ops,
+            self._model.device.ops,
             block_size=options.tokens_per_block,
             num_position_axes=self._model.family.num_position_axes,
             eos_token_ids=self.eos_token_ids,
@@ -153,13 +153,13 @@ class LanguageWeights:
             dtype=self._model.dtype,
             model=self._model.fingerprint,
         )
-        free_bytes = instance.device.headroom()
+        free_bytes = self._model.device.headroom()
         if self.followers is not None:
             free_bytes = min(free_bytes, self.followers.wait_joined())
         return KVMemory(
             layout,
-            num_kv_blocks(options, layout, instance.device.type, free_bytes),
-            instance.device,
+            num_kv_blocks(options, layout, self._model.device.type, free_bytes),
+            self._model.device,
             instance.transport,
             heads=language.kv_heads if self.followers else None,
             followers=self.followers,

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from device.base import Device
-from epd_serve.config import InstanceOptions
+from device.base import BareDevice
+from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.engine.computing import KVCacheMemory, Runner
 from epd_serve.engine.measurements import Measurements
 from epd_serve.instance.encode import Decoders, Prepare
@@ -88,12 +88,14 @@ class InstanceModel(Protocol):
         max_positions: longest context that the model allows.
     """
 
-    family: Family
     location: str
     dtype: str
     fingerprint: str
     feature_token_bytes: int
     max_positions: int
+
+    @property
+    def family(self) -> Family: ...
 
     @property
     def decoders(self) -> Decoders: ...
@@ -129,15 +131,26 @@ class InstanceModel(Protocol):
         ...
 
 
-def open_device(options: InstanceOptions) -> Device:
+def open_device(options: InstanceOptions) -> BareDevice:
     """The first device of an instance. Raises ValueError where it is not there."""
+    if isinstance(options.model, ShapeConfig):
+        from device import timed
+
+        return timed.open_device(options.devices[0])
     from device.registry import get_device
 
     return get_device(options.devices[0])
 
 
-def open_model(options: InstanceOptions, device: Device) -> InstanceModel:
-    """Read what every role needs of a model. Blocks. Raises ValueError for one that cannot be served."""
+def open_model(options: InstanceOptions, device: Any) -> InstanceModel:
+    """Read what every role needs of a model; ``device``: from :func:`open_device`. Blocks.
+
+    Raises ValueError for one that cannot be served.
+    """
+    if isinstance(options.model, ShapeConfig):
+        from epd_serve.instance.shape_model import ShapeModel
+
+        return ShapeModel(options, device)
     from epd_serve.instance.checkpoint import CheckpointModel
 
     return CheckpointModel(options, device)
@@ -145,6 +158,8 @@ def open_model(options: InstanceOptions, device: Device) -> InstanceModel:
 
 def prepare_process(options: InstanceOptions) -> None:
     """Set the libraries of this process up that compute; it has no threads yet."""
+    if isinstance(options.model, ShapeConfig):
+        return
     from epd_serve.instance.checkpoint import set_up
 
     set_up(options.threads)

@@ -13,7 +13,7 @@ from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
 from device.present import EMULATED_MEMORY, visibility
 from device.shares import share_environment
 from device.weight_files import COPIES, VARIABLE, to_variable
-from epd_serve.config import DeploymentConfig, InstanceOptions, decode_graph_sizes
+from epd_serve.config import DeploymentConfig, InstanceOptions, ShapeConfig, decode_graph_sizes
 from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.config.shares import DeviceShare
 from epd_serve.cost.interference import InterferenceMatrix
@@ -116,14 +116,14 @@ def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: M
         label=f"{options.role} on {', '.join(dict.fromkeys(devices))}",
         command=(*PROGRAM, "instance", "--options", options.to_json(), "--parent-pid", str(os.getpid())),
         environment={
-            "GLIBC_TUNABLES": HEAP_TUNABLES,
+            **({"GLIBC_TUNABLES": HEAP_TUNABLES} if isinstance(config.model, str) else {}),
             **_common(environment),
             **instance.variables,
             "OMP_NUM_THREADS": str(options.threads),
             **instance.own_variables,
         },
         url=url_of(config.instances.host, options.port),
-        can_fork=config.instances.preload and set(devices) == {"cpu"},
+        can_fork=config.instances.preload and (set(devices) == {"cpu"} or isinstance(config.model, ShapeConfig)),
         measures=measured(devices),
     )
 
@@ -298,6 +298,7 @@ def npu_environments(
 def _use(options: InstanceOptions) -> InstanceUse:
     if not options.role.has_language_model:
         return InstanceUse(num_streams=1)
+    assert isinstance(options.model, Path), "an NPU is no emulated device"
     config = json.loads((options.model / "config.json").read_text())
     text = config.get("text_config", config)
     return InstanceUse(

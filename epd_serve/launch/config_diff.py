@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from device.ascend_limits import hccl_environment
-from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, model_path
+from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, ShapeConfig, model_path
 from epd_serve.config.applied import changes, leaves
 from epd_serve.launch.commands import PreparedInstance, prepare_instances
 from epd_serve.launch.deployment_record import DeploymentRecord
@@ -38,7 +38,7 @@ def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
             "apply is for engine: native; instances of vLLM keep their roles and settings. "
             "Stop the deployment and start it from the new file"
         )
-    if model_path(old.model) != model_path(new.model) or old.model_name != new.model_name:
+    if _source(old) != _source(new) or old.model_name != new.model_name:
         raise ValueError(
             f"the deployment serves {old.model_name!r} ({old.model}) and the file is for {new.model_name!r} "
             f"({new.model}); start a deployment of its own for another model"
@@ -51,6 +51,11 @@ def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
             f"a change of {', '.join(other)} needs another start: stop the deployment and start it from the "
             "new file"
         )
+
+
+def _source(config: DeploymentConfig) -> Path | ShapeConfig:
+    """The model itself, however its file names it."""
+    return model_path(config.model) if isinstance(config.model, str) else config.model
 
 
 def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference:

@@ -47,6 +47,8 @@ from epd_serve.types import Role
 
 #: What CPU instances run, transformers' part of it included that is imported when a model is loaded.
 _PRELOADED = ("epd_serve.cli", "epd_serve.instance.main", "epd_serve.instance.checkpoint")
+#: What instances of a model without weights run.
+_PRELOADED_OF_SHAPES = ("epd_serve.cli", "epd_serve.instance.main", "epd_serve.instance.shape_model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,7 @@ class LocalDeployment:
             raise
         files = {part: self._weight_files[part] for part in parts}
         instances = sharing_weights(instances, files, copies=not config.instances.share_weights)
+        self._preloaded = _PRELOADED if isinstance(config.model, str) else _PRELOADED_OF_SHAPES
         self._fork_server = self._fork_server_for([spec for spec in instances if spec.can_fork])
         self._record = DeploymentRecord(
             config=config,
@@ -258,7 +261,7 @@ class LocalDeployment:
 
     def _new_fork_server(self, spec: ProcessSpec) -> ForkServer:
         log_file = self.log_dir / "fork-server.log"
-        return ForkServer(_PRELOADED, spec.environment, log_file, tuple(self._weight_files.values()))
+        return ForkServer(self._preloaded, spec.environment, log_file, tuple(self._weight_files.values()))
 
     def _make_runtime(self, host: str, port: int) -> RuntimeDirectory | None:
         try:

@@ -83,9 +83,9 @@ def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping
     except NoVllm as error:
         yield f"# not checked on this machine: {error}"
     try:
-        model = str(model_path(config.model))
+        model = str(model_path(config.checkpoint))
     except ValueError as error:
-        model = beside(config.model, Path.cwd())
+        model = beside(config.checkpoint, Path.cwd())
         yield f"# not on this machine: {error}"
     for process in vllm_processes(config, ports, environment, path, flags=flags, model=model):
         placed = process.placement

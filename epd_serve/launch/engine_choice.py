@@ -38,7 +38,7 @@ def _against_vllm(config: DeploymentConfig) -> str:
         return "the built-in model is the native engine's"
     try:
         chosen = change_config(config, {"engine": "vllm"})
-        content = read_model_config(model_path(config.model))
+        content = read_model_config(model_path(config.checkpoint))
         check_engine(chosen)
     except ValueError as error:  # no vLLM, one that does not fit, or an option of the native engine alone
         return str(error)

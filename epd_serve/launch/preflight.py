@@ -11,10 +11,10 @@ import psutil
 
 from device.datasheets import spec_of
 from device.present import accelerators, torch_lacks, visibility
-from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
+from epd_serve.config import DeploymentConfig, InstanceSettings, ShapeConfig, model_path
 from epd_serve.config.model_files import check_model_files, read_model_config
 from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
-from epd_serve.cost.shape import LanguageShape, shape_from_config
+from epd_serve.cost.shape import LanguageShape, ModelShape, shape_from_config, shape_of
 from epd_serve.launch.engine_choice import vllm_knows
 from epd_serve.launch.ports import choose_ports
 from epd_serve.models.families import FAMILIES, MIXTURES_OF_EXPERTS, TEXT
@@ -53,6 +53,8 @@ def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShap
 
     Raises ValueError for a model that the engine cannot serve as the deployment has it.
     """
+    if isinstance(config.model, ShapeConfig):
+        return _check_shape(config, shape_of(config.model.shape_of))
     path = model_path(config.model)
     if config.engine == "vllm":
         return None
@@ -74,6 +76,14 @@ def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShap
             _check_parallel(instance, content, language)
             _check_kv(instance, config.settings_for(str(instance.role)), language, number_bytes)
     return weights, language, number_bytes
+
+
+def _check_shape(config: DeploymentConfig, shape: ModelShape) -> tuple[dict[str, int], LanguageShape, int]:
+    for instance in config.placement():
+        if instance.role.has_language_model:
+            _check_kv(instance, config.settings_for(str(instance.role)), shape.language, shape.value_bytes)
+    weights = {"tower": shape.vision.parameters if shape.vision else 0, "language": shape.language.parameters}
+    return weights, shape.language, shape.value_bytes
 
 
 def _check_family(path: Path, content: Mapping[str, Any]) -> None:
@@ -151,7 +161,7 @@ def device_faults(config: DeploymentConfig, environment: Mapping[str, str]) -> I
     devices = list(dict.fromkeys(device for placed in config.placement() for device in placed.devices))
     for kind in dict.fromkeys(device.partition(":")[0] for device in devices):
         own = [device for device in devices if device.partition(":")[0] == kind]
-        lack = "" if config.engine == "vllm" else torch_lacks(kind)
+        lack = "" if config.engine == "vllm" or isinstance(config.model, ShapeConfig) else torch_lacks(kind)
         if kind in ("cuda", "npu") and not lack and (reason := accelerators(kind).reason):
             lack = f"{reason}; on this machine write devices: [cpu]"
         if lack:

@@ -21,8 +21,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from epd_serve.config import DEMO_MODEL, DeploymentConfig, model_path
+from epd_serve.config import DEMO_MODEL, DeploymentConfig, ShapeConfig, model_path
 from epd_serve.config.model_files import read_model_config
+from epd_serve.cost.shape import shape_of
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessState
 from epd_serve.launch.runtime import new_log_run
@@ -127,6 +128,8 @@ def _ready_text(deployment: LocalDeployment) -> str:
 
 
 def _is_text_model(config: DeploymentConfig) -> bool:
+    if isinstance(config.model, ShapeConfig):
+        return shape_of(config.model.shape_of).vision is None
     return config.engine != "vllm" and read_model_config(model_path(config.model)).get("model_type") in TEXT
 
 

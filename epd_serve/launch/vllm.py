@@ -83,7 +83,7 @@ def vllm_processes(
     ``flags`` are those that vLLM is known to have. ``model`` is the model's directory where it need not be on this
     machine. Raises ValueError where it must be and is not.
     """
-    model = model or str(model_path(config.model))
+    model = model or str(model_path(config.checkpoint))
     used = connectors_of(config)
     if used.features == "file" and not used.feature_dir:
         raise ValueError("vllm.feature_dir is not set: a directory through which E hands its features to P")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from device.timeline import Faults
+from epd_serve.cost.profile import Profile
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.transport import Piece, Slab, Transport, WriteGate
 
@@ -84,3 +86,28 @@ class ShapedTransport:
                     del self._free_at[other]
         while (left := done - self._clock()) > 0:
             self._sleep(left)
+
+
+#: The name of the links between instances for injected faults.
+LINKS = "links"
+
+
+def over_emulated_links(inner: Transport, profile: Profile, scales: Mapping[str, float]) -> ShapedTransport:
+    """The transport over the link of an emulated device to its neighbours.
+
+    Args:
+        profile: of the device with the model whose times it takes.
+        scales: bytes for which one byte stands, by the kind of a region: "kv", "features".
+    """
+    faults = Faults.of_environment()
+    return ShapedTransport(
+        inner,
+        profile.link_bytes_per_s,
+        profile.handshake_s,
+        bytes_of=lambda region, nbytes: nbytes * scales.get(_kind(region), 1.0),
+        slowness=lambda: faults.of(LINKS).slowness,
+    )
+
+
+def _kind(region: Region) -> str:
+    return region.name.rpartition("-")[0]

@@ -110,7 +110,7 @@ def vllm_targets(config: DeploymentConfig) -> dict[str, VllmTarget]:
             role=one.role,
             device=",".join(one.devices),
             dtype=config.dtype,
-            model_path=str(Path(config.model).expanduser()),
+            model_path=str(Path(config.checkpoint).expanduser()),
             ranks=one.tensor_parallel,
             features=features,
             kv=kv,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import uvicorn
 from gateway_settings import gateway_settings
 from servers import served
 
-from epd_serve.config import InstanceOptions
+from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.instance.http import ControlApp, ControlHttp
 from epd_serve.instance.instance import Instance
 from epd_serve.types import Role
@@ -47,24 +47,30 @@ class Deployment:
 
 
 @asynccontextmanager
-async def deployment(model: Path, *roles: str, **settings: Any) -> AsyncIterator[Deployment]:
-    """``deployment(path, "EP", "D")``: instances ep0 and d1, and a gateway; ``settings`` are the gateway's."""
+async def deployment(
+    model: Path | ShapeConfig, *roles: str, options: Mapping[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Deployment]:
+    """``deployment(path, "EP", "D")``: instances ep0 and d1, and a gateway.
+
+    ``options`` are those of all instances, ``settings`` the gateway's.
+    """
     async with AsyncExitStack() as stack:
         instances: dict[str, Instance] = {}
         for number, role in enumerate(roles):
-            options = InstanceOptions(
-                name=f"{role.lower()}{number}",
-                role=Role.parse(role),
-                model=model,
-                served_model_name="demo",
-                port=0,
-                dtype="float32",  # in bfloat16 the last bit depends on what else is in a batch
-                threads=1,
-                num_blocks=256,
-                block_size=16,
-                max_model_len=768,
+            chosen: dict[str, Any] = {
+                "dtype": "float32",  # in bfloat16 the last bit depends on what else is in a batch
+                "threads": 1,
+                "num_blocks": 256,
+                "block_size": 16,
+                "max_model_len": 768,
+                **(options or {}),
+            }
+            name = f"{role.lower()}{number}"
+            instance = Instance(
+                InstanceOptions(
+                    name=name, role=Role.parse(role), model=model, served_model_name="demo", port=0, **chosen
+                )
             )
-            instance = Instance(options)
             config = uvicorn.Config(
                 ControlApp(instance.routes()),
                 port=0,
@@ -76,9 +82,10 @@ async def deployment(model: Path, *roles: str, **settings: Any) -> AsyncIterator
             instance.url = await stack.enter_async_context(served(uvicorn.Server(config)))
             stack.push_async_callback(instance.close)
             await instance.start()
-            instances[options.name] = instance
-        chosen = gateway_settings(**settings)
-        app = create_app(chosen, [(name, instance.url) for name, instance in instances.items()])
+            instances[name] = instance
+        app = create_app(
+            gateway_settings(**settings), [(name, instance.url) for name, instance in instances.items()]
+        )
         url = await stack.enter_async_context(served(new_server(app, "127.0.0.1", 0)))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         yield Deployment(url, instances, session, app)

@@ -81,13 +81,14 @@ def zygote() -> Iterator[None]:
         process = subprocess.Popen([*command, " " * 4096], env=environment, pass_fds=(theirs.fileno(),))
 
     async def spawn(server: ForkServer, connection: socket.socket) -> Any:
+        if server._modules != deployment._PRELOADED:  # that of a model without weights
+            return await ForkServer._spawn(server, connection)
         descriptors = [connection.fileno(), *server._descriptors]
         wanted = {
             "environment": server._environment,
             "log": os.fspath(server._log_file),
             "numbers": descriptors,
         }
-        assert server._modules == deployment._PRELOADED
         await asyncio.to_thread(socket.send_fds, ours, [json.dumps(wanted).encode()], descriptors)
         return _ForkedServer(int(await asyncio.to_thread(ours.recv, 64)))
 

@@ -1,0 +1,46 @@
+"""``model: {shape_of: NAME}`` in a deployment file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from epd_serve.config import ConfigError, InstanceOptions, ShapeConfig, load_config, parse_config
+from epd_serve.demo import weights_dir
+
+EMULATED = "devices: [emulated:h200 x 3]"
+
+
+def test_a_shape_is_a_model_without_files() -> None:
+    config = parse_config(f"model: {{shape_of: qwen2.5-vl-7b}}\n{EMULATED}")
+    assert config.model == ShapeConfig(shape_of="qwen2.5-vl-7b") and config.model_name == "qwen2.5-vl-7b"
+    options = config.options_for(config.placement()[1], device="emulated:h200:1", port=1, threads=1)
+    assert InstanceOptions.model_validate_json(options.to_json()).model == config.model
+    with pytest.raises(ValueError, match="no weights"):
+        _ = config.checkpoint
+
+
+def test_a_shape_is_read_from_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text((weights_dir() / "config.json").read_text())
+    (tmp_path / "deployment.yaml").write_text(f"model: {{shape_of: {tmp_path}/large}}\n{EMULATED}")
+    config = load_config(tmp_path / "deployment.yaml")
+    assert config.model == ShapeConfig(shape_of=f"{tmp_path}/large") and config.model_name == "large"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model: {shape_of: qwen2.5-vl-7b}", "cpu has nothing to compute; write devices such as [emulated:"),
+        (f"model: {{shape_of: llava-9}}\n{EMULATED}", "known by name are llava-1.5-7b"),
+        (f"model: {{shape: llava-1.5-7b}}\n{EMULATED}", "model.shape: unknown key; did you mean 'shape_of'?"),
+        (f"model: {{shape_of: llava-1.5-7b}}\ndtype: float32\n{EMULATED}", "half precision"),
+        (f"model: {{shape_of: llava-1.5-7b}}\nengine: vllm\n{EMULATED}", "vLLM runs on no emulated device"),
+    ],
+)
+def test_errors_say_what_would_be_right(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text)
+    assert words in str(caught.value), json.dumps(str(caught.value))

@@ -1,0 +1,231 @@
+"""Deployments of a model that computes nothing: real in all else, so that tokens judge schedules and transfers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from chat import chat
+from fleet import figures
+from in_process import Deployment, deployment
+from PIL import Image
+
+from device.timeline import WHOLE
+from epd_serve.config import DeploymentConfig, ShapeConfig
+from epd_serve.engine.digests import DigestMemory
+from epd_serve.launch import Backoff, LocalDeployment
+from epd_serve.launch.ports import free_port
+
+SHAPE = ShapeConfig(shape_of="qwen2.5-vl-7b")
+OPTIONS: dict[str, Any] = {"dtype": "auto", "device": "emulated:h200:0", "num_blocks": 2048, "max_model_len": 8192}
+MEMORY_BYTES = 60 * 2**20
+
+
+def picture(number: int) -> Image.Image:
+    return Image.new("RGB", (90 + 50 * number, 140), (number * 40 % 256, 80, 10))
+
+
+def question(number: int, **fields: Any) -> dict[str, Any]:
+    """Text or pictures, greedy or drawn, one choice or two, with and without an end of its own."""
+    images = [picture(number % 5), picture(number // 2)][: number % 3]
+    more = {"n": 2} if number % 4 == 0 else {"stop": ["ba", "Q"]} if number % 4 == 1 else {"ignore_eos": True}
+    return chat(
+        f"question {number} " + "of many words, " * (7 * number),
+        *images,
+        model="demo",
+        max_tokens=12 + number,
+        temperature=0 if number % 2 else 0.8,
+        seed=number,
+        **more,
+        **fields,
+    )
+
+
+async def asked(url: str, session: aiohttp.ClientSession, number: int) -> list[str]:
+    """The choices of an answer, streamed for some questions."""
+    body = question(number, stream=number % 5 < 2)
+    choices = ["", ""]
+    async with session.post(f"{url}/v1/chat/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        if not body["stream"]:
+            for choice in (await answer.json())["choices"]:
+                choices[choice["index"]] = choice["message"]["content"]
+            return choices
+        async for line in answer.content:
+            assert b'"error"' not in line
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    choices[choice["index"]] += choice["delta"].get("content") or ""
+    return choices
+
+
+async def answers(url: str, session: aiohttp.ClientSession) -> list[list[str]]:
+    found = await asyncio.gather(*(asked(url, session, number) for number in range(12)))
+    assert all(text.isprintable() and text.isascii() for choices in found for text in choices)
+    assert all(choices[0] for number, choices in enumerate(found) if number % 4 != 1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[str]]:
+    async def find() -> list[list[str]]:
+        async with deployment(SHAPE, "EPD", options=OPTIONS) as one:
+            found = await answers(one.url, one.session)
+            await one.settle()
+            return found
+
+    found = asyncio.run(find())
+    assert len({choices[0] for choices in found}) == 12
+    return found
+
+
+@pytest.fixture
+async def parts() -> AsyncIterator[Deployment]:
+    async with deployment(SHAPE, "E", "P", "D", options=OPTIONS, failover={"wait_s": 0}) as one:
+        yield one
+
+
+def memory(one: Deployment, name: str) -> DigestMemory:
+    language = one.instances[name].language
+    assert language is not None
+    found = language.weights.memory
+    assert isinstance(found, DigestMemory)
+    return found
+
+
+@pytest.mark.parametrize("roles", ["EP-D", "E-P-D", "ED-P", "E-P-D pull"])
+async def test_tokens_are_the_same_in_every_topology(roles: str, expected: list[list[str]]) -> None:
+    topology, _, kind = roles.partition(" ")
+    changes: dict[str, Any] = {"kv_transfer": {"mode": "pull"}} if kind == "pull" else {}
+    async with deployment(SHAPE, *topology.split("-"), options=OPTIONS | changes) as one:
+        assert await answers(one.url, one.session) == expected
+        await one.settle()
+
+
+async def test_tokens_are_the_same_after_preemptions() -> None:
+    async def long_answers(**changes: Any) -> tuple[list[str], float]:
+        async with deployment(SHAPE, "EPD", options=OPTIONS | changes) as one:
+            bodies = [
+                chat(f"number {number}", picture(number), model="demo", max_tokens=150, ignore_eos=True, seed=1)
+                for number in range(8)
+            ]
+            found = await asyncio.gather(*(one.post("/v1/chat/completions", body) for body in bodies))
+            await one.settle()
+            preempted = (await figures(one.instances["epd0"].url))["preemptions_total"]
+            return [answer["choices"][0]["message"]["content"] for _, answer in found], preempted
+
+    expected, none = await long_answers()
+    found, some = await long_answers(num_blocks=50)
+    assert found == expected
+    assert some > none == 0
+
+
+async def refusal(one: Deployment, number: int) -> str:
+    """The error that a question gets."""
+    status, body = await one.post("/v1/chat/completions", question(number))
+    assert status == 500, body
+    message: str = body["error"]["message"]
+    return message
+
+
+async def test_kv_that_goes_bad_gives_no_answer_but_a_named_error(parts: Deployment) -> None:
+    """A block is overwritten in one layer, at D after its transfer."""
+    kept = memory(parts, "d2")
+    land = kept.land
+
+    def harm(blocks: Any) -> None:
+        land(blocks)
+        kept.write(blocks[0], bytes(kept.block_bytes), range(3, 4))
+
+    kept.land = harm  # type: ignore[method-assign]
+    assert "is not that of its tokens in 1 of 28 layers, layer 3 the first" in await refusal(parts, 7)
+    kept.land = land  # type: ignore[method-assign]
+    assert await asked(parts.url, parts.session, 3), "what went before is none of this one's prefix"
+    await parts.settle()
+
+
+@pytest.mark.parametrize(("name", "what"), [("p1", "stage"), ("d2", "land")])
+async def test_kv_that_was_never_copied_is_noticed(parts: Deployment, name: str, what: str) -> None:
+    setattr(memory(parts, name), what, lambda *arguments: None)
+    assert "is not that of its tokens in 28 of 28 layers" in await refusal(parts, 7)
+
+
+async def test_kv_is_not_there_before_its_layer_is_computed(parts: Deployment) -> None:
+    """Groups of layers are sent by somebody who does not wait for the device."""
+    language = parts.instances["p1"].language
+    assert language is not None and language._loop._push is not None
+    object.__setattr__(language._loop._push, "record_event", lambda: lambda: None)
+    runner: Any = language._loop._runner
+    runner.cost = lambda work: (1.0, WHOLE)  # however late its threads are
+    assert "is not that of its tokens" in await refusal(parts, 11)
+
+
+async def test_features_of_other_pictures_are_noticed(parts: Deployment) -> None:
+    encode: Any = parts.instances["e0"].encode
+    encode._data_of = lambda feature: memoryview(bytes(len(feature.data)))
+    assert "is not that of its picture" in await refusal(parts, 4)
+
+
+async def test_what_needs_logits_is_refused_by_name(parts: Deployment) -> None:
+    for field, value in (
+        ("logprobs", True),
+        ("logit_bias", {"300": 5}),
+        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]),
+    ):
+        status, body = await parts.post("/v1/chat/completions", chat("hi", model="demo") | {field: value})
+        assert status == 400 and "without weights" in body["error"]["message"], (field, body)
+
+
+def check_process(pid: int) -> None:
+    """It has neither torch nor numpy loaded, and little memory."""
+    assert not {"torch", "numpy"} & set(Path(f"/proc/{pid}/maps").read_text().split("/"))
+    status = Path(f"/proc/{pid}/status").read_text()
+    (resident,) = (int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS"))
+    assert resident <= MEMORY_BYTES
+
+
+async def test_processes_that_die_and_change_roles(expected: list[list[str]], tmp_path: Path) -> None:
+    """Instances of a deployment without weights load neither torch nor numpy, and go on where others ended."""
+    admin_port = free_port("127.0.0.1")
+    config = DeploymentConfig.model_validate(
+        {
+            "topology": "(E-P)-2D",
+            "model": {"shape_of": "qwen2.5-vl-7b"},
+            "served_model_name": "demo",
+            "devices": ["emulated:h200 x 3"],
+            "gateway": {"port": 0, "admin": {"port": admin_port}},
+            "instances": {"num_blocks": 2048, "max_model_len": 8192},
+        }
+    )
+    backoff = lambda: Backoff(first_s=0.1)  # noqa: E731
+    async with (
+        LocalDeployment(config, log_dir=tmp_path, ready_timeout_s=300, backoff=backoff) as one,
+        aiohttp.ClientSession() as session,
+    ):
+        assert await answers(one.gateway_url, session) == expected
+        for instance in one.instances.values():
+            check_process(instance.pid)
+
+        asking = asyncio.create_task(answers(one.gateway_url, session))
+        await asyncio.sleep(0.3)
+        os.kill(one.instances["d0"].pid, signal.SIGKILL)
+        assert await asking == expected
+
+        admin = f"http://127.0.0.1:{admin_port}"
+        asking = asyncio.create_task(answers(one.gateway_url, session))
+        await asyncio.sleep(0.2)
+        status = 0
+        while status != 200:  # d0 is started again
+            async with session.post(f"{admin}/instances/d1/role", json={"role": "P", "patience_s": 0}) as answer:
+                status = answer.status
+                assert status in (200, 409), await answer.text()
+        assert await asking == expected
+        assert await answers(one.gateway_url, session) == expected
