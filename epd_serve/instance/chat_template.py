@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -214,11 +214,12 @@ class MediaLiterals:
     each spelling. Chat templates pass it on like any other.
     """
 
-    def __init__(self, tokenizer: Any, config: Any) -> None:
+    def __init__(self, tokenizer: Any, config: Any, tokens: Collection[str] = ()) -> None:
+        """``tokens``: others than those of the configuration's fields."""
         added = tokenizer.added_tokens_decoder
         fields = config.to_dict().items()
         ids = {value for name, value in fields if _FIELD.fullmatch(name) and isinstance(value, int)}
-        spellings = [str(added[token_id].content) for token_id in ids if token_id in added]
+        spellings = [str(one.content) for id, one in added.items() if id in ids or one.content in tokens]
         self._spelling = _any_of(spellings)
         self._special = _any_of(str(token.content) for token in added.values() if token.special)
 

@@ -45,6 +45,7 @@ class Family:
         num_position_axes: axes of the rotary positions: 3 for M-RoPE, 1 else.
         input_names: what the tower takes of the image processor's output.
         joins: whether the tower takes several items in one call, their inputs joined along dimension 0.
+        tokens: special ones in the text between the rows of a picture's feature.
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
         image_token_id: the token that stands for a picture in a chat, and for each row of its feature.
@@ -59,6 +60,7 @@ class Family:
     num_position_axes: ClassVar[int] = 1
     input_names: ClassVar[tuple[str, ...]] = ("pixel_values",)
     joins: ClassVar[bool] = True
+    tokens: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any, image_processor: Any) -> None:
         self.processor_options: dict[str, Any] = {}

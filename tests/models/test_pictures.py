@@ -18,8 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from device.registry import get_device
+from epd_serve.errors import InvalidRequest
+from epd_serve.instance.chat_template import MediaLiterals
 from epd_serve.instance.media_layout import MediaLayouts
-from epd_serve.models.family import Size
+from epd_serve.models.family import Family, Size
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.schedule import Budget
@@ -36,12 +38,20 @@ def _sizes(count: int) -> list[Size]:
     return [(round(8 * 60 ** pick.random()), round(8 * 60 ** pick.random())) for _ in range(count)]
 
 
+def _is_taken(family: Family, size: Size) -> bool:
+    try:
+        family.parts(size)
+    except InvalidRequest:
+        return False
+    return True
+
+
 def test_expanded_ids_are_the_processor_s(path: Path) -> None:
     processor, family = processor_of(path), load_family(path)
     layouts = MediaLayouts(family, processor.tokenizer)
     token = processor.tokenizer.convert_ids_to_tokens(family.image_token_id)
     for first, second in zip(_sizes(50), reversed(_sizes(50)), strict=True):
-        sizes = [size for size in (first, second) if max(size) < 200 * min(size)]
+        sizes = [size for size in (first, second) if _is_taken(family, size)]
         text = "What is " + " or\n".join(token for _ in sizes) + "?"
         expected = processor(
             text=[text], images=[noise(1, size) for size in sizes], return_tensors="pt", add_special_tokens=False
@@ -53,11 +63,32 @@ def test_expanded_ids_are_the_processor_s(path: Path) -> None:
         assert ids == expected["input_ids"][0].tolist(), sizes
 
 
+def test_tokens_of_pictures_that_a_user_writes_stay_text(path: Path) -> None:
+    family, tokenizer = load_family(path), processor_of(path).tokenizer
+    literals = MediaLiterals(tokenizer, family.config, family.tokens)
+    ids = MediaLayouts(family, tokenizer).of_size((200, 150)).ids
+    special = [tokenizer.convert_ids_to_tokens(one) for one in set(ids) if one in tokenizer.added_tokens_decoder]
+    assert special
+    assert all(literals.mark_for(f"a {token} b") for token in special)
+
+
+def test_pictures_that_pixtral_scales_to_nothing_are_refused(tmp_path: Path) -> None:
+    family = load_family(tiny_models.make_tiny_model("mistral3", tmp_path / "model"))
+    for size, scaled in (((1, 3000), "0x140"), ((1999, 7), "140x0"), ((28, 28), "28x28")):
+        with pytest.raises(
+            InvalidRequest, match=f"an image of {size[0]}x{size[1]} pixels cannot be used.*{scaled}"
+        ):
+            family.num_image_tokens(size)
+    assert family.num_image_tokens((29, 28)) == 2
+
+
 def test_tokens_and_pixels_follow_from_the_size(path: Path) -> None:
     family = load_family(path)
     tower = Tower(path, torch.float32, get_device("cpu"), family=family)
     assert tower.uses_device_attention
-    for size in _sizes(8):
+    for size in (*_sizes(8), (1, 1), (1, 3000), (3000, 1), (1999, 7)):
+        if not _is_taken(family, size):
+            continue
         inputs = family.preprocess(np.array(noise(2, size)))
         frames = getattr(family.config.vision_config, "temporal_patch_size", 1)  # a picture is all of them
         assert family.num_pixels(size) == inputs["pixel_values"].numel() // 3 // frames

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from epd_serve.models.family import PATCH_TOWER, Family, Size, TowerInputs, names
 
 _AROUND = "<fake_token_around_image>"
+#: As many as its tokenizers have.
+_ROWS = 6
 
 
 class Idefics3(Family):
@@ -20,6 +22,12 @@ class Idefics3(Family):
     model_types = ("idefics3", "smolvlm")
     fields = names("image_token_id scale_factor tie_word_embeddings")
     towers: ClassVar = {"idefics3_vision": PATCH_TOWER, "smolvlm_vision": PATCH_TOWER}
+
+    tokens = (
+        _AROUND,
+        "<global-img>",
+        *(f"<row_{row}_col_{column}>" for row in range(1, _ROWS + 1) for column in range(1, _ROWS + 1)),
+    )
 
     def __init__(self, config: Any, image_processor: Any) -> None:
         super().__init__(config, image_processor)

@@ -23,6 +23,8 @@ class InternVL(Family):
         | names("layer_scale_init_value use_mean_pooling hidden_dropout_prob projection_dropout"),
     }
 
+    tokens = ("<img>", "</img>")
+
     def __init__(self, config: Any, image_processor: Any) -> None:
         super().__init__(config, image_processor)
         self.processor_options = {"crop_to_patches": True}  # whatever preprocessor_config.json says
@@ -38,7 +40,8 @@ class InternVL(Family):
         return tiles
 
     def parts(self, size: Size) -> Sequence[int | str]:
-        return "<img>", self._num_tiles(size) * self._tile_tokens, "</img>"
+        start, end = self.tokens
+        return start, self._num_tiles(size) * self._tile_tokens, end
 
     def num_pixels(self, size: Size) -> int:
         return self._num_tiles(size) * self._tile[0] * self._tile[1]

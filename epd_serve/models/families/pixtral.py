@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import PATCH_TOWER, Family, Size, names
 
 
@@ -19,18 +20,20 @@ class Pixtral(Family):
     )
     towers: ClassVar = {"pixtral": PATCH_TOWER | names("rope_parameters head_dim")}
     input_names = ("pixel_values", "image_sizes")
+    tokens = ("[IMG_BREAK]", "[IMG_END]")
     joins = False  # a mask, which the attention never sees, may be all that tells pictures apart
 
     def __init__(self, config: Any, image_processor: Any) -> None:
         super().__init__(config, image_processor)
-        patch, merge = config.vision_config.patch_size, getattr(config, "spatial_merge_size", 1)
-        self._side: int = patch * merge
+        patch = config.vision_config.patch_size
+        self._merge: int = getattr(config, "spatial_merge_size", 1)
+        self._side: int = patch * self._merge
         self.processor_options = {"patch_size": self._side}
         self.processor_fields = {
             "patch_size": patch,
-            "spatial_merge_size": merge,
-            "image_break_token": "[IMG_BREAK]",
-            "image_end_token": "[IMG_END]",
+            "spatial_merge_size": self._merge,
+            "image_break_token": self.tokens[0],
+            "image_end_token": self.tokens[1],
         }
 
     def _grid(self, size: Size) -> tuple[int, int]:
@@ -38,12 +41,20 @@ class Pixtral(Family):
         ratio = max(width, height) / self.processor.size["longest_edge"]
         if ratio > 1:
             width, height = int(width / ratio), int(height / ratio)
-        return (height - 1) // self._side + 1, (width - 1) // self._side + 1
+        grid = -(-height // self._side), -(-width // self._side)
+        least = 1 if self._merge == 1 else 2  # transformers' projector takes no single token
+        if grid[0] * grid[1] < least:
+            raise InvalidRequest(
+                f"an image of {size[0]}x{size[1]} pixels cannot be used: scaled to {width}x{height}, it has fewer "
+                f"than {least} tokens"
+            )
+        return grid
 
     def parts(self, size: Size) -> Sequence[int | str]:
         rows, columns = self._grid(size)
-        row: list[int | str] = [columns, "[IMG_BREAK]"]
-        return [*row * (rows - 1), columns, "[IMG_END]"]
+        line, end = self.tokens
+        row: list[int | str] = [columns, line]
+        return [*row * (rows - 1), columns, end]
 
     def num_pixels(self, size: Size) -> int:
         rows, columns = self._grid(size)
