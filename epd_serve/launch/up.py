@@ -140,6 +140,8 @@ def _notes(config: DeploymentConfig) -> list[str]:
     notes = [f"device {device} stays unused" for device in config.devices if device not in used]
     roles = {str(instance.role) for instance in placement}
     notes += [f"roles.{role} has no effect: no instance has it" for role in config.roles if role not in roles]
+    if isinstance(config.model, ShapeConfig):
+        notes.append("the model has no weights: answers are made of hashes, times are those of emulated devices")
     if config.topology.text_only:
         notes.append(f"topology {config.topology} has no E, so requests with images will be refused")
     return notes

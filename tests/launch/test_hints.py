@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from epd_serve.launch.up import Questions, drawn, next_steps
+from epd_serve.config import DeploymentConfig, parse_config
+from epd_serve.launch.up import Questions, _notes, drawn, next_steps
 
 
 def commands(text: str) -> list[str]:
@@ -86,3 +87,9 @@ async def test_the_python_program_is_whole(needs_key: bool, with_picture: bool, 
     ((question,),) = [asked]
     assert question["model"] == "it's" and question["key"] == ("Bearer sk-1" if needs_key else "Bearer -")
     assert ("data:image/png;base64,iVBOR" in json.dumps(question)) == with_picture
+
+
+def test_a_deployment_says_what_of_it_is_made_up() -> None:
+    shape = "model: {shape_of: qwen2.5-vl-7b}\ndevices: ['emulated:h200 x 2']\ntopology: EP-D"
+    assert any("answers are made of hashes" in note for note in _notes(parse_config(shape)))
+    assert not _notes(DeploymentConfig())
