@@ -178,8 +178,7 @@ class StreamsConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for told in self._messages.take(data):
-                self._take(told)
+            self._take(self._messages.take(data))
         except LinkClosed as error:
             self.abort(f"what it sends cannot be read: {error}")
 
@@ -191,23 +190,39 @@ class StreamsConnection(asyncio.Protocol):
         for call in calls.values():
             call.fail(call.lost(reason))
 
-    def _take(self, told: list[Told]) -> None:
-        """Called for each step of an engine: it calls little for each token."""
+    def _take(self, lists: list[list[Told]]) -> None:
+        """Take what came with one read. The pieces of a stream are one, so that its client is written to once."""
         calls = self._calls
-        for message in told:
-            call = calls.get(message.stream)
-            if call is None:  # cancelled meanwhile
-                continue
-            if type(message) is Data:
-                call.receive(message.data)
-            elif type(message) is Head:
-                call.begin(message.status, dict(message.headers))
-            else:
-                calls.pop(message.stream, None)
+        pieces: dict[int, list[bytes]] = {}
+        for told in lists:
+            for message in told:
+                number = message.stream
+                if type(message) is Data:
+                    if number in pieces:
+                        pieces[number].append(message.data)
+                    else:
+                        pieces[number] = [message.data]
+                    continue
+                if number in pieces:
+                    self._give(number, pieces.pop(number))
+                call = calls.get(number)
+                if call is None:  # cancelled meanwhile
+                    continue
+                if type(message) is Head:
+                    call.begin(message.status, dict(message.headers))
+                    continue
+                del calls[number]
                 if type(message) is End:
                     call.end()
                 else:
                     call.fail(call.lost(""))
+        for number, data in pieces.items():
+            self._give(number, data)
+
+    def _give(self, number: int, data: list[bytes]) -> None:
+        call = self._calls.get(number)
+        if call is not None:
+            call.receive(data[0] if len(data) == 1 else b"".join(data))
 
     def _close_if_idle(self) -> None:
         """Close the connection where there was no call since the last look."""

@@ -144,11 +144,13 @@ async def test_calls_at_once_share_a_connection_and_each_has_its_answer(app: App
 
 async def test_the_tokens_of_a_step_come_in_one_list(app: App, to: Streams, monkeypatch) -> None:
     taken: list[int] = []
-    monkeypatch.setattr(
-        streams.StreamsConnection,
-        "_take",
-        lambda self, told, take=streams.StreamsConnection._take: (taken.append(len(told)), take(self, told))[1],
-    )
+    take = streams.StreamsConnection._take
+
+    def noted(self: streams.StreamsConnection, lists: list[list[streams.Told]]) -> None:
+        taken.extend(map(len, lists))
+        take(self, lists)
+
+    monkeypatch.setattr(streams.StreamsConnection, "_take", noted)
     calls = [sent(to, "/wait") for _ in range(30)]
     for call in calls:
         assert await call.next_chunk() == b"first"
@@ -158,6 +160,17 @@ async def test_the_tokens_of_a_step_come_in_one_list(app: App, to: Streams, monk
     assert max(taken) >= 30, "one pass of the server's loop makes one list"
     for call in calls:
         call.close()
+
+
+async def test_what_comes_of_a_stream_with_one_read_is_one_piece() -> None:
+    messages = [[0, 1, 200, []], [1, 1, b"a"], [1, 1, b"b"]]
+    async with saying(SWITCHING, told(*messages) + told([1, 1, b"c"]) + told([1, 1, b"d"], [2, 1])) as to:
+        call, pieces = sent(to, "/tokens"), list[bytes]()
+        await call.opened
+        while not await call.forward(lambda data: pieces.append(data) or True):
+            pass
+        call.close()
+    assert pieces == [b"abcd"]
 
 
 async def test_an_error_is_the_servers_own(to: Streams) -> None:
