@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from epd_serve.cli.app import app
 from epd_serve.config import DeploymentConfig, deployment_schema
 from epd_serve.config.applied import Section, applied
-from epd_serve.models.families import FAMILIES
+from epd_serve.models.families import FAMILIES, NOT_RUN
 
 ROOT = Path(__file__).parents[1]
 
@@ -52,8 +52,16 @@ The language model of all but Qwen's is Llama, Mistral, Qwen2 or Qwen3. LLaVA-On
 pictures in tiles, as it takes one.
 
 The float32 greedy tokens of a tiny random model of each family are those of transformers' `generate`
-(`pytest tests/models/test_pictures.py tests/end_to_end/test_identity.py`, with `-m slow` for Pixtral,
-LLaVA-OneVision and SmolVLM). Of published checkpoints, none of the families with tiles or rows has been run.
+(`pytest -m "slow or not slow" tests/models/test_pictures.py tests/end_to_end/test_identity.py`).
+Of published checkpoints, none of the families with tiles or rows has been run.
+"""
+
+
+NOT_RUN_TITLE = """
+Others are refused with the reason; the [vLLM engine](../guide/vllm.md) runs many of them:
+
+| `model_type` | |
+|---|---|
 """
 
 
@@ -64,7 +72,8 @@ def models_page() -> str:
         about = " ".join((family.__doc__ or "").split()).removesuffix(".") if family.modalities else ""
         takes = ", ".join(("text", *(f"{name}s" for name in family.modalities)))
         rows.append(f"| {' | '.join(map(cell, (family.title, types, takes, towers, about)))} |\n")
-    return MODELS + "".join(rows) + MODELS_END
+    reasons = "".join(f"| `{name}` | {reason} |\n" for name, reason in NOT_RUN.items())
+    return MODELS + "".join(rows) + MODELS_END + NOT_RUN_TITLE + reasons
 
 
 def section_of(annotation: Any) -> type[Section] | None:

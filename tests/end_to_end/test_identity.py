@@ -9,6 +9,7 @@ import pytest_asyncio
 import tiny_models
 from fleet import FLEET, TOPOLOGIES
 from identity import Fleet, start_fleet
+from tiny_families import TINY
 
 from epd_serve.demo import weights_dir
 
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 #: Of pictures that are tiles or rows.
 _SPLITS = ("EPD", "EP-D", "E-P-D", "(E-P)-D")
+#: The others' are tried without processes each time.
+_EACH_TIME = ("mistral3", "idefics3")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*tiny_models.KINDS, "demo"])
@@ -37,7 +40,7 @@ async def test_tokens_equal_generate(fleet: Fleet, topology: str) -> None:
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=tiny_models.ALL_KINDS[len(tiny_models.KINDS) :],
+    params=[pytest.param(kind, marks=[] if kind in _EACH_TIME else [pytest.mark.slow]) for kind in TINY],
 )
 async def tiled_fleet(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

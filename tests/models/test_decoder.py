@@ -157,7 +157,7 @@ def test_a_window_bounds_the_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "text", "message"),
     [
-        ("gemma", {}, "does not know the language model 'gemma'"),
+        ("gemma", {}, "does not run the language model 'gemma'"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from epd_serve.demo import weights_dir
 from epd_serve.instance.media_layout import MediaLayouts
-from epd_serve.models.families import FAMILIES, TEXT, family_of
+from epd_serve.models.families import FAMILIES, NOT_RUN, TEXT, family_of
 from epd_serve.models.family import Family, Size
 
 
@@ -28,6 +28,12 @@ def test_a_model_type_is_of_one_family() -> None:
     assert {*tiny_models.KINDS, *tiny_models.TEXT_KINDS} <= set(FAMILIES)
     assert set(Counter(towers).values()) == {1}
     assert set(TEXT) == set(tiny_models.TEXT_KINDS)
+
+
+def test_a_family_that_is_not_run_is_refused_with_the_reason() -> None:
+    assert not set(NOT_RUN) & set(FAMILIES)
+    with pytest.raises(ValueError, match=r"'kimi_k25' \(its KV is latent\); it runs .*mistral3"):
+        family_of(SimpleNamespace(model_type="kimi_k25"))
 
 
 def test_a_tiny_model_of_each_family_is_held_against_generate() -> None:

@@ -103,9 +103,9 @@ def test_pictures_are_read_as_their_processor_reads_them(tiny_model: Path) -> No
 
 def test_another_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    with pytest.raises(ValueError, match="does not know the family 'gpt2'"):
+    with pytest.raises(ValueError, match="does not run the family 'gpt2'"):
         load_part(tmp_path, ModelPart.LANGUAGE_MODEL, torch.float32)
-    with pytest.raises(ValueError, match="does not know the family 'gpt2'"):
+    with pytest.raises(ValueError, match="does not run the family 'gpt2'"):
         load_family(tmp_path)
 
 

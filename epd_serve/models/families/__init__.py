@@ -27,6 +27,28 @@ TEXT = tuple(name for name, (first, *_) in FAMILIES.items() if not first.modalit
 #: Their experts are not split over several devices.
 MIXTURES_OF_EXPERTS = tuple(name for name, (first, *_) in FAMILIES.items() if name in first.mixtures)
 
+_LATENT = "its KV is latent"
+_STATE = "it has recurrent or convolution states beside KV"
+_BOTH_WAYS = "tokens of a picture attend both ways, inside windows or a prefix"
+#: Known families that the native engine does not run, and the reason.
+NOT_RUN = {
+    "internvl_chat": "it is in another format than transformers'; take the checkpoint whose name ends with -hf",
+    "mllama": "pictures reach its language model by cross-attention",
+    "phi4_multimodal": "transformers has no function that makes its features alone",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k25"), _LATENT),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "lfm2_vl"), _STATE),
+    **dict.fromkeys(("gemma3", "gemma4", "paligemma"), _BOTH_WAYS),
+    **dict.fromkeys(("glm4v", "glm4v_moe"), "it rotates a part of each head"),
+    "deepseek_ocr2": "its layers are mixtures of experts",
+    "llama4": "some of its layers attend in chunks",
+    "aya_vision": "some of its layers attend inside a window",
+}
+
+
+def reason(model_type: str) -> str:
+    """In brackets, why a family is not run; "" where there is no more to be said."""
+    return f" ({NOT_RUN[model_type]})" if model_type in NOT_RUN else ""
+
 
 def family_of(config: Any) -> type[Family]:
     """The family of a model's configuration.
@@ -47,4 +69,6 @@ def family_of(config: Any) -> type[Family]:
 
 def unknown(what: str, model_type: str, known: Iterable[str]) -> str:
     """The refusal of a ``model_type`` that is none of those known."""
-    return f"the native engine does not know the {what} {model_type!r}; it runs {', '.join(known)}"
+    return (
+        f"the native engine does not run the {what} {model_type!r}{reason(model_type)}; it runs {', '.join(known)}"
+    )
