@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -193,6 +194,58 @@ class MediaSpan(msgspec.Struct, frozen=True):
     @property
     def end(self) -> int:
         return self.start + self.length
+
+
+#: The kinds of media.
+Modality = Literal["image", "video"]
+MODALITIES: tuple[Modality, ...] = get_args(Modality)
+
+
+class VideoFacts(msgspec.Struct, frozen=True):
+    """A video as its container describes it.
+
+    Attributes:
+        width, height: pixels of a frame as displayed.
+        num_frames: of the file.
+        fps: frames a second, on average.
+        is_list: it is a frame list.
+    """
+
+    width: int
+    height: int
+    num_frames: int
+    fps: float
+    is_list: bool = False
+
+    @property
+    def duration_s(self) -> float:
+        return self.num_frames / self.fps
+
+
+class VideoSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The frames that a request asks for of its videos, in the words of vLLM's API; None: it does not say.
+
+    Attributes:
+        num_frames, fps: those that are read (``media_io_kwargs``). fps of a frame list is its own rate.
+        processor_num_frames, processor_fps: those that the model's processor takes of a video all of whose frames
+            are read (``mm_processor_kwargs``).
+    """
+
+    num_frames: int | None = None
+    fps: float | None = None
+    processor_num_frames: int | None = None
+    processor_fps: float | None = None
+
+    def count_read(self, video: VideoFacts) -> int:
+        """The number of frames that are read, as vLLM's loader counts them; the first ones of a frame list."""
+        count = video.num_frames if self.num_frames is None else min(self.num_frames, video.num_frames)
+        if self.fps is not None and not video.is_list:
+            count = min(count, math.floor(video.duration_s * self.fps))
+        return max(1, count)
+
+
+#: The request says nothing: the model's processor samples as its files say.
+AS_THE_MODEL = VideoSampling()
 
 
 class StageRate(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -49,6 +49,7 @@ from proxy.http.arrival import ArrivalLimits, Starts, Turns, give_back
 from proxy.http.asgi import install_cors, install_error_handlers
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
+from proxy.media.probe import VideoProbe
 from proxy.observe.dashboard import dashboard_router
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import new_observer
@@ -105,13 +106,15 @@ def create_app(
         )
     )
     switches, hold = Switches(table, calls, health), Hold()
-    loader = MediaLoader(current, fetcher)
+    probe = VideoProbe(current)
+    loader = MediaLoader(current, fetcher, probe)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(connections)
             await stack.enter_async_context(fetcher)
+            stack.callback(probe.close)
             await crew.join()
             stack.push_async_callback(crew.leave)
             routers = [operations_router(table, health, switches, crew), switches_router(switches, hold)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from epd_serve.config import DeploymentConfig, GatewayConfig
 from epd_serve.config.gateway import check_admin_key, read_secret
 from epd_serve.media.picture import MediaLimits
+from epd_serve.media.video import VideoLimits
 from epd_serve.protocol.addresses import is_loopback
 
 
@@ -77,6 +78,17 @@ class GatewaySettings:
     def media_limits(self) -> MediaLimits:
         """The limits of one image."""
         return MediaLimits(max_pixels=self.gateway.media.max_pixels, max_bytes=self.gateway.media.max_bytes)
+
+    @cached_property
+    def video_limits(self) -> VideoLimits:
+        """The limits of one video."""
+        video = self.gateway.media.video
+        return VideoLimits(
+            max_pixels=video.max_pixels,
+            max_bytes=video.max_bytes,
+            max_frames=video.max_frames,
+            max_seconds=video.max_seconds,
+        )
 
     @cached_property
     def allow_private(self) -> bool:

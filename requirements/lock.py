@@ -25,7 +25,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 LOCKS = {
     "base": (),
-    "full": ("native", "dev", "mooncake-cpu", "otel", "bench", "plan"),
+    "full": ("native", "media", "dev", "mooncake-cpu", "otel", "bench", "plan"),
     "docs": ("docs",),
 }
 PINS = ("--constraints", "constraints.txt", "--constraints", "requirements/tested.txt")

@@ -213,7 +213,7 @@ class VllmInstance(VllmServer):
             address = prefill.address(FEATURE_PORT)
             body["ec_transfer_params"] = {"request_id": request.request_id, "announce_to": address}
         key = object()
-        self._encodes[key] = ref.width * ref.height
+        self._encodes[key] = ref.num_pixels
         try:
             answer = await self.post(vllm_chat.CHAT, body, request.request_id)
         finally:

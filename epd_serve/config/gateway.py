@@ -312,27 +312,48 @@ def _check_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
     return origins
 
 
+class VideoConfig(Section):
+    """The videos that the gateway accepts: their facts are read in processes of their own."""
+
+    max_bytes: Hot[Bytes] = Field(
+        default=64 * 1024**2, description="Largest video file, or frame list with its frames together."
+    )
+    max_pixels: Hot[int] = Field(default=4096 * 4096, gt=0, description="Largest frame, in pixels.")
+    max_frames: Hot[int] = Field(default=1 << 17, ge=1, description="Most frames of a file.")
+    max_seconds: Hot[Seconds] = Field(default=3600.0, description="Longest video.")
+    max_sampled_frames: Hot[int] = Field(
+        default=768,
+        ge=2,
+        le=4096,
+        description="Most frames of a video that a request may ask for; else the model's own limit holds.",
+    )
+    probe_cpu_s: Anew[Seconds] = Field(
+        default=2.0, description="CPU time that reading a file's facts may take; one that takes more is refused."
+    )
+
+
 class MediaConfig(Section):
-    """The images that the gateway accepts and the places from which it may fetch them."""
+    """The media that the gateway accepts and the places from which it may fetch them."""
 
     max_pixels: Hot[int] = Field(default=32 * 1024**2, gt=0, description="Largest image, in pixels.")
     max_bytes: Hot[Bytes] = Field(default=32 * 1024**2, description="Largest image file.")
-    max_items: Hot[int] = Field(default=64, ge=1, description="Most images of a request.")
-    fetch_timeout_s: Hot[Seconds] = Field(default=10.0, description="Longest download of an image URL.")
-    max_redirects: Hot[int] = Field(default=3, ge=0, le=20, description="Most redirects of an image URL.")
+    max_items: Hot[int] = Field(default=64, ge=1, description="Most images and videos of a request.")
+    fetch_timeout_s: Hot[Seconds] = Field(default=10.0, description="Longest download of a media URL.")
+    max_redirects: Hot[int] = Field(default=3, ge=0, le=20, description="Most redirects of a media URL.")
     allow_private: Hot[bool | None] = Field(
         default=None,
-        description="Whether image URLs may lead into private networks. "
+        description="Whether media URLs may lead into private networks. "
         "null: only while the gateway listens on the loopback interface and has no API keys.",
     )
     allowed_domains: Hot[Annotated[tuple[str, ...], AfterValidator(_check_domains)] | None] = Field(
         default=None,
-        description="Hosts that image URLs, redirects included, may name; '*.example.com' for all below one. "
+        description="Hosts that media URLs, redirects included, may name; '*.example.com' for all below one. "
         "null: any.",
     )
     allowed_ports: Hot[tuple[Annotated[int, Field(ge=1, le=65535)], ...] | None] = Field(
-        default=None, description="Ports that image URLs may name, as in [80, 443]; null: any."
+        default=None, description="Ports that media URLs may name, as in [80, 443]; null: any."
     )
+    video: VideoConfig = VideoConfig()
     allowed_file_dirs: Hot[tuple[Path, ...]] = Field(
         default=(), description="Directories whose files file:// URLs may name."
     )

@@ -186,7 +186,7 @@ def _content(message: ChatMessage) -> Any:
     """A message's content as chat templates expect it: a string, or a list of parts where media are involved."""
     if all(part.type == "text" for part in message.content):
         return "".join(part.text for part in message.content)
-    return [{"type": "text", "text": p.text} if p.type == "text" else {"type": "image"} for p in message.content]
+    return [{"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.content]
 
 
 def _as_parts(content: Any) -> Any:

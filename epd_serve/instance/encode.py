@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -74,7 +74,7 @@ class Decoders(Protocol):
     def close(self) -> None: ...
 
 
-#: A picture's file, what it is, and the place that it takes → the tower's inputs. Raises InvalidRequest.
+#: An item's file, what it is, and the place that it takes → the tower's inputs. Raises InvalidRequest.
 Prepare = Callable[[bytes, MediaRef, Place], Awaitable[Any]]
 
 
@@ -115,6 +115,7 @@ class EncodeService:
         decoders: decode images. processor: preprocesses them. prepare: does both; None: as ``family`` has it.
         data_of: the bytes of a feature.
         feature_timeout_s: how long consumers wait for a feature.
+        video_cpu_s: seconds of CPU time that decoding one video may take.
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
         put: takes a span for each batch, on the tower's thread.
@@ -137,6 +138,7 @@ class EncodeService:
         prepare: Prepare | None = None,
         data_of: Callable[[Any], memoryview] = tensor_data,
         feature_timeout_s: float,
+        video_cpu_s: float = 10.0,
         url: str = "",
         may_start: Callable[[], bool] = lambda: True,
         stream: TowerStream,
@@ -149,7 +151,7 @@ class EncodeService:
         self._family = family
         self._peers = peers
         self._decoders = decoders
-        self._prepare = prepare or _decoding(decoders, family)
+        self._prepare = prepare or _decoding(decoders, family, video_cpu_s)
         self._data_of = data_of
         self._url = url
         self._processor = processor
@@ -294,9 +296,7 @@ class EncodeService:
                 batch = encoded.batch_s
                 feature = await self._put(ref.mm_hash, encoded.feature, owner)
             await self._align(request.announce_to)
-            event = msgspec.structs.replace(
-                self._store.event(ref.mm_hash, feature, owner), width=ref.width, height=ref.height
-            )
+            event = msgspec.structs.replace(self._store.event(ref.mm_hash, feature, owner), item=ref)
             await self._peers.call(request.announce_to, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
         finally:
             self._store.release(owner, ref.mm_hash)
@@ -330,7 +330,7 @@ class EncodeService:
                 flight.cancel()
 
     async def _fly(self, request: EncodeRequest) -> _Encoded:
-        num_pixels = request.ref.width * request.ref.height
+        num_pixels = request.ref.num_pixels
         item: _Item | None = None
         self.num_waiting_pixels += num_pixels
         try:
@@ -340,7 +340,7 @@ class EncodeService:
             item = _Item(
                 request.ref.mm_hash,
                 inputs,
-                self._family.num_pixels((request.ref.width, request.ref.height)),
+                self._family.pixels_of(request.ref),
                 num_pixels,
                 begun_s,
                 asyncio.get_running_loop().create_future(),
@@ -355,9 +355,10 @@ class EncodeService:
 
     async def _prepared(self, media: bytes, ref: MediaRef, *, is_own: bool = False) -> tuple[Any, float]:
         """Return the tower's inputs, and when this began. ``is_own``: this instance itself needs the item."""
-        size = ref.width, ref.height
+        if ref.modality not in self._family.token_ids:
+            raise InvalidRequest(f"the model takes no {ref.modality}s", code="unsupported_media")
         timeout_s = self._feature_timeout_s * (_OWN_PART if is_own else _PART)
-        async with self._processor.place("media", size[0] * size[1] * S_PER_PIXEL, timeout_s) as place:
+        async with self._processor.place("media", ref.num_pixels * S_PER_PIXEL, timeout_s) as place:
             begun_s = time.monotonic()
             return await self._prepare(media, ref, place), begun_s
 
@@ -391,9 +392,9 @@ class EncodeService:
     async def _encode_batch(self, batch: list[_Item], was_held: bool) -> None:
         try:
             features, batch_s = await self._loop.run_in_executor(self._tower_thread, self._encode, batch, was_held)
-            assert len(features) == len(batch), f"{len(features)} features of {len(batch)} images"
+            assert len(features) == len(batch), f"{len(features)} features of {len(batch)} items"
         except Exception as error:  # a failed batch must fail its items, not the encoder
-            logger.exception("a batch of %d images failed", len(batch))
+            logger.exception("a batch of %d items failed", len(batch))
             for item in batch:
                 if not item.feature.done():
                     item.feature.set_exception(InstanceFailed(f"the encoder failed: {error}"))
@@ -457,10 +458,18 @@ async def _prove(
         proof.cancel()
 
 
-def _decoding(decoders: Any, family: Family) -> Prepare:
+def _decoding(decoders: Any, family: Family, video_cpu_s: float) -> Prepare:
     pool: DecoderPool = decoders
 
     async def prepare(media: bytes, ref: MediaRef, place: Place) -> Any:
+        if ref.modality == "video":
+            assert family.video is not None, "the family takes videos"
+            inputs = family.video.inputs(ref)
+            frames = pool.frames(media, ref.video, family.video.indices(ref), place, cpu_s=video_cpu_s)
+            async with aclosing(frames):
+                async for some in frames:
+                    await place.run(inputs.add, some)
+            return await place.run(inputs.finish)
         size = ref.width, ref.height
         async with pool.decoded(media, size, place, low_detail=ref.low_detail) as pixels:
             return await place.run(family.preprocess, pixels)

@@ -93,7 +93,7 @@ class FeatureReceiver:
         self._fetches: dict[str, _Fetch] = {}
         self._starved: dict[str, float] = {}
         self._wanted: dict[str, asyncio.Event] = {}
-        self._sizes: dict[str, dict[str, tuple[int, int]]] = {}
+        self._items: dict[str, dict[str, MediaRef]] = {}
         self._early: dict[str, float] = {}
         self._ended: Tombstones[bool] = Tombstones()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -155,11 +155,11 @@ class FeatureReceiver:
         """
         self._early.pop(request_id, None)
         self._wanted[request_id] = asyncio.Event()
-        self._sizes[request_id] = {item.mm_hash: (item.width, item.height) for item in items}
-        for mm_hash, size in self._sizes[request_id].items():
+        self._items[request_id] = {item.mm_hash: item for item in items}
+        for mm_hash, item in self._items[request_id].items():
             feature = self._cache.acquire(mm_hash, request_id)
             if feature is not None:
-                self._check(mm_hash, feature, size)
+                self._check(item, feature)
 
     async def complete(self, request_id: str, items: list[MediaRef]) -> None:
         """Wait until all of a request's features are here."""
@@ -171,7 +171,7 @@ class FeatureReceiver:
     def release(self, request_id: str) -> None:
         """The request needs its features no more; later events for it are ignored. Idempotent."""
         self._wanted.pop(request_id, None)
-        self._sizes.pop(request_id, None)
+        self._items.pop(request_id, None)
         self._early.pop(request_id, None)
         self._cache.release(request_id)
         self._ended.add(request_id, True)
@@ -209,8 +209,10 @@ class FeatureReceiver:
         if self._is_over(event.request_id):
             return
         # what the gateway told us of the item, if we know that already, goes over what the encoder says
-        size = self._sizes.get(event.request_id, {}).get(event.mm_hash, (event.width, event.height))
-        self._form.check(event.mm_hash, event.shape, event.dtype, size)
+        item = self._items.get(event.request_id, {}).get(event.mm_hash, event.item)
+        if item is None:
+            raise InstanceFailed(f"feature {event.mm_hash[:12]}: of what it is of, nothing is known")
+        self._form.check(item, event.shape, event.dtype)
         # requests that need one feature at once share one fetch; where it fails, the next tries its own event
         async with self._turns.setdefault(event.mm_hash, asyncio.Lock()):
             if event.mm_hash not in self._cache:
@@ -226,16 +228,16 @@ class FeatureReceiver:
 
     async def take(self, request_id: str, item: MediaRef, feature: Feature) -> None:
         """Take in a feature that this instance has encoded itself. Raises InstanceFailed for one that is wrong."""
-        self._check(item.mm_hash, feature, (item.width, item.height))
+        self._check(item, feature)
         await self._take_in(request_id, item.mm_hash, feature)
 
     async def _take_in(self, request_id: str, mm_hash: str, feature: Feature) -> None:
         await self._wait_for_room(mm_hash, feature.nbytes)
         if self._is_over(request_id):
             return
-        for sizes in self._sizes.values():  # requests may have become known since the event was looked at
-            if mm_hash in sizes:
-                self._check(mm_hash, feature, sizes[mm_hash])
+        for items in self._items.values():  # requests may have become known since the event was looked at
+            if mm_hash in items:
+                self._check(items[mm_hash], feature)
         self._cache.put(mm_hash, feature, feature.nbytes, request_id, beyond=True)
         self._hold(mm_hash, request_id)
 
@@ -248,14 +250,14 @@ class FeatureReceiver:
         self._cache.acquire(mm_hash, request_id)
         if request_id not in self._wanted:
             self._early[request_id] = self._clock() + self._orphan_s
-        for other, sizes in self._sizes.items():
-            if mm_hash in sizes:
+        for other, items in self._items.items():
+            if mm_hash in items:
                 self._cache.acquire(mm_hash, other)
                 self._wanted[other].set()
         self._arrived()
 
-    def _check(self, mm_hash: str, feature: Feature, size: tuple[int, int]) -> None:
-        self._form.check(mm_hash, feature.shape, str(feature.dtype).removeprefix("torch."), size)
+    def _check(self, item: MediaRef, feature: Feature) -> None:
+        self._form.check(item, feature.shape, str(feature.dtype).removeprefix("torch."))
 
     def check_integrity(self) -> None:
         self._cache.check_integrity()
@@ -307,23 +309,24 @@ def tensor_of(data: bytearray, shape: Sequence[int], dtype: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureForm:
-    """[number of placeholder tokens of the image, ``width``] of ``dtype``.
+    """[rows of the item's feature, ``width``] of ``dtype``.
 
     Attributes:
-        num_tokens: placeholder tokens of an image of (width, height) pixels.
+        num_tokens: rows of an item's feature.
         read: bytes, shape and dtype → the feature; called on a thread once they are here.
     """
 
     dtype: str
     width: int
-    num_tokens: Callable[[tuple[int, int]], int]
+    num_tokens: Callable[[MediaRef], int]
     read: Callable[[bytearray, Sequence[int], str], Feature] = tensor_of
 
-    def check(self, mm_hash: str, shape: Sequence[int], dtype: str, size: tuple[int, int]) -> None:
-        """Raise InstanceFailed for a feature that is none of this model's for an image of ``size`` pixels."""
-        expected = [self.num_tokens(size), self.width]
+    def check(self, item: MediaRef, shape: Sequence[int], dtype: str) -> None:
+        """Raise InstanceFailed for a feature that is none of this model's for ``item``."""
+        expected = [self.num_tokens(item), self.width]
         if list(shape) != expected or dtype != self.dtype:
+            frames = f" and {item.num_frames} frames" if item.modality == "video" else ""
             raise InstanceFailed(
-                f"feature {mm_hash[:12]} is {list(shape)} {dtype}; an image of {size[0]}x{size[1]} pixels "
-                f"has {expected} {self.dtype} here"
+                f"feature {item.mm_hash[:12]} is {list(shape)} {dtype}; a media item ({item.modality}) of "
+                f"{item.width}x{item.height} pixels{frames} has {expected} {self.dtype} here"
             )

@@ -38,6 +38,7 @@ from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
+from epd_serve.models.family import picture
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
 from epd_serve.telemetry.otel import StageExport, span_export
@@ -110,6 +111,7 @@ class Instance:
             prepare=self.model.prepare,
             data_of=self.model.data_of,
             feature_timeout_s=options.feature_timeout_s,
+            video_cpu_s=options.video_cpu_s,
             on_delivered=self.timeline.encoded,
             put=self.spans.put,
             on_encoded=self.rates.encoded,
@@ -141,7 +143,7 @@ class Instance:
             image_budget_pixels=options.image_budget_pixels,
             feature_batch=(options.feature_batch, options.feature_batch_ms / 1000),
         )
-        if role.encodes and self.family.takes_images:
+        if role.encodes and self.family.token_ids:
             await self.encode.warm_up(self._find_image_budget)
         if role.has_language_model:
             if self._weights is None:  # known before the engine, which may fail: others use them then
@@ -189,7 +191,7 @@ class Instance:
         self._check_tower(role)
 
     def _check_tower(self, role: Role) -> None:
-        if not (self.family.takes_images or role.has_language_model):
+        if not (self.family.token_ids or role.has_language_model):
             raise ValueError("the model takes text alone, so an instance of role E has nothing to encode")
 
     @property
@@ -260,14 +262,14 @@ class Instance:
             steals=options.steals and str(machine.role) == "EPD",
             epoch=machine.epoch,
             state=machine.state,
-            takes_images=self.family.takes_images,
+            modalities=tuple(self.family.token_ids),
             usage=self._usage(),
         )
 
     def _tokens_per_pixel(self) -> float:
-        if not self.family.takes_images:
+        if not self.family.token_ids:
             return 0.0
-        return self.family.num_image_tokens(_TYPICAL_SIZE) / math.prod(_TYPICAL_SIZE)
+        return self.family.num_tokens(picture(_TYPICAL_SIZE)) / math.prod(_TYPICAL_SIZE)
 
     def _usage(self) -> wire.Usage:
         """This process's and its device's."""

@@ -81,7 +81,7 @@ class LanguageWeights:
         return FeatureForm(
             dtype=self.layout.dtype,
             width=self.language.feature_width,
-            num_tokens=self._model.family.num_image_tokens,
+            num_tokens=self._model.family.num_tokens,
         )
 
     def step_seconds(self, runner: LanguageRunner) -> Callable[[StepShape], float]:

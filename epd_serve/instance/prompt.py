@@ -122,7 +122,7 @@ class PromptProcessor:
         """About how many tokens the prompt will have."""
         if isinstance(request.prompt, list):
             return len(request.prompt)
-        media = sum(self._family.num_image_tokens((item.width, item.height)) for item in request.items)
+        media = sum(self._family.num_tokens(item) for item in request.items)
         return media + round(_num_characters(request) * tokens_per_character)
 
     def check_size(self, request: PrefillRequest | TokenizeRequest) -> None:
@@ -161,8 +161,7 @@ class PromptProcessor:
         max_tokens = _max_tokens(len(ids), sampling.max_tokens, max_model_len)
         if self._generation.max_tokens is not None:
             max_tokens = min(max_tokens, self._generation.max_tokens)
-        sizes = [(item.width, item.height) for item in request.items]
-        positions, delta = self._family.positions(ids, sizes, self._language_model)
+        positions, delta = self._family.positions(ids, request.items, self._language_model)
         return Prompt(
             ids=ids,
             spans=spans,
@@ -270,27 +269,32 @@ class PromptProcessor:
     def _expand(self, ids: list[int], items: Sequence[MediaRef]) -> tuple[list[int], tuple[MediaSpan, ...]]:
         """Replace the template's one placeholder for each item by the item's tokens."""
         if not items:
-            return ids, ()  # a placeholder in a text without images is a token like any other
-        placeholder = self._family.image_token_id
-        found = ids.count(placeholder)
-        if found != len(items):
+            return ids, ()  # a placeholder in a text without media is a token like any other
+        placeholders = {token: kind for kind, token in self._family.token_ids.items()}
+        shown = [placeholders[token] for token in ids if token in placeholders]
+        if shown != (sent := [item.modality for item in items]):
             raise InvalidRequest(
-                f"the model's chat template shows {found} times "
-                f"{self.tokenizer.convert_ids_to_tokens(placeholder)!r} for {len(items)} images",
+                f"the model's chat template shows {len(shown)} media items ({_listed(shown)}) of the {len(sent)} "
+                f"that were sent ({_listed(sent)})",
                 param="messages",
             )
         expanded: list[int] = []
         spans: list[MediaSpan] = []
         remaining = iter(items)
         for token in ids:
-            if token != placeholder:
+            if token not in placeholders:
                 expanded.append(token)
                 continue
             item = next(remaining)
-            layout = self._layouts.of_size((item.width, item.height))
+            layout = self._layouts.of(item)
             spans += layout.spans(len(expanded), item.mm_hash)
             expanded += layout.ids
         return expanded, tuple(spans)
+
+
+def _listed(modalities: Sequence[str]) -> str:
+    """A few of them."""
+    return ", ".join(modalities[:8]) + (", ..." if len(modalities) > 8 else "") or "none"
 
 
 def _too_long(found: str, max_tokens: int, param: str) -> InvalidRequest:
@@ -316,7 +320,7 @@ def _max_tokens(num_prompt_tokens: int, asked: int | None, max_model_len: int) -
     room = max_model_len - num_prompt_tokens
     if room < (1 if asked is None else min(asked, 1)):
         raise InvalidRequest(
-            f"the prompt has {num_prompt_tokens} tokens, images included, and the context holds "
+            f"the prompt has {num_prompt_tokens} tokens, media included, and the context holds "
             f"{max_model_len}; shorten it",
             param="messages",
             code="context_length_exceeded",

@@ -55,8 +55,8 @@ class ShapeFamily(Family):
         self.image_token_id = IMAGE
 
     @property
-    def takes_images(self) -> bool:
-        return self._vision is not None
+    def token_ids(self) -> dict[str, int]:
+        return {} if self._vision is None else {"image": self.image_token_id}
 
     def parts(self, size: Size) -> Sequence[int | str]:
         if self._vision is None:
@@ -75,7 +75,7 @@ class ShapeFamily(Family):
     def blank_inputs(self, size: Size) -> Any:
         return Picture("", self.num_image_tokens(size), self.num_pixels(size))
 
-    def positions(self, ids: Sequence[int], sizes: Sequence[Size], model: Any) -> Any:
+    def positions(self, ids: Sequence[int], items: Sequence[wire.MediaRef], model: Any) -> Any:
         return (), 0
 
 
@@ -195,7 +195,7 @@ class ShapeLanguage:
     @property
     def feature_form(self) -> FeatureForm:
         return FeatureForm(
-            dtype="uint8", width=FEATURE_WIDTH, num_tokens=self._model.family.num_image_tokens, read=self._read
+            dtype="uint8", width=FEATURE_WIDTH, num_tokens=self._model.family.num_tokens, read=self._read
         )
 
     def prepare(self, instance: Instance) -> DigestRunner:

@@ -2,12 +2,14 @@
 
 ``python -P -m epd_serve.media.decoder FD PARENT_PID`` loads the decoders, and then forks a worker for each pair of
 descriptors that arrives on the inherited socket: the worker's own socket, and the memory through which files come
-in and pixels go out. A file that takes too long, or too much memory, ends its worker and nothing else. All of them
-end with the process that started them. :mod:`epd_serve.media.decoder_pool` is the other side.
+in and pixels go out. PyAV is loaded before the first worker that is to read a video. A file that takes too long,
+or too much memory, ends its worker and nothing else. All of them end with the process that started them.
+:mod:`epd_serve.media.decoder_pool` is the other side.
 
 Messages are msgpack: the process that forks tells the worker's pid before the worker says anything, and at last on
-the same socket how the worker has ended; in between the worker answers each job. Who closes that socket has the
-worker killed.
+the same socket how the worker has ended; in between the worker answers each job. A video's frames come as many at
+a time as have room in the memory; the worker goes on once it is told to. Who closes that socket has the worker
+killed.
 """
 
 from __future__ import annotations
@@ -30,12 +32,19 @@ from PIL import Image
 from epd_serve.errors import InvalidRequest
 from epd_serve.lifeline import die_with_parent
 from epd_serve.media.picture import MediaLimits, low_detail_size, open_image
+from epd_serve.media.video import VideoLimits, load_pyav, read_facts, read_frames
+from epd_serve.types import VideoFacts
 
 MESSAGE_BYTES = 1 << 16
 CHANNELS = 3
+#: Asks for a worker; for one that reads videos.
+PLAIN, VIDEO = b"w", b"v"
 #: Memory for a picture's decoder: coefficients, frames, copies in other modes; and for what has no pixels.
 _BYTES_PER_PIXEL = 32
 _ROOM_BYTES = 64 * 1024**2
+#: Frames that a video's decoder keeps for reference, those of its threads and FFmpeg's own tables.
+_BYTES_PER_FRAME_PIXEL = 96
+_VIDEO_ROOM_BYTES = 256 * 1024**2
 #: The same for a grammar.
 _BYTES_PER_CHARACTER = 1024
 _GRAMMAR_ROOM_BYTES = 256 * 1024**2
@@ -70,6 +79,30 @@ class GrammarJob(msgspec.Struct, frozen=True, kw_only=True, tag="grammar"):
     cpu_s: float
 
 
+class FactsJob(msgspec.Struct, frozen=True, kw_only=True, tag="facts"):
+    """A video whose facts are to be read; the rest as in :class:`Job`."""
+
+    num_bytes: int
+    area_bytes: int
+    cpu_s: float
+    limits: VideoLimits
+
+
+class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag="video"):
+    """A video of which the frames ``indices`` are to be decoded, ``num_at_once`` at a time; as in :class:`Job`."""
+
+    num_bytes: int
+    area_bytes: int
+    facts: VideoFacts
+    indices: list[int]
+    num_at_once: int
+    cpu_s: float
+
+
+class GoOn(msgspec.Struct, frozen=True, tag="go_on"):
+    """The frames that are there have been read."""
+
+
 class Started(msgspec.Struct, frozen=True, tag="started"):
     pid: int
 
@@ -82,6 +115,16 @@ class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
     """The grammar is good; seconds of CPU time that it took."""
 
     cpu_s: float
+
+
+class Facts(msgspec.Struct, frozen=True, tag="facts"):
+    facts: VideoFacts
+
+
+class Frames(msgspec.Struct, frozen=True, tag="frames"):
+    """So many more frames are there, from the memory's beginning on."""
+
+    count: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -97,8 +140,9 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     code: int
 
 
-Told = Started | Decoded | Compiled | Refused | Ended
-_jobs: msgspec.msgpack.Decoder[Job | GrammarJob] = msgspec.msgpack.Decoder(Job | GrammarJob)
+Told = Started | Decoded | Compiled | Facts | Frames | Refused | Ended
+AnyJob = Job | GrammarJob | FactsJob | VideoJob
+_jobs: msgspec.msgpack.Decoder[AnyJob | GoOn] = msgspec.msgpack.Decoder(AnyJob | GoOn)
 
 
 def serve(control: socket.socket) -> None:
@@ -112,6 +156,9 @@ def serve(control: socket.socket) -> None:
                 if not message:
                     workers.end()
                     return
+                if message == VIDEO:
+                    with suppress(InvalidRequest):  # a worker says so
+                        load_pyav()
                 for number, events in workers.fork(socket.socket(fileno=given[0]), given[1]).items():
                     poll.register(number, events)
             else:
@@ -184,13 +231,21 @@ def _work(connection: socket.socket, area: int) -> None:
     memory: mmap.mmap | None = None
     while message := connection.recv(MESSAGE_BYTES):
         job = _jobs.decode(message)
+        assert not isinstance(job, GoOn), "there is nothing to go on with"
         if memory is None or len(memory) != job.area_bytes:
             memory = mmap.mmap(area, job.area_bytes)
-        signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
         answer: Told = Decoded()
         try:
+            if isinstance(job, FactsJob | VideoJob):
+                load_pyav()  # takes as long as a small video
+            signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
             if isinstance(job, GrammarJob):
                 answer = _compile(memory[: job.num_bytes].decode())
+            elif isinstance(job, FactsJob):
+                _limit_memory(_video_bytes(job, job.limits.max_pixels))
+                answer = Facts(read_facts(memory[: job.num_bytes], job.limits))
+            elif isinstance(job, VideoJob):
+                _decode_video(job, memory, connection)
             else:
                 _decode(job, memory)
         except InvalidRequest as error:
@@ -222,6 +277,28 @@ def _decode(job: Job, memory: mmap.mmap) -> None:
         bottom = min(top + rows, job.height)
         strip = image if rows >= job.height else image.crop((0, top, job.width, bottom))
         memory[CHANNELS * job.width * top : CHANNELS * job.width * bottom] = strip.tobytes()
+
+
+def _decode_video(job: VideoJob, memory: mmap.mmap, connection: socket.socket) -> None:
+    """Put the frames where the file was, as many at a time as were asked for. Raises InvalidRequest."""
+    data = memory[: job.num_bytes]
+    num_bytes, count = CHANNELS * job.facts.width * job.facts.height, 0
+    for frame in read_frames(
+        data, job.facts, job.indices, lambda num_pixels: _limit_memory(_video_bytes(job, num_pixels))
+    ):
+        if count == job.num_at_once:
+            _tell(connection, Frames(count))
+            count = 0
+            if not connection.recv(MESSAGE_BYTES):
+                return
+        memory[num_bytes * count : num_bytes * (count + 1)] = frame.tobytes()
+        count += 1
+    _tell(connection, Frames(count))
+    connection.recv(MESSAGE_BYTES)
+
+
+def _video_bytes(job: FactsJob | VideoJob, num_pixels: int) -> int:
+    return _VIDEO_ROOM_BYTES + 2 * job.num_bytes + num_pixels * _BYTES_PER_FRAME_PIXEL
 
 
 def _compile(grammar: str) -> Compiled:

@@ -13,29 +13,41 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from epd_serve.errors import InvalidRequest, StageTimeout, Unavailable
 from epd_serve.media.decoder import (
     CHANNELS,
     MESSAGE_BYTES,
+    PLAIN,
+    VIDEO,
+    AnyJob,
     Compiled,
     Decoded,
     Ended,
+    Facts,
+    FactsJob,
+    Frames,
+    GoOn,
     GrammarJob,
     Job,
     Refused,
     Started,
     Told,
+    VideoJob,
 )
 from epd_serve.media.picture import MediaLimits
+from epd_serve.media.video import VideoLimits
+from epd_serve.types import VideoFacts
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +62,8 @@ GRAMMAR_CPU_S = 0.5
 _MAX_STRETCH = 15
 #: Memory that a worker keeps between two files.
 _KEPT_BYTES = 16 * 1024**2
+#: Frames of a video that are handed over together.
+_FRAMES_BYTES = 32 * 1024**2
 #: Of that, 16 MiB for Pillow: fresh pages for each picture take as long as a small picture's decoding.
 _PILLOW = {"PILLOW_BLOCKS_MAX": "1"}
 _EXIT_GRACE_S = 1.0
@@ -132,9 +146,76 @@ class DecoderPool:
         fair_s = _FAIR_S + _S_PER_PIXEL * size[0] * size[1]
         worker, _ = await self._run(_Task("image", "decoder", data, num_bytes, job, self._cpu_s, fair_s), place)
         try:
-            yield worker.pixels(size)
+            yield worker.pixels(size)[0]
         finally:
             self._put_back(worker)
+
+    async def facts(self, data: bytes, limits: VideoLimits, place: Place) -> VideoFacts:
+        """The facts of a video's file (:func:`epd_serve.media.video.read_facts`). Raises as :meth:`decoded`."""
+
+        _check_not_empty(data)
+
+        def job(worker: _Worker) -> FactsJob:
+            return FactsJob(num_bytes=len(data), area_bytes=len(worker.area), cpu_s=self._cpu_s, limits=limits)
+
+        worker, told = await self._run(_Task("video", "decoder", data, 0, job, self._cpu_s, _FAIR_S), place)
+        self._put_back(worker)
+        assert isinstance(told, Facts), told
+        return told.facts
+
+    async def frames(
+        self, data: bytes, facts: VideoFacts, indices: Sequence[int], place: Place, *, cpu_s: float
+    ) -> AsyncGenerator[NDArray[np.uint8]]:
+        """The frames with these numbers, in order, some at a time: [n, height, width, 3], in memory that the next
+        ones get. Close the generator. Raises as :meth:`decoded`.
+
+        Args:
+            cpu_s: seconds of CPU time that the video may take.
+        """
+        _check_not_empty(data)
+        if facts.width * facts.height > self._limits.max_pixels:
+            raise InvalidRequest(
+                f"the video's frames have {facts.width}x{facts.height} pixels; at most {self._limits.max_pixels} "
+                "are taken"
+            )
+        if not place.step_aside():
+            await place.wait_aside()  # videos take long
+        num_bytes = CHANNELS * facts.width * facts.height
+        num_at_once = max(1, min(len(indices), _FRAMES_BYTES // num_bytes))
+
+        def job(worker: _Worker) -> VideoJob:
+            return VideoJob(
+                num_bytes=len(data),
+                area_bytes=len(worker.area),
+                facts=facts,
+                indices=list(indices),
+                num_at_once=num_at_once,
+                cpu_s=cpu_s,
+            )
+
+        task = _Task("video", "decoder", data, num_bytes * num_at_once, job, cpu_s, _FAIR_S)
+        worker, is_over = self._take(video=True), False
+        try:
+            await worker.give(task)
+            deadline = asyncio.get_running_loop().time() + _MAX_STRETCH * cpu_s
+            while not is_over:
+                told = await worker.answer(_FAIR_S)
+                if told is None:
+                    worker.give_way()
+                    told = await worker.answer(deadline - asyncio.get_running_loop().time())
+                told = _checked(told, task)
+                is_over = isinstance(told, Decoded)
+                if isinstance(told, Frames):
+                    yield worker.pixels((facts.width, facts.height), told.count)
+                    worker.tell(GoOn())
+        except InvalidRequest:
+            is_over = not worker.has_ended
+            raise
+        finally:
+            if is_over:
+                self._put_back(worker)
+            else:
+                self._drop(worker)
 
     async def compiled(self, grammar: str, place: Place) -> float:
         """Seconds of CPU time that a grammar takes to compile; it is good then. Raises as :meth:`decoded`."""
@@ -168,7 +249,7 @@ class DecoderPool:
 
     async def _run(self, task: _Task, place: Place) -> tuple[_Worker, Told]:
         """The worker that has done it, which must be put back, and its answer."""
-        worker = self._take()
+        worker = self._take(video=task.what == "video")
         try:
             await worker.give(task)
             told = await worker.answer(_QUICK_S)
@@ -188,7 +269,7 @@ class DecoderPool:
                 self._drop(worker)
             raise
 
-    def _take(self) -> _Worker:
+    def _take(self, *, video: bool = False) -> _Worker:
         """A worker that is alive, as far as can be seen."""
         if self._server is not None and self._server.poll() is not None:
             logger.warning("the process that starts decoders has ended (exit code %s)", self._server.poll())
@@ -201,7 +282,7 @@ class DecoderPool:
                 break
             worker.close()
         else:
-            worker = self._new_worker()
+            worker = self._new_worker(VIDEO if video else PLAIN)
         self._working.add(worker)
         return worker
 
@@ -219,17 +300,17 @@ class DecoderPool:
         self._working.discard(worker)
         worker.close()
 
-    def _new_worker(self) -> _Worker:
+    def _new_worker(self, kind: bytes = PLAIN) -> _Worker:
         assert self._control is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         worker = _Worker(ours)
         with theirs:
             try:
-                socket.send_fds(self._control, [b"w"], [theirs.fileno(), worker.descriptor])
+                socket.send_fds(self._control, [kind], [theirs.fileno(), worker.descriptor])
             except OSError as error:
                 worker.close()
-                raise Unavailable("no process to decode the image can be started", code="decoder_lost") from error
+                raise Unavailable("no process to decode media can be started", code="decoder_lost") from error
         return worker
 
     def _start_server(self) -> None:
@@ -267,9 +348,14 @@ class _Task:
     who: str
     data: bytes
     num_bytes: int
-    job: Callable[[_Worker], Job | GrammarJob]
+    job: Callable[[_Worker], AnyJob]
     cpu_s: float
     fair_s: float
+
+
+def _check_not_empty(data: bytes) -> None:
+    if not data:
+        raise InvalidRequest("the video is empty (0 bytes)")
 
 
 def _checked(told: Told | None, task: _Task) -> Told:
@@ -284,7 +370,7 @@ def _checked(told: Told | None, task: _Task) -> Told:
     if not isinstance(told, Ended):
         return told
     if told.code == -signal.SIGPROF:
-        remedy = "save it anew with any program, or scale it down" if task.what == "image" else "make it simpler"
+        remedy = _REMEDIES[task.what]
         raise InvalidRequest(
             f"the {task.what} took more than {task.cpu_s:g} s of processor time: {remedy}",
             code=f"{task.what}_too_complex",
@@ -298,6 +384,14 @@ def _checked(told: Told | None, task: _Task) -> Told:
     raise Unavailable(
         f"the process that had the {task.what} was ended ({how}); try again", code=f"{task.who}_lost"
     )
+
+
+#: For what takes too long.
+_REMEDIES = {
+    "image": "save it anew with any program, or scale it down",
+    "video": "send a shorter or a smaller one",
+    "structure": "make it simpler",
+}
 
 
 class _Worker:
@@ -332,8 +426,11 @@ class _Worker:
             await asyncio.to_thread(self._write, task.data, num_bytes)
         else:
             self._write(task.data, num_bytes)
+        self.tell(task.job(self))
+
+    def tell(self, message: AnyJob | GoOn) -> None:
         with suppress(OSError):  # it has ended, and its answer says how
-            self._connection.send(msgspec.msgpack.encode(task.job(self)))
+            self._connection.send(msgspec.msgpack.encode(message))
 
     async def answer(self, timeout_s: float) -> Told | None:
         """Return what it tells of its file; None where it says nothing in that time."""
@@ -375,7 +472,7 @@ class _Worker:
             pass
         return True
 
-    def _heard(self, message: bytes) -> Decoded | Compiled | Refused | Ended | None:
+    def _heard(self, message: bytes) -> Told | None:
         """The answer in a message; None for the first one, which tells the pid before any file can do harm."""
         try:
             told = _told.decode(message) if message else Ended(1)
@@ -389,9 +486,13 @@ class _Worker:
         self.has_ended = isinstance(told, Ended)
         return told
 
-    def pixels(self, size: tuple[int, int]) -> NDArray[np.uint8]:
-        """Return the pixels of a picture of ``size`` that it has decoded."""
-        shape = size[1], size[0], CHANNELS
+    def pixels(self, size: tuple[int, int], count: int = 1) -> NDArray[np.uint8]:
+        """Return the pixels of pictures of ``size`` that it has decoded, [count, height, width, 3]."""
+        if not 0 < count * CHANNELS * size[0] * size[1] <= len(self.area):  # a file that has taken the worker over
+            raise InvalidRequest("the media file crashes its decoder: send another one")
+        import numpy as np  # the gateway has none, and takes no pixels
+
+        shape = count, size[1], size[0], CHANNELS
         return np.frombuffer(self.area, np.uint8, math.prod(shape)).reshape(shape)
 
     def give_way(self) -> None:

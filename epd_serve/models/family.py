@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.wire import MediaRef
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from epd_serve.models.video_processor import VideoProcessor
 
 #: Tower inputs of one item by argument name; a batch concatenates them along dimension 0.
 TowerInputs: TypeAlias = "dict[str, Tensor]"
@@ -49,6 +54,8 @@ class Family:
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
         image_token_id: the token that stands for a picture in a chat, and for each row of its feature.
+        token_ids: these tokens for each modality that the checkpoint takes.
+        video: how videos are sampled and cut; None where they are not taken.
     """
 
     title: ClassVar[str] = ""
@@ -62,6 +69,8 @@ class Family:
     joins: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
 
+    video: VideoProcessor | None = None
+
     def __init__(self, config: Any, image_processor: Any) -> None:
         self.processor_options: dict[str, Any] = {}
         self.processor_fields: dict[str, Any] = {}
@@ -70,8 +79,39 @@ class Family:
         self.processor = image_processor
 
     @property
-    def takes_images(self) -> bool:
-        return "image" in self.modalities
+    def token_ids(self) -> dict[str, int]:
+        ids = {"image": self.image_token_id} if self.modalities else {}
+        return ids if self.video is None else {**ids, "video": self.config.video_token_id}
+
+    @staticmethod
+    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
+        """How a checkpoint's videos are sampled and cut, by its file. Raises ValueError for what is not known."""
+        raise NotImplementedError
+
+    def parts_of(self, item: MediaRef) -> Sequence[int | str]:
+        """:meth:`parts` of an item. Raises InvalidRequest for one that the model cannot take."""
+        return self.parts((item.width, item.height)) if item.modality == "image" else self.video_parts(item)
+
+    def num_tokens(self, item: MediaRef) -> int:
+        """Rows of an item's feature. Raises as :meth:`parts_of`."""
+        return sum(part for part in self.parts_of(item) if isinstance(part, int))
+
+    def pixels_of(self, item: MediaRef) -> int:
+        """:meth:`num_pixels` of an item; two frames of a video are one picture. Raises as :meth:`parts_of`."""
+        if item.modality == "image":
+            return self.num_pixels((item.width, item.height))
+        return self._video_processor(item).num_pixels(item)
+
+    def video_parts(self, item: MediaRef) -> Sequence[int | str]:
+        """:meth:`parts` of a video: one run."""
+        return (self._video_processor(item).num_tokens(item),)
+
+    def _video_processor(self, item: MediaRef) -> VideoProcessor:
+        if self.video is None:
+            raise InvalidRequest(
+                f"the model takes no {item.modality}s", param="messages", code="unsupported_media"
+            )
+        return self.video
 
     def parts(self, size: Size) -> Sequence[int | str]:
         """The tokens of a picture in their order: how many rows of its feature, and the text between such runs.
@@ -109,11 +149,16 @@ class Family:
                     f"config.json takes {expected}; use the files that belong together"
                 )
 
-    def positions(self, ids: Sequence[int], sizes: Sequence[Size], model: Any) -> tuple[Tensor, int]:
-        """Rotary positions [axes, len(ids)] of a prompt with pictures of these sizes, and the decode delta."""
+    def positions(self, ids: Sequence[int], items: Sequence[MediaRef], model: Any) -> tuple[Tensor, int]:
+        """Rotary positions [axes, len(ids)] of a prompt with these items, and the decode delta."""
         import torch
 
         return torch.arange(len(ids)).unsqueeze(0), 0
+
+
+def picture(size: Size) -> MediaRef:
+    """A picture of a size, without a name."""
+    return MediaRef("", *size)
 
 
 def blank(size: Size) -> NDArray[np.uint8]:

@@ -13,11 +13,14 @@ import torch
 from blake3 import blake3
 from torch import nn
 from transformers import AutoImageProcessor
+from transformers.video_processing_utils import VideoProcessorMixin
 
 from epd_serve.models.checkpoint_config import model_class, read_config
 from epd_serve.models.families import TEXT, family_of
 from epd_serve.models.family import Family
 
+#: Files that decide what a tower is given, and what it makes of it.
+_FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 1 << 16
 
@@ -39,6 +42,9 @@ def load_family(path: Path) -> Family:
     processor = AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
     family: Family = kind(config, processor)
     try:
+        if "video" in kind.modalities and _shows_videos(path):
+            settings, _ = VideoProcessorMixin.get_video_processor_dict(path, local_files_only=True)
+            family.video = family.read_video(settings)
         _check_processor(path / "processor_config.json", family.processor_fields)
         family.check()
     except ValueError as error:
@@ -52,6 +58,15 @@ def _check_processor(file: Path, fields: Mapping[str, Any]) -> None:
     for name, expected in fields.items():
         if (found := content.get(name, expected)) != expected:
             raise ValueError(f"{name} of processor_config.json is {found!r}; by config.json it is {expected!r}")
+
+
+def _shows_videos(path: Path) -> bool:
+    """Whether a chat template has a place for them: a model that was not made for videos has none."""
+    templates = [file.read_text() for file in path.glob("**/*.jinja")]
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        if (path / name).exists():
+            templates.append(str(json.loads((path / name).read_text()).get("chat_template")))
+    return any("video" in template for template in templates)
 
 
 def load_part(path: Path, part: ModelPart, dtype: torch.dtype) -> nn.Module:
@@ -149,7 +164,7 @@ def media_fingerprint(path: Path, dtype: str) -> str:
     Weights are sampled (head and evenly spaced pages of each file), so that a large checkpoint takes no minutes.
     """
     hasher = blake3(f"epd-serve feature 1 {dtype}".encode())
-    for name in ("config.json", "preprocessor_config.json", "processor_config.json"):
+    for name in _FILES:
         file = path / name
         hasher.update(name.encode() + (file.read_bytes() if file.exists() else b"-"))
     for file in sorted(path.glob("*.safetensors")):

@@ -152,11 +152,8 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_logprobs": ((), "only engine: vllm has this; send echo and logprobs to /v1/completions"),
     "return_token_ids": ((False,), "only engine: vllm has this; leave the field out"),
     "chat_template": ((), "the model's own chat template is used; leave the field out"),
-    "mm_processor_kwargs": (
-        ({},),
-        "what is kept of a picture is named by its content alone, so that all requests share the processor's "
-        "arguments; leave the field out (with engine: vllm they are set in instances.engine_args)",
-    ),
+    "media_io_kwargs": (({},), "goes with the videos of a chat; leave the field out"),
+    "mm_processor_kwargs": (({},), "goes with the videos of a chat; leave the field out"),
     "guided_grammar": ((), "grammars differ between engines; send a JSON schema, a regular expression or choices"),
     "cache_salt": ((), "nothing is cached here; leave the field out"),
 }
@@ -189,10 +186,9 @@ MESSAGE_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 _OF_MESSAGES = MESSAGE_NEUTRAL.keys()
 
 _VIDEO, _AUDIO, _FILE = (
-    "video is not supported: the engines native and vllm are given text and images here; send some of its frames "
-    "as image_url parts",
-    "audio is not supported: the engines native and vllm are given text and images here; send what is said as "
-    "text",
+    "send a video to /v1/chat/completions, as a part of type 'video_url'",
+    "audio is not supported: the engines native and vllm are given text, images and videos here; send what is "
+    "said as text",
     "files are not supported; send their text, or pictures of their pages as image_url parts",
 )
 #: Types of a message's parts that other servers take, and what to send instead.

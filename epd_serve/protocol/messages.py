@@ -12,6 +12,7 @@ from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.protocol import strict_json
 from epd_serve.protocol.fields import RequestModel
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
+from epd_serve.types import AS_THE_MODEL, Modality, VideoSampling
 
 #: Messages of a chat, and parts of all of them together.
 MAX_MESSAGES = 2048
@@ -23,12 +24,15 @@ MAX_CALLS = 128
 class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     """A media item as the request names it; ``param`` is its place in the request, for error messages.
 
-    ``low_detail``: it is to be read scaled down (see :data:`epd_serve.media.LOW_DETAIL_PIXELS`). ``payload``: the
-    base64 text behind ``url``, a view of the body, where it was left there (proxy/api/payloads.py).
+    ``sampling``: the frames of a video that are wanted. ``low_detail``: it is to be read scaled down (see
+    :data:`epd_serve.media.LOW_DETAIL_PIXELS`). ``payload``: the base64 text behind ``url``, a view of the body,
+    where it was left there (proxy/api/payloads.py).
     """
 
     url: str
     param: str
+    modality: Modality = "image"
+    sampling: VideoSampling = AS_THE_MODEL
     low_detail: bool = False
     payload: memoryview | None = None
 
@@ -45,20 +49,59 @@ class ImageUrl(RequestModel):
     detail: Literal["auto", "high", "low"] | None = None
 
 
-def _as_image_url(value: Any) -> Any:
+class VideoUrl(RequestModel):
+    url: str
+
+
+class VideoFrames(RequestModel):
+    """``num_frames``, and ``fps`` a second; together the fewer of both."""
+
+    num_frames: int | None = Field(None, ge=1, lt=1 << 20)
+    fps: float | None = Field(None, gt=0, le=1000)
+
+
+class MediaIoKwargs(RequestModel):
+    """The frames that are read of each video, evenly spaced; the first ``num_frames`` of a frame list, whose rate
+    is ``fps`` (1 where it is not there)."""
+
+    video: VideoFrames | None = None
+
+
+def video_sampling(reading: MediaIoKwargs | None, processing: VideoFrames | None) -> VideoSampling:
+    """Raises InvalidRequest for contradictions."""
+    read = None if reading is None else reading.video
+    if processing is not None and processing.num_frames is not None and processing.fps is not None:
+        raise InvalidRequest(
+            "mm_processor_kwargs: fps and num_frames exclude each other; send one of them",
+            param="mm_processor_kwargs",
+        )
+    return VideoSampling(
+        num_frames=None if read is None else read.num_frames,
+        fps=None if read is None else read.fps,
+        processor_num_frames=None if processing is None else processing.num_frames,
+        processor_fps=None if processing is None else processing.fps,
+    )
+
+
+def _as_url(value: Any) -> Any:
+    """A URL in place of the object that has it."""
     return {"url": value} if isinstance(value, str) else value
 
 
 class ContentPart(RequestModel):
-    """``text`` goes with type "text", ``image_url``, which may be the URL itself, with type "image_url".
+    """``text`` goes with type "text", ``image_url``, which may be the URL itself, with type "image_url", and
+    ``video_url`` with "video_url": of a file, or ``data:video/jpeg;base64,`` and frames with commas between them.
 
-    ``uuid``, by which vLLM knows a picture, says nothing here: pictures are named by their content.
+    ``uuid``, by which vLLM knows an item, says nothing here: media are named by their content.
     """
 
-    type: Literal["text", "image_url"]
+    type: Literal["text", "image_url", "video_url"]
     text: str | None = None
     image_url: Annotated[
-        ImageUrl | None, BeforeValidator(_as_image_url, json_schema_input_type=ImageUrl | str | None)
+        ImageUrl | None, BeforeValidator(_as_url, json_schema_input_type=ImageUrl | str | None)
+    ] = None
+    video_url: Annotated[
+        VideoUrl | None, BeforeValidator(_as_url, json_schema_input_type=VideoUrl | str | None)
     ] = None
     uuid: str | None = None
 
@@ -118,12 +161,12 @@ def check_messages(messages: Sequence[Message]) -> None:
             _check_message(message, f"messages[{i}]")
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content or ()):
-            is_text = part.type == "text"
-            if (part.text is not None) != is_text or (part.image_url is None) != is_text:
-                place, field = f"messages[{i}].content[{j}]", "text" if is_text else "image_url"
+            given = part.text, part.image_url, part.video_url
+            if getattr(part, part.type) is None or given.count(None) != 2:
+                place = f"messages[{i}].content[{j}]"
                 raise InvalidRequest(
-                    f"{place}: a part of type {part.type!r} needs exactly the field {field!r}",
-                    param=f"{place}.{field}",
+                    f"{place}: a part of type {part.type!r} needs exactly the field {part.type!r}",
+                    param=f"{place}.{part.type}",
                 )
 
 
@@ -156,18 +199,22 @@ def _check_message(message: Message, place: str) -> None:
             raise InvalidRequest(f"{param}: the arguments must be a JSON object", param=param)
 
 
-def media_of(messages: Sequence[Message]) -> list[MediaSource]:
-    """The media items in the order in which the chat shows them."""
-    return [
-        MediaSource(
-            url=part.image_url.url,
-            param=f"messages[{i}].content[{j}].image_url.url",
-            low_detail=part.image_url.detail == "low",
-        )
-        for i, message in enumerate(messages)
-        for j, part in enumerate(message.content or ())
-        if part.image_url is not None
-    ]
+def media_of(messages: Sequence[Message], sampling: VideoSampling = AS_THE_MODEL) -> list[MediaSource]:
+    """The media items in the order in which the chat shows them; ``sampling`` of the videos."""
+    sources: list[MediaSource] = []
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content or ()):
+            place = f"messages[{i}].content[{j}]"
+            if part.image_url is not None:
+                param, is_low = f"{place}.image_url.url", part.image_url.detail == "low"
+                sources.append(MediaSource(url=part.image_url.url, param=param, low_detail=is_low))
+            elif part.video_url is not None:
+                url, param = part.video_url.url, f"{place}.video_url.url"
+                sources.append(MediaSource(url=url, param=param, modality="video", sampling=sampling))
+    return sources
+
+
+_MODALITY_OF: dict[str, Modality] = {"image_url": "image", "video_url": "video"}
 
 
 def wire_messages(messages: Sequence[Message]) -> list[ChatMessage]:
@@ -176,7 +223,7 @@ def wire_messages(messages: Sequence[Message]) -> list[ChatMessage]:
         ChatMessage(
             role="system" if message.role == "developer" else message.role,
             content=[
-                Part(type="image") if part.type == "image_url" else Part(type="text", text=part.text or "")
+                Part(type=_MODALITY_OF[part.type]) if part.text is None else Part(type="text", text=part.text)
                 for part in message.content or ()
             ],
             tool_calls=[

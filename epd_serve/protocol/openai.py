@@ -27,7 +27,17 @@ from epd_serve.protocol.fields import (
     drop_neutral,
     explain,
 )
-from epd_serve.protocol.messages import MAX_MESSAGES, MediaSource, Message, check_messages, media_of, wire_messages
+from epd_serve.protocol.messages import (
+    MAX_MESSAGES,
+    MediaIoKwargs,
+    MediaSource,
+    Message,
+    VideoFrames,
+    check_messages,
+    media_of,
+    video_sampling,
+    wire_messages,
+)
 from epd_serve.protocol.tools import (
     MAX_TOOLS,
     ResponseFormat,
@@ -269,6 +279,8 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    media_io_kwargs: MediaIoKwargs | None = None
+    mm_processor_kwargs: VideoFrames | None = None
 
     @classmethod
     def _prepare(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -288,6 +300,7 @@ class ChatCompletionRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         check_messages(self.messages)
+        video_sampling(self.media_io_kwargs, self.mm_processor_kwargs)
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
                 "add_generation_prompt and continue_final_message contradict each other; send one of them",
@@ -299,7 +312,7 @@ class ChatCompletionRequest(GenerationRequest):
             )
         if self.truncate_prompt_tokens is not None and self.media():
             raise InvalidRequest(
-                "truncate_prompt_tokens: a prompt with images cannot be cut; leave the field out",
+                "truncate_prompt_tokens: a prompt with media cannot be cut; leave the field out",
                 param="truncate_prompt_tokens",
             )
 
@@ -334,7 +347,7 @@ class ChatCompletionRequest(GenerationRequest):
         )
 
     def media(self) -> list[MediaSource]:
-        return media_of(self.messages)
+        return media_of(self.messages, video_sampling(self.media_io_kwargs, self.mm_processor_kwargs))
 
     def chat(self) -> list[ChatMessage]:
         return wire_messages(self.messages)

@@ -18,7 +18,17 @@ from epd_serve.protocol.fields import (
     drop_neutral,
     explain,
 )
-from epd_serve.protocol.messages import MAX_MESSAGES, MediaSource, Message, check_messages, media_of, wire_messages
+from epd_serve.protocol.messages import (
+    MAX_MESSAGES,
+    MediaIoKwargs,
+    MediaSource,
+    Message,
+    VideoFrames,
+    check_messages,
+    media_of,
+    video_sampling,
+    wire_messages,
+)
 from epd_serve.protocol.tools import MAX_TOOLS, Tool, json_text, tools_text
 from epd_serve.protocol.wire import (
     DetokenizeReply,
@@ -82,11 +92,20 @@ class TokenizeBody(_Call):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     return_token_strs: bool | None = None
+    media_io_kwargs: MediaIoKwargs | None = None
+    mm_processor_kwargs: VideoFrames | None = None
 
     def _check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
-        chat_only = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
+        chat_only = (
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template_kwargs",
+            "tools",
+            "media_io_kwargs",
+            "mm_processor_kwargs",
+        )
         for name in chat_only if self.messages is None else ():
             if getattr(self, name) is not None:
                 raise InvalidRequest(f"{name}: goes with messages, not with a prompt", param=name)
@@ -100,7 +119,7 @@ class TokenizeBody(_Call):
             )
 
     def media(self) -> list[MediaSource]:
-        return media_of(self.messages or ())
+        return media_of(self.messages or (), video_sampling(self.media_io_kwargs, self.mm_processor_kwargs))
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest:
         """The message to an instance, with the chat's media as ``items``."""

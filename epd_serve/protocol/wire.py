@@ -41,7 +41,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from epd_serve.types import SamplingParams, StageRate
+from epd_serve.types import AS_THE_MODEL, Modality, SamplingParams, StageRate, VideoFacts, VideoSampling
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -163,7 +163,7 @@ class InstanceInfo(Message, frozen=True):
         steals: it encodes, and gets prompts only by taking them from the queues of others.
         epoch: number of times that this process has changed its role and made its caches anew.
         state: of its role, see :class:`epd_serve.instance.lifecycle.SwitchState`.
-        takes_images: whether the model has a tower.
+        modalities: that the model's tower takes; a model of text alone has none.
     """
 
     name: Name
@@ -191,30 +191,76 @@ class InstanceInfo(Message, frozen=True):
     steals: bool = False
     epoch: Count = 0
     state: Name = "SERVING"
-    takes_images: bool = True
+    modalities: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ("image",)
     usage: Usage | None = None
+
+
+#: By which most processors sample a video and resize its frames: frames a second, their least and greatest number,
+#: the most pixels of one.
+USUAL_FPS, USUAL_FRAMES, USUAL_FRAME_PIXELS = 2.0, (4, 768), 768 * 28 * 28
 
 
 class MediaRef(Message, frozen=True):
     """A media item without its bytes.
 
     Attributes:
-        mm_hash: full-width blake3 hex over media bytes, modality and the model's ``media_fingerprint``.
-        width, height: pixels as displayed (EXIF orientation applied), read from the header alone.
+        mm_hash: full-width blake3 hex over media bytes, modality, sampling and the model's ``media_fingerprint``.
+        width, height: pixels as displayed (EXIF orientation applied), read from the header alone; of a video's
+            frame.
         low_detail: width and height are those to which the picture is scaled down before its encode.
+        num_frames, fps, is_list: of a video, as in :class:`~epd_serve.types.VideoFacts`.
+        sampling: the frames of a video that are wanted.
     """
 
     mm_hash: str
     width: int
     height: int
-    modality: Literal["image"] = "image"
+    modality: Modality = "image"
     low_detail: bool = False
+    num_frames: int = 0
+    fps: float = 0.0
+    is_list: bool = False
+    sampling: VideoSampling = AS_THE_MODEL
+
+    @classmethod
+    def of_video(cls, video: VideoFacts, sampling: VideoSampling) -> MediaRef:
+        """A video that has no name yet."""
+        facts = video.num_frames, video.fps, video.is_list
+        return cls("", video.width, video.height, "video", False, *facts, sampling)
+
+    @property
+    def video(self) -> VideoFacts:
+        return VideoFacts(self.width, self.height, self.num_frames, self.fps, self.is_list)
+
+    @property
+    def num_asked(self) -> int:
+        """Frames of a video that the request itself names; 0 where the model's processor decides."""
+        count = self.sampling.count_read(self.video)
+        return count if self.is_list or count < self.num_frames else self.sampling.processor_num_frames or 0
+
+    @property
+    def num_sampled(self) -> int:
+        """Frames of a video that are encoded, where the model's processor samples as most do."""
+        if self.num_asked:
+            return self.num_asked
+        fps = USUAL_FPS if self.sampling.processor_fps is None else self.sampling.processor_fps
+        count = min(max(int(self.video.duration_s * fps), USUAL_FRAMES[0]), USUAL_FRAMES[1])
+        return min(count, self.num_frames)
+
+    @property
+    def num_pixels(self) -> int:
+        """The item's work for a tower, in pixels of pictures; about, as each model resizes in its own way.
+
+        Towers for videos take two frames for each picture.
+        """
+        pixels = self.width * self.height
+        return pixels if self.modality == "image" else -(-self.num_sampled // 2) * min(pixels, USUAL_FRAME_PIXELS)
 
 
 class Part(Message, frozen=True):
-    """A piece of a message's content: text, or the next media item in order (``type == "image"``)."""
+    """A piece of a message's content: text, or the next media item in order, which is of that modality."""
 
-    type: Literal["text", "image"]
+    type: Literal["text"] | Modality
     text: str = ""
 
 
@@ -383,7 +429,7 @@ class FeatureEvent(Message, frozen=True):
     Attributes:
         region, offset: where the feature lies in E's memory; region is None where it lies in a store.
         store: name of the store that has it under ``mm_hash``; "" where there is a region.
-        width, height: of the encoded item, as in MediaRef; P knows from them how long the feature must be.
+        item: that was encoded; P knows from it how long the feature must be. None: E does not know.
     """
 
     request_id: str
@@ -395,8 +441,7 @@ class FeatureEvent(Message, frozen=True):
     region: Region | None = None
     offset: int = 0
     store: str = ""
-    width: int = 0
-    height: int = 0
+    item: MediaRef | None = None
 
 
 class KVLayout(Message, frozen=True):
@@ -593,7 +638,7 @@ def read_prompt_note(note: str) -> tuple[int | None, set[int]]:
 
 
 class TokenizeRequest(Message, frozen=True):
-    """Ask for the tokens of a chat or prompt; ``items`` need a size alone."""
+    """Ask for the tokens of a chat or prompt; ``items`` need no name."""
 
     items: list[MediaRef]
     messages: list[ChatMessage] | None = None

@@ -66,8 +66,8 @@ class BoundedHash:
                     if _local_s(prefill, item, pending) <= remote_s:
                         record = prefill
                 if mm_hash not in record.features:
-                    pending[record.name] += item.width * item.height
-                    lately[record.name] += item.width * item.height
+                    pending[record.name] += item.num_pixels
+                    lately[record.name] += item.num_pixels
             chosen.append(record)
         return chosen
 
@@ -80,7 +80,7 @@ class BoundedHash:
     ) -> InstanceRecord:
         if len(others) == 1:
             return others[0]
-        num_pixels = item.width * item.height
+        num_pixels = item.num_pixels
         own = [one.costs.encode_s(num_pixels) for one in others]
         to_do = [one.costs.encode_s(pending[one.name]) for one in others]
         got = [one.costs.encode_s(lately[one.name]) for one in others]
@@ -116,20 +116,20 @@ def encoders(table: InstanceTable, prefill: InstanceRecord, exclude: Collection[
 
 def _encode_s(record: InstanceRecord, item: MediaRef, pending: dict[str, float]) -> float:
     """Seconds until an item's feature is there, after the pixels that wait before it."""
-    own = 0 if item.mm_hash in record.features else item.width * item.height
+    own = 0 if item.mm_hash in record.features else item.num_pixels
     return record.costs.encode_s(pending[record.name] + own) if own else 0.0
 
 
 def _local_s(prefill: InstanceRecord, item: MediaRef, pending: dict[str, float]) -> float:
     """Seconds until an item's feature is there by an encode on P, which also holds up the prompts there."""
-    own_s = 0.0 if item.mm_hash in prefill.features else prefill.costs.encode_s(item.width * item.height)
+    own_s = 0.0 if item.mm_hash in prefill.features else prefill.costs.encode_s(item.num_pixels)
     return _encode_s(prefill, item, pending) + min(own_s, prefill.prefill_s)
 
 
 def _transfer_s(record: InstanceRecord, prefill: InstanceRecord, item: MediaRef) -> float:
     info = record.info
     assert info is not None, "an encoder has said what it is"
-    num_tokens = item.width * item.height * (info.tokens_per_pixel or PRIOR_TOKENS_PER_PIXEL)
+    num_tokens = item.num_pixels * (info.tokens_per_pixel or PRIOR_TOKENS_PER_PIXEL)
     return link_between(record.place, prefill.place).seconds(num_tokens * info.feature_token_bytes)
 
 
@@ -174,7 +174,7 @@ class Together:
     ) -> list[InstanceRecord]:
         if not items:
             return []
-        num_pixels = sum(item.width * item.height for item in items)
+        num_pixels = sum(item.num_pixels for item in items)
         whole = MediaRef(mm_hash=items[0].mm_hash, width=num_pixels, height=1)
         [encoder] = self.encoders.choose_encoders(table, prefill, [whole], exclude=exclude)
         return [encoder] * len(items)

@@ -232,7 +232,7 @@ class InstanceTable:
         """Count one open encode call; an item that is being encoded there, or has been, adds no work."""
         work = NONE
         if ref.mm_hash not in record.features and ref.mm_hash not in record.encoding:
-            work = Work(num_pixels=ref.width * ref.height)
+            work = Work(num_pixels=ref.num_pixels)
             for one in self:
                 one.recent_pixels *= _RECENT_MEMORY
             record.recent_pixels += work.num_pixels

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
-from epd_serve.protocol.wire import REQUEST_ID_HEADER
+from epd_serve.protocol.wire import REQUEST_ID_HEADER, InstanceInfo
 from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.trace_context import random_block
 from proxy.admission.control import AdmissionControl, Visit
@@ -199,10 +199,9 @@ class Endpoint:
         self, exchange: Exchange, asker: str, sources: list[MediaSource], salt: str = ""
     ) -> list[MediaItem]:
         info = self._table.models().get(exchange.record.model)
-        if sources and info is not None and not info.takes_images:
-            raise InvalidRequest(
-                f"the model {info.model!r} takes text alone; leave out the images", param="messages"
-            )
+        for source in sources:
+            if info is not None and source.modality not in info.modalities:
+                raise _not_taken(info, source)
         fingerprint = "" if info is None else info.media_fingerprint
         for source in sources:
             if not source.is_inline:
@@ -210,7 +209,7 @@ class Endpoint:
                 await exchange.fetch(self._loader.places, self._settings.now.gateway.queue_timeout_s)
                 break
         items = await self._loader.load(sources, fingerprint, asker, salt)
-        exchange.record.media([one.width * one.height for one in items], sum([len(item.data) for item in items]))
+        exchange.record.media([(item.ref, len(item.data)) for item in items])
         return items
 
     def _model(self, wanted: str | None) -> str:
@@ -226,6 +225,20 @@ class Endpoint:
 
     def _count(self, record: RequestRecord, status: int, error: ServeError | None = None) -> None:
         self._observer.finish(record, status, "" if error is None else error.code or error.type)
+
+
+def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
+    """Say what a model takes in place of an item."""
+    if not info.modalities:
+        return InvalidRequest(
+            f"the model {info.model!r} takes text alone; leave out the {source.modality}s", param="messages"
+        )
+    taken = " and ".join(("text", *(f"{one}s" for one in info.modalities)))
+    return InvalidRequest(
+        f"the model {info.model!r} takes no {source.modality}s here; it takes {taken}",
+        param=source.param,
+        code="unsupported_media",
+    )
 
 
 class GenerationEndpoint(Endpoint):

@@ -43,7 +43,7 @@ class TokenizingEndpoint(Endpoint):
         exchange.visit.check(generates=False, has_media=bool(sources))
         items = await self._media(exchange, exchange.asker, sources)
         await exchange.admit()
-        refs = [MediaRef(mm_hash="", width=item.width, height=item.height) for item in items]
+        refs = [item.ref for item in items]
         answer = await self._ask(request, refs, model, exchange.record.request_id)
         exchange.answered = True
         await send_json(exchange.client, 200, answer, exchange.record)

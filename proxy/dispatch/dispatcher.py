@@ -487,7 +487,7 @@ def _demand_of(job: Job, pieces: Sequence[str]) -> Demand:
     elif job.prompt is not None:
         num_tokens = len(job.prompt)
     for item in job.items:
-        num_pixels += item.width * item.height
+        num_pixels += item.ref.num_pixels
     return Demand(
         num_characters=num_characters,
         num_tokens=num_tokens,

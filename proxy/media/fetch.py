@@ -58,7 +58,7 @@ def check_url(url: URL, media: MediaConfig) -> None:
         raise InvalidRequest(f"port {url.port} is not allowed here; allowed are {allowed}")
     host = (url.raw_host or "").lower().removesuffix(".")
     if domains is not None and not any(_is_within(host, domain) for domain in domains):
-        raise InvalidRequest(f"images may not be fetched from {host}; allowed are {', '.join(domains)}")
+        raise InvalidRequest(f"media may not be fetched from {host}; allowed are {', '.join(domains)}")
 
 
 def _is_within(host: str, domain: str) -> bool:
@@ -132,7 +132,7 @@ class MediaFetcher:
             timeout=aiohttp.ClientTimeout(total=None),  # fetch() keeps the time
             cookie_jar=aiohttp.DummyCookieJar(),
             # No compressed transfer: the size limit counts the real bytes.
-            headers={"accept": "image/*", "accept-encoding": "identity", "user-agent": "epd-serve"},
+            headers={"accept": "image/*, video/*", "accept-encoding": "identity", "user-agent": "epd-serve"},
             auto_decompress=False,
             trust_env=False,
         )
@@ -143,31 +143,33 @@ class MediaFetcher:
         for session in self._sessions.values():
             await session.close()
 
-    async def fetch(self, url: str, asker: str = "") -> bytes:
-        """``asker`` is whose lookups and connections are used: those of one are no other's.
+    async def fetch(self, url: str, asker: str = "", *, max_bytes: int | None = None) -> bytes:
+        """``asker`` is whose lookups and connections are used: those of one are no other's. ``max_bytes``: an
+        image's where it is None.
 
         Raises InvalidRequest that names the URL and what the client can do about it, TooLarge for too many bytes.
         A server that cannot be reached is one case, be its name unknown, its address private or nobody there, and
         nothing that a server sent is shown: who asks could otherwise look around in the inner network.
         """
+        max_bytes = max_bytes or self._media.max_bytes
         if len(url) > MAX_URL_LENGTH:
             raise InvalidRequest(f"{_short(url)} has {len(url)} characters; at most {MAX_URL_LENGTH} are accepted")
         if url[:5].lower() == "file:":
-            return await asyncio.to_thread(self._read_file, url)
+            return await asyncio.to_thread(self._read_file, url, max_bytes)
         timeout_s = self._media.fetch_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._get(url, self._session(asker))
+                return await self._get(url, self._session(asker), max_bytes)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # Not with the URL, which may hold a signature.
             reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
-            logger.info("an image of %s cannot be fetched: %s", URL(url).host, reason)
+            logger.info("a media item of %s cannot be fetched: %s", URL(url).host, reason)
             raise InvalidRequest(
                 f"{_short(url)} cannot be fetched: it must be on a server that this gateway may reach, that "
-                f"speaks HTTP and that sends the picture within {timeout_s:g} s"
+                f"speaks HTTP and that sends the file within {timeout_s:g} s"
             ) from error
 
-    async def _get(self, url: str, session: aiohttp.ClientSession) -> bytes:
+    async def _get(self, url: str, session: aiohttp.ClientSession, max_bytes: int) -> bytes:
         location = self._checked(url, url)
         most = self._media.max_redirects
         for _ in range(most + 1):
@@ -190,7 +192,7 @@ class MediaFetcher:
                         f"{_short(url)} cannot be fetched: the server sent it compressed, which it was asked not "
                         "to do"
                     )
-                return await self._read(url, response)
+                return await self._read(url, response, max_bytes)
         raise InvalidRequest(f"{_short(url)} cannot be fetched: more than {most} redirects")
 
     def _checked(self, text: str, url: str) -> URL:
@@ -204,14 +206,14 @@ class MediaFetcher:
             raise InvalidRequest(f"{_short(url)} is no URL: {error}") from error
         return location
 
-    async def _read(self, url: str, response: aiohttp.ClientResponse) -> bytes:
-        if (response.content_length or 0) > self._media.max_bytes:
-            raise self._too_large(url)
+    async def _read(self, url: str, response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+        if (response.content_length or 0) > max_bytes:
+            raise _too_large(url, max_bytes)
         data = bytearray()
         async for chunk in response.content.iter_any():
             data += chunk
-            if len(data) > self._media.max_bytes:
-                raise self._too_large(url)
+            if len(data) > max_bytes:
+                raise _too_large(url, max_bytes)
         return bytes(data)
 
     def _new_socket(self, info: tuple[Any, ...]) -> socket.socket:
@@ -222,7 +224,7 @@ class MediaFetcher:
             raise AddressRefused(address)
         return socket.socket(family=family, type=kind, proto=protocol)
 
-    def _read_file(self, url: str) -> bytes:
+    def _read_file(self, url: str, max_bytes: int) -> bytes:
         parts = urlsplit(url)
         refusal = InvalidRequest(
             f"{_short(url)}: file URLs are only read from the directories that the gateway allows"
@@ -237,27 +239,26 @@ class MediaFetcher:
             ):
                 raise refusal
             with path.open("rb") as file:
-                data = file.read(self._media.max_bytes + 1)
+                data = file.read(max_bytes + 1)
         except (
             OSError,
             ValueError,
             RuntimeError,
         ) as error:  # the same answer as above: files elsewhere stay unknown
             raise refusal from error
-        if len(data) > self._media.max_bytes:
-            raise self._too_large(url)
+        if len(data) > max_bytes:
+            raise _too_large(url, max_bytes)
         return data
 
-    def _too_large(self, url: str) -> ServeError:
-        return TooLarge(
-            f"{_short(url)} has more than {self._media.max_bytes} bytes, which is the limit for an image"
-        )
+
+def _too_large(url: str, max_bytes: int) -> ServeError:
+    return TooLarge(f"{_short(url)} has more than {max_bytes} bytes, which is the limit for such a file")
 
 
 def _short(url: str) -> str:
     """The URL for an error: cut short, and without a password."""
     url = _PASSWORD.sub("://...@", url[:MAX_URL_LENGTH])
-    return f"the image URL {url if len(url) <= 200 else url[:200] + '...'!r}"
+    return f"the media URL {url if len(url) <= 200 else url[:200] + '...'!r}"
 
 
 #: Requests that may have media fetched at once, or fetched and not running yet.
@@ -304,8 +305,8 @@ class FetchPlaces:
                     self._waiting.pop(asker, None)
             if isinstance(error, TimeoutError):
                 raise Overloaded(
-                    f"images of other requests are still being fetched after {timeout_s:g} s, its limit; "
-                    "send fewer requests with image URLs at a time",
+                    f"media of other requests are still being fetched after {timeout_s:g} s, its limit; "
+                    "send fewer requests with media URLs at a time",
                     code="queue_timeout",
                 ) from error
             raise

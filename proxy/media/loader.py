@@ -16,10 +16,13 @@ from blake3 import blake3
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.flow.events import Named
 from epd_serve.media.picture import MediaLimits, low_detail_size, pixel_size, plain_size
+from epd_serve.media.video import VideoLimits, pack_frames, read_list
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
+from epd_serve.types import MODALITIES, Modality, VideoFacts
 from proxy.fair_threads import FairThreads
 from proxy.media.fetch import FetchPlaces, MediaFetcher
+from proxy.media.probe import VideoProbe
 from proxy.settings import Current
 
 #: Items of a request that are fetched at a time.
@@ -38,40 +41,30 @@ _threads = FairThreads("media", _NUM_THREADS)
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """A checked media item; ``param`` is its place in the request.
 
-    ``low_detail``: width and height are those to which it is scaled down. ``mm_hash`` is its name under
-    ``fingerprint`` and with the request's ``salt``, where it has one already.
+    ``ref`` is the item as P knows it; its name is that under ``fingerprint`` and with the request's ``salt``, or
+    "" where it has none yet.
     """
 
     data: bytes
-    width: int
-    height: int
+    ref: MediaRef
     param: str
-    low_detail: bool = False
     fingerprint: str = ""
-    mm_hash: str = ""
     salt: str = ""
 
     async def name(self, fingerprint: str) -> MediaRef:
         """The item as P knows it, under a model's ``media_fingerprint``."""
-        name = self.mm_hash
-        if not name or fingerprint != self.fingerprint:
-            name = await _off_loop(
-                "", len(self.data), mm_hash, self.data, _kind(self.low_detail), fingerprint, self.salt
-            )
-        return MediaRef(name, self.width, self.height, low_detail=self.low_detail)
+        if self.ref.mm_hash and fingerprint == self.fingerprint:
+            return self.ref
+        name = await _off_loop("", len(self.data), mm_hash, self.data, _kind(self.ref), fingerprint, self.salt)
+        return msgspec.structs.replace(self.ref, mm_hash=name)
 
 
 def names_of(items: Sequence[MediaItem]) -> tuple[str, Named] | None:
     """The names of media items, and the fingerprint that all were named under; None where some are without."""
     fingerprint = items[0].fingerprint
-    refs: list[MediaRef] = []
-    params: list[str | None] = []
-    for item in items:
-        if not item.mm_hash or item.fingerprint != fingerprint:
-            return None
-        refs.append(MediaRef(item.mm_hash, item.width, item.height, low_detail=item.low_detail))
-        params.append(item.param)
-    return fingerprint, Named(refs, params)
+    if any(not item.ref.mm_hash or item.fingerprint != fingerprint for item in items):
+        return None
+    return fingerprint, Named([item.ref for item in items], [item.param for item in items])
 
 
 class MediaLoader:
@@ -81,9 +74,10 @@ class MediaLoader:
         places: of which a request takes one before it has anything fetched.
     """
 
-    def __init__(self, settings: Current, fetcher: MediaFetcher) -> None:
+    def __init__(self, settings: Current, fetcher: MediaFetcher, probe: VideoProbe) -> None:
         self._settings = settings
         self._fetcher = fetcher
+        self._probe = probe
         self.places = FetchPlaces()
 
     @property
@@ -103,9 +97,9 @@ class MediaLoader:
         gateway = self._settings.now.gateway
         if len(sources) > (most := gateway.media.max_items):
             raise InvalidRequest(
-                f"the request has {len(sources)} images over all messages; at most {most} are accepted",
+                f"the request has {len(sources)} media items over all messages; at most {most} are accepted",
                 param=sources[most].param,
-                code="too_many_images",
+                code="too_many_media",
             )
         here = [self._load_small(source, fingerprint, salt) for source in sources]
         loaded = [item for item in here if item is not None]
@@ -131,8 +125,9 @@ class MediaLoader:
         return [one if isinstance(one, MediaItem) else one.result() for one in found]
 
     def _load_small(self, source: MediaSource, fingerprint: str, salt: str) -> MediaItem | None:
-        """An item that is little work; None for one that needs a thread or the network."""
-        if not source.is_inline or _num_characters(source) > INLINE_BYTES:
+        """An item that is little work; None for one that needs a thread, a process or the network."""
+        is_image = source.modality == "image"
+        if not is_image or not source.is_inline or _num_characters(source) > INLINE_BYTES:
             return None
         read = self._read(source, fingerprint, salt)
         return read if isinstance(read, MediaItem) else None
@@ -141,6 +136,9 @@ class MediaLoader:
         self, source: MediaSource, fingerprint: str, salt: str, asker: str, fetches: asyncio.Semaphore
     ) -> MediaItem:
         try:
+            if source.modality == "video":
+                data, ref = await self._video(source, asker, fetches)
+                return MediaItem(data=data, ref=ref, param=source.param, salt=salt)
             if source.is_inline:
                 read = await _off_loop(asker, _num_characters(source), self._read, source, fingerprint, salt)
                 if isinstance(read, MediaItem):
@@ -159,18 +157,38 @@ class MediaLoader:
         return _item(source, data, size, "", salt)
 
     def _read(self, source: MediaSource, fingerprint: str, salt: str) -> MediaItem | bytes:
-        """An item of the request's own; its bytes where its size is not plain to see."""
-        limits = self._limits
+        """An image of the request's own; its bytes where its size is not plain to see."""
         try:
-            if source.payload is None:
-                data = parse_data_url(source.url, limits.max_bytes)[1]
-            else:
-                data = decode_data_url(source.url, source.payload, limits.max_bytes)[1]
+            data = _decoded(source, self._limits.max_bytes)[1]
         except InvalidRequest as error:
             error.param = source.param
             raise
         size = self._plain_size(data)
         return data if size is None else _item(source, data, size, fingerprint, salt)
+
+    async def _video(self, source: MediaSource, asker: str, fetches: asyncio.Semaphore) -> tuple[bytes, MediaRef]:
+        """The bytes of a video, without a name as yet."""
+        settings = self._settings.now
+        limits = settings.video_limits
+        is_list = source.is_inline and source.url[: len(_FRAME_LIST)].lower() == _FRAME_LIST
+        if is_list:
+            data, facts = await _threads.run(asker, _read_list, source, limits)
+        else:
+            if source.is_inline:
+                data = (await _off_loop(asker, _num_characters(source), _decoded, source, limits.max_bytes))[1]
+            else:
+                async with fetches:
+                    data = await self._fetcher.fetch(source.url, asker, max_bytes=limits.max_bytes)
+            facts = await self._probe.facts(data, asker)
+        ref = MediaRef.of_video(facts, source.sampling)
+        most = settings.gateway.media.video.max_sampled_frames
+        if ref.num_asked > most:
+            raise InvalidRequest(
+                f"{ref.num_asked} frames of the video are to be encoded; at most {most} are: ask for fewer with "
+                'media_io_kwargs {"video": {"num_frames": ...}}',
+                code="video_too_large",
+            )
+        return data, ref
 
     def _plain_size(self, data: bytes) -> tuple[int, int] | None:
         """Within the limits; what is not is Pillow's to explain."""
@@ -184,28 +202,54 @@ def _check_total(items: Sequence[MediaItem], max_bytes: int) -> None:
         total += len(item.data)
         if total > max_bytes:
             raise TooLarge(
-                f"the images of the request have more than {max_bytes} bytes together; send fewer or smaller ones",
+                f"the media of the request have more than {max_bytes} bytes together; send fewer or smaller ones",
                 param=item.param,
             )
 
 
 def _item(source: MediaSource, data: bytes, size: tuple[int, int], fingerprint: str, salt: str) -> MediaItem:
     width, height = low_detail_size(size) if source.low_detail else size
-    scaled = (width, height) != size
-    return MediaItem(
-        data=data,
-        width=width,
-        height=height,
-        param=source.param,
-        low_detail=scaled,
-        fingerprint=fingerprint,
-        mm_hash=mm_hash(data, _kind(scaled), fingerprint, salt) if fingerprint else "",
-        salt=salt,
-    )
+    ref = MediaRef("", width, height, low_detail=(width, height) != size)
+    if fingerprint:
+        ref = msgspec.structs.replace(ref, mm_hash=mm_hash(data, _kind(ref), fingerprint, salt))
+    return MediaItem(data=data, ref=ref, param=source.param, fingerprint=fingerprint, salt=salt)
 
 
-def _kind(low_detail: bool) -> str:
-    return "image/low" if low_detail else "image"
+def _kind(ref: MediaRef) -> str:
+    """The part of a name that says how the bytes are read."""
+    if ref.modality == "image":
+        return "image/low" if ref.low_detail else "image"
+    asked = msgspec.json.encode(ref.sampling).decode()
+    return f"video{'/list' if ref.is_list else ''} {asked}"
+
+
+#: What a frame list begins with.
+_FRAME_LIST = "data:video/jpeg;"
+
+
+def _read_list(source: MediaSource, limits: VideoLimits) -> tuple[bytes, VideoFacts]:
+    """The frames of a list that are wanted, as one file."""
+    sampling = source.sampling
+    if source.payload is None:
+        header, comma, text = source.url.partition(",")
+        header, parts = header + comma, text.encode().split(b",")
+    else:
+        header, parts = source.url, bytes(source.payload).split(b",")
+    if sampling.num_frames is not None:
+        parts = parts[: sampling.num_frames]
+    if len(parts) > limits.max_frames:
+        raise InvalidRequest(
+            f"the video has {len(parts)} frames; at most {limits.max_frames} are taken", code="video_too_large"
+        )
+    frames = [decode_data_url(header, memoryview(part), limits.max_bytes, "video")[1] for part in parts]
+    return pack_frames(frames), read_list(frames, 1.0 if sampling.fps is None else sampling.fps, limits)
+
+
+def _decoded(source: MediaSource, max_bytes: int) -> tuple[str, bytes]:
+    """Media type and bytes of an item that the request holds."""
+    if source.payload is None:
+        return parse_data_url(source.url, max_bytes, source.modality)
+    return decode_data_url(source.url, source.payload, max_bytes, source.modality)
 
 
 def _num_characters(source: MediaSource) -> int:
@@ -219,21 +263,24 @@ async def _off_loop(asker: str, nbytes: int, function: Callable[P, T], *args: P.
     return await _threads.run(asker, function, *args, **kwargs)
 
 
-def parse_data_url(url: str, max_bytes: int) -> tuple[str, bytes]:
+def parse_data_url(url: str, max_bytes: int, modality: Modality = "image") -> tuple[str, bytes]:
     """``data:image/png;base64,...`` → (media type in lower case, bytes).
 
     The media type may be left out ("" then). Raises InvalidRequest with what is wrong, TooLarge before decoding
     where the text is too long for ``max_bytes``.
     """
     header, comma, text = url.partition(",")
-    return decode_data_url(header + comma, text, max_bytes)
+    return decode_data_url(header + comma, text, max_bytes, modality)
 
 
-def decode_data_url(header: str, text: str | memoryview, max_bytes: int) -> tuple[str, bytes]:
+def decode_data_url(
+    header: str, text: str | memoryview, max_bytes: int, modality: Modality = "image"
+) -> tuple[str, bytes]:
     """The same for a data URL in two parts: up to its first comma, and the rest."""
-    media_type = _media_type(header) if len(header) <= 64 else _media_type.__wrapped__(header)
+    read = _media_type if len(header) <= 64 else _media_type.__wrapped__
+    media_type = read(header, modality)
     if len(text) // 4 * 3 > max_bytes + 2:
-        raise TooLarge(f"the image has about {len(text) // 4 * 3} bytes; at most {max_bytes} are accepted")
+        raise TooLarge(f"the {modality} has about {len(text) // 4 * 3} bytes; at most {max_bytes} are accepted")
     try:
         data = pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -245,19 +292,25 @@ def decode_data_url(header: str, text: str | memoryview, max_bytes: int) -> tupl
 
 
 @lru_cache(maxsize=256)
-def _media_type(header: str) -> str:
+def _media_type(header: str, modality: Modality) -> str:
     """The media type of a data URL, by what is before its text."""
+    example = f"'data:{_EXAMPLES[modality]};base64,...'"
     if header[:5].lower() != "data:" or not header.endswith(","):
-        raise InvalidRequest(
-            f"{header[:40]!r} is no data URL; it should look like 'data:image/png;base64,iVBORw0...'"
-        )
+        raise InvalidRequest(f"{header[:40]!r} is no data URL; it should look like {example}")
     media_type, *parameters = header[5:-1].split(";")
     if not parameters or parameters[-1].strip().lower() != "base64":
-        raise InvalidRequest("the data URL is not base64; it should look like 'data:image/png;base64,iVBORw0...'")
+        raise InvalidRequest(f"the data URL is not base64; it should look like {example}")
     media_type = media_type.strip().lower()
-    if media_type and not media_type.startswith("image/"):
-        raise InvalidRequest(f"the data URL has media type {media_type[:60]!r}; only image/... is supported")
+    if media_type and not media_type.startswith(f"{modality}/"):
+        other = next((one for one in MODALITIES if media_type.startswith(f"{one}/")), "")
+        remedy = f"; send it as {other}_url" if other else ""
+        raise InvalidRequest(
+            f"the data URL has media type {media_type[:60]!r}; only {modality}/... is supported{remedy}"
+        )
     return media_type
+
+
+_EXAMPLES: dict[Modality, str] = {"image": "image/png", "video": "video/mp4"}
 
 
 def mm_hash(data: bytes, modality: str, fingerprint: str, salt: str = "") -> str:

@@ -50,6 +50,7 @@ class Line(msgspec.Struct, frozen=True):
     model: str | None
     modality: str
     images: int
+    videos: int
     pixels: tuple[int, ...]
     media_bytes: int
     stream: bool
@@ -190,9 +191,10 @@ def line_of(record: RequestRecord, wall_offset_s: float) -> Line:
         record.endpoint,
         record.model or None,
         record.modality,
-        record.num_images,
+        record.num_media.get("image", 0),
+        record.num_media.get("video", 0),
         record.pixels,
-        record.media_bytes,
+        sum(record.media_bytes.values()),
         record.streamed,
         record.status,
         record.error or None,

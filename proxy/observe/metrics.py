@@ -206,8 +206,8 @@ class GatewayMetrics:
             self._request_generation_tokens.observe(output_tokens)
         for span in record.spans:
             self._stages.observe(span.end_s - span.start_s, span.name)
-        if record.num_images:
-            self.media_bytes.add(record.media_bytes, "image")
+        for kind, nbytes in record.media_bytes.items():
+            self.media_bytes.add(nbytes, kind)
             for source in [one.attributes["feature"] for one in record.spans if "feature" in one.attributes]:
                 self._features.add(1.0, str(source))
                 self._mm_queries.add(1.0)

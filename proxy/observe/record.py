@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from math import inf
 
-from epd_serve.protocol.wire import REQUEST_ID_HEADER, read_prompt_note
+from epd_serve.protocol.wire import REQUEST_ID_HEADER, MediaRef, read_prompt_note
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.telemetry.trace_context import TRACEPARENT_HEADER, TraceContext
+from epd_serve.types import Modality
 
 #: Stages as a gateway sees them: from the call to the answer, waiting included.
 QUEUE, ENCODE, PREFILL, TRANSFER, DECODE = "queue", "encode", "prefill", "kv_transfer", "decode"
@@ -55,6 +56,8 @@ class RequestRecord:
         first_s, end_s: of the first token of a streamed answer; of the whole.
         prompt_tokens, output_tokens: None where nobody has told.
         prompt_note: what P said of the prompt (epd_serve/protocol/wire.py).
+        modality: of its media: "text" where there are none, "image+video" for both.
+        num_media, media_bytes: of its media items, by modality.
         items: mm_hashes of its media items.
         pace: times the events of a streamed answer; None: nobody wants to know.
         spans: its stages, over all attempts, each under its attempt's request id.
@@ -83,7 +86,7 @@ class RequestRecord:
         "media_bytes",
         "modality",
         "model",
-        "num_images",
+        "num_media",
         "output_tokens",
         "pace",
         "pixels",
@@ -108,8 +111,8 @@ class RequestRecord:
         self.key = ""
         self.model = ""
         self.modality = "text"
-        self.num_images = 0
-        self.media_bytes = 0
+        self.num_media: dict[Modality, int] = {}
+        self.media_bytes: dict[Modality, int] = {}
         self.pixels: tuple[int, ...] = ()
         self.status = 0
         self.error = ""
@@ -147,11 +150,13 @@ class RequestRecord:
         self.queue_s = now_s - since_s
         self.spans.append(Span(QUEUE, self.request_id, since_s, now_s))
 
-    def media(self, pixels: Iterable[int], nbytes: int) -> None:
-        """``pixels`` of each image, in the request's order."""
-        self.pixels, self.media_bytes = tuple(pixels), nbytes
-        self.num_images = len(self.pixels)
-        self.modality = "image" if self.pixels else "text"
+    def media(self, items: Sequence[tuple[MediaRef, int]]) -> None:
+        """Each item of the request and its bytes, in order."""
+        self.pixels = tuple([ref.num_pixels for ref, _ in items])
+        for ref, nbytes in items:
+            self.media_bytes[ref.modality] = self.media_bytes.get(ref.modality, 0) + nbytes
+            self.num_media[ref.modality] = self.num_media.get(ref.modality, 0) + 1
+        self.modality = "+".join(sorted(self.num_media)) or "text"
 
     def begin(self, stage: str, request_id: str, instance: str, item: str = "") -> Span:
         """A stage begins at an instance; ``request_id`` is the attempt's, ``item`` an encode's mm_hash."""

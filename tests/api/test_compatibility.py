@@ -108,7 +108,6 @@ async def test_a_field_like_no_other_is_told_to_go(api):
 @pytest.mark.parametrize(
     ("part", "what"),
     [
-        ({"type": "video_url", "video_url": {"url": "x"}}, "video"),
         ({"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}, "audio"),
         ({"type": "audio_url", "audio_url": {"url": "x"}}, "audio"),
         ({"type": "file", "file": {"file_id": "x"}}, "files"),

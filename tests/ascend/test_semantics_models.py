@@ -28,6 +28,7 @@ from device.cpu import CpuDevice  # noqa: E402
 from device.ops.ascend import AscendOps, Layout  # noqa: E402
 from epd_serve.engine.step import StepExecutor  # noqa: E402
 from epd_serve.engine.step_inputs import StepInputs  # noqa: E402
+from epd_serve.models.family import picture  # noqa: E402
 from epd_serve.models.language import LanguageModel  # noqa: E402
 from epd_serve.models.loader import load_family  # noqa: E402
 from epd_serve.models.tower import Tower  # noqa: E402
@@ -99,7 +100,7 @@ class Instance:
         feature = self.tower.encode([self.family.preprocess(np.array(image))])[0]
         ids = [10 + i % 40 for i in range(length)]
         ids[IMAGE_START : IMAGE_START + len(feature)] = [self.family.image_token_id] * len(feature)
-        positions, delta = self.family.positions(ids, [image.size], self.model.inner)
+        positions, delta = self.family.positions(ids, [picture(image.size)], self.model.inner)
         first = 1 + seed * BLOCKS_EACH
         blocks = [first + 1, first]  # not in order
         return Request(ids, positions, delta, feature, IMAGE_START, blocks)

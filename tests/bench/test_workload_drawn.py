@@ -20,6 +20,8 @@ from epd_serve.bench.workloads import load_workload
 from epd_serve.bench.workloads.lengths import parse_lengths, parse_seconds, parse_sizes
 from epd_serve.bench.workloads.synthetic import synthesise, text_of
 from epd_serve.demo import weights_dir
+from epd_serve.media.video import VideoLimits, read_facts
+from epd_serve.types import VideoFacts
 
 
 def take(spec: str, num_items: int, seed: int = 1) -> list[Item]:
@@ -138,7 +140,7 @@ def test_pictures_of_a_folder(tmp_path: Path) -> None:
     ("spec", "says"),
     [
         ("sharegpt4o", "did you mean sharegpt4o-like"),
-        ("nothing", "known: sharegpt4o-like, visualwebinstruct-like, synthetic, custom, trace"),
+        ("nothing", "known: sharegpt4o-like, visualwebinstruct-like, synthetic, videos, custom, trace"),
         ("synthetic:file.jsonl", "reads no file"),
         ("trace", "needs a file; write trace:FILE.jsonl"),
         ("custom:", "names no file"),
@@ -188,3 +190,14 @@ def test_draws_stay_in_what_was_written(low: int, more: int, weight: float, seed
     assert str(mixed) == f"{low}@{weight:f}+{low + more}"
     assert parse_lengths(f"normal:{low}:0").draw(rng) == low
     assert parse_lengths(f"lognormal:{low}:0").draw(rng) == low
+
+
+def test_clips_have_their_length_and_share_of_conversations() -> None:
+    spec = "videos,video_share=0.25,video_size=63x48,video_s=2,video_fps=5,image_size=32x32"
+    items = take(spec, 32)
+    assert Counter(item.modality for item in items) == {"image": 24, "video": 8}
+    clips = [one for one in pictures(items) if one.mime == "video/mp4"]
+    limits = VideoLimits(max_pixels=1 << 20, max_bytes=1 << 20, max_frames=100, max_seconds=10)
+    assert {read_facts(clip.data, limits) for clip in clips} == {VideoFacts(64, 48, 10, 5.0)}
+    assert len({clip.data for clip in clips}) == len(clips) == 8
+    assert pictures(take(spec, 32)) == pictures(items), "the same seed gives the same bytes"

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -34,7 +34,9 @@ from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 class Family:
     """Its processor makes every image one pixel."""
 
-    def num_pixels(self, size: tuple[int, int]) -> int:
+    token_ids: ClassVar = {"image": 1}
+
+    def pixels_of(self, item: wire.MediaRef) -> int:
         return 1
 
     def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
@@ -182,7 +184,7 @@ async def test_requests_for_one_item_share_one_encode_and_outlive_each_other(ben
     assert tower.num_images == 1
     assert [reply.num_tokens for reply in replies] == [2] * 4
     assert [event.request_id for event in peers.events] == ["r1", "r2", "r3", "r4"]
-    assert {(event.width, event.height) for event in peers.events} == {PICTURE.size}
+    assert {((event.item.width, event.item.height)) for event in peers.events} == {PICTURE.size}
     assert (await service.encode(request("r5"))).cached
     assert tower.num_images == 1, "the second time nothing is encoded"
     assert store.num_owners == service.num_waiting == 0

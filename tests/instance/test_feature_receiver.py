@@ -40,7 +40,7 @@ class Bench:
         clock: Any,
         fetch: Callable[[wire.FeatureEvent], bytearray] | None = None,
     ) -> FeatureReceiver:
-        form = FeatureForm(dtype="uint8", width=WIDTH, num_tokens=lambda size: size[0] * size[1])
+        form = FeatureForm(dtype="uint8", width=WIDTH, num_tokens=lambda item: item.width * item.height)
         return FeatureReceiver(
             capacity_bytes, fetch or self.store.fetch, lambda: None, form=form, orphan_s=ORPHAN_S, clock=clock
         )
@@ -54,7 +54,7 @@ class Bench:
         feature = await self.store.put(item.mm_hash, data, [count, WIDTH], "uint8", request_id)
         assert feature is not None
         event = self.store.event(item.mm_hash, feature, request_id)
-        return msgspec.structs.replace(event, width=item.width, height=item.height)
+        return msgspec.structs.replace(event, item=item)
 
     async def announce(self, item: wire.MediaRef, request_id: str) -> None:
         await self.receiver.receive(await self.event(item, request_id))

@@ -15,7 +15,7 @@ from epd_serve.protocol.wire import FeatureEvent, MediaRef
 from epd_serve.transfer.transport import TransferError
 
 EVENT = FeatureEvent(
-    request_id="r", mm_hash="a", shape=[1, 1], dtype="float32", nbytes=4, checksum="", width=8, height=8
+    request_id="r", mm_hash="a", shape=[1, 1], dtype="float32", nbytes=4, checksum="", item=MediaRef("a", 8, 8)
 )
 
 
@@ -32,7 +32,7 @@ class Bench:
             1 << 20,
             self.fetch,
             lambda: None,
-            form=FeatureForm(dtype="float32", width=1, num_tokens=lambda size: 1),
+            form=FeatureForm(dtype="float32", width=1, num_tokens=lambda item: 1),
             orphan_s=1e9,
             clock=lambda: self.now,
             observe=self.timings.append,

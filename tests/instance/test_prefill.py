@@ -117,7 +117,7 @@ class Bench:
         self.prompts = Prompts()
         self.transport = EmbeddedTransport(path="shm")
         self.store = EmbeddedFeatureStore(self.transport, 4096)
-        form = FeatureForm(dtype="float32", width=1, num_tokens=lambda size: 1)
+        form = FeatureForm(dtype="float32", width=1, num_tokens=lambda item: 1)
         self.receiver = FeatureReceiver(
             4096, self.store.fetch, lambda: None, form=form, orphan_s=orphan_s, clock=time.monotonic
         )

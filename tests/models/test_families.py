@@ -21,6 +21,7 @@ from epd_serve.demo import weights_dir
 from epd_serve.instance.media_layout import MediaLayouts
 from epd_serve.models.families import FAMILIES, NOT_RUN, TEXT, family_of
 from epd_serve.models.family import Family, Size
+from epd_serve.protocol.wire import MediaRef
 
 
 def test_a_model_type_is_of_one_family() -> None:
@@ -70,7 +71,7 @@ def family(tokenizer: Any) -> Rows:
 
 def test_an_item_may_have_several_runs_of_rows(tokenizer: Any) -> None:
     layouts = MediaLayouts(family(tokenizer), tokenizer)
-    layout = layouts.of_size((5, 30))
+    layout = layouts.of(MediaRef("a", 5, 30))
     text = "".join(f"<|vision_start|>row {row}" + "<|image_pad|>" * 3 for row in range(3))
     assert layout.ids == tokenizer.encode(text, add_special_tokens=False)
     spans = layout.spans(100, "a")
@@ -78,7 +79,7 @@ def test_an_item_may_have_several_runs_of_rows(tokenizer: Any) -> None:
     image = family(tokenizer).image_token_id
     places = [span.start - 100 + row for span in spans for row in range(span.length)]
     assert places == [place for place, token in enumerate(layout.ids) if token == image]
-    assert layouts.of_size((5, 30)) is layout, "made once"
+    assert layouts.of(MediaRef("b", 5, 30)) is layout, "made once"
 
 
 def test_text_that_grows_together_with_the_prompt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

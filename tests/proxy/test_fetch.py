@@ -184,7 +184,7 @@ async def test_only_allowed_domains_and_ports_are_asked_redirects_included(site)
             (f"http://127.0.0.1.evil.test:{port}/image", "may not be fetched from"),
             (f"http://example.com:{port}/image", r"from example\.com"),
             (f"http://badexample.com:{port}/image", r"from badexample\.com"),
-            (f"http://evil.test\\@127.0.0.1:{port}/image", "the image URL"),
+            (f"http://evil.test\\@127.0.0.1:{port}/image", "the media URL"),
             (f"http://127.0.0.1:{port + 1}/image", f"port {port + 1} is not allowed"),
             ("https://127.0.0.1/image", "port 443 is not allowed"),
         ):

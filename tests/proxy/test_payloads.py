@@ -21,6 +21,7 @@ from epd_serve.protocol.wire import encode_in_parts
 from proxy.api import payloads
 from proxy.api.payloads import ParsedBody
 from proxy.media.loader import MediaLoader
+from proxy.media.probe import VideoProbe
 from proxy.settings import Current
 
 
@@ -31,7 +32,7 @@ class _NoFetcher:
 
 def loader_of(max_body_bytes: int, **media: int) -> MediaLoader:
     settings = Current(gateway_settings(max_body_bytes=max_body_bytes, media={"max_items": 8, **media}))
-    return MediaLoader(settings, _NoFetcher())  # type: ignore[arg-type]
+    return MediaLoader(settings, _NoFetcher(), VideoProbe(settings))  # type: ignore[arg-type]
 
 
 def _picture(kind: str, nbytes: int) -> bytes:
@@ -197,7 +198,7 @@ async def test_an_item_that_is_named_early_has_the_same_name(nbytes, low_detail)
     url = HEADERS[0] + base64.b64encode(_picture("PNG", nbytes)).decode()
     sources = [MediaSource(url=url, param="", low_detail=low_detail)]
     [early], [late] = await loader.load(sources, "f00d"), await loader.load(sources)
-    assert early.mm_hash and not late.mm_hash
+    assert early.ref.mm_hash and not late.ref.mm_hash
     for fingerprint in ("f00d", "another"):
         assert await early.name(fingerprint) == await late.name(fingerprint)
     assert await early.name("f00d") != await early.name("another")

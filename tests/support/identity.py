@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from clips import clip
 from fleet import Books, gateway
 from pictures import noise, png
 from PIL import Image
+from plain_video import Clip
 from reference import Reference
 
 from epd_serve.config import DeploymentConfig
@@ -27,14 +29,21 @@ MAX_TOKENS = 10
 class Question:
     text: str
     images: tuple[Image.Image, ...] = ()
+    videos: tuple[Clip, ...] = ()
 
     def body(self, *, stream: bool, ignore_eos: bool) -> dict[str, Any]:
         urls = [f"data:image/png;base64,{base64.b64encode(png(image)).decode()}" for image in self.images]
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        for video in self.videos:
+            parts.append({"type": "video_url", "video_url": {"url": video.url}})
+        fps = next((video.fps for video in self.videos if video.fps), None)
+        num_read = next((video.num_read for video in self.videos if video.num_read), None)
         parts.append({"type": "text", "text": self.text})
         return {
             "model": "tested",
-            "messages": [{"role": "user", "content": parts if self.images else self.text}],
+            "messages": [{"role": "user", "content": parts if len(parts) > 1 else self.text}],
+            **({"mm_processor_kwargs": {"fps": fps}} if fps else {}),
+            **({"media_io_kwargs": {"video": {"num_frames": num_read}}} if num_read else {}),
             "max_tokens": MAX_TOKENS,
             "temperature": 0,
             "ignore_eos": ignore_eos,
@@ -53,6 +62,15 @@ QUESTIONS = (
     Question("What is in the picture?", (noise(3, (90, 90)), noise(2, (60, 140)))),
     Question("Where is it?", (noise(4, (200, 70)),)),
     Question("What is 2 + 3?"),
+)
+
+#: For models that take them: one run or several, beside a picture, two of one prompt at another rate.
+VIDEO_QUESTIONS = (
+    Question("What happens?", videos=(Clip(clip(1, 24, (96, 64), fps=6)),)),
+    Question("What is in the picture?", (noise(1),), (Clip(clip(2, 9, (64, 96), fps=3)),)),
+    Question(
+        "Which one is longer?", videos=(Clip(clip(3, 15, fps=5), 1.5), Clip(clip(4, 33, (70, 60), fps=12), 1.5))
+    ),
 )
 
 
@@ -95,8 +113,12 @@ async def start_fleet(
     """All instances of a topology with the model in ``path``; ``settings`` of the deployment go over the usual."""
     reference = Reference(path)
     expected = {}
-    for question in (one for one in QUESTIONS if reference.takes_images or not one.images):
-        ids = reference.generate(question.text, question.images, max_tokens=MAX_TOKENS)
+    asked = [one for one in QUESTIONS if reference.takes_images or not one.images]
+    template = path / "chat_template.jinja"
+    if template.exists() and "<|video_pad|>" in template.read_text():
+        asked += VIDEO_QUESTIONS
+    for question in asked:
+        ids = reference.generate(question.text, question.images, question.videos, max_tokens=MAX_TOKENS)
         if ids[-1] == reference.tokenizer.eos_token_id and not ignore_eos:
             ids.pop()  # it ends the text and is no part of it
         expected[question] = [reference.tokenizer.decode([i]) for i in ids]

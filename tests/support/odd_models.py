@@ -27,6 +27,7 @@ from device.base import AttnMeta
 from device.registry import get_device
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.families import TEXT
+from epd_serve.models.family import picture as sized
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
@@ -241,7 +242,7 @@ def answer(path: Path, reference: Answer) -> Tensor:
         features = Tower(path, torch.float32, device).encode([family.preprocess(np.array(image))])[0]
         assert len(features) == family.num_image_tokens(image.size), "as many tokens as the tower makes"
         assert prompt.count(family.image_token_id) == len(features)
-    positions, delta = family.positions(prompt, [image.size for image in images], model.inner)
+    positions, delta = family.positions(prompt, [sized(image.size) for image in images], model.inner)
     ids = torch.tensor(prompt + reference.tokens[:-1])
     rest = torch.arange(len(prompt), len(ids)) + delta
     positions = torch.cat((positions, rest.expand(len(positions), -1)), dim=1)

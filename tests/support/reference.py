@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 from PIL import Image
+from plain_video import Clip, PlainVideoProcessor
 from processors import processor_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 
 class Reference:
-    """The whole model in one piece, float32, greedy."""
+    """The whole model in one piece, float32, greedy.
+
+    Attributes:
+        prompt: the ids of the prompt that was answered last.
+    """
 
     def __init__(self, path: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
@@ -21,18 +26,33 @@ class Reference:
         auto: Any = AutoModelForImageTextToText if self.takes_images else AutoModelForCausalLM
         self._model: Any = auto.from_pretrained(path, dtype=torch.float32).eval()
         self._processor = processor_of(path) if self.takes_images else None
+        self._path = path
+        self.prompt: list[int] = []
 
-    def generate(self, text: str, images: Sequence[Image.Image] = (), *, max_tokens: int) -> list[int]:
-        """Token ids of the answer to one user message with its images before the text; stops at EOS."""
-        parts = [{"type": "image"}] * len(images) + [{"type": "text", "text": text}]
-        content: Any = parts if images else text
+    def generate(
+        self,
+        text: str,
+        images: Sequence[Image.Image] = (),
+        videos: Sequence[Clip] = (),
+        *,
+        max_tokens: int,
+    ) -> list[int]:
+        """Token ids of the answer to one user message with its images and then its videos before the text; stops
+        at EOS."""
+        parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
+        content: Any = [*parts, {"type": "text", "text": text}] if parts else text
         prompt = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
         read = self._processor or self.tokenizer
-        pictures = {"images": list(images)} if images else {}
-        inputs = read(text=[prompt], **pictures, return_tensors="pt", add_special_tokens=False)
+        media: dict[str, Any] = {"images": list(images)} if images else {}
+        if videos:
+            read.video_processor = PlainVideoProcessor(self._path, videos)
+            media["videos"] = [clip.frames()[0] for clip in videos]
+        inputs = read(text=[prompt], **media, return_tensors="pt", add_special_tokens=False)
+        inputs.pop("video_metadata", None)
         with torch.inference_mode():
             output = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
-        answer: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
+        self.prompt = inputs["input_ids"][0].tolist()
+        answer: list[int] = output[0, len(self.prompt) :].tolist()
         return answer

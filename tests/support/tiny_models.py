@@ -29,6 +29,8 @@ from transformers import (
 from epd_serve.demo import weights_dir
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "llava")
+#: Those that take videos.
+VIDEO_KINDS = ("qwen2_5_vl", "qwen3_vl")
 #: With those whose pictures are tiles or rows.
 ALL_KINDS = (
     *KINDS,
@@ -149,6 +151,12 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
         shutil.copy(weights_dir() / name, path / name)
     if kind not in TEXT_KINDS:
         (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(kind)))
+    if kind in VIDEO_KINDS:
+        (path / "video_preprocessor_config.json").write_text(json.dumps(_video_preprocessor(kind)))
+        template = path / "chat_template.jinja"
+        image = "<|vision_start|><|image_pad|><|vision_end|>"
+        video = "{%- elif part['type'] == 'video' -%}" + image.replace("image", "video")
+        template.write_text(template.read_text().replace(image, image + video, 1))
     if kind == "llava":
         processor = {
             "patch_size": 14,
@@ -158,6 +166,22 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
         names = {"processor_class": "LlavaProcessor", "image_token": "<|image_pad|>"}
         (path / "processor_config.json").write_text(json.dumps({**names, **processor}))
     return path
+
+
+def _video_preprocessor(kind: str) -> dict[str, Any]:
+    """Bounds of a frame, or of all frames together."""
+    is_whole = kind == "qwen3_vl"
+    return {
+        "video_processor_type": "Qwen3VLVideoProcessor" if is_whole else "Qwen2VLVideoProcessor",
+        "size": {"shortest_edge": 56 * 56, "longest_edge": (12 if is_whole else 1) * 84 * 84},
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "min_frames": 4,
+        "max_frames": 12,
+        "fps": 2,
+        **_NORMALISATION,
+    }
 
 
 def _preprocessor(kind: str) -> dict[str, Any]:

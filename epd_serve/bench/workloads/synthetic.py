@@ -20,9 +20,9 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
-from PIL import Image
+from PIL import Image, ImageChops
 
 from epd_serve.bench.types import Item, Media, Message, Part
 from epd_serve.bench.workloads.lengths import Drawn, Size, parse_lengths, parse_seconds, parse_sizes
@@ -55,6 +55,12 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "requests": "512",
     },
     "synthetic": {"text_tokens": "64", "image_size": "lognormal:802x652:0.35", "image_share": "0.5"},
+    "videos": {
+        "text_tokens": "64",
+        "image_size": "lognormal:802x652:0.35",
+        "image_share": "1",
+        "video_share": "1",
+    },
 }
 
 #: Requests with and without images are mixed within blocks of so many conversations, so that short runs have both.
@@ -69,7 +75,7 @@ _SIDE_BY_SIDE = 8
 class _Conversation:
     number: int
     num_turns: int
-    has_images: bool
+    media: Literal["text", "image", "video"]
     turn: int = 0
 
 
@@ -78,8 +84,9 @@ class Synthetic:
 
     Settings: text_tokens, output_tokens, system_tokens (the same text before every conversation), image_size,
     images (of the first turn), image_share (of conversations), image_reuse (share of images that were shown
-    before, byte by byte), image_dir (pictures of a folder in place of synthesised ones), turns, think_s,
-    ignore_eos, requests.
+    before, byte by byte), image_dir (pictures of a folder in place of synthesised ones), video_share (of
+    conversations with images, those that have videos in their place), video_size, video_s, video_fps, turns,
+    think_s, ignore_eos, requests.
     """
 
     def __init__(
@@ -101,6 +108,12 @@ class Synthetic:
         self._share = options.take("image_share", parse_share, preset["image_share"])
         self._reuse = options.take("image_reuse", parse_share, "0")
         self._folder = options.take("image_dir", optional(lambda text: PictureFolder(Path(text))), "")
+        self._video_share = options.take("video_share", parse_share, preset.get("video_share", "0"))
+        self._video_size: Drawn[Size] = options.take("video_size", parse_sizes, "640x360")
+        self._video_s: Drawn[int] = options.take("video_s", parse_lengths, "8")
+        self._video_fps: Drawn[int] = options.take("video_fps", parse_lengths, "24")
+        if self._video_share:
+            load_pyav()
         self._turns: Drawn[int] = options.take("turns", parse_lengths, "1")
         self._think: Drawn[float] = options.take("think_s", parse_seconds, "0")
         # asked for explicitly: servers that know no such field refuse it
@@ -109,8 +122,10 @@ class Synthetic:
         self.num_items: int | None = options.take("requests", optional(parse_count), preset.get("requests", ""))
         options.check(name)
         self._is_chat = self._turns.text != "1"
+        self._num_with_media = 0
 
     def items(self, seed: int) -> Iterator[Item]:
+        self._num_with_media = 0
         shown: deque[Media] = deque(maxlen=_REUSE_POOL)
         system = self._system_prompt(seed)
         order = Random(f"{seed}/{self.name}/order")
@@ -140,17 +155,18 @@ class Synthetic:
         think_s = 0.0 if is_first else self._think.draw(rng)
         text = text_of(num_tokens, rng)
         parts: tuple[Part, ...] = (text,)
-        if is_first and conversation.has_images:
-            parts = (*(self._picture(shown, rng) for _ in range(self._images.draw(rng))), text)
+        media = conversation.media
+        if is_first and media != "text":
+            parts = (*(self._media(media, shown, rng) for _ in range(self._images.draw(rng))), text)
         messages = (*(system if is_first else ()), Message(role="user", parts=parts))
-        has_text_alone = not conversation.has_images and not self._is_chat
+        has_text_alone = media == "text" and not self._is_chat
         num_system = len(system[0].parts[0].split()) if system and isinstance(system[0].parts[0], str) else 0
         return Item(
             index=index,
             messages=messages,
             max_tokens=num_output,
             workload=self.name,
-            modality="image" if conversation.has_images else "text",
+            modality=media,
             conversation=f"c{conversation.number}" if self._is_chat else None,
             turn=conversation.turn,
             think_s=think_s,
@@ -161,27 +177,42 @@ class Synthetic:
     def _conversations(self, seed: int) -> Iterator[_Conversation]:
         """Yield the conversations.
 
-        The share with images is exact over each block whose length times it is whole.
+        The shares with images and videos are exact over each block whose length times them is whole.
         """
         for block in count():
             rng = Random(f"{seed}/{self.name}/block{block}")
             numbers = range(block * _BLOCK, (block + 1) * _BLOCK)
-            with_images = [int((n + 1) * self._share) > int(n * self._share) for n in numbers]
-            rng.shuffle(with_images)
-            for number, has_images in zip(numbers, with_images, strict=True):
-                yield _Conversation(number=number, num_turns=self._turns.draw(rng), has_images=has_images)
+            with_media = [_is_one_of(self._share, n) for n in numbers]
+            rng.shuffle(with_media)
+            for number, has_media in zip(numbers, with_media, strict=True):
+                is_video = has_media and _is_one_of(self._video_share, self._num_with_media)
+                self._num_with_media += has_media
+                media: Literal["text", "image", "video"] = (
+                    "video" if is_video else "image" if has_media else "text"
+                )
+                yield _Conversation(number=number, num_turns=self._turns.draw(rng), media=media)
 
     def _system_prompt(self, seed: int) -> tuple[Message, ...]:
         rng = Random(f"{seed}/{self.name}/system")
         num_tokens = self._system.draw(rng)
         return (Message(role="system", parts=(text_of(num_tokens, rng),)),) if num_tokens else ()
 
-    def _picture(self, shown: deque[Media], rng: Random) -> Media:
-        if shown and rng.random() < self._reuse:
-            return shown[rng.randrange(len(shown))]
-        picture = self._folder.draw(rng) if self._folder else self._draw_picture(self._size.draw(rng), rng)
-        shown.append(picture)
-        return picture
+    def _media(self, kind: str, shown: deque[Media], rng: Random) -> Media:
+        again = [one for one in shown if one.mime.startswith(f"{kind}/")]
+        if again and rng.random() < self._reuse:
+            return again[rng.randrange(len(again))]
+        if kind == "video":
+            size, seconds, fps = self._video_size.draw(rng), self._video_s.draw(rng), self._video_fps.draw(rng)
+            one = synthesise_clip(size, seconds, fps, rng)
+        else:
+            one = self._folder.draw(rng) if self._folder else self._draw_picture(self._size.draw(rng), rng)
+        shown.append(one)
+        return one
+
+
+def _is_one_of(share: float, number: int) -> bool:
+    """Whether the item of that number is of a share, which is spread evenly."""
+    return int((number + 1) * share) > int(number * share)
 
 
 _QUALITY = 85
@@ -201,6 +232,33 @@ def synthesise(size: Size, rng: Random) -> Media:
     data = io.BytesIO()
     Image.merge("YCbCr", (luminance, *colors)).save(data, "JPEG", quality=_QUALITY)
     return Media(mime="image/jpeg", data=data.getvalue())
+
+
+def synthesise_clip(size: Size, seconds: int, fps: int, rng: Random) -> Media:
+    """An MP4 of H.264 in which the camera moves over such a picture; sides are even. Needs PyAV."""
+    av = load_pyav()
+    width, height = (side + side % 2 for side in size)
+    picture = Image.open(io.BytesIO(synthesise((width, height), rng).data))
+    data = io.BytesIO()
+    across, down = rng.randrange(1, 8), rng.randrange(1, 8)
+    with av.open(data, "w", format="mp4") as file:
+        stream = file.add_stream("libx264", rate=fps, options={"preset": "ultrafast"})
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.codec_context.thread_count = 1  # the same bytes on every machine
+        for number in range(seconds * fps):
+            frame = ImageChops.offset(picture, across * number, down * number)
+            file.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        file.mux(stream.encode())
+    return Media(mime="video/mp4", data=data.getvalue())
+
+
+def load_pyav() -> Any:
+    """Raises ValueError with the package to install."""
+    try:
+        import av
+    except ImportError as error:
+        raise ValueError("videos are made with PyAV: pip install 'epd-serve[media]'") from error
+    return av
 
 
 def _plane(size: Size, rng: Random, finest: int, detail: float) -> Image.Image:

@@ -1,16 +1,19 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: pictures of any resolution, M-RoPE."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: pictures and videos of any resolution, M-RoPE."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import TRIED_SIZES, Family, Size, blank, names
+from epd_serve.protocol.wire import MediaRef
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from epd_serve.models.video_processor import VideoProcessor
 
 _TOWER = names(
     "depth hidden_size hidden_act num_heads in_channels patch_size spatial_merge_size temporal_patch_size",
@@ -20,11 +23,10 @@ _DEEP_TOWER = _TOWER | names("intermediate_size out_hidden_size num_position_emb
 
 
 class QwenVL(Family):
-    """Pictures of any resolution, each resized to whole patches."""
+    """Pictures and videos of any resolution, resized to whole patches; a video is one run."""
 
-    title = "Qwen2-VL, Qwen2.5-VL, Qwen3-VL"
-    model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-    mixtures = ("qwen3_vl_moe",)
+    title = "Qwen2-VL, Qwen2.5-VL"
+    model_types = ("qwen2_vl", "qwen2_5_vl")
     fields = names("image_token_id video_token_id vision_start_token_id vision_end_token_id tie_word_embeddings")
     towers: ClassVar = {
         "qwen2_vl_vision": _TOWER | names("embed_dim mlp_ratio"),
@@ -32,6 +34,7 @@ class QwenVL(Family):
         "qwen3_vl_vision": _DEEP_TOWER,
         "qwen3_vl_moe_vision": _DEEP_TOWER,
     }
+    modalities = ("image", "video")
     num_position_axes = 3
     input_names = ("pixel_values", "image_grid_thw")
 
@@ -39,6 +42,12 @@ class QwenVL(Family):
         super().__init__(config, image_processor)
         self._merge_area: int = image_processor.merge_size**2
         self._resize: Callable[..., tuple[int, int]] = sys.modules[type(image_processor).__module__].smart_resize
+
+    @staticmethod
+    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
+        from epd_serve.models.video_processor import qwen2_video
+
+        return qwen2_video(settings)
 
     def grid(self, size: Size) -> tuple[int, int, int]:
         """Patches of an image: (frames, rows, columns), before merging."""
@@ -80,6 +89,8 @@ class QwenVL(Family):
                     f"vision_config.{ours} is {wanted}, but {theirs} of preprocessor_config.json is {found}; "
                     "they must be equal"
                 )
+            if self.video is not None and (of_videos := getattr(self.video.settings, theirs)) != found:
+                raise ValueError(f"{theirs} is {found} for pictures and {of_videos} for videos; it must be one")
         # the towers of Qwen2-VL call the width of what they hand out hidden_size
         name = "out_hidden_size" if hasattr(vision, "out_hidden_size") else "hidden_size"
         width, needed = getattr(vision, name), self.config.get_text_config().hidden_size
@@ -93,15 +104,48 @@ class QwenVL(Family):
                     f"{expected} are expected: pictures must be resized, with the sizes of its family"
                 )
 
-    def positions(self, ids: Sequence[int], sizes: Sequence[Size], model: Any) -> tuple[Tensor, int]:
+    def positions(self, ids: Sequence[int], items: Sequence[MediaRef], model: Any) -> tuple[Tensor, int]:
         import torch
 
         tokens = torch.tensor([ids])
-        if not sizes:
+        if not items:
             return torch.arange(len(ids)).expand(3, -1), 0
+        grids: dict[str, list[tuple[int, int, int]]] = {"image": [], "video": []}
+        seconds: list[float] = []
+        for item in items:
+            if item.modality == "image":
+                grids["image"].append(self.grid((item.width, item.height)))
+            else:
+                grids["video"].append(self._video_processor(item).grid(item))
+                seconds.append(self._video_processor(item).seconds_per_patch(item))
+        kinds = (tokens == self.image_token_id).int() + 2 * (tokens == self.token_ids.get("video", -1)).int()
         positions, delta = model.get_rope_index(
             tokens,
-            image_grid_thw=torch.tensor([self.grid(size) for size in sizes]),
-            mm_token_type_ids=(tokens == self.image_token_id).int(),
+            mm_token_type_ids=kinds,
+            second_per_grid_ts=torch.tensor(seconds),
+            **{f"{kind}_grid_thw": torch.tensor(grid) for kind, grid in grids.items() if grid},
         )
         return positions[:, 0], int(delta[0, 0])
+
+
+class Qwen3VL(QwenVL):
+    """A video's patches in time stand one by one, each behind its seconds."""
+
+    title = "Qwen3-VL"
+    model_types = ("qwen3_vl", "qwen3_vl_moe")
+    mixtures = ("qwen3_vl_moe",)
+
+    @staticmethod
+    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
+        from epd_serve.models.video_processor import qwen3_video
+
+        return qwen3_video(settings)
+
+    def video_parts(self, item: MediaRef) -> Sequence[int | str]:
+        processor = self._video_processor(item)
+        times = processor.timestamps(item)
+        num_rows = processor.num_tokens(item) // len(times)
+        parts: list[int | str] = []
+        for seconds in times:
+            parts += (f"<{seconds:.1f} seconds><|vision_start|>", num_rows, "<|vision_end|>")
+        return parts

@@ -1,0 +1,249 @@
+"""Videos before any tensor: facts of the container, and decoded frames by their numbers.
+
+A file is read by PyAV (FFmpeg), from memory alone: the format is told from its first bytes and is one of a few, so
+that no demuxer is tried that opens other files or addresses. A frame list is JPEG files in a row
+(:func:`pack_frames`), as vLLM takes them; it needs no PyAV. Both run in the processes of
+:mod:`epd_serve.media.decoder`: a file may crash its reader or never end.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from PIL import Image
+
+from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.media.picture import MediaLimits, open_image, pixel_size
+from epd_serve.types import VideoFacts
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+#: Codecs that are decoded, by FFmpeg's names.
+CODECS = frozenset(
+    ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "theora", "prores")
+)
+#: Frames a second that are believed.
+_MAX_RATE = 1000.0
+#: Packets that may come before the first frame.
+_MAX_DELAY = 256
+NO_PYAV = "videos are read with PyAV, which is not installed here: pip install 'epd-serve[media]'"
+
+
+class VideoLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of one video: pixels of a frame (width × height), bytes, frames and seconds of its file."""
+
+    max_pixels: int
+    max_bytes: int
+    max_frames: int
+    max_seconds: float
+
+
+def load_pyav() -> Any:
+    """The module. Raises InvalidRequest with the package to install."""
+    try:
+        import av
+        import av.logging
+    except ImportError as error:
+        raise InvalidRequest(NO_PYAV, code="unsupported_media") from error
+    return av
+
+
+def pack_frames(frames: Sequence[bytes]) -> bytes:
+    """A frame list as one file."""
+    return msgspec.msgpack.encode(list(frames))
+
+
+def unpack_frames(data: bytes) -> list[bytes]:
+    return msgspec.msgpack.decode(data, type=list[bytes])
+
+
+def read_facts(data: bytes, limits: VideoLimits) -> VideoFacts:
+    """The facts of a file: its headers are read, its packets counted and its first frame decoded.
+
+    Raises InvalidRequest for a file that is no video, is broken or is beyond a limit, TooLarge for its bytes.
+    """
+    av, kind = load_pyav(), _kind(data, limits.max_bytes)
+    with _reading(av), av.open(io.BytesIO(data), format=kind, options=_OPTIONS, metadata_errors="ignore") as file:
+        stream = _stream(file)
+        codec = stream.codec_context
+        _check_size(codec.width, codec.height, limits.max_pixels)
+        num_frames, first = 0, None
+        for packet in file.demux(stream):
+            if packet.is_corrupt:
+                raise InvalidRequest(f"the video is broken or cut off after {num_frames} frames")
+            if first is None:
+                first = next(iter(packet.decode()), None)
+                if first is None and num_frames > _MAX_DELAY:
+                    raise InvalidRequest("the video is broken: its first packets hold no frame")
+            num_frames += packet.size > 0 and not packet.is_discard
+            if num_frames > limits.max_frames:
+                raise _beyond(f"more than {limits.max_frames} frames", "cut it shorter")
+        if first is None:
+            raise InvalidRequest("the video has no frame")
+        fps = float(stream.average_rate or stream.guessed_rate or 0)
+        if not 0 < fps <= _MAX_RATE:
+            raise InvalidRequest(f"the video has {fps:g} frames a second; at most {_MAX_RATE:g} are believed")
+        width, height = _displayed(first)
+        _check_size(width, height, limits.max_pixels)
+    facts = VideoFacts(width, height, num_frames, fps)
+    if facts.duration_s > limits.max_seconds:
+        raise _beyond(f"{facts.duration_s:.0f} s; at most {limits.max_seconds:g} s are taken", "cut it shorter")
+    return facts
+
+
+def read_list(frames: Sequence[bytes], fps: float, limits: VideoLimits) -> VideoFacts:
+    """The facts of a frame list. Raises as :func:`read_facts`, with the number of the frame that is wrong."""
+    if len(frames) > limits.max_frames:
+        raise _beyond(f"{len(frames)} frames; at most {limits.max_frames} are taken", "send fewer")
+    total = sum(map(len, frames))
+    if total > limits.max_bytes:
+        raise TooLarge(f"the frames have {total} bytes together; at most {limits.max_bytes} are accepted")
+    size: tuple[int, int] | None = None
+    for number, frame in enumerate(frames):
+        try:
+            found = pixel_size(frame, MediaLimits(max_pixels=limits.max_pixels, max_bytes=limits.max_bytes))
+        except InvalidRequest as error:
+            raise InvalidRequest(f"frame {number} of the video: {error.message}", code=error.code) from error
+        if size is not None and found != size:
+            raise InvalidRequest(
+                f"frame {number} of the video has {found[0]}x{found[1]} pixels and frame 0 has "
+                f"{size[0]}x{size[1]}: all must have one size"
+            )
+        size = found
+    assert size is not None, "a list has a frame"
+    facts = VideoFacts(*size, len(frames), fps, is_list=True)
+    if facts.duration_s > limits.max_seconds:
+        raise _beyond(f"{facts.duration_s:.0f} s; at most {limits.max_seconds:g} s are taken", "send fewer frames")
+    return facts
+
+
+def read_frames(
+    data: bytes,
+    facts: VideoFacts,
+    indices: Sequence[int],
+    before: Callable[[int], None] = lambda num_pixels: None,
+) -> Iterator[NDArray[np.uint8]]:
+    """The frames with these numbers, which do not fall, as RGB [height, width, 3].
+
+    ``before`` is told of a frame's pixels before any is decoded. Raises InvalidRequest for a file that is broken
+    or is not what its facts say.
+    """
+    import numpy as np  # the gateway has none, and reads no frame
+
+    before(facts.width * facts.height)
+    if facts.is_list:
+        for image in _listed(data, facts, indices):
+            yield np.asarray(image)
+        return
+    av = load_pyav()
+    kind = _kind(data, len(data))
+    with _reading(av), av.open(io.BytesIO(data), format=kind, options=_OPTIONS, metadata_errors="ignore") as file:
+        stream = _stream(file)
+        stream.codec_context.thread_count = 1  # the limits are of one process, and others decode beside it
+        wanted = iter(indices)
+        next_one = next(wanted, None)
+        number = -1
+        for number, frame in enumerate(file.decode(stream)):
+            if number != next_one:
+                continue
+            if frame.is_corrupt:
+                raise InvalidRequest(f"frame {number} of the video is broken")
+            if _displayed(frame) != (facts.width, facts.height):
+                raise InvalidRequest(
+                    f"frame {number} of the video has {_displayed(frame)} pixels and its first frame "
+                    f"{(facts.width, facts.height)}: all must have one size"
+                )
+            pixels = np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4)
+            while number == next_one:
+                yield pixels
+                next_one = next(wanted, None)
+            if next_one is None:
+                return
+    raise InvalidRequest(f"the video ends after {number + 1} frames and its container promises {facts.num_frames}")
+
+
+def _listed(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Iterator[Image.Image]:
+    frames = unpack_frames(data)
+    for index in indices:
+        limits = MediaLimits(max_pixels=facts.width * facts.height, max_bytes=len(data))
+        image = open_image(frames[index], limits)
+        if image.size != (facts.width, facts.height):
+            raise InvalidRequest(
+                f"frame {index} of the video has {image.size} pixels, not those that its header says"
+            )
+        yield image
+
+
+#: For FFmpeg: nothing but the bytes that it is given.
+_OPTIONS = {"protocol_whitelist": "none"}
+
+
+def _kind(data: bytes, max_bytes: int) -> str:
+    """FFmpeg's name of the container, by its first bytes."""
+    if not data:
+        raise InvalidRequest("the video is empty (0 bytes)")
+    if len(data) > max_bytes:
+        raise TooLarge(f"the video has {len(data)} bytes; at most {max_bytes} are accepted")
+    if data[:3] == b"GIF":
+        raise InvalidRequest(
+            "the video is a GIF: send it as image_url, of which the first frame is read, or save it as MP4"
+        )
+    if data[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip"):
+        return "mov"
+    if data[:4] == b"\x1aE\xdf\xa3":
+        return "matroska"
+    if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
+        return "avi"
+    if data[:1] == b"G" and data[188:189] in (b"G", b""):
+        return "mpegts"
+    raise InvalidRequest(
+        f"the data is no video that can be read (it starts with {bytes(data[:8])!r}); "
+        "supported are MP4, QuickTime, WebM, Matroska, AVI and MPEG-TS"
+    )
+
+
+def _stream(file: Any) -> Any:
+    if not file.streams.video:
+        raise InvalidRequest("the video has no stream of pictures, or is cut off before it")
+    stream = file.streams.video[0]
+    name = None if stream.codec_context is None else stream.codec_context.codec.canonical_name
+    if name not in CODECS:
+        raise InvalidRequest(
+            f"the video's codec is {name or 'unknown'}; supported are {', '.join(sorted(CODECS))}"
+        )
+    return stream
+
+
+def _displayed(frame: Any) -> tuple[int, int]:
+    """Width and height as displayed: cameras write frames turned by a quarter, and say so."""
+    is_turned = round(frame.rotation / 90) % 2
+    return (frame.height, frame.width) if is_turned else (frame.width, frame.height)
+
+
+def _check_size(width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise _beyond(
+            f"frames of {width}×{height} = {width * height} pixels; at most {max_pixels} are taken",
+            "scale it down",
+        )
+
+
+def _beyond(found: str, remedy: str) -> InvalidRequest:
+    return InvalidRequest(f"the video has {found}: {remedy}", code="video_too_large")
+
+
+@contextmanager
+def _reading(av: Any) -> Iterator[None]:
+    """FFmpeg's errors are about the file."""
+    try:
+        yield
+    except av.FFmpegError as error:
+        raise InvalidRequest(f"the video is broken or cut off: {error.strerror}") from error
+    except (ValueError, EOFError, OverflowError, ZeroDivisionError, UnicodeError) as error:
+        raise InvalidRequest(f"the video is broken: {error}") from error

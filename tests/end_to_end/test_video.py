@@ -1,0 +1,217 @@
+"""Videos over E-P-D: options and names, hostile files, prefixes that end within, encoders that die."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import tiny_models
+from chat import data_url
+from clips import clip
+from fleet import Books, figures
+from identity import MAX_TOKENS, Question
+from pictures import noise, png
+from plain_video import Clip
+from reference import Reference
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.demo import weights_dir
+from epd_serve.launch import LocalDeployment
+from epd_serve.types import MODALITIES
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MAX_BYTES = 1 << 20
+CHATS = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def serving(path: Path, topology: str, **instances: Any) -> AsyncIterator[LocalDeployment]:
+    config = DeploymentConfig(
+        topology=topology,
+        model=str(path),
+        served_model_name="tested",
+        dtype="float32",
+        restart="never",
+        gateway={
+            "port": 0,
+            "failover": {"wait_s": 0.5},
+            "media": {"video": {"max_bytes": MAX_BYTES, "max_frames": 400, "max_sampled_frames": 24}},
+        },
+        instances={"base_port": 0, "threads": 1, "block_size": 8, "feature_timeout_s": 8, **instances},
+    )
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make_tiny_model("qwen3_vl", tmp_path_factory.mktemp("video") / "model")
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment(model: Path) -> AsyncIterator[LocalDeployment]:
+    async with serving(model, "E-P-D") as deployment:
+        yield deployment
+        await Books({name: instance.url for name, instance in deployment.instances.items()}).check()
+
+
+async def ask(client: httpx.AsyncClient, question: Question) -> list[str]:
+    answer = await client.post(CHATS, json=question.body(stream=False, ignore_eos=True))
+    assert answer.status_code == 200, answer.text
+    content = answer.json()["choices"][0]["logprobs"]["content"]
+    return [bytes(token["bytes"]).decode(errors="replace") for token in content]
+
+
+def expected(reference: Reference, question: Question) -> list[str]:
+    ids = reference.generate(question.text, question.images, question.videos, max_tokens=MAX_TOKENS)
+    assert len(set(ids)) >= 5, "tokens that say little of the model"
+    return [reference.tokenizer.decode([token]) for token in ids]
+
+
+async def test_options_are_part_of_the_name(deployment: LocalDeployment, reference: Reference) -> None:
+    """Each way to sample a video gives its own tokens, and is encoded once."""
+    pictures = tuple(png(noise(seed, (90, 70))) for seed in range(5))
+    video = Clip(clip(5, 40, (80, 60), fps=10))
+    questions = [
+        Question("What happens?", videos=(one,))
+        for one in (video, replace(video, fps=1.5), replace(video, num_read=7), Clip(pictures))
+    ]
+    encoder = deployment.instances["e0"].url
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+        before = (await figures(encoder))["tower_images_total"]
+        for question in (*questions, *questions):
+            assert await ask(client, question) == expected(reference, question)
+        assert (await figures(encoder))["tower_images_total"] - before == len(questions)
+
+
+async def test_a_prefix_hit_may_end_within_a_video(deployment: LocalDeployment, reference: Reference) -> None:
+    video = Clip(clip(6, 16, (84, 84), fps=4))
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+        for text in ("What happens?", "Where is it? Say it.", "apple"):
+            question = Question(text, videos=(video,))
+            assert await ask(client, question) == expected(reference, question)
+
+
+GOOD = clip(7, 60)
+HOSTILE: dict[str, tuple[str, str]] = {
+    "empty": ("data:video/mp4;base64,", "empty"),
+    "text": (data_url(b"no video, but text", "video/mp4"), "no video that can be read"),
+    "a picture": (data_url(png(noise(1)), "video/mp4"), "no video that can be read"),
+    "called a picture": (data_url(GOOD, "image/mp4"), "only video/... is supported; send it as image_url"),
+    "cut": (data_url(GOOD[: len(GOOD) // 2], "video/mp4"), "broken or cut off"),
+    "a GIF": (data_url(b"GIF89a" + bytes(5000), "video/gif"), "send it as image_url"),
+    "many frames": (
+        data_url(clip(0, 401, (16, 16), fps=100, codec="mpeg4", container="avi"), "video/avi"),
+        "more than 400 frames",
+    ),
+    "large": (data_url(bytes(MAX_BYTES + 10), "video/mp4"), f"at most {MAX_BYTES}"),
+    "a broken frame": (
+        "data:video/jpeg;base64," + data_url(png(noise(1))).partition(",")[2] + ",AAAA",
+        "frame 1 of the video",
+    ),
+    "many pictures": ("data:video/jpeg;base64," + ",".join(["AAAA"] * 500), "500 frames"),
+    "no base64": ("data:video/jpeg;base64,!!!!", "base64"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+async def test_hostile_videos_are_refused_by_part(deployment: LocalDeployment, kind: str) -> None:
+    url, words = HOSTILE[kind]
+    parts = [
+        {"type": "text", "text": "What happens?"},
+        {"type": "video_url", "video_url": {"url": data_url(GOOD, "video/mp4")}},
+        {"type": "video_url", "video_url": {"url": url}},
+    ]
+    begun = time.monotonic()
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+        answer = await client.post(CHATS, json={"messages": [{"role": "user", "content": parts}]})
+    error = answer.json()["error"]
+    assert answer.status_code == (413 if kind == "large" else 400)
+    assert error["param"] == "messages[0].content[2].video_url.url" and words in error["message"], error
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "words"),
+    [
+        ({"media_io_kwargs": {"video": {"num_frames": 25}}}, "messages[0].content[0].video_url.url", "at most 24"),
+        ({"mm_processor_kwargs": {"fps": 1, "num_frames": 4}}, "mm_processor_kwargs", "exclude each other"),
+        ({"media_io_kwargs": {"video": {"fps": 0}}}, "media_io_kwargs.video.fps", "greater than 0"),
+        ({"mm_processor_kwargs": {"min_pixels": 1}}, "mm_processor_kwargs.min_pixels", "unknown field"),
+        ({"media_io_kwargs": {"video": {"num_frames": 1}}}, None, "needs at least 2"),
+    ],
+)
+async def test_options_that_cannot_be_are_refused(
+    deployment: LocalDeployment, options: dict[str, Any], param: str | None, words: str
+) -> None:
+    part = {"type": "video_url", "video_url": {"url": data_url(GOOD, "video/mp4")}}
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+        answer = await client.post(CHATS, json={"messages": [{"role": "user", "content": [part]}], **options})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and words in error["message"], answer.text
+    assert param is None or error["param"] == param
+
+
+async def test_a_video_is_counted_as_tokens_without_being_encoded(
+    deployment: LocalDeployment, reference: Reference
+) -> None:
+    question = Question("How long is it?", videos=(Clip(clip(8, 10, fps=2)),))
+    expected(reference, question)
+    body = {"messages": question.body(stream=False, ignore_eos=True)["messages"]}
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+        answer = await client.post("/tokenize", json=body)
+    assert answer.json()["tokens"] == reference.prompt
+
+
+async def test_the_answer_is_the_same_when_the_encoder_dies(model: Path, reference: Reference) -> None:
+    """E is killed while it decodes the video; P encodes it."""
+    question = Question("What happens?", videos=(Clip(clip(9, 300, (320, 240), fps=30)),))
+    async with (
+        serving(model, "E-P-D") as deployment,
+        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
+    ):
+        handle = deployment.instances["e0"]
+        os.kill(handle.pid, signal.SIGSTOP)  # so that it has the request and cannot end it
+        task = asyncio.create_task(ask(client, question))
+        await asyncio.sleep(0.3)
+        os.kill(handle.pid, signal.SIGKILL)
+        assert await task == expected(reference, question)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 1024])
+async def test_chunks_of_any_size_give_the_same_tokens(model: Path, reference: Reference, num_tokens: int) -> None:
+    question = Question("What is in the picture?", (noise(1),), (Clip(clip(2, 12, (64, 96), fps=3)),))
+    async with (
+        serving(model, "EPD", max_num_batched_tokens=num_tokens) as deployment,
+        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
+    ):
+        assert await ask(client, question) == expected(reference, question)
+
+
+@pytest.mark.parametrize("kind", ["demo", "llava"])
+async def test_a_model_for_pictures_refuses_videos_by_name(kind: str, tmp_path: Path) -> None:
+    path = weights_dir() if kind == "demo" else tiny_models.make_tiny_model(kind, tmp_path / kind)
+    part = {"type": "video_url", "video_url": {"url": data_url(GOOD, "video/mp4")}}
+    async with (
+        serving(path, "EPD") as deployment,
+        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
+    ):
+        answer = await client.post(CHATS, json={"messages": [{"role": "user", "content": [part]}]})
+    assert answer.status_code == 400 and "video" in MODALITIES
+    assert answer.json()["error"]["message"] == "the model 'tested' takes no videos here; it takes text and images"

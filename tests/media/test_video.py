@@ -1,0 +1,218 @@
+"""Videos: facts of each container, frames by number, and what hostile files get."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from clips import LIMITS, clip, moving
+from msgspec.structs import replace
+from pictures import noise, png
+from PIL import Image
+
+from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.media import decoder_pool
+from epd_serve.media.decoder_pool import DecoderPool
+from epd_serve.media.picture import MediaLimits
+from epd_serve.media.video import NO_PYAV, pack_frames, read_facts, read_frames, read_list
+from epd_serve.types import VideoFacts
+
+
+class Aside:
+    """A place beside all others."""
+
+    is_aside = True
+
+    def step_aside(self) -> bool:
+        return True
+
+    async def wait_aside(self) -> None:
+        raise AssertionError("there is room")
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[DecoderPool]:
+    pool = DecoderPool(1, cpu_s=5.0, limits=MediaLimits(max_pixels=1 << 22, max_bytes=1 << 24))
+    yield pool
+    pool.close()
+
+
+async def frames_of(pool: DecoderPool, data: bytes, facts: VideoFacts, indices: list[int]) -> list[np.ndarray]:
+    found: list[np.ndarray] = []
+    async with aclosing(pool.frames(data, facts, indices, Aside(), cpu_s=5.0)) as chunks:
+        async for chunk in chunks:
+            found.extend(chunk.copy())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("codec", "container"),
+    [
+        ("libx264", "mp4"),
+        ("libx264", "matroska"),
+        ("libx264", "mpegts"),
+        ("libx265", "mp4"),
+        ("libvpx-vp9", "webm"),
+        ("libvpx", "webm"),
+        ("libsvtav1", "mp4"),
+        ("mpeg4", "avi"),
+        ("mjpeg", "avi"),
+    ],
+)
+def test_facts_and_frames_of_each_container(codec: str, container: str) -> None:
+    data = clip(1, 33, fps=25, codec=codec, container=container)
+    facts = read_facts(data, LIMITS)
+    assert facts == VideoFacts(64, 48, 33, 25.0)
+    expected = moving(1, 33)
+    for index, frame in zip((0, 7, 7, 32), read_frames(data, facts, (0, 7, 7, 32)), strict=True):
+        errors = [np.abs(one.astype(int) - frame).mean() for one in expected]
+        assert int(np.argmin(errors)) == index
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_frames_are_turned_as_the_camera_says(turns: int) -> None:
+    data = clip(2, 5, rotation=90 * turns)
+    facts = read_facts(data, LIMITS)
+    assert (facts.width, facts.height) == ((48, 64) if turns % 2 else (64, 48))
+    (frame,) = read_frames(data, facts, (0,))
+    assert np.abs(np.rot90(moving(2, 1)[0], turns).astype(int) - frame).mean() < 10
+
+
+def wide() -> bytes:
+    """A frame of 10,000 × 10,000 pixels of one colour in a file of a few hundred kilobytes."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="avi") as out:
+        stream: Any = out.add_stream("mjpeg", rate=1)
+        stream.width = stream.height = 10_000
+        stream.pix_fmt = "yuvj420p"
+        out.mux(stream.encode(av.VideoFrame(10_000, 10_000, "yuvj420p")))
+        out.mux(stream.encode())
+    return file.getvalue()
+
+
+GOOD = clip(3, 60)
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "empty"),
+    "text": (b"no video at all, but text", "no video that can be read"),
+    "picture": (png(noise(1)), "no video that can be read"),
+    "gif": (b"GIF89a" + bytes(400), "is a GIF: send it as image_url"),
+    "cut in the middle": (GOOD[: len(GOOD) // 2], "broken or cut off after"),
+    "without its last frame": (GOOD[:-40], "broken or cut off after 59 frames"),
+    "header alone": (GOOD[:100], "cut off"),
+    "playlist": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "no video that can be read"),
+    "wide": (wide(), "10000×10000"),
+    "long": (clip(0, 250, fps=2), "at most 120 s"),
+    "many frames": (clip(0, 2001, (16, 16), fps=250, codec="mpeg4", container="avi"), "more than 2000 frames"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_files_are_refused_in_a_sentence(kind: str) -> None:
+    data, words = HOSTILE[kind]
+    with pytest.raises(InvalidRequest, match=words):
+        read_facts(data, LIMITS)
+
+
+def test_bytes_are_limited() -> None:
+    with pytest.raises(TooLarge, match="at most 1000"):
+        read_facts(GOOD, replace(LIMITS, max_bytes=1000))
+
+
+def test_no_damage_makes_more_than_a_refusal() -> None:
+    """Whatever byte is changed: frames of the size that was read, or InvalidRequest."""
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        data = bytearray(GOOD)
+        for position in rng.integers(0, len(data), 20):
+            data[position] = int(rng.integers(0, 256))
+        try:
+            facts = read_facts(bytes(data), LIMITS)
+            for frame in read_frames(bytes(data), facts, range(facts.num_frames)):
+                assert frame.shape == (facts.height, facts.width, 3)
+        except InvalidRequest:
+            pass
+
+
+def test_a_frame_list_keeps_its_pictures() -> None:
+    pictures = [png(noise(seed)) for seed in range(3)]
+    facts = read_list(pictures, 2.0, LIMITS)
+    assert facts == VideoFacts(120, 90, 3, 2.0, is_list=True)
+    found = list(read_frames(pack_frames(pictures), facts, (0, 2)))
+    assert all(np.array_equal(found[i], np.asarray(noise(seed))) for i, seed in enumerate((0, 2)))
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([png(noise(0)), png(noise(0, (60, 60)))], "frame 1 of the video has 60x60 pixels"),
+        ([png(noise(0)), b"nothing"], "frame 1 of the video: the data is no image"),
+        ([png(Image.new("L", (4096, 4096)))], "frame 0 of the video"),
+        ([png(noise(0))] * 2001, "at most 2000"),
+    ],
+)
+def test_frame_lists_are_refused_by_frame(frames: list[bytes], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        read_list(frames, 2.0, LIMITS)
+
+
+async def test_frames_come_some_at_a_time(pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_pool, "_FRAMES_BYTES", 5 * 64 * 48 * 3)
+    facts = await pool.facts(GOOD, LIMITS, Aside())
+    assert facts == VideoFacts(64, 48, 60, 4.0)
+    indices = [0, 1, 2, 5, 8, 13, 13, 21, 34, 55, 59]
+    found = await frames_of(pool, GOOD, facts, indices)
+    expected = list(read_frames(GOOD, facts, indices))
+    assert len(found) == len(indices) and all(map(np.array_equal, found, expected))
+
+
+async def test_a_reader_that_leaves_leaves_no_worker(pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_pool, "_FRAMES_BYTES", 64 * 48 * 3)
+    facts = await pool.facts(GOOD, LIMITS, Aside())
+    async with aclosing(pool.frames(GOOD, facts, range(60), Aside(), cpu_s=5.0)) as chunks:
+        async for _ in chunks:
+            break
+    assert not pool._working
+    assert len(await frames_of(pool, GOOD, facts, [3])) == 1
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+async def test_hostile_files_cost_no_worker_of_others(pool: DecoderPool, kind: str) -> None:
+    data, words = HOSTILE[kind]
+    with pytest.raises(InvalidRequest, match=words):
+        await pool.facts(data, LIMITS, Aside())
+    with pytest.raises(InvalidRequest):
+        await frames_of(pool, data, VideoFacts(64, 48, 9999, 4.0), [9998])
+    assert not pool._working
+
+
+async def test_a_video_that_takes_too_long_is_ended(pool: DecoderPool) -> None:
+    data = clip(4, 200, (320, 240), fps=10, codec="mpeg4", container="avi")
+    facts = await pool.facts(data, LIMITS, Aside())
+    with pytest.raises(InvalidRequest, match=r"took more than 0\.05 s of processor time") as caught:
+        async with aclosing(pool.frames(data, facts, [199], Aside(), cpu_s=0.05)) as chunks:
+            async for _ in chunks:
+                pass
+    assert caught.value.code == "video_too_complex"
+    assert not pool._working
+
+
+def test_without_pyav_a_video_names_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(InvalidRequest, match="pip install 'epd-serve\\[media\\]'"):
+        read_facts(GOOD, LIMITS)
+    assert "epd-serve[media]" in NO_PYAV
+
+
+def test_a_reader_counts_what_it_decodes() -> None:
+    """A container that promises more frames than there are is broken, not shortened."""
+    facts = replace(read_facts(GOOD, LIMITS), num_frames=61)
+    with pytest.raises(InvalidRequest, match="ends after 60 frames and its container promises 61"):
+        list(read_frames(GOOD, facts, (0, 60)))

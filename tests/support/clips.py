@@ -1,0 +1,54 @@
+"""Short videos for tests, made by PyAV."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+
+from epd_serve.media.video import VideoLimits
+
+LIMITS = VideoLimits(max_pixels=1 << 22, max_bytes=8 << 20, max_frames=2000, max_seconds=120.0)
+
+
+def moving(seed: int, count: int, size: tuple[int, int] = (64, 48)) -> NDArray[np.uint8]:
+    """Frames [count, height, width, 3] of coarse noise that moves: no two are alike."""
+    width, height = size
+    rng = np.random.default_rng(seed)
+    tiles = rng.integers(0, 256, (-(-height // 8), -(-width // 8), 3), dtype=np.uint8)
+    image = tiles.repeat(8, 0).repeat(8, 1)[:height, :width]
+    return np.stack([np.roll(image, (5 * index, 3 * index), (1, 0)) for index in range(count)])
+
+
+def clip(
+    seed: int = 0,
+    count: int = 12,
+    size: tuple[int, int] = (64, 48),
+    *,
+    fps: int = 4,
+    codec: str = "libx264",
+    container: str = "mp4",
+    rotation: int = 0,
+    **options: str,
+) -> bytes:
+    """A video file. ``options`` are the codec's."""
+    muxing = {"movflags": "faststart"} if container == "mp4" else {}
+    with (
+        tempfile.TemporaryDirectory() as folder,  # a header is written anew at the end
+        av.open(str(Path(folder) / "clip"), "w", format=container, options=muxing) as out,
+    ):
+        stream: Any = out.add_stream(codec, rate=fps, options=options)
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        stream.codec_context.thread_count = 1
+        if rotation:
+            stream.set_display_rotation(rotation)
+        for frame in moving(seed, count, size):
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
+        out.mux(stream.encode())
+        out.close()
+        return (Path(folder) / "clip").read_bytes()
