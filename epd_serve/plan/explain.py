@@ -275,8 +275,7 @@ def deployment_yaml(evaluator: Evaluator, plan: Evaluation) -> str:
         slo["tpot_ms"] = 1e3 * goal.tpot_s
     tree: dict[str, Any] = {
         "topology": candidate.line,
-        "model": evaluator.fleet.model,
-        **({"shape_of": evaluator.fleet.shape_of} if evaluator.fleet.shape_of else {}),
+        "model": {"shape_of": evaluator.fleet.shape_of} if evaluator.fleet.shape_of else evaluator.fleet.model,
         "devices": ["cpu"] if set(devices) == {"cpu"} else devices,
         "dtype": "auto",
         "slo": slo,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -79,7 +79,10 @@ class Pool:
 
     def _made(self, tensor_parallel: int) -> Profile:
         if self.measured is None:
-            return analytic_profile(self.shape, spec_of(_sheet(self.device)), tensor_parallel)
+            sheet = spec_of(_sheet(self.device))
+            if self.kind == "emulated":  # whose host is this machine: it launches while the device computes
+                sheet = replace(sheet, launch_s=0.0)
+            return analytic_profile(self.shape, sheet, tensor_parallel)
         if self.measured.tensor_parallel != tensor_parallel:
             raise ValueError(
                 f"the profile of {self.device} is of tensor-parallel width {self.measured.tensor_parallel}, "
@@ -103,7 +106,7 @@ class Fleet:
 
     Attributes:
         model: as a deployment file names it: ``demo``, a directory, or a name on the hub.
-        shape_of: the same option of a deployment on emulated devices, which compute the demo model; "" elsewhere.
+        shape_of: the model whose sizes emulated devices go by, as a deployment file names it; "" elsewhere.
         is_priced: False: a price is not known for all devices, and each costs 1.
     """
 
@@ -179,7 +182,7 @@ def read_fleet(devices: str, model: str = "") -> Fleet:
     if len(kinds) > 1:
         raise ValueError(f"{where}emulated devices are of this machine, others are not: plan for either of them")
     times = model if model in KNOWN_SHAPES else _deployed(model)
-    return Fleet(model=DEMO_MODEL, pools=tuple(pools), is_priced=is_priced, shape_of=times)
+    return Fleet(model=model, pools=tuple(pools), is_priced=is_priced, shape_of=times)
 
 
 def _read_file(path: Path) -> _DevicesFile:

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from device.datasheets import spec_of
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.cli.app import app
-from epd_serve.config import parse_config
+from epd_serve.config import ShapeConfig, parse_config
 from epd_serve.config.schema import model_path
+from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
@@ -357,12 +358,12 @@ def test_devices_in_a_line() -> None:
 def test_emulated_devices_run_the_plan_here() -> None:
     fleet = read_fleet("emulated:h200 x 2, emulated:h100", "qwen2.5-vl-7b")
     assert fleet.pools[0].names == ("emulated:h200:0", "emulated:h200:1")
-    assert fleet.pools[0].profile(1) == analytic_profile(shape_of("qwen2.5-vl-7b"), spec_of("h200"))
+    assert fleet.pools[0].profile(1) == DeviceTime.of("qwen2.5-vl-7b", "h200").profile, "what the device takes"
     judge = Evaluator(fleet, Goal(ttft_s=2, tpot_s=0.1), TEXT.requests(20, 5, seed=0), most=50)
     plan = Candidate(line="2EPD", pools=((0, 2),))
     found = Evaluation(candidate=plan, goodput=1.0, objective=1.0, cost=2.0, bound=judge.bound(plan))
     config = parse_config(deployment_yaml(judge, found))
-    assert (config.model, config.shape_of) == ("demo", "qwen2.5-vl-7b")
+    assert config.model == ShapeConfig(shape_of="qwen2.5-vl-7b")
     assert config.devices == fleet.pools[0].names
 
 
