@@ -198,10 +198,10 @@ class StreamsConnection(asyncio.Protocol):
             for message in told:
                 number = message.stream
                 if type(message) is Data:
-                    if number in pieces:
-                        pieces[number].append(message.data)
-                    else:
+                    if (known := pieces.get(number)) is None:
                         pieces[number] = [message.data]
+                    else:
+                        known.append(message.data)
                     continue
                 if number in pieces:
                     self._give(number, pieces.pop(number))
