@@ -21,6 +21,7 @@ MAX_NBYTES = 1 << 26
 
 _RS = b"\x1e"
 _LABEL = re.compile(rb"(?:[0-9]+|-[12])(?:,[0-9]+)*")
+_ONE_TOKEN = re.compile(rb"([0-9]+,[0-9]+)\x1e([^\x1e]*)\x1e").fullmatch
 _ERROR_LABEL = b"%d" % ERROR
 _END_LABEL = b"%d" % END
 
@@ -44,27 +45,25 @@ class FrameReader:
         labels: labels of the frames that were read, with semicolons between them (:func:`token_ids`).
         ended: whether the last of them was ``END``.
         error: the event of the one that was ``ERROR``; nothing is read behind it.
+        is_over: whether one of both was among them.
     """
 
-    __slots__ = ("_rest", "ended", "error", "labels")
+    __slots__ = ("_rest", "ended", "error", "is_over", "labels")
 
     def __init__(self) -> None:
         self._rest = b""
         self.labels: list[bytes] = []
-        self.ended = False
+        self.ended = self.is_over = False
         self.error: bytes | None = None
 
     def read(self, chunk: bytes) -> bytes:
         """The events of the frames that are whole now. Raises FrameError for what cannot be a frame."""
         rest = self._rest
+        if not rest and (token := _ONE_TOKEN(chunk)) is not None:  # as it is where tokens come one by one
+            label, events = token.groups()
+            self.labels.append(label)
+            return events
         parts = (rest + chunk if rest else chunk).split(_RS)
-        if len(parts) == 3 and not parts[2]:  # as it is where tokens come one by one
-            label, events, _ = parts
-            choice, _, token = label.partition(b",")
-            if choice.isdigit() and token.isdigit():
-                self._rest = b""
-                self.labels.append(label)
-                return events
         if len(parts) & 1:
             self._rest = parts.pop()
         else:
@@ -76,7 +75,7 @@ class FrameReader:
             return b""
         labels, all_events = parts[::2], parts[1::2]
         if labels[-1] == _END_LABEL or labels[-1].startswith(_END_LABEL + b","):
-            self.ended = True
+            self.ended = self.is_over = True
             labels[-1] = labels[-1][1:]
         text = b";%b;" % b";".join(labels)
         if (
@@ -98,7 +97,7 @@ class FrameReader:
                 raise FrameError(f"{label[:80]!r} is no label of a frame")
             if label.startswith(_ERROR_LABEL):
                 self.error = events[index]
-                self.ended = False
+                self.ended, self.is_over = False, True
                 del labels[index:], events[index:]
                 return
 

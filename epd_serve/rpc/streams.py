@@ -102,10 +102,21 @@ class StreamCall(RemoteCall):
         self._uncredited_bytes = 0
 
     def receive(self, data: bytes) -> None:
-        self._uncredited_bytes += len(data)
-        super().receive(data)
-        if self._uncredited_bytes >= CREDIT_BYTES and not self._pieces:
-            self._go_on()
+        uncredited = self._uncredited_bytes = self._uncredited_bytes + len(data)
+        write = self._write
+        if write is None or uncredited >= CREDIT_BYTES:
+            super().receive(data)
+            if uncredited >= CREDIT_BYTES and not self._pieces:
+                self._go_on()
+            return
+        # As in the base, without another call: this is done for each token of each stream.
+        try:
+            if write(data):
+                return
+        except Exception as error:  # noqa: BLE001 - the one who waits in forward() gets it
+            self._failure = error
+        self._write = None
+        self._wake()
 
     def end(self) -> None:
         self.connection = None
@@ -193,21 +204,23 @@ class StreamsConnection(asyncio.Protocol):
     def _take(self, lists: list[list[Told]]) -> None:
         """Take what came with one read. The pieces of a stream are one, so that its client is written to once."""
         calls = self._calls
-        pieces: dict[int, list[bytes]] = {}
+        pieces: dict[int, bytes | list[bytes]] = {}
         for told in lists:
             for message in told:
                 number = message.stream
                 if type(message) is Data:
-                    if (known := pieces.get(number)) is None:
-                        pieces[number] = [message.data]
-                    else:
+                    if number not in pieces:
+                        pieces[number] = message.data
+                    elif isinstance(known := pieces[number], list):
                         known.append(message.data)
+                    else:
+                        pieces[number] = [known, message.data]
                     continue
-                if number in pieces:
-                    self._give(number, pieces.pop(number))
                 call = calls.get(number)
                 if call is None:  # cancelled meanwhile
                     continue
+                if (data := pieces.pop(number, None)) is not None:
+                    call.receive(data if isinstance(data, bytes) else b"".join(data))
                 if type(message) is Head:
                     call.begin(message.status, dict(message.headers))
                     continue
@@ -217,12 +230,8 @@ class StreamsConnection(asyncio.Protocol):
                 else:
                     call.fail(call.lost(""))
         for number, data in pieces.items():
-            self._give(number, data)
-
-    def _give(self, number: int, data: list[bytes]) -> None:
-        call = self._calls.get(number)
-        if call is not None:
-            call.receive(data[0] if len(data) == 1 else b"".join(data))
+            if (call := calls.get(number)) is not None:
+                call.receive(data if isinstance(data, bytes) else b"".join(data))
 
     def _close_if_idle(self) -> None:
         """Close the connection where there was no call since the last look."""

@@ -56,9 +56,9 @@ class Streamed(msgspec.Struct, eq=False):
     async def forward(self, stage: Stage, route: Route, answer: Answer) -> on.Ended | on.Broke:
         progress, sink, record = self.progress, self.sink, self.job.record
         reader = progress.reader(framed=answer.framed)
-        read, write = reader.read, sink.outlet.write
+        read, write, noted = reader.read, sink.outlet.write, record.forwarded
         failure: InstanceFailed | None = None
-        room = _most_bytes(self.job, route)
+        room, has_begun = _most_bytes(self.job, route), sink.started
 
         def relay(chunk: bytes) -> bool:
             """Called for each token: it calls little."""
@@ -72,15 +72,21 @@ class Streamed(msgspec.Struct, eq=False):
             except FrameError as error:
                 failure = InstanceFailed(f"an instance's answer cannot be read: {error}")
                 return False
+            if has_begun and events and not reader.is_over:
+                noted(events)
+                return write(events)
+            return last_or_first(events)
+
+        def last_or_first(events: bytes) -> bool:
+            nonlocal failure, has_begun
             ended = progress.complete = reader.ended
             if reader.error is not None and not ended:
                 failure = broke(reader.error)
             if not events:
                 return failure is None
-            record.forwarded(events)
-            if ended or not sink.started:
-                return sink.write(events, last=ended) and failure is None
-            return write(events) and failure is None
+            noted(events)
+            has_begun = True
+            return sink.write(events, last=ended) and failure is None
 
         try:
             while not await answer.forward(relay) and failure is None:
@@ -170,10 +176,14 @@ class Reader(Protocol):
     Attributes:
         ended: whether the answer has come to its end.
         error: the event that came in place of the rest of it.
+        is_over: one of both.
     """
 
     ended: bool
     error: bytes | None
+
+    @property
+    def is_over(self) -> bool: ...
 
     def read(self, chunk: bytes) -> bytes:
         """Bytes as they come → the whole events among them. Raises FrameError for what cannot be read."""
@@ -229,6 +239,10 @@ class _PlainEvents:
         self._pending = b""
         self.ended = False
         self.error: bytes | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.ended or self.error is not None
 
     def read(self, chunk: bytes) -> bytes:
         if self._pending:
