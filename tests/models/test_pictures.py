@@ -21,7 +21,7 @@ from device.registry import get_device
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.chat_template import MediaLiterals
 from epd_serve.instance.media_layout import MediaLayouts
-from epd_serve.models.family import Family, Size
+from epd_serve.models.family import Family, Size, picture
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.schedule import Budget
@@ -59,14 +59,14 @@ def test_expanded_ids_are_the_processor_s(path: Path) -> None:
         ids: list[int] = []
         rest = iter(sizes)
         for one in processor.tokenizer.encode(text, add_special_tokens=False):
-            ids += layouts.of_size(next(rest)).ids if one == family.image_token_id else [one]
+            ids += layouts.of(picture(next(rest))).ids if one == family.image_token_id else [one]
         assert ids == expected["input_ids"][0].tolist(), sizes
 
 
 def test_tokens_of_pictures_that_a_user_writes_stay_text(path: Path) -> None:
     family, tokenizer = load_family(path), processor_of(path).tokenizer
     literals = MediaLiterals(tokenizer, family.config, family.tokens)
-    ids = MediaLayouts(family, tokenizer).of_size((200, 150)).ids
+    ids = MediaLayouts(family, tokenizer).of(picture((200, 150))).ids
     special = [tokenizer.convert_ids_to_tokens(one) for one in set(ids) if one in tokenizer.added_tokens_decoder]
     assert special
     assert all(literals.mark_for(f"a {token} b") for token in special)
