@@ -236,7 +236,7 @@ def answer(path: Path, reference: Answer) -> Tensor:
     family = load_family(path)
     model = LanguageModel(path, torch.float32, device)
     prompt = reference.prompt
-    images = [picture()] if family.takes_images else []
+    images = [picture()] if family.modalities else []
     features: Tensor | None = None
     for image in images:
         features = Tower(path, torch.float32, device).encode([family.preprocess(np.array(image))])[0]
