@@ -14,6 +14,7 @@ killed.
 
 from __future__ import annotations
 
+import importlib
 import mmap
 import os
 import resource
@@ -25,7 +26,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import llguidance
 import msgspec
 from PIL import Image
 
@@ -303,6 +303,8 @@ def _video_bytes(job: FactsJob | VideoJob, num_pixels: int) -> int:
 
 def _compile(grammar: str) -> Compiled:
     """Raises InvalidRequest. The first step's mask is part of it, as some grammars leave all work to that."""
+    import llguidance  # the gateway has none, and compiles no grammar
+
     start_s = time.process_time()
     _limit_memory(_GRAMMAR_ROOM_BYTES + _BYTES_PER_CHARACTER * len(grammar))
     matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
@@ -335,6 +337,8 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started this process ends it
     Image.init()
+    with suppress(ImportError):  # once for all workers
+        importlib.import_module("llguidance")
     serve(control)
     os._exit(0)
 

@@ -8,7 +8,6 @@ import json
 import socket
 
 from epd_serve.protocol import frames
-from epd_serve.rpc.stream_server import BrokenStream
 
 TOKENS = 12
 
@@ -108,15 +107,3 @@ async def test_a_client_that_leaves_ends_its_own_stream_alone(start, kit):
             await one
     await gateway.settle()
     assert len(gateway["d0"].cancelled) == 5
-
-
-async def test_what_an_instance_says_before_it_cuts_a_stream_counts(start, kit):
-    """The reason and the cut come in one list."""
-    gateway = await start("pd0:PD")
-    reason = b'data: {"error":{"message":"no memory for it","type":"t"}}\n\n'
-
-    def broken():
-        raise BrokenStream
-
-    gateway["pd0"].scripts["/stage/prefill"] = lambda message: [kit.NONE, kit.FIRST, 0.05, reason, broken]
-    assert b"no memory for it" in await gateway.raw(kit.chat(stream=True))
