@@ -203,8 +203,8 @@ def serve_native(model: Path, vocabulary: int) -> None:
         return {"model_cpu_s": executor.model_s, "steps": executor.steps}
 
     def encode(batch: int, grid: list[int], width: int) -> dict[str, Any]:
-        inputs = image_inputs(batch, grid, width)
-        return timed(lambda: sum(map(len, tower.encode([inputs]))))
+        images = [image_inputs(1, grid, width) for _ in range(batch)]
+        return timed(lambda: sum(map(len, tower.encode(images))))
 
     serve({"generate": generate, "encode": encode})
     engine.close()

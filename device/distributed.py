@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 _INTERFACE_VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME", "hccl": "HCCL_SOCKET_IFNAME"}
 
 
+#: The time that ranks have to load before their group begins.
+_LOADING = timedelta(seconds=300)
+
+
 class Group(Protocol):
     """The ranks of one tensor-parallel instance; all of them make the same calls in the same order."""
 
@@ -51,7 +55,7 @@ class ProcessGroup:
     """Fills the Group protocol with one process for each rank, over the device's backend: gloo, nccl or hccl."""
 
     def __init__(self, device: Device, rank: int, size: int, rendezvous: Path, timeout_s: float) -> None:
-        """Meet the other ranks; blocks until all are there. A process can be in one group only.
+        """Meet the other ranks; blocks until all are there, 300 s at most. A process can be in one group only.
 
         Args:
             rendezvous: a path without a file, the same for all ranks, in a directory of theirs alone.
@@ -62,9 +66,12 @@ class ProcessGroup:
         backend = device.transport.distributed_backend
         os.environ.setdefault(_INTERFACE_VARIABLES[backend], "lo")
         device.activate()
+        store = torch.distributed.FileStore(str(rendezvous), size)  # type: ignore[attr-defined]
+        store.set(f"rank {rank}", "is there")
+        store.wait([f"rank {other}" for other in range(size)], _LOADING)
         torch.distributed.init_process_group(
             backend,
-            store=torch.distributed.FileStore(str(rendezvous), size),  # type: ignore[attr-defined]
+            store=store,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_s),

@@ -54,5 +54,6 @@ def instance(
         )
     with needs_native():
         from epd_serve.instance.main import end_process, run_instance
-    run_instance(chosen)
+
+        run_instance(chosen)
     end_process()

@@ -32,7 +32,7 @@ CODECS = frozenset(
 _MAX_RATE = 1000.0
 #: Packets that may come before the first frame.
 _MAX_DELAY = 256
-NO_PYAV = "videos are read with PyAV, which is not installed here: pip install 'epd-serve[media]'"
+NO_PYAV = "videos are read with PyAV, which is not installed; run in epd-serve's clone: pip install '.[media]'"
 
 
 class VideoLimits(msgspec.Struct, frozen=True, kw_only=True):

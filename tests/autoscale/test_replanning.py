@@ -17,6 +17,7 @@ import pytest
 from epd_serve.autoscale.replanning import Replanner
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import parse_config
+from epd_serve.protocol.wire import MediaRef
 from epd_serve.telemetry.trace_context import new_context
 from epd_serve.topology import Topology
 from proxy.observe.access_log import line_of
@@ -26,7 +27,7 @@ from proxy.observe.record import RequestRecord
 def served(number: int, *, output: int, status: int = 200) -> bytes:
     draw = random.Random(number)
     made = RequestRecord("chat", new_context(), str(number), 1000.0 + 0.5 * number)
-    made.media([802 * 652], 1000)
+    made.media([(MediaRef("", 802, 652), 1000)])
     made.prompt_tokens, made.output_tokens = 600 + draw.randrange(200), output + draw.randrange(output)
     made.finish(status)
     made.end_s = made.arrived_s + 1.0

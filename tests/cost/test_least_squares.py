@@ -38,7 +38,7 @@ def test_nothing_without_negative_parts_fits_better_nearby(
     found = fit_relative(rows, seconds)
     assert min(found) >= 0
     best = torch.linalg.lstsq(relative, torch.ones(len(rows), 1, dtype=torch.float64), driver="gelsd").solution
-    if best.min() >= 0:
+    if best.min() >= 0 and torch.linalg.cond(relative) < 1e6:  # else there is more than one best
         assert misfit(found) <= misfit(best[:, 0].tolist()) + 1e-6
     for number, part in enumerate(found):
         if part:

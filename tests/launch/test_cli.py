@@ -72,7 +72,7 @@ def test_proxy_passes_configuration_instances_and_address(monkeypatch: pytest.Mo
     assert run(monkeypatch, "proxy", "--config", str(file), *instances) == 0
     assert run(monkeypatch, "proxy", "--config", str(file), *instances, "--host", "0.0.0.0", "--port", "0") == 0
     config, named, *address, reread, rest = calls[0]
-    assert rest == {"place": None, "admin_path": None}, "what up starts gives orders, no other gateway"
+    assert rest == {"setup": None, "admin_path": None}, "what up starts gives orders, no other gateway"
     assert config.gateway.request_timeout_s == 5
     assert named == [("e0", "http://a:1"), ("pd0", "http://b:2")]
     assert address == ["127.0.0.9", 1234]

@@ -43,7 +43,8 @@ async def test_the_gateway_reads_the_deployment_as_it_is_from_a_file_of_the_owne
     written = tmp_path / "logs" / "deployment.yaml"
     read = load_config(written)
     assert list(read.gateway.instances or {}) == ["e0", "p0", "d0"]
-    assert change_config(read, {"gateway": {"instances": None}}) == change_config(
+    assert read.engine == "native", "what auto came to on a CPU"
+    assert change_config(read, {"engine": "auto", "gateway": {"instances": None}}) == change_config(
         config, {"gateway": {"instances": None}}
     )
     assert written.stat().st_mode & 0o077 == 0

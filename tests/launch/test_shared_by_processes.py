@@ -37,7 +37,7 @@ async def test_a_key_that_is_changed_in_its_file_stays_the_one_of_the_start(
         file.write_text("another-key-since-then")
         *_, gateway = deployment.processes
         keys = {process.spec.environment[CLUSTER_KEY] for process in deployment.processes}
-        keys.add(deployment._holdings.spec("p0").environment[CLUSTER_KEY])
+        keys.add(deployment._record.spec("p0").environment[CLUSTER_KEY])
         assert keys == {key}
         written = tmp_path / "logs" / "deployment.yaml"
         monkeypatch.setenv(CLUSTER_KEY, gateway.spec.environment[CLUSTER_KEY])
@@ -58,7 +58,7 @@ async def test_instances_that_are_added_share_what_none_had_twice_at_the_start(
 ) -> None:
     deployment = LocalDeployment(parse_config(f"{text}\n{FREE}"), log_dir=tmp_path / "logs")
     try:
-        first, held = deployment._supervisor._specs[0], deployment._holdings
+        first, held = deployment._supervisor._specs[0], deployment._record
         assert parts(first.environment) == at_start and len(first.descriptors) == len(at_start)
         added = held.spec(next(iter(held.live)))  # as it is made for an instance that is added
         assert parts(added.environment) == ({"tower", "language_model"} if later else set())

@@ -20,7 +20,7 @@ from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.media import decoder_pool
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
-from epd_serve.media.video import NO_PYAV, pack_frames, read_facts, read_frames, read_list
+from epd_serve.media.video import pack_frames, read_facts, read_frames, read_list
 from epd_serve.types import VideoFacts
 
 
@@ -202,13 +202,10 @@ async def test_a_video_that_takes_too_long_is_ended(pool: DecoderPool) -> None:
     assert not pool._working
 
 
-def test_without_pyav_a_video_names_the_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_pyav_a_video_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(InvalidRequest, match="pip install 'epd-serve\\[media\\]'"):
+    with pytest.raises(InvalidRequest, match=r"pip install '\.\[media\]'"):
         read_facts(GOOD, LIMITS)
-    assert "epd-serve[media]" in NO_PYAV
 
 
 def test_a_reader_counts_what_it_decodes() -> None:

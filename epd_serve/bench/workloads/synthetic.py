@@ -257,7 +257,7 @@ def load_pyav() -> Any:
     try:
         import av
     except ImportError as error:
-        raise ValueError("videos are made with PyAV: pip install 'epd-serve[media]'") from error
+        raise ValueError("videos are made with PyAV: pip install '.[media]' in epd-serve's clone") from error
     return av
 
 
