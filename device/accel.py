@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from device import base, host
-from device.base import EagerRunner, Partition
+from device.base import DeviceLost, EagerRunner, Partition
 from device.ops.plain import PlainOps
 from device.shares import check_share
 from device.transport import TRANSPORTS, TransportCapability
@@ -96,6 +96,12 @@ class AcceleratorDevice:
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.torch_device)
+
+    def check(self) -> None:
+        try:
+            torch.accelerator.current_stream(self.torch_device).query()
+        except RuntimeError as error:
+            raise DeviceLost(f"{self.name} is lost: {error}") from error
 
     # torch's streams and events take only each other, which is narrower than the protocols say: hence the casts.
     def stream(self, priority: int = 0) -> base.Stream:

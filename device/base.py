@@ -22,6 +22,10 @@ class DeviceUnavailable(ValueError):
     """The named device is not on this machine; the message says what is missing and how to get it."""
 
 
+class DeviceLost(RuntimeError):
+    """The device is gone for this process: nothing that was launched there will be done."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttnMeta:
     """One step's batch: ``num_decodes`` decode tokens (one per sequence), then the prefill chunks back to back.
@@ -319,6 +323,13 @@ class BareDevice(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until the device is idle."""
+        ...
+
+    def check(self) -> None:
+        """Return at once where the device can go on. Raises DeviceLost where only another process may get it back.
+
+        An error of the device, such as an illegal address, makes all further work of its process fail.
+        """
         ...
 
     def stream(self, priority: int = 0) -> Stream:

@@ -146,6 +146,9 @@ class CpuDevice:
     def synchronize(self) -> None:
         return
 
+    def check(self) -> None:
+        return
+
     def stream(self, priority: int = 0) -> base.Stream:
         return CpuStream(priority)
 

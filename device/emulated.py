@@ -208,6 +208,9 @@ class EmulatedDevice:
     def synchronize(self) -> None:
         self._chip.synchronize()
 
+    def check(self) -> None:
+        self._chip.timeline.check()
+
     def stream(self, priority: int = 0) -> base.Stream:
         return Stream(self._chip, min(priority, 0))
 

@@ -178,6 +178,9 @@ class TimedDevice:
         for stream in self._streams:
             stream.synchronize()
 
+    def check(self) -> None:
+        self._timeline.check()
+
     def stream(self, priority: int = 0) -> TimedStream:
         stream = TimedStream(self, self._timeline.stream(min(priority, 0)))
         self._streams.append(stream)

@@ -32,6 +32,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from device.base import DeviceLost
+
 #: The variable that names the file of injected faults: see :class:`Faults`.
 EMULATED_FAULTS = "EPD_SERVE_EMULATED_FAULTS"
 #: A sleep is at most this long: so soon are a process's end and an injected fault noticed.
@@ -46,10 +48,6 @@ _PR_SET_TIMERSLACK = 29
 _LIBC = ctypes.CDLL(None)
 _LOCAL = threading.local()
 _LOG = logging.getLogger(__name__)
-
-
-class DeviceLost(RuntimeError):
-    """The device is gone; nothing that was launched on it will be done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +74,7 @@ class Fault:
     Attributes:
         slowness: operations that begin take so many times as long.
         hangs: no operation is done until this is taken back.
-        lost: all work fails with :class:`DeviceLost`, for the rest of a process's life.
+        lost: all work fails with :class:`~device.base.DeviceLost`, for the rest of a process's life.
     """
 
     slowness: float = 1.0

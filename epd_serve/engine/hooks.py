@@ -118,6 +118,9 @@ class EngineHooks(Protocol):
     def idle(self) -> None:
         """Called when nothing can be computed for now."""
 
+    def failed(self) -> None:
+        """Called when a step has failed, before its requests do; ends the process of a device that is lost."""
+
     def died(self) -> None:
         """Called when nothing will ever be computed again."""
 

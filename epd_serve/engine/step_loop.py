@@ -153,6 +153,7 @@ class StepLoop:
             yield
         except Exception as error:
             logger.exception("a step of %d tokens failed", output.num_tokens)
+            self._hooks.failed()
             self._hooks.idle()
             self._engine.fail(output, other.output if other else None, error)
 

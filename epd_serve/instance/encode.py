@@ -122,6 +122,7 @@ class EncodeService:
         encoding: the context in which a batch of images of so many pixels, as they were sent, is encoded.
         on_encoded: told of each batch, there too: its pixels, and how many seconds its images kept this encoder
             busy: their preparation too, as far as no earlier batch hides it.
+        on_failed: called when a batch has failed, before its items do.
 
     Attributes:
         num_waiting_pixels: of distinct items that are not encoded yet.
@@ -146,6 +147,7 @@ class EncodeService:
         put: Callable[[Span], None] = lambda span: None,
         on_encoded: Callable[[int, float], None] = lambda *_: None,
         encoding: Callable[[Sequence[int]], AbstractContextManager[None]] = no_time,
+        on_failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._load_tower = load_tower
         self._family = family
@@ -163,6 +165,7 @@ class EncodeService:
         self._put_span = put
         self._on_encoded = on_encoded
         self._encoding = encoding
+        self._on_failed = on_failed
         self._tower: Tower | None = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
         self._flights: dict[str, asyncio.Task[_Encoded]] = {}
@@ -395,6 +398,7 @@ class EncodeService:
             assert len(features) == len(batch), f"{len(features)} features of {len(batch)} items"
         except Exception as error:  # a failed batch must fail its items, not the encoder
             logger.exception("a batch of %d items failed", len(batch))
+            self._on_failed()
             for item in batch:
                 if not item.feature.done():
                     item.feature.set_exception(InstanceFailed(f"the encoder failed: {error}"))

@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import psutil
 
-from device.base import BareDevice
+from device.base import BareDevice, DeviceLost
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.engine.dual_stream import DualStream, VisionHold
 from epd_serve.engine.measurements import IMAGE_SIDE
 from epd_serve.engine.step_limits import StepLimits
-from epd_serve.errors import DRAINING, Unavailable
+from epd_serve.errors import DRAINING, ServeError, Unavailable
 from epd_serve.factories import factory
 from epd_serve.instance.calls import ControlCalls
 from epd_serve.instance.data_plane import start_feature_store, start_transport
@@ -30,7 +30,7 @@ from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.http import Peers
-from epd_serve.instance.language_engine import LanguageEngine, end_process
+from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, SwitchState, left
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.model import Language, open_device, open_model
@@ -118,6 +118,7 @@ class Instance:
             url=self.url,
             stream=self.streams.tower,
             encoding=self.model.encoding,
+            on_failed=self.check_device,
             may_start=partial(factory("may encode", _may_encode), self),
         )
         self.streams.language.on_pause = self.encode.reconsider
@@ -228,7 +229,11 @@ class Instance:
         checks = [self.encode.probe(timeout_s)]
         if self.language is not None:
             checks.append(self.language.probe.check(timeout_s))
-        await asyncio.gather(*checks)
+        try:
+            await asyncio.gather(*checks)
+        except ServeError:
+            self.check_device()
+            raise
 
     def info(self) -> wire.InstanceInfo:
         """Describe the instance, and its work. Raises Unavailable while it is loading."""
@@ -395,7 +400,18 @@ class Instance:
             gc.collect()  # objects that know each other keep the old role's KV and model on the device
         await self._build()
 
-    end_process = staticmethod(end_process)
+    def end_process(self) -> None:
+        """An instance is whole or gone: whoever started it starts it again."""
+        logging.shutdown()
+        os._exit(1)
+
+    def check_device(self) -> None:
+        """End the process where its device is lost, since no step of it will succeed again."""
+        try:
+            self.device.check()
+        except DeviceLost as error:
+            logger.critical("%s; this process ends", error)
+            self.end_process()
 
     # ------------------------------------------------------------------ inside
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -248,8 +246,11 @@ class LanguageEngine(EngineHooks):
     def idle(self) -> None:
         self._instance.streams.language.idle()
 
+    def failed(self) -> None:
+        self._instance.check_device()
+
     def died(self) -> None:
-        end_process()
+        self._instance.end_process()
 
     def emit(self, events: list[EngineEvent]) -> None:
         self._call_on_loop(self.listeners.dispatch, events)
@@ -273,12 +274,6 @@ def step_span(output: ScheduleOutput, start_s: float, end_s: float) -> Span:
         "preempted": len(output.preempted),
     }
     return Span(kind, "", start_s, end_s, about)
-
-
-def end_process() -> None:
-    """An instance is whole or gone: whoever started it starts it again."""
-    logging.shutdown()
-    os._exit(1)
 
 
 _LOOK_AGAIN_S = 0.05

@@ -47,6 +47,13 @@ def computing(name: str, dtype: torch.dtype) -> Device:
 
 
 @EACH
+def test_a_device_that_works_is_not_lost(name: str) -> None:
+    device = opened(name)
+    torch.zeros(4, device=device.torch_device).add_(1)
+    device.check()
+
+
+@EACH
 @EACH_DTYPE
 @given(batch=batches(**SHAPES, groups=[1, 4, 7, 8], max_context=300))
 @CASES

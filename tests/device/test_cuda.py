@@ -17,6 +17,22 @@ from device.base import AttnMeta
 from device.ops.varlen import adapt_varlen, find_varlen
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: no GPU on this machine")
+ILLEGAL = """
+import torch
+from device.base import DeviceLost
+from device.registry import get_device
+device = get_device("cuda:0")
+device.check()
+numbers = torch.zeros(4, device="cuda:0")
+try:
+    numbers[torch.tensor([99], device="cuda:0")].sum().item()
+except RuntimeError:
+    pass
+try:
+    device.check()
+except DeviceLost as error:
+    print(error)
+"""
 WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
@@ -41,6 +57,12 @@ def test_it_works_without_triton_and_says_so() -> None:
     hopper, turing = done.stdout.splitlines()
     assert "Triton is not installed" in hopper and "flash" in hopper
     assert turing.startswith("plain torch")
+
+
+@ON_GPU
+def test_a_device_whose_context_is_broken_is_lost() -> None:
+    done = subprocess.run([sys.executable, "-c", ILLEGAL], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("cuda:0 is lost"), done.stderr[-2000:]
 
 
 def test_importing_the_backend_leaves_triton_out() -> None:

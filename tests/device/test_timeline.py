@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from device.timeline import EMULATED_FAULTS, Demand, DeviceLost, Faults, Timeline
+from device.base import DeviceLost
+from device.timeline import EMULATED_FAULTS, Demand, Faults, Timeline
 
 DECODE = Demand(compute=0.1, bandwidth=0.8, stage="D")
 PREFILL = Demand(compute=0.85, bandwidth=0.1, stage="P")

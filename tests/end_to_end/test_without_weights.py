@@ -13,11 +13,11 @@ from typing import Any
 import aiohttp
 import pytest
 from chat import chat
-from fleet import figures
+from fleet import figures, wait_until
 from in_process import Deployment, deployment
 from PIL import Image
 
-from device.timeline import WHOLE
+from device.timeline import EMULATED_FAULTS, WHOLE
 from epd_serve.config import DeploymentConfig, ShapeConfig
 from epd_serve.engine.digests import DigestMemory
 from epd_serve.launch import Backoff, LocalDeployment
@@ -192,8 +192,15 @@ def check_process(pid: int) -> None:
     assert resident <= MEMORY_BYTES
 
 
-async def test_processes_that_die_and_change_roles(expected: list[list[str]], tmp_path: Path) -> None:
-    """Instances of a deployment without weights load neither torch nor numpy, and go on where others ended."""
+async def test_processes_that_die_and_change_roles(
+    expected: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Instances of a deployment without weights load neither torch nor numpy, and go on where others ended.
+
+    One whose device is lost ends, says why, and is started again.
+    """
+    faults = tmp_path / "faults.json"
+    monkeypatch.setenv(EMULATED_FAULTS, str(faults))
     admin_port = free_port("127.0.0.1")
     config = DeploymentConfig.model_validate(
         {
@@ -218,6 +225,19 @@ async def test_processes_that_die_and_change_roles(expected: list[list[str]], tm
         await asyncio.sleep(0.3)
         os.kill(one.instances["d0"].pid, signal.SIGKILL)
         assert await asking == expected
+
+        before = one.instances["d1"].pid
+        asking = asyncio.create_task(answers(one.gateway_url, session))
+        await asyncio.sleep(0.3)
+        faults.write_text('{"emulated:h200:2": {"lost": true}}')
+        assert await asking == expected
+        (process,) = (process for process in one.processes if process.spec.name == "d1")
+        await asyncio.to_thread(wait_until, lambda: process.state != "ready", "its process ends", 30)
+        faults.unlink()
+        await asyncio.to_thread(wait_until, lambda: process.state == "ready", "it is up again", 60)
+        assert one.instances["d1"].pid != before
+        (log,) = tmp_path.rglob("d1.log")
+        assert "emulated:h200:2 is lost" in (said := log.read_text()) and "this process ends" in said
 
         admin = f"http://127.0.0.1:{admin_port}"
         asking = asyncio.create_task(answers(one.gateway_url, session))

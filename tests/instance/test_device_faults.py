@@ -32,7 +32,9 @@ def prompt(name: str) -> bytes:
     )
 
 
-async def test_a_device_that_hangs_and_one_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_device_that_hangs_and_one_that_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     faults = tmp_path / "faults.json"
     monkeypatch.setenv(EMULATED_FAULTS, str(faults))
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
@@ -63,11 +65,16 @@ async def test_a_device_that_hangs_and_one_that_is_lost(tmp_path: Path, monkeypa
         await instance.probe(60)
         await Books({"epd": instance.url}).check()
 
+        language, ended = instance.language, list[str]()
+        monkeypatch.setattr(instance, "end_process", lambda: ended.append("process"))
         inject(f'{{"{DEVICE}": {{"lost": true}}}}')
         lost = await ask("lost")
         assert lost.status_code == 500 and f"{DEVICE} is lost" in lost.text
-        for probe in (instance.probe, instance.encode.probe):
-            with pytest.raises(ServeError, match=rf"{DEVICE} is lost") as error:
-                await probe(60)
-            assert error.value.code == WEDGED
+        assert ended and any("is lost" in text and "this process ends" in text for text in caplog.messages)
+        ended.clear()
+        instance.language = None
+        with pytest.raises(ServeError, match=rf"{DEVICE} is lost") as error:
+            await instance.probe(60)
+        assert error.value.code == WEDGED and ended, "an encoder that is idle ends, too"
+        instance.language = language
         await Books({"epd": instance.url}).check()
