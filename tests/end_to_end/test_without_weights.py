@@ -236,8 +236,8 @@ async def test_processes_that_die_and_change_roles(
         faults.unlink()
         await asyncio.to_thread(wait_until, lambda: process.state == "ready", "it is up again", 60)
         assert one.instances["d1"].pid != before
-        (log,) = tmp_path.rglob("d1.log")
-        assert "emulated:h200:2 is lost" in (said := log.read_text()) and "this process ends" in said
+        said = process.log_file.read_text()
+        assert "emulated:h200:2 is lost" in said and "this process ends" in said
 
         admin = f"http://127.0.0.1:{admin_port}"
         asking = asyncio.create_task(answers(one.gateway_url, session))
