@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any, Literal
 
 from epd_serve.types import MediaSpan, SamplingParams
@@ -12,6 +14,7 @@ from epd_serve.types import MediaSpan, SamplingParams
 FinishReason = Literal["stop", "length"]
 #: In an output: a token that the device has chosen, or will, and the host does not know yet. Only ever the last.
 PLACEHOLDER = -1
+_NO_LOGPROBS: Mapping[int, Any] = MappingProxyType({})
 
 
 class SequenceState(Enum):
@@ -139,7 +142,7 @@ class Sequence:
     @property
     def goes_on(self) -> bool:
         """Whether its tokens are still wanted here."""
-        return self.state in (SequenceState.RUNNING, SequenceState.WAITING)
+        return self.state is SequenceState.RUNNING or self.state is SequenceState.WAITING
 
     @property
     def yields_one_token(self) -> bool:
@@ -151,8 +154,10 @@ class Sequence:
         """Whether all its tokens can be computed here again. Features are held until the first token only."""
         return not self.output_ids or (self.positions is not None and not self.spans)
 
-    def take_logprobs(self) -> dict[int, Any]:
+    def take_logprobs(self) -> Mapping[int, Any]:
         """Take the log-probabilities that were asked for of known tokens; the next call returns none."""
+        if not self.wanted_logprobs:
+            return _NO_LOGPROBS
         taken, self.logprobs, self.wanted_logprobs = self.logprobs, {}, range(0)
         return taken
 
@@ -184,10 +189,11 @@ class Sequence:
 
     def take(self, token_id: int) -> None:
         """Append a token, or put it where its placeholder stands."""
-        if self.output_ids[-1:] == [PLACEHOLDER]:
-            self.output_ids[-1] = token_id
+        ids = self.output_ids
+        if ids and ids[-1] == PLACEHOLDER:
+            ids[-1] = token_id
         else:
-            self.output_ids.append(token_id)
+            ids.append(token_id)
 
     def finish_reason(self, token_id: int, count: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Say why generation ends with ``token_id`` as the ``count``-th output token; None where it goes on."""

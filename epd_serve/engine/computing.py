@@ -7,6 +7,8 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from epd_serve.protocol.wire import KVLayout, Region, TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.schedule import ScheduleOutput
@@ -14,8 +16,7 @@ from epd_serve.sequence import Sequence
 from epd_serve.transfer.kv_sender import KVSource
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True, gc=False):
     token_id: int
     logprob: TokenLogprob | None = None
 

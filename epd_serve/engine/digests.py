@@ -31,10 +31,9 @@ from epd_serve.sequence import Sequence as TokenSequence
 from epd_serve.transfer.transport import Piece, Transport
 from epd_serve.types import MediaSpan, SamplingParams
 
-#: Bytes that stand for a token of a picture; and for a block in one layer: its pictures, and the digest of all
-#: up to there.
-FEATURE_WIDTH, _PICTURES, _DIGEST = 16, 8, 8
-LAYER_BYTES = _PICTURES + _DIGEST
+#: Bytes that stand for a token of a picture; for a block in one layer, a digest of all up to there; and those in
+#: the place of the first layer's first that name the block's pictures.
+FEATURE_WIDTH, LAYER_BYTES, _PICTURES = 16, 16, 8
 _ROOT = b"epd-serve digest chain 1"
 _NO_PICTURES = bytes(_PICTURES)
 
@@ -175,11 +174,22 @@ class DigestMemory:
 
 @dataclass(slots=True)
 class _Known:
-    """The full blocks of a sequence that were found right: where they are, and the chain's digest after each."""
+    """The full blocks of a sequence that were found right: where they are, and the chain's digest after each.
+
+    Attributes:
+        table: the sequence's blocks, a list that only grows.
+        num_tokens: whose KV is in them.
+        tail_ids, tail_pictures, tail: of the block behind the full ones: tokens, pictures, content.
+    """
 
     blocks: list[int] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     pictures: list[bytes] = field(default_factory=list)
+    table: list[int] | None = None
+    num_tokens: int = 0
+    tail_ids: array[int] = field(default_factory=partial(array, "q"))
+    tail_pictures: bytes = _NO_PICTURES
+    tail: bytes = b""
 
     def cut(self, blocks: Sequence[int]) -> None:
         """Forget what no longer lies in ``blocks``."""
@@ -247,10 +257,8 @@ class DigestRunner:
         return self.time.step(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs)
 
     def content(self, chain: bytes, pictures: bytes) -> bytes:
-        """A block whose last token ends the chain with this digest: [layers, pictures and a digest of its own]."""
-        digests = blake3(chain).digest(_DIGEST * self.num_layers)
-        ends = range(0, len(digests), _DIGEST)
-        return b"".join([pictures + digests[start : start + _DIGEST] for start in ends])
+        """A block whose last token ends the chain with this digest: [layers, LAYER_BYTES]."""
+        return pictures + blake3(chain).digest(LAYER_BYTES * self.num_layers - _PICTURES)
 
     def _check_features(self, sequence: TokenSequence, count: int, features: Mapping[str, Feature]) -> None:
         start, end = sequence.num_computed, sequence.num_computed + count
@@ -263,15 +271,21 @@ class DigestRunner:
 
 @dataclass(slots=True)
 class _Part:
-    """The tokens ``start`` ... ``end - 1`` of a sequence, and the blocks of all its tokens up to there."""
+    """The tokens ``start`` ... ``end - 1`` of a sequence.
+
+    Attributes:
+        table: the sequence's blocks, a list that only grows.
+        token: the last of the tokens, or PLACEHOLDER.
+        num_output: tokens of the answer that the sequence had.
+    """
 
     sequence: TokenSequence
     start: int
     end: int
-    blocks: list[int]
-    ids: list[int]  # of tokens from the first block on that is not full at ``start``
+    table: list[int]
+    token: int
     samples: bool
-    num_output: int  # tokens of the answer that the sequence had
+    num_output: int
 
     @property
     def is_decoding(self) -> bool:
@@ -292,22 +306,16 @@ class DigestStep:
         self._writes: list[tuple[int, bytes]] = []
         self.tokens: dict[TokenSequence, list[int]] = {}
         self.end: Any = None
-        chunks = [(sequence, sequence.num_tokens - 1, sequence.num_tokens) for sequence in output.decodes]
-        chunks += [(s, s.num_computed, s.num_computed + count) for s, count in output.prefills]
-        self._parts = [self._part(*chunk) for chunk in chunks]
-
-    def _part(self, sequence: TokenSequence, start: int, end: int) -> _Part:
-        size = self._runner.block_size
-        first = start - start % size
-        return _Part(
-            sequence=sequence,
-            start=start,
-            end=end,
-            blocks=sequence.blocks[: -(-end // size)],
-            ids=_ids(sequence, first, end),
-            samples=end == sequence.num_tokens,
-            num_output=len(sequence.output_ids),
-        )
+        self._parts: list[_Part] = []
+        for sequence in output.decodes:
+            end = len(sequence.prompt_ids) + (num_output := len(sequence.output_ids))
+            token = sequence.output_ids[-1]
+            self._parts.append(_Part(sequence, end - 1, end, sequence.blocks, token, True, num_output))
+        for sequence, count in output.prefills:
+            start, end, num_tokens = sequence.num_computed, sequence.num_computed + count, sequence.num_tokens
+            num_output = len(sequence.output_ids)
+            (token,) = _ids(sequence, end - 1, end)
+            self._parts.append(_Part(sequence, start, end, sequence.blocks, token, end == num_tokens, num_output))
 
     def sample(self) -> None:
         """Do nothing: the device chooses at the end of the step."""
@@ -320,11 +328,11 @@ class DigestStep:
         result = StepResult([], [])
         for part in self._parts:
             if part.samples:
-                tokens = [SampledToken(token) for token in self.tokens[part.sequence]]
+                tokens = self.tokens[part.sequence]
                 if part.is_decoding:
-                    result.decoded.append((part.sequence, tokens[0]))
+                    result.decoded.append((part.sequence, SampledToken(tokens[0])))
                 else:
-                    result.first.append((part.sequence, tokens))
+                    result.first.append((part.sequence, [SampledToken(token) for token in tokens]))
         return result
 
     # ------------------------------------------------------------------ on the device
@@ -335,6 +343,7 @@ class DigestStep:
             if not layers.start:
                 for part in self._parts:
                     self._compute(part)
+                self._before = None
             if self._error is None:
                 for block, content in self._writes:
                     self._runner.memory.write(block, content, layers)
@@ -342,31 +351,68 @@ class DigestStep:
             self._error = self._error or error
 
     def _compute(self, part: _Part) -> None:
-        runner, sequence, ids = self._runner, part.sequence, part.ids
-        if ids[-1] == PLACEHOLDER:
+        sequence = part.sequence
+        if part.token == PLACEHOLDER:
             assert self._before is not None, "nobody knows the token"
             if sequence not in self._before.tokens:  # the step before has failed
                 raise DigestError(f"request {sequence.request_id}: the token before was not computed")
-            ids[-1:] = self._before.tokens[sequence]
-        known = runner.known.setdefault(sequence, _Known())
+            (part.token,) = self._before.tokens[sequence]
+        known = self._runner.known.get(sequence)
+        if known is None:
+            known = self._runner.known[sequence] = _Known()
+        if part.num_output and known.table is part.table and known.num_tokens == part.end - 1 == part.start:
+            self._decode(part, known)
+        else:
+            self._find(part, known)
+
+    def _decode(self, part: _Part, known: _Known) -> None:
+        """One token behind those that this runner computed itself."""
+        runner, sequence = self._runner, part.sequence
+        size, block = runner.block_size, part.table[part.start // runner.block_size]
+        self._check_again(part, known)
+        if part.start % size == 0:
+            known.tail_ids, known.tail_pictures = array("q"), _NO_PICTURES
+        elif runner.memory.read(block) != known.tail:
+            self._same(part, part.start // size, known.tail)
+        known.tail_ids.append(part.token)
+        chain = blake3(known.end + known.tail_pictures + known.tail_ids.tobytes()).digest()
+        known.tail = runner.content(chain, known.tail_pictures)
+        self._writes.append((block, known.tail))
+        if part.end % size == 0:
+            known.add(block, chain, known.tail_pictures)
+        known.num_tokens = part.end
+        self.tokens[sequence] = [runner.choose(chain, sequence.sampling, sequence.index, part.num_output + 1)]
+
+    def _check_again(self, part: _Part, known: _Known) -> None:
+        """Find one full block right once more at each token: a block may also go bad later."""
+        if known.blocks:
+            again = part.end % len(known.blocks)
+            self._same(part, again, self._runner.content(known.chain[again], known.pictures[again]))
+
+    def _find(self, part: _Part, known: _Known) -> None:
+        """Any tokens of a sequence: all that was computed before them is looked at."""
+        runner, sequence = self._runner, part.sequence
         size, first = runner.block_size, part.start // runner.block_size
-        known.cut(part.blocks[:first])
+        ids = [*_ids(sequence, first * size, part.end - 1), part.token]
+        known.cut(part.table[:first])
         for number in range(len(known.blocks), first):
             self._check(part, known, number, _ids(sequence, number * size, (number + 1) * size))
-        if known.blocks and part.is_decoding:  # one more at each token: a block may also go bad later
-            again = part.end % len(known.blocks)
-            self._same(part, again, runner.content(known.chain[again], known.pictures[again]))
+        if part.is_decoding:
+            self._check_again(part, known)
         is_begun = part.start > first * size
         if is_begun:
             self._check(part, known, first, ids[: part.start - first * size])
         chain = known.end
-        for number in range(first, len(part.blocks)):
+        for number in range(first, -(-part.end // size)):
             tokens = ids[(number - first) * size : (number - first + 1) * size]
             pictures = self._pictures(part, number, is_begun=is_begun and number == first)
             chain = _fold(known.end, tokens, pictures)
-            self._writes.append((part.blocks[number], runner.content(chain, pictures)))
+            known.tail_ids, known.tail_pictures = array("q", tokens), pictures
+            known.tail = runner.content(chain, pictures)
+            self._writes.append((part.table[number], known.tail))
             if len(tokens) == size:
-                known.add(part.blocks[number], chain, pictures)
+                known.add(part.table[number], chain, pictures)
+        known.table, known.num_tokens = part.table, part.end
         if part.samples:
             indices = range(sequence.index, sequence.index + (1 if part.is_decoding else sequence.num_sequences))
             self.tokens[sequence] = [
@@ -379,10 +425,10 @@ class DigestStep:
         chain = _fold(known.end, ids, pictures)
         self._same(part, number, self._runner.content(chain, pictures))
         if len(ids) == self._runner.block_size:
-            known.add(part.blocks[number], chain, pictures)
+            known.add(part.table[number], chain, pictures)
 
     def _same(self, part: _Part, number: int, expected: bytes) -> None:
-        found = self._runner.memory.read(part.blocks[number])
+        found = self._runner.memory.read(part.table[number])
         if found == expected:
             return
         layers = [
@@ -392,7 +438,7 @@ class DigestStep:
             != expected[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES]
         ]
         raise DigestError(
-            f"request {part.sequence.request_id}: the KV in block {part.blocks[number]}, number {number} of the "
+            f"request {part.sequence.request_id}: the KV in block {part.table[number]}, number {number} of the "
             f"sequence, is not that of its tokens in {len(layers)} of {self._runner.num_layers} layers, "
             f"layer {layers[0]} the first"
         )
@@ -402,7 +448,7 @@ class DigestStep:
         size, sequence = self._runner.block_size, part.sequence
         if sequence.positions is not None:
             return _pictures(sequence.spans, number * size, (number + 1) * size)
-        return self._runner.memory.read(part.blocks[number])[:_PICTURES] if is_begun else _NO_PICTURES
+        return self._runner.memory.read(part.table[number])[:_PICTURES] if is_begun else _NO_PICTURES
 
 
 def _ids(sequence: TokenSequence, start: int, end: int) -> list[int]:

@@ -209,11 +209,11 @@ class Engine:
 
     def plan(self, in_flight: ScheduleOutput | None) -> ScheduleOutput:
         """The next step, which may be empty; its sequences keep their blocks until it has ended."""
-        in_flight = in_flight or ScheduleOutput()
+        stepping = in_flight.sequences if in_flight is not None else []
         with self._changed:
-            self._queues.let_out(in_flight.sequences)
+            self._queues.let_out(stepping)
             output = self._queues.plan(self._clock())
-            self._stepping = frozenset((*output.sequences, *in_flight.sequences))
+            self._stepping = frozenset(stepping if output is in_flight else (*output.sequences, *stepping))
             if output.admitted or output.preempted:
                 self._hooks.freed()  # a place in the queue for blocks, or blocks
         return output
@@ -224,7 +224,11 @@ class Engine:
         With ``placeholders``, a placeholder stands for each sampled token in the step after it.
         """
         with self._changed:
-            for sequence, count in (*((s, 1) for s in output.decodes), *output.prefills):
+            for sequence in output.decodes:
+                sequence.num_computed += 1
+                if placeholders:
+                    sequence.output_ids.append(PLACEHOLDER)
+            for sequence, count in output.prefills:
                 sequence.num_computed += count
                 if placeholders and sequence.yields_one_token:
                     sequence.output_ids.append(PLACEHOLDER)
@@ -239,7 +243,13 @@ class Engine:
                 if sequence.blocks:  # it may have lost them to an older one since
                     self._tables.register(sequence)
             events: list[EngineEvent] = []
-            for sequence, tokens in (*((s, [token]) for s, token in result.decoded), *result.first):
+            for sequence, token in result.decoded:
+                if sequence.goes_on:
+                    if sequence.hand_off:
+                        events += self._hand_out(sequence, [token])
+                    else:
+                        events.append(self._append(sequence, token))
+            for sequence, tokens in result.first:
                 if sequence.goes_on:
                     events += self._hand_out(sequence, tokens)
             self._let_go()
@@ -274,8 +284,9 @@ class Engine:
         return [self._append(choice, token) for choice, token in zip(choices, tokens, strict=True)]
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenEvent:
-        sequence.take(token.token_id)
-        reason = sequence.finish_reason(token.token_id, len(sequence.output_ids), self.eos_token_ids)
+        token_id = token.token_id
+        sequence.take(token_id)
+        reason = sequence.finish_reason(token_id, len(sequence.output_ids), self.eos_token_ids)
         if reason is not None:
             self._queues.stop(sequence)
             self._leave(sequence)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
+
+import msgspec
 
 from epd_serve.engine.computing import SampledToken
 from epd_serve.errors import ServeError
@@ -17,8 +20,7 @@ from epd_serve.sequence import FinishReason, Sequence
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """A sequence has a new token; with ``finish_reason`` it was the last one and its blocks are free again.
 
     ``logprobs`` are the ones that were asked for of the tokens before it, by index
@@ -28,7 +30,7 @@ class TokenEvent:
     sequence: Sequence
     token: SampledToken
     finish_reason: FinishReason | None
-    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
+    logprobs: Mapping[int, TokenLogprob] = MappingProxyType({})
 
     @property
     def request_id(self) -> str:

@@ -112,7 +112,8 @@ class StepLoop:
                 features[mm_hash] = feature
             return feature is not None
 
-        output = replace(output, prefills=possible_prefills(output.prefills, take))
+        if output.prefills:
+            output = replace(output, prefills=possible_prefills(output.prefills, take))
         groups = self._push.groups(output, self._engine.transfers) if self._push else None
         launched_s, launched = self._clock(), None
         if output:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from bisect import insort
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, replace
@@ -105,6 +105,39 @@ ANYBODY = Asker()
 Order = Callable[[AbstractSequence[Sequence], float], list[Sequence]]
 
 
+class SteadyDecodes:
+    """Steps of the same decodes, one after another: what each of them needs is known beforehand.
+
+    Attributes:
+        turns: the sequences that ran when the first of these steps was planned; all of them decode.
+    """
+
+    def __init__(self, turns: list[Sequence], output: ScheduleOutput, block_size: int) -> None:
+        self.turns = turns
+        self._output = output
+        self._block_size = block_size
+        self._first, self._num_tokens = turns[0], turns[0].num_tokens  # when the last step was planned
+        self._number = 0
+        self._end = min(s.max_tokens - len(s.output_ids) for s in turns)  # then one of them is complete
+        self._lacking: defaultdict[int, list[Sequence]] = defaultdict(list)  # a block, by number of the step
+        for sequence in turns:
+            room = len(sequence.blocks) * block_size - sequence.num_tokens
+            self._lacking[room + 1].append(sequence)
+
+    def next(self, grow: Callable[[Sequence], bool]) -> ScheduleOutput | None:
+        """The next step, each sequence a token further; None: it has to be planned. ``grow`` gives a block."""
+        self._number += 1
+        self._num_tokens += 1
+        if self._number >= self._end or self._first.num_tokens != self._num_tokens:
+            return None
+        if lacking := self._lacking.pop(self._number, None):
+            for sequence in lacking:
+                if not grow(sequence):
+                    return None
+            self._lacking[self._number + self._block_size] += lacking
+        return self._output
+
+
 class Queues:
     """Waiting, preempted and running sequences, and the blocks of the latter. Not thread-safe.
 
@@ -149,6 +182,7 @@ class Queues:
         self._running: list[Sequence] = []
         self._held: dict[Sequence, Callable[[Sequence], None]] = {}  # no step begins with them any more
         self._turns: list[Sequence] | None = None  # the running ones in turn, while they are the same
+        self._steady: SteadyDecodes | None = None
         self._num_over = 0  # those that have come beside a full step, whose places others gave up
         self._reserving: tuple[Asker, float, int] | None = None  # and when it came, and the blocks that it lacks
         self._reserved: dict[int, list[Claim]] = {}  # claims of what is on its way, by id() of its blocks
@@ -322,6 +356,23 @@ class Queues:
 
     def plan(self, now: float) -> ScheduleOutput:
         """The next step; its sequences have the blocks that it needs, and the preempted none any more."""
+        steady = self._steady
+        again = steady.next(self.tables.grow) if steady is not None and self._is_steady(steady.turns) else None
+        if again is not None:
+            return again
+        output = self._plan(now)
+        is_steady = output.decodes and not (output.prefills or output.admitted or output.preempted)
+        turns, self._steady = self._turns, None
+        if is_steady and turns is not None and len(turns) == len(output.decodes) and self._is_steady(turns):
+            self._steady = SteadyDecodes(turns, output, self._pool.block_size)
+        return output
+
+    def _is_steady(self, turns: list[Sequence]) -> bool:
+        """Whether nobody waits for a place or for blocks, and the same run as in ``turns``."""
+        is_awaited = self._waiting or self._preempted or self._num_over or self.lacks_blocks
+        return turns is self._turns and not is_awaited
+
+    def _plan(self, now: float) -> ScheduleOutput:
         admitted: list[Sequence] = []
         preempted = self._give_way()
         while True:

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.sched.queues import Asker, Claim, Queues, in_turn
-from epd_serve.sched.schedule import Budget
+from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sched.step_cost import StepCost, StepPace
 from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import SamplingParams
@@ -325,3 +326,26 @@ def test_places_are_shared_evenly(requests: list[tuple[str, int, int]], num_plac
         for claim in left:
             others = [held[other] for other in held if other[0] == claim.asker.key or isinstance(other, str)]
             assert held[party(claim)] + 1 >= max(others, default=0), "who could use more has no less than others"
+
+
+def test_steps_of_the_same_decodes_are_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until one comes, or a block is missing that there is not."""
+    bench, plan, planned = Bench(24), Queues._plan, list[float]()
+
+    def counted(queues: Queues, now: float) -> ScheduleOutput:
+        planned.append(now)
+        return plan(queues, now)
+
+    monkeypatch.setattr(Queues, "_plan", counted)
+    bench.submit("a", 0.0, 2)
+    bench.submit("b", 1.0, 2)
+    assert [bench.step() for _ in range(4)] == [(["a", "b"], [])] * 4
+    assert len(planned) == 2, "the prompts, and the first decodes"
+    bench.submit("c", 2.0, 2)
+    assert [bench.step()[0] for _ in range(2)] == [["a", "b", "c"]] * 2
+    assert len(planned) == 4
+    given_up: list[str] = []
+    while not given_up:
+        _, given_up = bench.step()
+    assert given_up == ["c"], "the last in turn gives its blocks"
+    assert len(planned) == 5
