@@ -63,13 +63,13 @@ def instance_loads(table: InstanceTable) -> list[InstanceLoad]:
         if one.covers(Stage.PREFILL) and not one.covers(Stage.DECODE)
     )
     encodes = sum(one.load.num_waiting_encodes for one in records)
-    expected = sum(one.load.num_expected for one in records if _is_full(one))
+    refused = sum(one.load.num_refused for one in records)
     has_images = 1 - _part_without_images(records, encodes)
-    held_up = min(max(sum(one.load.num_expected for one in records) - prompts - encodes, 0), expected)
+    held_up = min(max(sum(one.load.num_expected for one in records) - prompts - encodes, 0), refused)
     return [
         _load_of(
             record,
-            held_up=held_up * record.load.num_expected / expected if expected and _is_full(record) else 0.0,
+            held_up=held_up * record.load.num_refused / refused if refused else 0.0,
             own=prompts / (prompts + held_up) if held_up else 1.0,
             has_images=has_images,
         )
@@ -95,16 +95,12 @@ def _part_without_images(records: Sequence[InstanceRecord], num_encodes: int) ->
     return min(by_pixels, num_encodes / num_prompts, 1.0)
 
 
-def _is_full(record: InstanceRecord) -> bool:
-    """Whether it decodes and has no place, or no KV room, for another sequence."""
-    return record.covers(Stage.DECODE) and _places(record) <= 0
-
-
 def _places(record: InstanceRecord) -> float:
     """The number of further sequences that it could decode now."""
     assert record.info is not None
     most = record.info.budgets.get("max_num_seqs", math.inf)
-    return 0.0 if _used(record) > _FULL else max(most - record.load.num_running, 0.0)
+    is_full = record.load.num_refused or _used(record) > _FULL
+    return 0.0 if is_full else max(most - record.load.num_running, 0.0)
 
 
 def _used(record: InstanceRecord) -> float:

@@ -126,6 +126,11 @@ class DecodeService:
         """Requests that were announced and not handed over yet."""
         return sum(not generation.done() for generation in self._expected.values())
 
+    @property
+    def num_refused(self) -> int:
+        """Sequences whose reservation waits for a place among those that decode, or for blocks."""
+        return sum(waiting.request.num_sequences for waiting in self._waiting)
+
     def has_begun(self, request_id: str) -> bool:
         """Whether a request that was announced has been handed over, or its KV may be on its way."""
         expected = self._expected.get(request_id)

@@ -158,6 +158,7 @@ class LanguageEngine(EngineHooks):
             load,
             num_waiting_tokens=load.num_waiting_tokens + self.prefill.num_preparing_tokens,
             num_expected=self.decode.num_expected,
+            num_refused=self.decode.num_refused,
         )
 
     def start(self) -> None:

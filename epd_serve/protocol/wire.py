@@ -87,6 +87,7 @@ class Load(Message, frozen=True):
         num_waiting_encodes: open encode calls; equal items count for each of them.
         num_waiting_pixels: pixels of distinct items that are not encoded yet.
         num_expected: sequences that will be decoded here once their prompts are computed elsewhere.
+        num_refused: of these, the sequences that have asked for a place here and wait for one.
         mean_output_tokens: of sequences that ended here lately; 0: none has.
         tokens_per_character: of prompts lately; 0: there was none.
         rates: measured rates by stage ("E", "P", "D"); a stage that has not worked yet is missing.
@@ -98,6 +99,7 @@ class Load(Message, frozen=True):
     num_waiting_encodes: Count = 0
     num_waiting_pixels: Count = 0
     num_expected: Count = 0
+    num_refused: Count = 0
     free_blocks: Count = 0
     total_blocks: Count = 0
     mean_output_tokens: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0

@@ -136,6 +136,7 @@ class SimInstance:
             num_waiting_encodes=tower.num_waiting,
             num_waiting_pixels=tower.num_waiting_pixels,
             num_expected=self.num_expected,
+            num_refused=sum(not one.is_over for one in self._waiting),
             free_blocks=language.pool.num_free,
             total_blocks=language.pool.capacity,
             mean_output_tokens=self._mean_output,

@@ -26,9 +26,11 @@ def table(**loads: dict[str, Any]) -> InstanceTable:
     return made
 
 
-@pytest.mark.parametrize("full", [{"places": 1, "num_running": 1}, {"num_running": 1, "free_blocks": 1}])
-def test_prompts_wait_for_a_full_decode_instance(full: dict[str, Any]) -> None:
-    prefill, decode = instance_loads(table(p0={"num_waiting_tokens": 15}, d0={"num_expected": 5, **full}))
+def test_prompts_wait_for_a_full_decode_instance() -> None:
+    """It has refused them, be it for blocks, places or the time of a step."""
+    prefill, decode = instance_loads(
+        table(p0={"num_waiting_tokens": 15}, d0={"num_expected": 5, "num_refused": 5, "num_running": 1})
+    )
     assert prefill.waits(Stage.PREFILL) == 0
     assert decode.waits(Stage.DECODE) == pytest.approx(5 * 50 * 0.021)
     assert decode.num_decoding == 1
@@ -38,7 +40,7 @@ def test_prompts_that_p_has_are_its_own_queue() -> None:
     prefill, decode = instance_loads(
         table(
             p0={"num_waiting_tokens": 100, "num_waiting": 4, "num_running": 1},
-            d0={"num_expected": 5, "num_running": 1, "places": 1},
+            d0={"num_expected": 5, "num_refused": 5, "num_running": 1},
         )
     )
     assert prefill.waits(Stage.PREFILL) == pytest.approx(0.11)
@@ -123,7 +125,7 @@ def test_what_is_sent_counts_once() -> None:
 
 
 def test_items_that_are_encoded_hold_up_their_prompts() -> None:
-    full = {"num_expected": 5, "num_running": 1, "places": 1}
+    full = {"num_expected": 5, "num_refused": 5, "num_running": 1}
     _, _, decode = instance_loads(
         table(e0={"num_waiting_encodes": 5, "num_waiting_pixels": 100}, p0={"num_waiting_tokens": 15}, d0=full)
     )

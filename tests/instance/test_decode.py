@@ -158,11 +158,13 @@ async def test_a_request_that_finds_no_room_is_refused_in_time_and_the_next_gets
     await asyncio.sleep(0)  # it has begun to wait
     decode._queue_timeout_s = 60
     small = asyncio.create_task(decode.reserve(reserve("small", 4)))
+    await asyncio.sleep(0)
+    assert decode.num_refused == 2, "what presses on decode, whatever it lacks"
     with pytest.raises(Unavailable, match="no room") as refusal:
         await asyncio.wait_for(large, 300)
     assert (refusal.value.status, refusal.value.code) == (503, "no_room")
     assert len((await asyncio.wait_for(small, 300)).block_ids) == 1
-    assert decode.num_reservations == 2
+    assert (decode.num_reservations, decode.num_refused) == (2, 0)
     for name in ("first", "small", "large"):
         decode.cancel(wire.TransferRef(f"transfer {name}", name))
     decode.check_integrity()
