@@ -183,6 +183,16 @@ class BlockPool:
             self._by_hash[digest] = block
             self._hash_of[block] = digest
 
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Let no request find blocks by these hashes: their contents may be wrong."""
+        for digest in hashes:
+            block = self._by_hash.pop(digest, None)
+            if block is not None:
+                del self._hash_of[block]
+                if block in self._cached:
+                    del self._cached[block]
+                    self._blank.append(block)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is in exactly one of: held, cached, blank, untouched."""
         free = {*self._blank, *self._cached, *range(self._untouched, self.num_blocks)}

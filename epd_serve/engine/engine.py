@@ -240,7 +240,8 @@ class Engine:
         with self._changed:
             self._stepping = frozenset(after.sequences if after else ())
             for sequence, _ in output.prefills:
-                if sequence.blocks:  # it may have lost them to an older one since
+                # it may have lost its blocks to an older one since, or an earlier step that computed some has failed
+                if sequence.blocks and sequence.goes_on:
                     self._tables.register(sequence)
             events: list[EngineEvent] = []
             for sequence, token in result.decoded:
@@ -256,8 +257,13 @@ class Engine:
         return events
 
     def fail(self, output: ScheduleOutput, other: ScheduleOutput | None, error: Exception) -> None:
-        """A step failed: its requests end. ``other`` is a step that is still in flight."""
+        """A step failed: its requests end, and no other finds their KV, which may be why.
+
+        ``other`` is a step that is still in flight.
+        """
         with self._changed:
+            for sequence in output.sequences:
+                self._pool.forget(sequence.block_hashes)
             failed = {sequence.request_id for sequence in output.sequences}
             self._stepping = frozenset(other.sequences if other else ())
             self._let_go()

@@ -71,6 +71,12 @@ class BlockPoolMachine(RuleBasedStateMachine):
             self.released.append((self.num_requests, blocks))
             assert self.pool.num_free == num_free + owned
 
+    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24))
+    def forget(self, prompt: list[int]) -> None:
+        hashes, num_free = hash_blocks(prompt, BLOCK_SIZE), self.pool.num_free
+        self.pool.forget(hashes)
+        assert self.pool.match(hashes) == [] and self.pool.num_free == num_free
+
     @invariant()
     def books_balance(self) -> None:
         self.pool.check_integrity()
