@@ -43,13 +43,14 @@ MODELS = """# Models of the native engine
 Made from `epd_serve/models/families` by `python docs/generate.py`.
 [How a family is added](../design/model-families.md).
 
-| models | `model_type` | takes | vision tower | how a picture is laid out |
-|---|---|---|---|---|
+| models | `model_type` | takes | decoder | vision tower | how a picture is laid out |
+|---|---|---|---|---|---|
 """
 
 MODELS_END = """
-The language model of all but Qwen's is Llama, Mistral, Qwen2 or Qwen3. LLaVA-OneVision takes each of several
-pictures in tiles, as it takes one.
+With the fused decoder, the language model of all but Qwen's is Llama, Mistral, Qwen2 or Qwen3.
+The [generic decoder](../design/model-families.md#two-decoders) runs on one device, without graphs.
+LLaVA-OneVision takes each of several pictures in tiles, as it takes one.
 
 The float32 greedy tokens of a tiny random model of each family are those of transformers' `generate`
 (`pytest -m "slow or not slow" tests/models/test_pictures.py tests/end_to_end/test_identity.py`).
@@ -71,7 +72,7 @@ def models_page() -> str:
         types, towers = (", ".join(f"`{name}`" for name in names) for names in (family.model_types, family.towers))
         about = " ".join((family.__doc__ or "").split()).removesuffix(".") if family.modalities else ""
         takes = ", ".join(("text", *(f"{name}s" for name in family.modalities)))
-        rows.append(f"| {' | '.join(map(cell, (family.title, types, takes, towers, about)))} |\n")
+        rows.append(f"| {' | '.join(map(cell, (family.title, types, takes, family.decoder, towers, about)))} |\n")
     reasons = "".join(f"| `{name}` | {reason} |\n" for name, reason in NOT_RUN.items())
     return MODELS + "".join(rows) + MODELS_END + NOT_RUN_TITLE + reasons
 

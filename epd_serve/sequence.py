@@ -49,6 +49,7 @@ class Sequence:
     ``num_tokens``; when the two meet, the next token is sampled.
 
     Attributes:
+        both_ways: runs of tokens, (first, end), that see all of themselves; a chunk ends within none of them.
         index: number of this one of the request's ``n`` choices.
         max_tokens: output tokens allowed, filled from the context length where the client named none.
         positions: rotary positions of the prompt, opaque here ([axes, prompt tokens] tensor); None where another
@@ -72,6 +73,7 @@ class Sequence:
     positions: Any
     position_delta: int = 0
     spans: AbstractSequence[MediaSpan] = ()
+    both_ways: AbstractSequence[tuple[int, int]] = ()
     block_hashes: list[bytes] = field(default_factory=list)
     index: int = 0
     num_sequences: int = 1
@@ -171,6 +173,7 @@ class Sequence:
             positions=self.positions,
             position_delta=self.position_delta,
             spans=self.spans,
+            both_ways=self.both_ways,
             block_hashes=self.block_hashes,
             index=index,
             arrival_s=self.arrival_s,

@@ -85,7 +85,7 @@ class VisionShape:
         Raises ValueError for one that is too long and narrow for them.
         """
         if self.tokens_per_image is not None:
-            side = math.isqrt(self.tokens_per_image) * self.patch_size
+            side = math.isqrt(self.tokens_per_image) * self.patch_size * self.merge
             return side, side
         if max(width, height) > _MAX_ASPECT * min(width, height):
             raise ValueError(f"its longer side is more than {_MAX_ASPECT} times the shorter one")
@@ -313,13 +313,16 @@ def _vision(read: _Reader, model: Mapping[str, Any]) -> VisionShape:
     image_size = read.config.get("image_size") or read.defaults.get("image_size")
     has_one_size = not _OF_ANY_SIZE & {*model, *read.config, str(read.config.get("model_type"))}
     fixed = (int(image_size) // patch) ** 2 if image_size and has_one_size else None
+    merge = _merge(read, model)
+    if fixed and (pooled := model.get("mm_tokens_per_image")):
+        fixed, merge = int(pooled), math.isqrt(fixed // int(pooled))
     full = read.config.get("fullatt_block_indexes") or []
     return VisionShape(
         num_layers=layers,
         hidden=hidden,
         intermediate=int(hidden * ratio) if ratio else read("intermediate_size"),
         patch_size=patch,
-        merge=_merge(read, model),
+        merge=merge,
         num_matrices=3 if is_windowed else 2,
         tokens_per_image=fixed,
         window_patches=(int(read.config["window_size"]) // patch) ** 2 if is_windowed else None,

@@ -221,6 +221,10 @@ class _Batch:
             feature_rows=self._feature_rows,
             scored_rows=self._scored_rows,
             scored_ids=self._scored_ids,
+            prefill_both_ways=[
+                [span for span in sequence.both_ways if sequence.num_computed < span[1] and span[0] < end]
+                for sequence, end in self._prefills
+            ],
             num_top=max((s.sampling.logprobs or 0 for s, _ in self.scored), default=0),
         )
 

@@ -21,6 +21,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
         rows: tokens whose logits are wanted. scored_rows: tokens behind which the log-probabilities of
             ``scored_ids``, those that follow them, are wanted, with ``num_top`` alternatives.
         decode_blocks, prefill_blocks: the blocks in use of each sequence, as many as its context fills.
+        prefill_both_ways: for each prefill, the runs of its sequence's tokens that see all of themselves.
         features: [F, (1 + deepstack levels) * hidden], in batch order; None without media.
         feature_rows: [F], the tokens that they replace.
     """
@@ -39,6 +40,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     scored_rows: list[int] = []
     scored_ids: list[int] = []
     num_top: int = 0
+    prefill_both_ways: list[list[tuple[int, int]]] = []
 
     def meta(self, block_size: int, device: torch.device) -> AttnMeta:
         return AttnMeta(

@@ -99,6 +99,12 @@ class LanguageWeights:
     def prepare(self, instance: Instance) -> LanguageRunner:
         """KV memory, and graphs where the role decodes; what there is and fits is kept."""
         options = instance.options
+        run, most = self._model.family.both_ways_tokens, options.max_num_batched_tokens
+        if options.role.prefills and run > most:
+            raise ValueError(
+                f"max_num_batched_tokens is {most}, and the {run} tokens of a picture of this model see each "
+                f"other, so that one step must take them all; make it {run} or larger"
+            )
         sized_by = (options.num_blocks, options.kv_cache_bytes, options.tokens_per_block)
         if self._memory is None or sized_by != self._sized_by:
             self.forget(instance.transport)

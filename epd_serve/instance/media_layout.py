@@ -54,12 +54,12 @@ class MediaLayouts:
                 ids += self._read(part)
                 continue
             runs.append((len(ids), part, offset))
-            ids += [self._family.token_ids[item.modality]] * part
+            ids += [self._family.row_token_ids[item.modality]] * part
             offset += part
         return Layout(ids, runs)
 
     def _check(self, item: MediaRef) -> None:
-        token: str = self._tokenizer.convert_ids_to_tokens(self._family.token_ids[item.modality])
+        token: str = self._tokenizer.convert_ids_to_tokens(self._family.row_token_ids[item.modality])
         text = "".join(part if isinstance(part, str) else token * part for part in self._family.parts_of(item))
         before, _, after = (self._read(piece) for piece in ("a ", token, " b"))
         ids = self._read(f"a {text} b")

@@ -364,6 +364,7 @@ def sequence_of(
         positions=prompt.positions,
         position_delta=prompt.position_delta,
         spans=prompt.spans,
+        both_ways=prompt.both_ways,
         block_hashes=prompt.block_hashes,
         num_sequences=request.sampling.n,
         hand_off=hand_off,

@@ -42,7 +42,7 @@ class Prompt:
 
     Attributes:
         positions: rotary ones [axes, tokens], opaque here.
-        position_delta: see :class:`epd_serve.sequence.Sequence`.
+        both_ways, position_delta: see :class:`epd_serve.sequence.Sequence`.
         max_tokens: output tokens that the client asked for or the context leaves.
         sampling: of the request, with what takes the tokenizer filled in.
         constraint: the compiled grammar, where the answer must follow one; it is not made here.
@@ -55,6 +55,7 @@ class Prompt:
     block_hashes: list[bytes]
     max_tokens: int
     sampling: SamplingParams
+    both_ways: tuple[tuple[int, int], ...] = ()
     constraint: Any = None
 
 
@@ -165,6 +166,7 @@ class PromptProcessor:
         return Prompt(
             ids=ids,
             spans=spans,
+            both_ways=tuple((s.start, s.end) for s in spans) if self._family.both_ways_tokens else (),
             positions=positions,
             position_delta=delta,
             block_hashes=hash_blocks(ids, self._block_size, spans, request.prompting.cache_salt),

@@ -17,7 +17,7 @@ from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
 from epd_serve.cost.shape import LanguageShape, ModelShape, shape_from_config, shape_of
 from epd_serve.launch.engine_choice import vllm_knows
 from epd_serve.launch.ports import choose_ports
-from epd_serve.models.families import FAMILIES, MIXTURES_OF_EXPERTS, TEXT, reason
+from epd_serve.models.families import FAMILIES, NOT_SPLIT, TEXT, reason
 from epd_serve.models.sharding import check_heads, check_width
 from epd_serve.topology import InstancePlacement
 
@@ -121,8 +121,8 @@ def _check_parallel(instance: InstancePlacement, content: Mapping[str, Any], lan
     width = instance.tensor_parallel
     if width == 1:
         return
-    if content["model_type"] in MIXTURES_OF_EXPERTS:
-        raise ValueError(f"@tp{width} of {instance.name}: mixture-of-experts layers are not split; leave it out")
+    if layers := NOT_SPLIT.get(content["model_type"]):
+        raise ValueError(f"@tp{width} of {instance.name}: {layers} are not split; leave it out")
     try:
         _check_width(language, width)
     except ValueError as error:

@@ -29,13 +29,14 @@ from transformers import (
 from transformers.activations import ACT2FN
 
 from epd_serve.models.families import TEXT, family_of, unknown
-from epd_serve.models.family import names
+from epd_serve.models.family import Family, names
 
 #: Their heads are as wide as they fit into the hidden states.
 _NARROW_HEADS = ("qwen2_vl_text", "qwen2_5_vl_text")
 _MROPE_MODELS = (*_NARROW_HEADS, "qwen3_vl_text", "qwen3_vl_moe_text")
-_TEXT_MODELS = (*TEXT, *_MROPE_MODELS)
-#: What the decoder honours, whichever class of the above declares it. Layers of experts are transformers' own.
+#: Language models that the fused decoder runs.
+_FUSED = ("llama", "mistral", "qwen2", "qwen3", *_MROPE_MODELS)
+#: What it honours, whichever class of the above declares it. Layers of experts are transformers' own.
 _TEXT_FIELDS = names(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
     "hidden_act max_position_embeddings rms_norm_eps rope_parameters attention_bias mlp_bias tie_word_embeddings",
@@ -75,21 +76,18 @@ def model_class(config: Any) -> Any:
 
 
 def _check(config: Any) -> None:
-    family = family_of(config)
-    if not family.modalities:
-        extras = list(_check_declared("", config, _TEXT_FIELDS))
-        _check_text("", config)
-    else:
-        text, vision = config.get_text_config(), config.vision_config
-        if text.model_type not in _TEXT_MODELS:
-            raise ValueError(unknown("language model", text.model_type, _TEXT_MODELS))
-        parts = (
-            ("", config, family.fields),
-            ("text_config.", text, _TEXT_FIELDS),
-            ("vision_config.", vision, family.towers[vision.model_type]),
-        )
-        extras = [extra for where, part, honoured in parts for extra in _check_declared(where, part, honoured)]
-        _check_text("text_config.", text)
+    family, text = family_of(config), config.get_text_config()
+    texts = family.texts if family.decoder == "generic" else dict.fromkeys(_FUSED, _TEXT_FIELDS)
+    if text.model_type not in texts:
+        raise ValueError(unknown("language model", text.model_type, texts))
+    where = "text_config." if family.modalities else ""
+    parts = [(where, text, texts[text.model_type])]
+    if family.modalities:
+        vision = config.vision_config
+        parts = [("", config, family.fields), *parts, ("vision_config.", vision, family.towers[vision.model_type])]
+    extras = [extra for part in parts for extra in _check_declared(*part)]
+    _check_text(where, text, family)
+    if family.modalities:
         _check_vision(vision)
     if extras:
         _check_read(config, extras)
@@ -136,13 +134,17 @@ def _check_read(config: Any, extras: Iterable[tuple[str, Any, str]]) -> None:
             )
 
 
-def _check_text(where: str, text: Any) -> None:
+def _check_text(where: str, text: Any, family: type[Family]) -> None:
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
     if heads % kv_heads:
         raise ValueError(
             f"{where}num_key_value_heads is {kv_heads}; it must divide num_attention_heads, which is {heads}"
         )
-    _check_activation(f"{where}hidden_act", text.hidden_act)
+    activation = "hidden_act" if hasattr(text, "hidden_act") else "hidden_activation"
+    _check_activation(f"{where}{activation}", getattr(text, activation))
+    if family.decoder == "generic":
+        _check_generic_rope(f"{where}rope_parameters", text.rope_parameters)
+        return
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     _check_rope(f"{where}rope_parameters", text.rope_parameters)
     if text.model_type in _MROPE_MODELS:
@@ -165,6 +167,17 @@ def _check_text(where: str, text: Any) -> None:
             )
         if layer_type == "sliding_attention" and not getattr(text, "sliding_window", None):
             raise ValueError(f"{where}layer_types has 'sliding_attention', which needs a sliding_window")
+
+
+def _check_generic_rope(where: str, parameters: Any) -> None:
+    """Raises for frequencies that differ between lengths: a step computes sequences of several."""
+    by_layer = {} if "rope_type" in parameters else parameters
+    for name, own in by_layer.items() or [("", parameters)]:
+        if own["rope_type"] not in _ROPE_TYPES:
+            raise ValueError(
+                f"{where}{name and '.'}{name}.rope_type is {own['rope_type']!r}; the native engine runs "
+                f"{', '.join(_ROPE_TYPES)}, alike at any length of the context"
+            )
 
 
 def _check_rope(where: str, parameters: Any) -> None:

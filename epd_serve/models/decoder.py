@@ -29,11 +29,13 @@ class StepContext:
     Attributes:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
         on_layer: called with the layer index once that layer's K and V are in the cache.
+        both_ways: for each prefill, the runs of its sequence's tokens that see all of themselves; empty: none do.
     """
 
     plan: AttentionPlan
     kv: Tensor
     on_layer: Callable[[int], None] | None = None
+    both_ways: Sequence[Sequence[tuple[int, int]]] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +54,7 @@ class Decoder:
 
     Attributes:
         kv_heads: the model's KV heads that this rank keeps.
-        is_dense: no layer routes tokens to experts, which reads values back from the device.
+        capturable: no layer routes tokens to experts, which reads values back from the device.
     """
 
     def __init__(self, model: Any, ops: AttentionOps, device: torch.device, group: Group | None = None) -> None:
@@ -71,7 +73,7 @@ class Decoder:
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = Heads.of_rank(config.num_attention_heads, config.num_key_value_heads, self._group)
         self.kv_heads = range(self._heads.first_kv, self._heads.first_kv + self._heads.num_kv)
-        self.is_dense = all(hasattr(layer.mlp, "gate_proj") for layer in model.layers)
+        self.capturable = all(hasattr(layer.mlp, "gate_proj") for layer in model.layers)
         self._layers: list[_Layer] = []
         for index, layer in enumerate(model.layers):
             self._layers.append(self._convert(layer))

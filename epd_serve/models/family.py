@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.wire import MediaRef
@@ -20,6 +20,9 @@ TowerInputs: TypeAlias = "dict[str, Tensor]"
 
 #: Pixels of a picture as it is displayed: width, height.
 Size: TypeAlias = tuple[int, int]
+
+#: Layers of ours, with fused products; or transformers' own over our paged cache.
+DecoderKind: TypeAlias = Literal["fused", "generic"]
 
 #: Sizes of pictures that a family's arithmetic is held against its processor with.
 TRIED_SIZES = ((64, 64), (200, 50), (50, 300))
@@ -47,14 +50,20 @@ class Family:
         modalities: that its tower takes; a family of text alone has none, and no other part of a tower.
         fields: what the engine honours at the top level of its configuration.
         towers: what it honours of each tower's configuration, by the tower's ``model_type``.
+        decoder: computes the layers of its language model.
+        texts: of a family of the generic decoder: what it honours of each language model's configuration, by the
+            language model's ``model_type``.
         num_position_axes: axes of the rotary positions: 3 for M-RoPE, 1 else.
         input_names: what the tower takes of the image processor's output.
         joins: whether the tower takes several items in one call, their inputs joined along dimension 0.
         tokens: special ones in the text between the rows of a picture's feature.
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
-        image_token_id: the token that stands for a picture in a chat, and for each row of its feature.
+        image_token_id: the token that stands for a picture in a chat.
         token_ids: these tokens for each modality that the checkpoint takes.
+        row_token_ids: those that stand for each row of a feature.
+        both_ways_tokens: tokens of a run of rows that see each other, earlier and later ones; 0: all see those
+            before them.
         video: how videos are sampled and cut; None where they are not taken.
     """
 
@@ -64,12 +73,15 @@ class Family:
     modalities: ClassVar[tuple[str, ...]] = ("image",)
     fields: ClassVar[frozenset[str]] = frozenset()
     towers: ClassVar[dict[str, frozenset[str]]] = {}
+    decoder: ClassVar[DecoderKind] = "fused"
+    texts: ClassVar[dict[str, frozenset[str]]] = {}
     num_position_axes: ClassVar[int] = 1
     input_names: ClassVar[tuple[str, ...]] = ("pixel_values",)
     joins: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
 
     video: VideoProcessor | None = None
+    both_ways_tokens: int = 0
 
     def __init__(self, config: Any, image_processor: Any) -> None:
         self.processor_options: dict[str, Any] = {}
@@ -82,6 +94,10 @@ class Family:
     def token_ids(self) -> dict[str, int]:
         ids = {"image": self.image_token_id} if self.modalities else {}
         return ids if self.video is None else {**ids, "video": self.config.video_token_id}
+
+    @property
+    def row_token_ids(self) -> dict[str, int]:
+        return self.token_ids
 
     @staticmethod
     def read_video(settings: Mapping[str, Any]) -> VideoProcessor:

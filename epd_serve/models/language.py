@@ -8,13 +8,16 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from device.base import Device
 from device.distributed import Alone, Group
 from device.ops.linear import Linear, linear
 from device.ops.shared_weights import shared_weights
 from epd_serve.models.decoder import Decoder, StepContext
+from epd_serve.models.families import family_of
+from epd_serve.models.family import DecoderKind
+from epd_serve.models.generic_decoder import GenericDecoder
 from epd_serve.models.loader import ModelPart, language_name, load_part, num_parameters
 
 
@@ -51,17 +54,20 @@ class LanguageModel:
         group: Group | None = None,
         *,
         at_once: bool = False,
+        decoder: DecoderKind | None = None,
     ) -> None:
         """Raises ValueError for a model that the engine cannot run or the group cannot share.
 
         Args:
             at_once: it is needed now: weights that another process has packed are read where they lie, for good.
+            decoder: other than the family's.
         """
         model: Any = load_part(path, ModelPart.LANGUAGE_MODEL, dtype)
         text = model.config.get_text_config()
         self.dtype = dtype
         self.num_parameters = num_parameters(model)
-        self.max_model_len = _max_model_len(text)
+        decoder = decoder or family_of(model.config).decoder
+        self.max_model_len = _max_model_len(text) if decoder == "fused" else text.max_position_embeddings
         self._hidden_size: int = text.hidden_size
         vision = getattr(model.config, "vision_config", None)
         num_levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
@@ -69,26 +75,25 @@ class LanguageModel:
         self._device = device.torch_device
         self._group = group or Alone()
         language_model = getattr(model.model, language_name(model.model), model.model)
-        self._embedding: Tensor = language_model.embed_tokens.weight.to(self._device)
+        self._embed: nn.Module = language_model.embed_tokens.to(self._device)  # some scale what they look up
         self._vocab_size: int = text.vocab_size
         key = f"{path} {dtype} {self._group.rank}/{self._group.size}"
         with shared_weights(ModelPart.LANGUAGE_MODEL.value, key, at_once=at_once):
-            self._head, self._head_rows = self._load_head(model.lm_head.weight, language_model, text.vocab_size)
-            self._decoder = Decoder(language_model, device.ops, self._device, self._group)
+            self._head, self._head_rows = self._load_head(model.lm_head.weight, text.vocab_size)
+            make = Decoder if decoder == "fused" else GenericDecoder
+            self._decoder = make(language_model, device.ops, self._device, self._group)
         self.num_layers = self._decoder.num_layers
         self.num_kv_heads: int = text.num_key_value_heads
         self.kv_heads = self._decoder.kv_heads
         self.head_dim = self._decoder.head_dim
-        self.capturable = self._decoder.is_dense
+        self.capturable = self._decoder.capturable
         self.inner = None
         if language_model is not model.model:
             self.inner = model.model
             setattr(self.inner, language_name(self.inner), None)
 
-    def _load_head(self, weight: Tensor, language_model: Any, vocab_size: int) -> tuple[Linear, int]:
+    def _load_head(self, weight: Tensor, vocab_size: int) -> tuple[Linear, int]:
         """The product with this rank's rows of the head, and how many they are."""
-        if weight is language_model.embed_tokens.weight:
-            weight = self._embedding
         part = -(-vocab_size // self._group.size)
         rows = weight[self._group.rank * part : (self._group.rank + 1) * part].to(self._device)
         return linear(rows), len(rows)
@@ -116,7 +121,7 @@ class LanguageModel:
         Returns:
             Logits [len(rows), vocab] of the model's dtype.
         """
-        embeddings = F.embedding(ids, self._embedding)
+        embeddings: Tensor = self._embed(ids)
         deepstack: list[Tensor] = []
         if features is not None and feature_rows is not None:
             first, *deepstack = torch.split(features.to(embeddings.dtype), self._hidden_size, dim=-1)

@@ -121,6 +121,14 @@ def language_name(model: Any) -> str:
     return "language_model" if hasattr(model, "language_model") else "text_model"
 
 
+def attend_by(model: nn.Module, name: str) -> None:
+    """Let every attention layer of a transformers model call the attention function of that name."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if config is not None:
+            config._attn_implementation = name
+
+
 def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 

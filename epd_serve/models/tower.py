@@ -21,7 +21,7 @@ from device.ops.linear import Product, activated_linear, fused, gated_linear, li
 from device.ops.shared_weights import shared_weights
 from epd_serve.models.families import family_of
 from epd_serve.models.family import TRIED_SIZES, Family, Size, TowerInputs
-from epd_serve.models.loader import ModelPart, load_part, num_parameters
+from epd_serve.models.loader import ModelPart, attend_by, load_part, num_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class TowerAttention:
 
     def install(self, tower: nn.Module) -> None:
         """Let every attention layer of the tower call this function."""
-        _attend_by(tower, self.name)
+        attend_by(tower, self.name)
 
     def __call__(
         self,
@@ -83,13 +83,6 @@ class TowerAttention:
             self._borders[borders] = borders.tolist()
         host: list[int] = self._borders[borders]
         return host
-
-
-def _attend_by(tower: nn.Module, name: str) -> None:
-    for module in tower.modules():
-        config: Any = getattr(module, "config", None)
-        if config is not None:
-            config._attn_implementation = name
 
 
 class _MaskedInput(Exception):
@@ -150,7 +143,7 @@ class Tower:
         with suppress(_MaskedInput):
             features = self.encode(batch)
         if not has_own_layers:
-            _attend_by(self._model, "sdpa")
+            attend_by(self._model, "sdpa")
             expected = [self.encode([item])[0] for item in batch]
             self.uses_device_attention = bool(features) and all(map(_agree, features, expected))
             if self.uses_device_attention:

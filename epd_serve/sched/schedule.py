@@ -157,17 +157,28 @@ def missing_span(sequence: Sequence, start: int, end: int, has: Callable[[str], 
 def possible_prefills(
     prefills: Iterable[tuple[Sequence, int]], has: Callable[[str], bool]
 ) -> list[tuple[Sequence, int]]:
-    """The prefills as far as their features are there.
+    """The prefills as far as their features are there, without a cut in a run that attends both ways.
 
-    An admission may have found a cached prefix, or evicted one that its successor was counted on to find; and a
+    The first of them takes such a run whole even where the budget ends within it: so it always goes on. An
+    admission may have found a cached prefix, or evicted one that its successor was counted on to find; and a
     feature that only another request holds may go at any moment.
     """
     possible: list[tuple[Sequence, int]] = []
     for sequence, count in prefills:
         start, end = sequence.num_computed, min(sequence.num_computed + count, sequence.num_tokens)
+        end = _uncut(sequence, start, end, grows=not possible)
         span = missing_span(sequence, start, end, has)
         if span is not None:
-            end = max(span.start, start)
+            end = _uncut(sequence, start, max(span.start, start), grows=False)
         if end > start:
             possible.append((sequence, end - start))
     return possible
+
+
+def _uncut(sequence: Sequence, start: int, end: int, *, grows: bool) -> int:
+    """The end of a chunk, moved out of a run that attends both ways: back to the run's beginning, or on to its end
+    where nothing lies before it and the chunk ``grows``."""
+    for first, behind in sequence.both_ways:
+        if first < end < behind:
+            return behind if grows and first <= start else max(first, start)
+    return end

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny_models
 from engine_bench import BLOCK_SIZE, EngineBench
 from pictures import noise
 from PIL import Image
@@ -62,6 +63,7 @@ def longest(sequences: list[Sequence]) -> int:
     return max(num_blocks_for(s.num_prompt_tokens + s.max_tokens, BLOCK_SIZE) for s in sequences)
 
 
+@pytest.mark.parametrize("tiny_model", [*tiny_models.KINDS, "gemma3"], indirect=True)
 def test_concurrent_requests_in_a_tiny_pool(bench: EngineBench, expected: list[list[int]]) -> None:
     Held(bench)
     sequences = [

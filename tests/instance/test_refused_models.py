@@ -81,11 +81,25 @@ async def test_by_its_vocabulary(tmp_path: Path) -> None:
         await started(tmp_path, "PD", of_few_tokens)
 
 
-async def started(path: Path, role: str, change: Callable[[Path], None]) -> None:
-    model = tiny_models.make_tiny_model("qwen2_5_vl", path / "model")
+async def test_by_pictures_larger_than_a_step(tmp_path: Path) -> None:
+    """Their tokens see each other; those of the tiny model are nine."""
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens is 8, and the 9 tokens .* make it 9 or larger"):
+        await started(tmp_path, "PD", lambda path: None, kind="gemma3", max_num_batched_tokens=8)
+
+
+async def started(
+    path: Path, role: str, change: Callable[[Path], None], kind: str = "qwen2_5_vl", **others: Any
+) -> None:
+    model = tiny_models.make_tiny_model(kind, path / "model")
     change(model)
     options = InstanceOptions(
-        name="one", role=Role.parse(role), model=model, served_model_name="tiny", dtype="float32", num_blocks=8
+        name="one",
+        role=Role.parse(role),
+        model=model,
+        served_model_name="tiny",
+        dtype="float32",
+        num_blocks=8,
+        **others,
     )
     instance = Instance(options)
     try:

@@ -46,6 +46,7 @@ _ACTIVATIONS = ["gelu", "relu2", "gelu_pytorch_tanh", "silu", "xielu", "nonsense
 #: Other values of a field, where its type does not tell.
 _OTHERS: dict[str, list[Any]] = {
     "hidden_act": _ACTIVATIONS,
+    "hidden_activation": _ACTIVATIONS,
     "projector_hidden_act": ["relu", "silu", "nonsense"],
     "rope_parameters": _ROPES,
     "vision_config.rope_parameters": [
@@ -95,6 +96,9 @@ _OTHERS: dict[str, list[Any]] = {
     "num_position_embeddings": [16, 100],
     "out_hidden_size": [96],
     "image_size": [42, 56],
+    "mm_tokens_per_image": [1],
+    "final_logit_softcapping": [2.0],
+    "attn_logit_softcapping": [2.0],
     "image_grid_pinpoints": [[[28, 56], [56, 28]]],
     "vision_aspect_ratio": ["anyres_max_1", "anyres_max_9"],
     "downsample_ratio": [1.0, 0.25],

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.sched.encode import schedule_encodes
-from epd_serve.sched.schedule import Budget, ScheduleOutput, schedule
+from epd_serve.sched.schedule import Budget, ScheduleOutput, possible_prefills, schedule
 from epd_serve.sequence import Sequence, SequenceState
-from epd_serve.types import SamplingParams
+from epd_serve.types import MediaSpan, SamplingParams
 
 
 def sequence(name: str, prompt: int, computed: int = 0, output: int = 0, *, grows: bool = False) -> Sequence:
@@ -142,6 +142,26 @@ def test_text_before_a_missing_image_is_computed_and_the_image_blocks_nobody_els
     blocked, partly, free = sequence("blocked", 20), sequence("partly", 20), sequence("free", 5)
     output = run([], [blocked, partly, free], ready={"blocked": 0, "partly": 7})
     assert output.prefills == [(partly, 7), (free, 5)]
+
+
+def test_a_run_that_attends_both_ways_is_never_cut() -> None:
+    first, second = sequence("first", 20, 2), sequence("second", 20, 2)
+    first.both_ways = second.both_ways = [(4, 12), (12, 16)]
+    first.spans = [MediaSpan(4, 8, "here"), MediaSpan(12, 4, "missing")]
+
+    def ends(*counts: int) -> list[int]:
+        prefills = possible_prefills(zip((first, second), counts, strict=False), {"here"}.__contains__)
+        return [one.num_computed + count for one, count in prefills]
+
+    assert ends(2, 2) == [4, 4]
+    assert ends(9, 9) == [4, 4], "behind the text"
+    first.num_computed = second.num_computed = 4
+    assert ends(1, 1) == [12], "the first goes on, the second may wait"
+    assert ends(10, 12) == [12, 16], "up to a feature that is missing"
+    first.num_computed = 7
+    assert ends(1) == [12], "behind a cached prefix that ends within the run"
+    first.num_computed = 12
+    assert ends(8, 8) == [12], "a run without its feature holds up nobody else"
 
 
 def test_a_request_that_does_not_fit_is_not_overtaken() -> None:

@@ -156,6 +156,7 @@ class EngineBench(EngineHooks):
             positions=prompt.positions,
             position_delta=prompt.position_delta,
             spans=prompt.spans,
+            both_ways=prompt.both_ways,
             block_hashes=prompt.block_hashes,
             num_sequences=n,
             hand_off=hand_off,

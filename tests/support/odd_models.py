@@ -51,6 +51,7 @@ FAMILIES = {
     "onevision": ("llava_onevision", "qwen2", "siglip_vision_model"),
     "idefics3": ("idefics3", "llama", "idefics3_vision"),
     "smolvlm": ("smolvlm", "llama", "smolvlm_vision"),
+    "gemma3": ("gemma3", "gemma3_text", "siglip_vision_model"),
     **{name: (name, name, "") for name in TEXT},
 }
 #: Families whose pictures are tiles or rows. Their language models are other families'.
@@ -92,6 +93,10 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         tokens |= {"vision_start_token_id": START, "vision_end_token_id": END}
     elif model_type in ("internvl", "idefics3", "smolvlm"):
         tokens = {"image_token_id": IMAGE_TOKEN}
+    elif model_type == "gemma3":
+        tokens = {"image_token_index": IMAGE_TOKEN, "boi_token_index": START, "eoi_token_index": END}
+        top.setdefault("mm_tokens_per_image", 4)
+        vision.setdefault("vision_use_head", False)
     else:
         tokens = {"image_token_index": IMAGE_TOKEN}
     if model_type in ("llava_next", "llava_onevision"):
@@ -119,6 +124,8 @@ def _text(model_type: str) -> dict[str, Any]:
     }
     if model_type.startswith("qwen3"):
         text["head_dim"] = 24
+    if model_type == "gemma3_text":
+        text |= {"head_dim": 24, "sliding_window": 12, "sliding_window_pattern": 2, "rope_parameters": None}
     if model_type == "qwen3_vl_moe_text":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
     return text
@@ -146,6 +153,8 @@ def _preprocessor(config: Any) -> dict[str, Any]:
     if vision.model_type == "pixtral":
         size = {"longest_edge": 84}
         return {"image_processor_type": "PixtralImageProcessor", "size": size, **normalised}
+    if config.model_type == "gemma3":
+        return {"image_processor_type": "Gemma3ImageProcessor", "size": square, **normalised}
     if config.model_type == "llava":
         return {"image_processor_type": "SiglipImageProcessor", "size": square, **normalised}
     if config.model_type == "internvl":
@@ -198,7 +207,7 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
         model: Any = auto.from_config(read, dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.ndim == 1:  # transformers begins biases with 0 and norms with 1
+                if parameter.ndim == 1 or not parameter.any():  # transformers begins biases with 0, norms with 1
                     parameter.add_(torch.randn_like(parameter), alpha=0.3)
         model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
         model.save_pretrained(path)
@@ -210,10 +219,13 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
                 (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(read)))
                 processor = AutoImageProcessor.from_pretrained(path)
                 inputs = dict(processor(images=[picture()], return_tensors="pt", **_options(read)))
-                inputs.pop("num_patches", None)
+                for name in ("num_patches", "num_crops"):
+                    inputs.pop(name, None)
                 features = model.get_image_features(**inputs, return_dict=True).pooler_output
                 ids = _ids(read, sum(len(feature.view(-1, feature.shape[-1])) for feature in features))
             tokens = torch.tensor([ids])
+            if read.model_type == "gemma3":
+                inputs["token_type_ids"] = (tokens == _image_token(read)).int()
             if "image_grid_thw" in inputs:
                 inputs["mm_token_type_ids"] = (tokens == _image_token(read)).int()
             output = model.generate(
@@ -241,7 +253,7 @@ def answer(path: Path, reference: Answer) -> Tensor:
     for image in images:
         features = Tower(path, torch.float32, device).encode([family.preprocess(np.array(image))])[0]
         assert len(features) == family.num_image_tokens(image.size), "as many tokens as the tower makes"
-        assert prompt.count(family.image_token_id) == len(features)
+        assert prompt.count(family.row_token_ids["image"]) == len(features)
     positions, delta = family.positions(prompt, [sized(image.size) for image in images], model.inner)
     ids = torch.tensor(prompt + reference.tokens[:-1])
     rest = torch.arange(len(prompt), len(ids)) + delta
@@ -260,13 +272,15 @@ def answer(path: Path, reference: Answer) -> Tensor:
         prefill_context_lens=[len(ids)],
         prefill_block_table=torch.arange(1, num_blocks)[None],
     )
+    feature_rows = (torch.tensor(prompt) == family.row_token_ids.get("image", -1)).nonzero()[:, 0]
+    runs = [(int(feature_rows[0]), int(feature_rows[-1]) + 1)] if family.both_ways_tokens else []
     return model.forward(
         ids,
         positions,
-        StepContext(plan=device.ops.prepare(meta, torch.float32), kv=kv),
+        StepContext(plan=device.ops.prepare(meta, torch.float32), kv=kv, both_ways=[runs]),
         rows=torch.arange(len(prompt) - 1, len(ids)),
         features=features,
-        feature_rows=(torch.tensor(prompt) == family.image_token_id).nonzero()[:, 0],
+        feature_rows=feature_rows,
     )
 
 

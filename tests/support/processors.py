@@ -52,4 +52,5 @@ _PACKAGES = {
     "llava_onevision",
     "idefics3",
     "smolvlm",
+    "gemma3",
 }

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of families whose pictures are tiles or rows, with tokenizers that have their tokens."""
+"""Tiny random checkpoints of families with media tokens of their own, with tokenizers that have these tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from epd_serve.demo import weights_dir
@@ -22,6 +23,20 @@ _GRID = [[56, 112], [112, 56], [112, 112]]
 _ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 _AROUND = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 
+#: Layers inside a window that is shorter than prompts, and of other frequencies than those of full attention.
+GEMMA3: dict[str, Any] = {
+    "head_dim": 32,
+    "query_pre_attn_scalar": 20,
+    "tie_word_embeddings": False,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 6,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    },
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tiny:
@@ -30,6 +45,7 @@ class Tiny:
     Attributes:
         text, vision, top: fields of the parts of its configuration; the id of ``image`` is put in.
         image: the token that stands for a picture. tokens: others that its pictures have.
+        rows: the token of the rows of its feature, where it is another.
         named: those that its processor asks the tokenizer for. processor: of processor_config.json.
     """
 
@@ -41,6 +57,7 @@ class Tiny:
     image_field: str
     preprocessor: dict[str, Any]
     processor: dict[str, Any]
+    rows: str = ""
     tokens: list[str] = field(default_factory=list)
     named: dict[str, str] = field(default_factory=dict)
 
@@ -151,6 +168,28 @@ TINY = {
             "vision_aspect_ratio": "anyres_max_2",
         },
     ),
+    "gemma3": Tiny(
+        model_type="gemma3",
+        text={"model_type": "gemma3_text", **GEMMA3},
+        vision={**_SIGLIP, "image_size": 84, "vision_use_head": False},
+        top={
+            "mm_tokens_per_image": 9,
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+            "tie_word_embeddings": False,
+        },
+        image="<start_of_image>",
+        rows="<image_soft_token>",
+        image_field="image_token_index",
+        tokens=["<end_of_image>"],
+        named={
+            "image_token": "<image_soft_token>",
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+        },
+        preprocessor={"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 84, "width": 84}},
+        processor={"processor_class": "Gemma3Processor", "image_seq_length": 9},
+    ),
     "idefics3": _idefics3("idefics3", "Idefics3"),
     "smolvlm": _idefics3("smolvlm", "SmolVLM"),
 }
@@ -164,7 +203,7 @@ def make_tiny_family(
 ) -> None:
     """Build a model in ``path``. ``text`` makes the fields of its text config, of a vocabulary's size."""
     tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir(), extra_special_tokens=tiny.named)
-    tokenizer.add_tokens([tiny.image, *tiny.tokens], special_tokens=True)
+    tokenizer.add_tokens([tiny.image, *filter(None, [tiny.rows]), *tiny.tokens], special_tokens=True)
     tokenizer.chat_template = (
         (weights_dir() / "chat_template.jinja")
         .read_text()
@@ -174,10 +213,16 @@ def make_tiny_family(
         tiny.model_type,
         text_config=text(len(tokenizer), **tiny.text),
         vision_config=tiny.vision,
-        **{tiny.image_field: tokenizer.convert_tokens_to_ids(tiny.image)},
-        **tiny.top,
+        **{tiny.image_field: tokenizer.convert_tokens_to_ids(tiny.rows or tiny.image)},
+        **{
+            name: tokenizer.convert_tokens_to_ids(value) if name.endswith("_token_index") else value
+            for name, value in tiny.top.items()
+        },
     )
     model: Any = AutoModelForImageTextToText.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 2 and not parameter.any():  # a projector that begins with nothing
+            torch.nn.init.normal_(parameter, std=0.5)
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_families import LIKE_ANOTHER, TINY, make_tiny_family
+from tiny_families import GEMMA3, LIKE_ANOTHER, TINY, make_tiny_family
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -42,6 +42,7 @@ TEXT_KINDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 48},
+    "gemma3_text": GEMMA3,
 }
 _INIT = {"initializer_range": 0.2}
 #: transformers has these where a model's file has nothing; vLLM then leaves pixels as they are.

@@ -24,12 +24,14 @@ for _family in _families():
         FAMILIES.setdefault(_name, []).append(_family)
 #: Language models without a tower.
 TEXT = tuple(name for name, (first, *_) in FAMILIES.items() if not first.modalities)
-#: Their experts are not split over several devices.
-MIXTURES_OF_EXPERTS = tuple(name for name, (first, *_) in FAMILIES.items() if name in first.mixtures)
+#: Families whose layers are not split over several devices, and these layers.
+NOT_SPLIT = {
+    **{name: "its layers" for name, (first, *_) in FAMILIES.items() if first.decoder == "generic"},
+    **{name: "mixture-of-experts layers" for name, (first, *_) in FAMILIES.items() if name in first.mixtures},
+}
 
 _LATENT = "its KV is latent"
 _STATE = "it has recurrent or convolution states beside KV"
-_BOTH_WAYS = "tokens of a picture attend both ways, inside windows or a prefix"
 #: Known families that the native engine does not run, and the reason.
 NOT_RUN = {
     "internvl_chat": "it is in another format than transformers'; take the checkpoint whose name ends with -hf",
@@ -37,7 +39,8 @@ NOT_RUN = {
     "phi4_multimodal": "transformers has no function that makes its features alone",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k25"), _LATENT),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "lfm2_vl"), _STATE),
-    **dict.fromkeys(("gemma3", "gemma4", "paligemma"), _BOTH_WAYS),
+    "gemma4": "its layers have heads of several widths and share KV",
+    "paligemma": "all of a prompt attends both ways",
     **dict.fromkeys(("glm4v", "glm4v_moe"), "it rotates a part of each head"),
     "deepseek_ocr2": "its layers are mixtures of experts",
     "llama4": "some of its layers attend in chunks",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import Family, Size
@@ -13,7 +13,7 @@ class TextOnly(Family):
     """Language models without a tower; plain rotary positions."""
 
     title = "Llama, Mistral, Qwen2, Qwen3"
-    model_types = ("llama", "mistral", "qwen2", "qwen3")
+    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3")
     modalities = ()
 
     def __init__(self, config: Any) -> None:

@@ -1,0 +1,66 @@
+"""Gemma 3: pictures of one size whose tokens see each other; most layers attend inside a window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from epd_serve.models.families.text_only import TextOnly
+from epd_serve.models.family import PATCH_TOWER, Family, Size, names
+
+_TEXT = names(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
+    "hidden_activation max_position_embeddings rms_norm_eps rope_parameters attention_bias tie_word_embeddings",
+    "query_pre_attn_scalar sliding_window layer_types",
+)
+
+
+class Gemma3Text(TextOnly):
+    """Gemma 3 without a tower."""
+
+    title = "Gemma 3 (text)"
+    model_types = ("gemma3_text",)
+    decoder = "generic"
+    texts: ClassVar = {"gemma3_text": _TEXT}
+
+
+class Gemma3(Family):
+    """One size for every picture, whose tokens attend both ways."""
+
+    title = "Gemma 3"
+    model_types = ("gemma3",)
+    decoder = "generic"
+    texts: ClassVar = {"gemma3_text": _TEXT}
+    fields = names("image_token_index boi_token_index eoi_token_index mm_tokens_per_image tie_word_embeddings")
+    towers: ClassVar = {"siglip_vision_model": PATCH_TOWER | {"vision_use_head"}}
+    tokens = ("<start_of_image>", "<end_of_image>")
+
+    def __init__(self, config: Any, image_processor: Any) -> None:
+        super().__init__(config, image_processor)
+        self.image_token_id = config.boi_token_index
+        self.both_ways_tokens = config.mm_tokens_per_image
+        self.processor_fields = {"image_seq_length": self.both_ways_tokens}
+
+    @property
+    def row_token_ids(self) -> dict[str, int]:
+        return {"image": self.config.image_token_index}
+
+    def parts(self, size: Size) -> Sequence[int | str]:
+        start, end = self.tokens
+        return (f"\n\n{start}", self.both_ways_tokens, f"{end}\n\n")
+
+    def num_pixels(self, size: Size) -> int:
+        return int(self.config.vision_config.image_size) ** 2
+
+    def check(self) -> None:
+        if self.processor.do_pan_and_scan:
+            raise ValueError("do_pan_and_scan of preprocessor_config.json is true; pictures are shown whole alone")
+        vision = self.config.vision_config
+        rows, side = vision.image_size // vision.patch_size, math.isqrt(self.both_ways_tokens)
+        if side**2 != self.both_ways_tokens or rows % side:
+            raise ValueError(
+                f"mm_tokens_per_image is {self.both_ways_tokens}; it must be the square of a divisor of {rows}, "
+                "the patches on a side by image_size and patch_size of vision_config"
+            )
+        super().check()
