@@ -14,7 +14,10 @@ def main() -> None:
     try:
         import io
 
-        from epd_serve.cli.app import app
+        from epd_serve.cli.interrupt import ended_by_ctrl_c
+
+        with ended_by_ctrl_c():
+            from epd_serve.cli.app import app
 
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?" for what it lacks

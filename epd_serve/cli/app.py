@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from epd_serve.cli.interrupt import ended_by_ctrl_c
+
 _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
 #: The commands, and an example of each. The function of that name in the module of that name is the command.
 GROUPS: dict[str, dict[str, str]] = {
@@ -61,7 +63,8 @@ class Commands(TyperGroup):
 
 
 def _load(name: str, example: str) -> Any:
-    made = getattr(import_module(f"epd_serve.cli.{name}"), name)
+    with ended_by_ctrl_c():
+        made = getattr(import_module(f"epd_serve.cli.{name}"), name)
     app = made if isinstance(made, typer.Typer) else typer.Typer(add_completion=False, **_SETTINGS)
     if app is not made:
         app.command(name)(made)

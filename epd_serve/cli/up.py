@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from epd_serve.cli.flags import Host, Port, model_of
+from epd_serve.cli.interrupt import ended_by_ctrl_c
 from epd_serve.config import DeploymentConfig, change_config, load_config
 
 
@@ -46,19 +47,20 @@ def up(
 
         if isinstance(config.model, str):
             download(config.model)
-    from epd_serve.launch.engine_choice import choose_engine
+    with ended_by_ctrl_c():
+        from epd_serve.launch.engine_choice import choose_engine
 
-    config, reason = choose_engine(config)
-    if config.engine == "native" or not dry:  # vLLM's command lines may be for another machine
-        from epd_serve.launch.preflight import check_deployment
+        config, reason = choose_engine(config)
+        if config.engine == "native" or not dry:  # vLLM's command lines may be for another machine
+            from epd_serve.launch.preflight import check_deployment
 
-        check_deployment(config, os.environ)  # before the time that it takes to import what runs it
+            check_deployment(config, os.environ)  # before the time that it takes to import what runs it
     if dry:
         from epd_serve.launch.dry_run import dry_run
 
         for line in dry_run(config, file, os.environ, reason):
             typer.echo(line)
         return
-    from epd_serve.launch.up import Terminal, run_up
-
+    with ended_by_ctrl_c():
+        from epd_serve.launch.up import Terminal, run_up
     raise typer.Exit(asyncio.run(run_up(config, Terminal(), reason)))

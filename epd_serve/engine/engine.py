@@ -240,7 +240,7 @@ class Engine:
         with self._changed:
             self._stepping = frozenset(after.sequences if after else ())
             for sequence, _ in output.prefills:
-                # it may have lost its blocks to an older one since, or an earlier step that computed some has failed
+                # it may have lost its blocks to an older one since, or an earlier step of its own has failed
                 if sequence.blocks and sequence.goes_on:
                     self._tables.register(sequence)
             events: list[EngineEvent] = []
