@@ -48,7 +48,8 @@ Made from `epd_serve/models/families` by `python docs/generate.py`.
 """
 
 MODELS_END = """
-With the fused decoder, the language model of all but Qwen's is Llama, Mistral, Qwen2 or Qwen3.
+With the fused decoder, the language model of all but Qwen's is Llama, Mistral, Qwen2, Qwen3 or Qwen3-MoE, whose
+experts are computed by transformers.
 The [generic decoder](../design/model-families.md#two-decoders) runs on one device, without graphs.
 LLaVA-OneVision takes each of several pictures in tiles, as it takes one.
 

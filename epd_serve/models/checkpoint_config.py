@@ -35,13 +35,13 @@ from epd_serve.models.family import Family, names
 _NARROW_HEADS = ("qwen2_vl_text", "qwen2_5_vl_text")
 _MROPE_MODELS = (*_NARROW_HEADS, "qwen3_vl_text", "qwen3_vl_moe_text")
 #: Language models that the fused decoder runs.
-_FUSED = ("llama", "mistral", "qwen2", "qwen3", *_MROPE_MODELS)
+_FUSED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", *_MROPE_MODELS)
 #: What it honours, whichever class of the above declares it. Layers of experts are transformers' own.
 _TEXT_FIELDS = names(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
     "hidden_act max_position_embeddings rms_norm_eps rope_parameters attention_bias mlp_bias tie_word_embeddings",
     "use_sliding_window sliding_window max_window_layers layer_types",
-    "num_experts num_experts_per_tok moe_intermediate_size decoder_sparse_step mlp_only_layers",
+    "num_experts num_experts_per_tok norm_topk_prob moe_intermediate_size decoder_sparse_step mlp_only_layers",
 )
 #: What decides no token of an answer, whatever it is. The end of a generation is read elsewhere; projection_dim is
 #: of CLIP's head, behind the layers that are read; image_seq_length is counted; tokens_per_second is of videos.

@@ -52,6 +52,7 @@ FAMILIES = {
     "idefics3": ("idefics3", "llama", "idefics3_vision"),
     "smolvlm": ("smolvlm", "llama", "smolvlm_vision"),
     "gemma3": ("gemma3", "gemma3_text", "siglip_vision_model"),
+    "glm4v": ("glm4v", "glm4v_text", "glm4v_vision"),
     **{name: (name, name, "") for name in TEXT},
 }
 #: Families whose pictures are tiles or rows. Their language models are other families'.
@@ -91,6 +92,14 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         text["rope_parameters"] = {"mrope_section": sections, **text["rope_parameters"]}
         tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
         tokens |= {"vision_start_token_id": START, "vision_end_token_id": END}
+    elif model_type == "glm4v":
+        if ("vision_config", "out_hidden_size") not in changed:
+            vision["out_hidden_size"] = text["hidden_size"]
+        quarter = text["hidden_size"] // text["num_attention_heads"] // 4
+        sections = [quarter - 2 * (quarter // 3), quarter // 3, quarter // 3]
+        partial = {"mrope_section": sections, "partial_rotary_factor": 0.5}
+        text["rope_parameters"] = {**partial, **text["rope_parameters"]}
+        tokens = {"image_token_id": IMAGE_TOKEN}
     elif model_type in ("internvl", "idefics3", "smolvlm"):
         tokens = {"image_token_id": IMAGE_TOKEN}
     elif model_type == "gemma3":
@@ -126,13 +135,16 @@ def _text(model_type: str) -> dict[str, Any]:
         text["head_dim"] = 24
     if model_type == "gemma3_text":
         text |= {"head_dim": 24, "sliding_window": 12, "sliding_window_pattern": 2, "rope_parameters": None}
-    if model_type == "qwen3_vl_moe_text":
+    if model_type in ("qwen3_vl_moe_text", "qwen3_moe"):
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
     return text
 
 
 def _vision(model_type: str) -> dict[str, Any]:
     vision: dict[str, Any] = {"model_type": model_type, "hidden_size": 32, "initializer_range": 0.2}
+    if model_type == "glm4v_vision":
+        sides = {"image_size": 56, "patch_size": 14}
+        return vision | {"intermediate_size": 48, "depth": 2, "num_heads": 2} | sides
     if not model_type.startswith("qwen"):
         sides = {"image_size": 84 if model_type == "pixtral" else 28, "patch_size": 14}
         return vision | {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2} | sides
@@ -168,9 +180,10 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         kind = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[config.model_type]
         sizes = {"size": {"longest_edge": 2 * side}, "max_image_size": {"longest_edge": side}}
         return {"image_processor_type": f"{kind}ImageProcessor", **sizes, **normalised}
+    kind, frames = ("Glm4v", 2) if config.model_type == "glm4v" else ("Qwen2VL", 1)
     return {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "size": {"shortest_edge": 28 * 28, "longest_edge": 112 * 112},
+        "image_processor_type": f"{kind}ImageProcessor",
+        "size": {"shortest_edge": frames * 28 * 28, "longest_edge": frames * 112 * 112},
         "patch_size": vision.patch_size,
         "temporal_patch_size": vision.temporal_patch_size,
         "merge_size": vision.spatial_merge_size,

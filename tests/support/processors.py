@@ -53,4 +53,5 @@ _PACKAGES = {
     "idefics3",
     "smolvlm",
     "gemma3",
+    "glm4v",
 }

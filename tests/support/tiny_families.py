@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,8 @@ class Tiny:
     Attributes:
         text, vision, top: fields of the parts of its configuration; the id of ``image`` is put in.
         image: the token that stands for a picture. tokens: others that its pictures have.
-        rows: the token of the rows of its feature, where it is another.
+        rows: the token of the rows of its feature, where it is another. shown: what a chat shows of a picture,
+            with tokens around that of the picture.
         named: those that its processor asks the tokenizer for. processor: of processor_config.json.
     """
 
@@ -58,6 +60,7 @@ class Tiny:
     preprocessor: dict[str, Any]
     processor: dict[str, Any]
     rows: str = ""
+    shown: str = ""
     tokens: list[str] = field(default_factory=list)
     named: dict[str, str] = field(default_factory=dict)
 
@@ -190,6 +193,37 @@ TINY = {
         preprocessor={"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 84, "width": 84}},
         processor={"processor_class": "Gemma3Processor", "image_seq_length": 9},
     ),
+    "glm4v": Tiny(
+        model_type="glm4v",
+        text={
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [4, 2, 2],
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 1e4,
+            },
+        },
+        vision={
+            "depth": 3,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "out_hidden_size": 128,
+            "intermediate_size": 128,
+            "image_size": 112,
+            **_INIT,
+        },
+        top={"image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>"},
+        image="<|image|>",
+        shown="<|begin_of_image|><|image|><|end_of_image|>",
+        image_field="image_token_id",
+        tokens=["<|begin_of_image|>", "<|end_of_image|>"],
+        named={"image_token": "<|image|>", "video_token": "<|video|>"},
+        preprocessor={
+            "image_processor_type": "Glm4vImageProcessor",
+            "size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 140 * 140},
+        },
+        processor={"processor_class": "Glm4vProcessor"},
+    ),
     "idefics3": _idefics3("idefics3", "Idefics3"),
     "smolvlm": _idefics3("smolvlm", "SmolVLM"),
 }
@@ -207,7 +241,7 @@ def make_tiny_family(
     tokenizer.chat_template = (
         (weights_dir() / "chat_template.jinja")
         .read_text()
-        .replace("<|vision_start|><|image_pad|><|vision_end|>", tiny.image)
+        .replace("<|vision_start|><|image_pad|><|vision_end|>", tiny.shown or tiny.image)
     )
     config = AutoConfig.for_model(
         tiny.model_type,
@@ -215,7 +249,7 @@ def make_tiny_family(
         vision_config=tiny.vision,
         **{tiny.image_field: tokenizer.convert_tokens_to_ids(tiny.rows or tiny.image)},
         **{
-            name: tokenizer.convert_tokens_to_ids(value) if name.endswith("_token_index") else value
+            name: tokenizer.convert_tokens_to_ids(value) if re.search("_token_(id|index)$", name) else value
             for name, value in tiny.top.items()
         },
     )

@@ -42,6 +42,14 @@ TEXT_KINDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 48},
+    "qwen3_moe": {
+        "head_dim": 48,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": True,
+    },
     "gemma3_text": GEMMA3,
 }
 _INIT = {"initializer_range": 0.2}

@@ -41,7 +41,7 @@ NOT_RUN = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "lfm2_vl"), _STATE),
     "gemma4": "its layers have heads of several widths and share KV",
     "paligemma": "all of a prompt attends both ways",
-    **dict.fromkeys(("glm4v", "glm4v_moe"), "it rotates a part of each head"),
+    "glm4v_moe": "its layers are mixtures of experts",
     "deepseek_ocr2": "its layers are mixtures of experts",
     "llama4": "some of its layers attend in chunks",
     "aya_vision": "some of its layers attend inside a window",

@@ -26,7 +26,7 @@ class QwenVL(Family):
     """Pictures and videos of any resolution, resized to whole patches; a video is one run."""
 
     title = "Qwen2-VL, Qwen2.5-VL"
-    model_types = ("qwen2_vl", "qwen2_5_vl")
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2_vl", "qwen2_5_vl")
     fields = names("image_token_id video_token_id vision_start_token_id vision_end_token_id tie_word_embeddings")
     towers: ClassVar = {
         "qwen2_vl_vision": _TOWER | names("embed_dim mlp_ratio"),
@@ -34,7 +34,7 @@ class QwenVL(Family):
         "qwen3_vl_vision": _DEEP_TOWER,
         "qwen3_vl_moe_vision": _DEEP_TOWER,
     }
-    modalities = ("image", "video")
+    modalities: ClassVar[tuple[str, ...]] = ("image", "video")
     num_position_axes = 3
     input_names = ("pixel_values", "image_grid_thw")
 

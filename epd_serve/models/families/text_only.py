@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3: language models without a tower."""
+"""Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE: language models without a tower."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from epd_serve.models.family import Family, Size
 class TextOnly(Family):
     """Language models without a tower; plain rotary positions."""
 
-    title = "Llama, Mistral, Qwen2, Qwen3"
-    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3")
+    title = "Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE"
+    model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+    mixtures = ("qwen3_moe",)
     modalities = ()
 
     def __init__(self, config: Any) -> None:

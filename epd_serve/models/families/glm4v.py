@@ -1,0 +1,39 @@
+"""GLM-4.1V: pictures of any resolution, M-RoPE over a part of each head. Its videos are not taken."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+from epd_serve.models.families.qwen_vl import QwenVL
+from epd_serve.models.family import names
+
+
+class Glm4v(QwenVL):
+    """Pictures of any resolution, resized to whole patches."""
+
+    title = "GLM-4.1V"
+    model_types = ("glm4v",)
+    decoder = "generic"
+    texts: ClassVar = {
+        "glm4v_text": names(
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
+            "hidden_act max_position_embeddings rms_norm_eps rope_parameters tie_word_embeddings",
+        )
+    }
+    fields = names(
+        "image_token_id image_start_token_id image_end_token_id video_token_id video_start_token_id",
+        "video_end_token_id tie_word_embeddings",
+    )
+    towers: ClassVar = {
+        "glm4v_vision": names(
+            "depth hidden_size hidden_act num_heads in_channels image_size patch_size spatial_merge_size",
+            "temporal_patch_size rope_parameters intermediate_size out_hidden_size attention_bias rms_norm_eps",
+        )
+    }
+    modalities = ("image",)
+
+    def __init__(self, config: Any, image_processor: Any) -> None:
+        super().__init__(config, image_processor)
+        frames = image_processor.temporal_patch_size  # as often is a picture repeated
+        self._resize = partial(self._resize, frames, temporal_factor=frames)
