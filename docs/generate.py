@@ -15,6 +15,7 @@ from epd_serve.cli.app import app
 from epd_serve.config import DeploymentConfig, deployment_schema
 from epd_serve.config.applied import Section, applied
 from epd_serve.models.families import FAMILIES, NOT_RUN
+from epd_serve.types import PLURALS
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,7 +44,7 @@ MODELS = """# Models of the native engine
 Made from `epd_serve/models/families` by `python docs/generate.py`.
 [How a family is added](../design/model-families.md).
 
-| models | `model_type` | takes | decoder | vision tower | how a picture is laid out |
+| models | `model_type` | takes | decoder | tower | how an item is laid out |
 |---|---|---|---|---|---|
 """
 
@@ -72,7 +73,7 @@ def models_page() -> str:
     for family in dict.fromkeys(one for families in FAMILIES.values() for one in families):
         types, towers = (", ".join(f"`{name}`" for name in names) for names in (family.model_types, family.towers))
         about = " ".join((family.__doc__ or "").split()).removesuffix(".") if family.modalities else ""
-        takes = ", ".join(("text", *(f"{name}s" for name in family.modalities)))
+        takes = ", ".join(("text", *(PLURALS[name] for name in family.modalities)))
         rows.append(f"| {' | '.join(map(cell, (family.title, types, takes, family.decoder, towers, about)))} |\n")
     reasons = "".join(f"| `{name}` | {reason} |\n" for name, reason in NOT_RUN.items())
     return MODELS + "".join(rows) + MODELS_END + NOT_RUN_TITLE + reasons

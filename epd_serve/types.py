@@ -197,8 +197,10 @@ class MediaSpan(msgspec.Struct, frozen=True):
 
 
 #: The kinds of media.
-Modality = Literal["image", "video"]
+Modality = Literal["image", "video", "audio"]
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
+#: Several items of a kind, in sentences.
+PLURALS: dict[str, str] = {"image": "images", "video": "videos", "audio": "sounds"}
 
 
 class VideoFacts(msgspec.Struct, frozen=True):
@@ -220,6 +222,22 @@ class VideoFacts(msgspec.Struct, frozen=True):
     @property
     def duration_s(self) -> float:
         return self.num_frames / self.fps
+
+
+class AudioFacts(msgspec.Struct, frozen=True):
+    """A sound as its file has it: samples of each channel as decoded, samples a second, channels."""
+
+    num_samples: int
+    rate: int
+    channels: int
+
+    @property
+    def duration_s(self) -> float:
+        return self.num_samples / self.rate
+
+    def count_at(self, rate: int) -> int:
+        """Samples of each channel at another rate."""
+        return -(-self.num_samples * rate // self.rate)
 
 
 class VideoSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

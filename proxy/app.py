@@ -49,7 +49,7 @@ from proxy.http.arrival import ArrivalLimits, Starts, Turns, give_back
 from proxy.http.asgi import install_cors, install_error_handlers
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
-from proxy.media.probe import VideoProbe
+from proxy.media.probe import MediaProbe
 from proxy.observe.dashboard import dashboard_router
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import new_observer
@@ -106,7 +106,7 @@ def create_app(
         )
     )
     switches, hold = Switches(table, calls, health), Hold()
-    probe = VideoProbe(current)
+    probe = MediaProbe(current)
     loader = MediaLoader(current, fetcher, probe)
 
     @asynccontextmanager

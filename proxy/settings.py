@@ -8,6 +8,7 @@ from pathlib import Path
 
 from epd_serve.config import DeploymentConfig, GatewayConfig
 from epd_serve.config.gateway import check_admin_key, read_secret
+from epd_serve.media.audio import AudioLimits
 from epd_serve.media.picture import MediaLimits
 from epd_serve.media.video import VideoLimits
 from epd_serve.protocol.addresses import is_loopback
@@ -89,6 +90,12 @@ class GatewaySettings:
             max_frames=video.max_frames,
             max_seconds=video.max_seconds,
         )
+
+    @cached_property
+    def audio_limits(self) -> AudioLimits:
+        """The limits of one sound."""
+        audio = self.gateway.media.audio
+        return AudioLimits(max_bytes=audio.max_bytes, max_seconds=audio.max_seconds)
 
     @cached_property
     def allow_private(self) -> bool:

@@ -332,12 +332,22 @@ class VideoConfig(Section):
     )
 
 
+class AudioConfig(Section):
+    """The sounds that the gateway accepts: they are decoded for their facts in processes of their own."""
+
+    max_bytes: Hot[Bytes] = Field(default=64 * 1024**2, description="Largest audio file.")
+    max_seconds: Hot[Seconds] = Field(default=1800.0, description="Longest audio; a model may take less.")
+    probe_cpu_s: Anew[Seconds] = Field(
+        default=5.0, description="CPU time that reading a file's facts may take; one that takes more is refused."
+    )
+
+
 class MediaConfig(Section):
     """The media that the gateway accepts and the places from which it may fetch them."""
 
     max_pixels: Hot[int] = Field(default=32 * 1024**2, gt=0, description="Largest image, in pixels.")
     max_bytes: Hot[Bytes] = Field(default=32 * 1024**2, description="Largest image file.")
-    max_items: Hot[int] = Field(default=64, ge=1, description="Most images and videos of a request.")
+    max_items: Hot[int] = Field(default=64, ge=1, description="Most images, videos and sounds of a request.")
     fetch_timeout_s: Hot[Seconds] = Field(default=10.0, description="Longest download of a media URL.")
     max_redirects: Hot[int] = Field(default=3, ge=0, le=20, description="Most redirects of a media URL.")
     allow_private: Hot[bool | None] = Field(
@@ -354,6 +364,7 @@ class MediaConfig(Section):
         default=None, description="Ports that media URLs may name, as in [80, 443]; null: any."
     )
     video: VideoConfig = VideoConfig()
+    audio: AudioConfig = AudioConfig()
     allowed_file_dirs: Hot[tuple[Path, ...]] = Field(
         default=(), description="Directories whose files file:// URLs may name."
     )

@@ -62,7 +62,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _INDEX = "model.safetensors.index.json"
 #: In the names of the tower's weights and of its projector's.
-_TOWER = re.compile(r"visual|vision|projector|connector|image_newline")
+_TOWER = re.compile(r"visual|vision|audio|projector|connector|image_newline")
 _LFS = b"version https://git-lfs"
 #: The longest header that the format allows.
 _MAX_HEADER_BYTES = 100_000_000
@@ -81,8 +81,9 @@ def check_model_files(path: Path) -> dict[str, int]:
     safetensors: eight bytes with the header's length, the header as JSON, the tensors' bytes.
     """
     needed: list[tuple[tuple[str, ...], str]] = [(_TOKENIZERS, "tokenizer")]
-    if "vision_config" in read_model_config(path):
-        needed.append((_PROCESSORS, "image processor"))
+    config = read_model_config(path)
+    if "vision_config" in config or "audio_config" in config:
+        needed.append((_PROCESSORS, "image processor" if "vision_config" in config else "feature extractor"))
     for names, what in needed:
         present = [path / name for name in names if (path / name).is_file()]
         if not present:

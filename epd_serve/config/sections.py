@@ -292,6 +292,10 @@ class InstanceSettings(Section):
         default=10.0,
         description="CPU time that decoding one video may take; one that takes more is refused.",
     )
+    audio_cpu_s: Restart[Seconds] = Field(
+        default=10.0,
+        description="CPU time that decoding one audio file may take; one that takes more is refused.",
+    )
     feature_timeout_s: Restart[Seconds] = Field(
         default=30.0,
         description="How long P waits for a feature before computing it itself.",

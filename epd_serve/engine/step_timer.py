@@ -12,7 +12,7 @@ import torch
 
 from epd_serve.engine.measurements import IMAGE_SIDE
 from epd_serve.engine.runner import LanguageRunner
-from epd_serve.models.family import Family, blank
+from epd_serve.models.family import Family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.step_sizes import StepShape
@@ -78,7 +78,7 @@ def encode_seconds(
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     """The median time to encode a batch of square images, each within ``encoding`` of their pixels."""
-    inputs = family.preprocess(blank((side, side)))
+    inputs = family.blank_inputs((side, side))
 
     def run() -> None:
         with encoding([side * side] * num_images):

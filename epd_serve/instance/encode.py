@@ -6,6 +6,7 @@ import asyncio
 import io
 import logging
 import time
+import wave
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
@@ -23,6 +24,7 @@ from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.encode import HandoffBatcher, schedule_encodes
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
+from epd_serve.types import PLURALS, AudioFacts
 
 if TYPE_CHECKING:
     from epd_serve.media.decoder_pool import DecoderPool
@@ -35,7 +37,7 @@ _RETRY_ROOM_S = 0.02
 #: which the gateway takes an encoder for stalled; and where the consumer is this instance, as nobody else is left.
 _PART, _OWN_PART = 0.2, 0.8
 _ANNOUNCE_TIMEOUT_S = 60.0
-_PROBE_SIZE = (56, 56)
+_PROBE_SIZE, _PROBE_SAMPLES = (56, 56), 8000
 _PROBE_TICK_S = 0.02
 
 
@@ -115,7 +117,7 @@ class EncodeService:
         decoders: decode images. processor: preprocesses them. prepare: does both; None: as ``family`` has it.
         data_of: the bytes of a feature.
         feature_timeout_s: how long consumers wait for a feature.
-        video_cpu_s: seconds of CPU time that decoding one video may take.
+        video_cpu_s, audio_cpu_s: seconds of CPU time that decoding one video or sound may take.
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
         put: takes a span for each batch, on the tower's thread.
@@ -140,6 +142,7 @@ class EncodeService:
         data_of: Callable[[Any], memoryview] = tensor_data,
         feature_timeout_s: float,
         video_cpu_s: float = 10.0,
+        audio_cpu_s: float = 10.0,
         url: str = "",
         may_start: Callable[[], bool] = lambda: True,
         stream: TowerStream,
@@ -153,7 +156,7 @@ class EncodeService:
         self._family = family
         self._peers = peers
         self._decoders = decoders
-        self._prepare = prepare or _decoding(decoders, family, video_cpu_s)
+        self._prepare = prepare or _decoding(decoders, family, video_cpu_s, audio_cpu_s)
         self._data_of = data_of
         self._url = url
         self._processor = processor
@@ -223,7 +226,7 @@ class EncodeService:
             self._budget = await loop.run_in_executor(self._tower_thread, find_budget, tower)
 
     async def probe(self, timeout_s: float) -> None:
-        """Have a small picture prepared, and encoded once the tower is loaded.
+        """Have a small picture, or a short silence, prepared, and encoded once the tower is loaded.
 
         Raises ServeError with code ``wedged`` where either does not come to pass in that time, nor to others.
         """
@@ -232,10 +235,10 @@ class EncodeService:
         loop = asyncio.get_running_loop()
         await asyncio.gather(
             _prove(
-                asyncio.ensure_future(self._prepared(_probe(), _PROBE_REF)),
+                asyncio.ensure_future(self._prepared(*_probe(self._family))),
                 lambda: self._processor.num_done["media"],
                 timeout_s,
-                "no image could be prepared",
+                "no item could be prepared",
             ),
             _prove(
                 loop.run_in_executor(self._tower_thread, self._encode_nothing, self._tower),
@@ -359,7 +362,7 @@ class EncodeService:
     async def _prepared(self, media: bytes, ref: MediaRef, *, is_own: bool = False) -> tuple[Any, float]:
         """Return the tower's inputs, and when this began. ``is_own``: this instance itself needs the item."""
         if ref.modality not in self._family.token_ids:
-            raise InvalidRequest(f"the model takes no {ref.modality}s", code="unsupported_media")
+            raise InvalidRequest(f"the model takes no {PLURALS[ref.modality]}", code="unsupported_media")
         timeout_s = self._feature_timeout_s * (_OWN_PART if is_own else _PART)
         async with self._processor.place("media", ref.num_pixels * S_PER_PIXEL, timeout_s) as place:
             begun_s = time.monotonic()
@@ -462,7 +465,7 @@ async def _prove(
         proof.cancel()
 
 
-def _decoding(decoders: Any, family: Family, video_cpu_s: float) -> Prepare:
+def _decoding(decoders: Any, family: Family, video_cpu_s: float, audio_cpu_s: float) -> Prepare:
     pool: DecoderPool = decoders
 
     async def prepare(media: bytes, ref: MediaRef, place: Place) -> Any:
@@ -474,6 +477,12 @@ def _decoding(decoders: Any, family: Family, video_cpu_s: float) -> Prepare:
                 async for some in frames:
                     await place.run(inputs.add, some)
             return await place.run(inputs.finish)
+        if ref.modality == "audio":
+            assert family.audio is not None, "the family takes sounds"
+            family.audio.check_length(ref)
+            sound = pool.samples(media, ref.audio, family.audio.rate, place, cpu_s=audio_cpu_s)
+            async with sound as samples:
+                return await place.run(family.audio.inputs, samples)
         size = ref.width, ref.height
         async with pool.decoded(media, size, place, low_detail=ref.low_detail) as pixels:
             return await place.run(family.preprocess, pixels)
@@ -481,14 +490,24 @@ def _decoding(decoders: Any, family: Family, video_cpu_s: float) -> Prepare:
     return prepare
 
 
+def _probe(family: Family) -> tuple[bytes, MediaRef]:
+    """A file of the smallest size there is, and what it is."""
+    return _picture() if "image" in family.token_ids else _silence()
+
+
 @cache
-def _probe() -> bytes:
-    """A picture of the smallest size there is."""
+def _picture() -> tuple[bytes, MediaRef]:
     from PIL import Image
 
     file = io.BytesIO()
     Image.new("RGB", _PROBE_SIZE).save(file, "PNG")
-    return file.getvalue()
+    return file.getvalue(), MediaRef("", *_PROBE_SIZE)
 
 
-_PROBE_REF = MediaRef("", *_PROBE_SIZE)
+@cache
+def _silence() -> tuple[bytes, MediaRef]:
+    file, facts = io.BytesIO(), AudioFacts(_PROBE_SAMPLES, 16_000, 1)
+    with wave.open(file, "wb") as out:
+        out.setparams((1, 2, facts.rate, facts.num_samples, "NONE", ""))
+        out.writeframes(bytes(2 * facts.num_samples))
+    return file.getvalue(), MediaRef.of_audio(facts)

@@ -326,7 +326,10 @@ class FeatureForm:
         expected = [self.num_tokens(item), self.width]
         if list(shape) != expected or dtype != self.dtype:
             frames = f" and {item.num_frames} frames" if item.modality == "video" else ""
+            size = (
+                f"{item.num_samples} samples" if item.modality == "audio" else f"{item.width}x{item.height} pixels"
+            )
             raise InstanceFailed(
                 f"feature {item.mm_hash[:12]} is {list(shape)} {dtype}; a media item ({item.modality}) of "
-                f"{item.width}x{item.height} pixels{frames} has {expected} {self.dtype} here"
+                f"{size}{frames} has {expected} {self.dtype} here"
             )

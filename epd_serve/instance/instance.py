@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import os
 import time
 from collections.abc import Callable
@@ -38,7 +37,6 @@ from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
-from epd_serve.models.family import picture
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
 from epd_serve.telemetry.otel import StageExport, span_export
@@ -52,8 +50,6 @@ from epd_serve.types import Role
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 0.25
-#: Pixels of an image for which tokens per pixel are given.
-_TYPICAL_SIZE = (448, 448)
 
 
 class Instance:
@@ -112,6 +108,7 @@ class Instance:
             data_of=self.model.data_of,
             feature_timeout_s=options.feature_timeout_s,
             video_cpu_s=options.video_cpu_s,
+            audio_cpu_s=options.audio_cpu_s,
             on_delivered=self.timeline.encoded,
             put=self.spans.put,
             on_encoded=self.rates.encoded,
@@ -274,7 +271,8 @@ class Instance:
     def _tokens_per_pixel(self) -> float:
         if not self.family.token_ids:
             return 0.0
-        return self.family.num_tokens(picture(_TYPICAL_SIZE)) / math.prod(_TYPICAL_SIZE)
+        item = self.family.typical
+        return self.family.num_tokens(item) / item.num_pixels
 
     def _usage(self) -> wire.Usage:
         """This process's and its device's."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from epd_serve.models.family import TRIED_SIZES, Family, picture
+from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, picture, sound
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import AS_THE_MODEL, MediaSpan, VideoFacts
 
@@ -40,6 +40,9 @@ class MediaLayouts:
                 self._check(picture(size))
             if "video" in family.token_ids:
                 self._check(MediaRef.of_video(VideoFacts(*size, 100, 12.5), AS_THE_MODEL))
+        if family.audio is not None:
+            for seconds in TRIED_SECONDS:
+                self._check(sound(seconds, family.audio.rate))
 
     def of(self, item: MediaRef) -> Layout:
         """Raises InvalidRequest for an item that the model cannot take."""

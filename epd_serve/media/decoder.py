@@ -2,8 +2,8 @@
 
 ``python -P -m epd_serve.media.decoder FD PARENT_PID`` loads the decoders, and then forks a worker for each pair of
 descriptors that arrives on the inherited socket: the worker's own socket, and the memory through which files come
-in and pixels go out. PyAV is loaded before the first worker that is to read a video. A file that takes too long,
-or too much memory, ends its worker and nothing else. All of them end with the process that started them.
+in and pixels go out. PyAV is loaded before the first worker that is to read a video or a sound. A file that takes
+too long, or too much memory, ends its worker and nothing else. All of them end with the process that started them.
 :mod:`epd_serve.media.decoder_pool` is the other side.
 
 Messages are msgpack: the process that forks tells the worker's pid before the worker says anything, and at last on
@@ -31,20 +31,24 @@ from PIL import Image
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.lifeline import die_with_parent
+from epd_serve.media.audio import AudioLimits, read_audio_facts, read_samples
 from epd_serve.media.picture import MediaLimits, low_detail_size, open_image
 from epd_serve.media.video import VideoLimits, load_pyav, read_facts, read_frames
-from epd_serve.types import VideoFacts
+from epd_serve.types import AudioFacts, VideoFacts
 
 MESSAGE_BYTES = 1 << 16
 CHANNELS = 3
-#: Asks for a worker; for one that reads videos.
-PLAIN, VIDEO = b"w", b"v"
+SAMPLE_BYTES = 4
+#: Asks for a worker; for one that reads videos and sounds.
+PLAIN, TIMED = b"w", b"v"
 #: Memory for a picture's decoder: coefficients, frames, copies in other modes; and for what has no pixels.
 _BYTES_PER_PIXEL = 32
 _ROOM_BYTES = 64 * 1024**2
 #: Frames that a video's decoder keeps for reference, those of its threads and FFmpeg's own tables.
 _BYTES_PER_FRAME_PIXEL = 96
 _VIDEO_ROOM_BYTES = 256 * 1024**2
+#: FFmpeg's tables, and frames of a sound.
+_AUDIO_ROOM_BYTES = 256 * 1024**2
 #: The same for a grammar.
 _BYTES_PER_CHARACTER = 1024
 _GRAMMAR_ROOM_BYTES = 256 * 1024**2
@@ -99,6 +103,25 @@ class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag="video"):
     cpu_s: float
 
 
+class AudioFactsJob(msgspec.Struct, frozen=True, kw_only=True, tag="audio_facts"):
+    """A sound whose facts are to be read; the rest as in :class:`Job`."""
+
+    num_bytes: int
+    area_bytes: int
+    cpu_s: float
+    limits: AudioLimits
+
+
+class AudioJob(msgspec.Struct, frozen=True, kw_only=True, tag="audio"):
+    """A sound to decode to one channel at ``rate`` samples a second; as in :class:`Job`."""
+
+    num_bytes: int
+    area_bytes: int
+    facts: AudioFacts
+    rate: int
+    cpu_s: float
+
+
 class GoOn(msgspec.Struct, frozen=True, tag="go_on"):
     """The frames that are there have been read."""
 
@@ -108,7 +131,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
-    """The pixels are there."""
+    """The pixels or samples are there."""
 
 
 class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
@@ -119,6 +142,10 @@ class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
 
 class Facts(msgspec.Struct, frozen=True, tag="facts"):
     facts: VideoFacts
+
+
+class HeardFacts(msgspec.Struct, frozen=True, tag="audio_facts"):
+    facts: AudioFacts
 
 
 class Frames(msgspec.Struct, frozen=True, tag="frames"):
@@ -140,8 +167,8 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     code: int
 
 
-Told = Started | Decoded | Compiled | Facts | Frames | Refused | Ended
-AnyJob = Job | GrammarJob | FactsJob | VideoJob
+Told = Started | Decoded | Compiled | Facts | HeardFacts | Frames | Refused | Ended
+AnyJob = Job | GrammarJob | FactsJob | VideoJob | AudioFactsJob | AudioJob
 _jobs: msgspec.msgpack.Decoder[AnyJob | GoOn] = msgspec.msgpack.Decoder(AnyJob | GoOn)
 
 
@@ -156,9 +183,9 @@ def serve(control: socket.socket) -> None:
                 if not message:
                     workers.end()
                     return
-                if message == VIDEO:
+                if message == TIMED:
                     with suppress(InvalidRequest):  # a worker says so
-                        load_pyav()
+                        load_pyav("media")
                 for number, events in workers.fork(socket.socket(fileno=given[0]), given[1]).items():
                     poll.register(number, events)
             else:
@@ -236,8 +263,8 @@ def _work(connection: socket.socket, area: int) -> None:
             memory = mmap.mmap(area, job.area_bytes)
         answer: Told = Decoded()
         try:
-            if isinstance(job, FactsJob | VideoJob):
-                load_pyav()  # takes as long as a small video
+            if isinstance(job, FactsJob | VideoJob | AudioFactsJob | AudioJob):
+                load_pyav("media")  # takes as long as a small video
             signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
             if isinstance(job, GrammarJob):
                 answer = _compile(memory[: job.num_bytes].decode())
@@ -246,6 +273,11 @@ def _work(connection: socket.socket, area: int) -> None:
                 answer = Facts(read_facts(memory[: job.num_bytes], job.limits))
             elif isinstance(job, VideoJob):
                 _decode_video(job, memory, connection)
+            elif isinstance(job, AudioFactsJob):
+                _limit_memory(_AUDIO_ROOM_BYTES + 2 * job.num_bytes)
+                answer = HeardFacts(read_audio_facts(memory[: job.num_bytes], job.limits))
+            elif isinstance(job, AudioJob):
+                _decode_audio(job, memory)
             else:
                 _decode(job, memory)
         except InvalidRequest as error:
@@ -295,6 +327,18 @@ def _decode_video(job: VideoJob, memory: mmap.mmap, connection: socket.socket) -
         count += 1
     _tell(connection, Frames(count))
     connection.recv(MESSAGE_BYTES)
+
+
+def _decode_audio(job: AudioJob, memory: mmap.mmap) -> None:
+    """Put the samples where the file was, float32. Raises InvalidRequest."""
+    data = memory[: job.num_bytes]
+    _limit_memory(_AUDIO_ROOM_BYTES + 2 * len(data))
+    position, end = 0, SAMPLE_BYTES * job.facts.count_at(job.rate)
+    for samples in read_samples(data, job.facts, job.rate):
+        piece = samples.tobytes()[: end - position]
+        memory[position : position + len(piece)] = piece
+        position += len(piece)
+    memory[position:end] = bytes(end - position)
 
 
 def _video_bytes(job: FactsJob | VideoJob, num_pixels: int) -> int:

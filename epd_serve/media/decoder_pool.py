@@ -21,12 +21,16 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from epd_serve.errors import InvalidRequest, StageTimeout, Unavailable
+from epd_serve.media.audio import AudioLimits
 from epd_serve.media.decoder import (
     CHANNELS,
     MESSAGE_BYTES,
     PLAIN,
-    VIDEO,
+    SAMPLE_BYTES,
+    TIMED,
     AnyJob,
+    AudioFactsJob,
+    AudioJob,
     Compiled,
     Decoded,
     Ended,
@@ -35,6 +39,7 @@ from epd_serve.media.decoder import (
     Frames,
     GoOn,
     GrammarJob,
+    HeardFacts,
     Job,
     Refused,
     Started,
@@ -43,7 +48,7 @@ from epd_serve.media.decoder import (
 )
 from epd_serve.media.picture import MediaLimits
 from epd_serve.media.video import VideoLimits
-from epd_serve.types import VideoFacts
+from epd_serve.types import AudioFacts, VideoFacts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,6 +71,8 @@ _KEPT_BYTES = 16 * 1024**2
 _FRAMES_BYTES = 32 * 1024**2
 #: Of that, 16 MiB for Pillow: fresh pages for each picture take as long as a small picture's decoding.
 _PILLOW = {"PILLOW_BLOCKS_MAX": "1"}
+#: The gateway applies the operator's limits; this one guards the memory.
+_MAX_SAMPLES = 1 << 27
 _EXIT_GRACE_S = 1.0
 _told: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told)
 
@@ -152,8 +159,7 @@ class DecoderPool:
 
     async def facts(self, data: bytes, limits: VideoLimits, place: Place) -> VideoFacts:
         """The facts of a video's file (:func:`epd_serve.media.video.read_facts`). Raises as :meth:`decoded`."""
-
-        _check_not_empty(data)
+        _check_not_empty(data, "video")
 
         def job(worker: _Worker) -> FactsJob:
             return FactsJob(num_bytes=len(data), area_bytes=len(worker.area), cpu_s=self._cpu_s, limits=limits)
@@ -162,6 +168,45 @@ class DecoderPool:
         self._put_back(worker)
         assert isinstance(told, Facts), told
         return told.facts
+
+    async def audio_facts(self, data: bytes, limits: AudioLimits, place: Place, *, cpu_s: float) -> AudioFacts:
+        """The facts of a sound's file (:func:`epd_serve.media.audio.read_audio_facts`), all of which is decoded.
+
+        Raises as :meth:`decoded`. ``cpu_s``: seconds of CPU time that it may take.
+        """
+        _check_not_empty(data, "audio")
+
+        def job(worker: _Worker) -> AudioFactsJob:
+            return AudioFactsJob(num_bytes=len(data), area_bytes=len(worker.area), cpu_s=cpu_s, limits=limits)
+
+        worker, told = await self._run(_Task("audio", "decoder", data, 0, job, cpu_s, _FAIR_S), place)
+        self._put_back(worker)
+        assert isinstance(told, HeardFacts), told
+        return told.facts
+
+    @asynccontextmanager
+    async def samples(
+        self, data: bytes, facts: AudioFacts, rate: int, place: Place, *, cpu_s: float
+    ) -> AsyncGenerator[NDArray[np.float32]]:
+        """A sound's samples at ``rate``, the mean of its channels, in memory that the next file gets.
+
+        Raises as :meth:`decoded`. ``cpu_s``: seconds of CPU time that it may take.
+        """
+        _check_not_empty(data, "audio")
+        count = facts.count_at(rate)
+        if count > _MAX_SAMPLES:
+            raise InvalidRequest(f"the audio has {facts.duration_s:.0f} s, far more than any model takes")
+
+        def job(worker: _Worker) -> AudioJob:
+            return AudioJob(num_bytes=len(data), area_bytes=len(worker.area), facts=facts, rate=rate, cpu_s=cpu_s)
+
+        worker, _ = await self._run(
+            _Task("audio", "decoder", data, SAMPLE_BYTES * count, job, cpu_s, _FAIR_S), place
+        )
+        try:
+            yield worker.samples(count)
+        finally:
+            self._put_back(worker)
 
     async def frames(
         self, data: bytes, facts: VideoFacts, indices: Sequence[int], place: Place, *, cpu_s: float
@@ -172,7 +217,7 @@ class DecoderPool:
         Args:
             cpu_s: seconds of CPU time that the video may take.
         """
-        _check_not_empty(data)
+        _check_not_empty(data, "video")
         if facts.width * facts.height > self._limits.max_pixels:
             raise InvalidRequest(
                 f"the video's frames have {facts.width}x{facts.height} pixels; at most {self._limits.max_pixels} "
@@ -194,7 +239,7 @@ class DecoderPool:
             )
 
         task = _Task("video", "decoder", data, num_bytes * num_at_once, job, cpu_s, _FAIR_S)
-        worker, is_over = self._take(video=True), False
+        worker, is_over = self._take(TIMED), False
         try:
             await worker.give(task)
             deadline = asyncio.get_running_loop().time() + _MAX_STRETCH * cpu_s
@@ -249,7 +294,7 @@ class DecoderPool:
 
     async def _run(self, task: _Task, place: Place) -> tuple[_Worker, Told]:
         """The worker that has done it, which must be put back, and its answer."""
-        worker = self._take(video=task.what == "video")
+        worker = self._take(TIMED if task.what in ("video", "audio") else PLAIN)
         try:
             await worker.give(task)
             told = await worker.answer(_QUICK_S)
@@ -269,7 +314,7 @@ class DecoderPool:
                 self._drop(worker)
             raise
 
-    def _take(self, *, video: bool = False) -> _Worker:
+    def _take(self, kind: bytes = PLAIN) -> _Worker:
         """A worker that is alive, as far as can be seen."""
         if self._server is not None and self._server.poll() is not None:
             logger.warning("the process that starts decoders has ended (exit code %s)", self._server.poll())
@@ -282,7 +327,7 @@ class DecoderPool:
                 break
             worker.close()
         else:
-            worker = self._new_worker(VIDEO if video else PLAIN)
+            worker = self._new_worker(kind)
         self._working.add(worker)
         return worker
 
@@ -353,9 +398,9 @@ class _Task:
     fair_s: float
 
 
-def _check_not_empty(data: bytes) -> None:
+def _check_not_empty(data: bytes, what: str) -> None:
     if not data:
-        raise InvalidRequest("the video is empty (0 bytes)")
+        raise InvalidRequest(f"the {what} is empty (0 bytes)")
 
 
 def _checked(told: Told | None, task: _Task) -> Told:
@@ -390,6 +435,7 @@ def _checked(told: Told | None, task: _Task) -> Told:
 _REMEDIES = {
     "image": "save it anew with any program, or scale it down",
     "video": "send a shorter or a smaller one",
+    "audio": "send a shorter one, or save it as WAV or FLAC",
     "structure": "make it simpler",
 }
 
@@ -494,6 +540,14 @@ class _Worker:
 
         shape = count, size[1], size[0], CHANNELS
         return np.frombuffer(self.area, np.uint8, math.prod(shape)).reshape(shape)
+
+    def samples(self, count: int) -> NDArray[np.float32]:
+        """Return the samples that it has decoded, [count]."""
+        import numpy as np  # the gateway has none, and takes no samples
+
+        if not 0 < SAMPLE_BYTES * count <= len(self.area):
+            raise InvalidRequest("the media file crashes its decoder: send another one")
+        return np.frombuffer(self.area, np.float32, count)
 
     def give_way(self) -> None:
         """Take only processor time that nobody else wants."""

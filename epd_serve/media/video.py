@@ -32,7 +32,7 @@ CODECS = frozenset(
 _MAX_RATE = 1000.0
 #: Packets that may come before the first frame.
 _MAX_DELAY = 256
-NO_PYAV = "videos are read with PyAV, which is not installed; run in epd-serve's clone: pip install '.[media]'"
+NO_PYAV = "{} are read with PyAV, which is not installed; run in epd-serve's clone: pip install '.[media]'"
 
 
 class VideoLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,13 +44,13 @@ class VideoLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_seconds: float
 
 
-def load_pyav() -> Any:
-    """The module. Raises InvalidRequest with the package to install."""
+def load_pyav(what: str) -> Any:
+    """The module. Raises InvalidRequest with the package to install for ``what``."""
     try:
         import av
         import av.logging
     except ImportError as error:
-        raise InvalidRequest(NO_PYAV, code="unsupported_media") from error
+        raise InvalidRequest(NO_PYAV.format(what), code="unsupported_media") from error
     return av
 
 
@@ -68,8 +68,8 @@ def read_facts(data: bytes, limits: VideoLimits) -> VideoFacts:
 
     Raises InvalidRequest for a file that is no video, is broken or is beyond a limit, TooLarge for its bytes.
     """
-    av, kind = load_pyav(), _kind(data, limits.max_bytes)
-    with _reading(av), av.open(io.BytesIO(data), format=kind, options=_OPTIONS, metadata_errors="ignore") as file:
+    av, kind = load_pyav("videos"), _kind(data, limits.max_bytes)
+    with _reading(av), av.open(io.BytesIO(data), format=kind, options=OPTIONS, metadata_errors="ignore") as file:
         stream = _stream(file)
         codec = stream.codec_context
         _check_size(codec.width, codec.height, limits.max_pixels)
@@ -141,9 +141,9 @@ def read_frames(
         for image in _listed(data, facts, indices):
             yield np.asarray(image)
         return
-    av = load_pyav()
+    av = load_pyav("videos")
     kind = _kind(data, len(data))
-    with _reading(av), av.open(io.BytesIO(data), format=kind, options=_OPTIONS, metadata_errors="ignore") as file:
+    with _reading(av), av.open(io.BytesIO(data), format=kind, options=OPTIONS, metadata_errors="ignore") as file:
         stream = _stream(file)
         stream.codec_context.thread_count = 1  # the limits are of one process, and others decode beside it
         wanted = iter(indices)
@@ -181,7 +181,7 @@ def _listed(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Iterator[
 
 
 #: For FFmpeg: nothing but the bytes that it is given.
-_OPTIONS = {"protocol_whitelist": "none"}
+OPTIONS = {"protocol_whitelist": "none"}
 
 
 def _kind(data: bytes, max_bytes: int) -> str:

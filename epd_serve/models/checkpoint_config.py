@@ -21,7 +21,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     cache_utils,
     masking_utils,
     modeling_rope_utils,
@@ -51,7 +51,8 @@ _DESCRIPTIVE = names(
     "pretraining_tp chunk_size_feed_forward output_hidden_states output_router_logits router_aux_loss_coef",
     "projection_dim image_seq_length tokens_per_second",
 )
-_PARTS = ("text_config", "vision_config")
+_PARTS = ("text_config", "vision_config", "audio_config")
+_TOWERS = ("vision_config", "audio_config")
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
@@ -71,7 +72,7 @@ def read_config(path: Path) -> Any:
 
 def model_class(config: Any) -> Any:
     """transformers' class for a configuration of a known family."""
-    auto = AutoModelForCausalLM if config.model_type in TEXT else AutoModelForImageTextToText
+    auto = AutoModelForCausalLM if config.model_type in TEXT else AutoModelForMultimodalLM
     return auto._model_mapping[type(config)]
 
 
@@ -82,13 +83,16 @@ def _check(config: Any) -> None:
         raise ValueError(unknown("language model", text.model_type, texts))
     where = "text_config." if family.modalities else ""
     parts = [(where, text, texts[text.model_type])]
+    towers = {name: getattr(config, name) for name in _TOWERS if family.modalities and hasattr(config, name)}
     if family.modalities:
-        vision = config.vision_config
-        parts = [("", config, family.fields), *parts, ("vision_config.", vision, family.towers[vision.model_type])]
+        found = [(f"{name}.", tower, family.towers[tower.model_type]) for name, tower in towers.items()]
+        parts = [("", config, family.fields), *parts, *found]
     extras = [extra for part in parts for extra in _check_declared(*part)]
     _check_text(where, text, family)
-    if family.modalities:
-        _check_vision(vision)
+    if "vision_config" in towers:
+        _check_vision(towers["vision_config"])
+    if "audio_config" in towers:
+        _check_activation("audio_config.activation_function", towers["audio_config"].activation_function)
     if extras:
         _check_read(config, extras)
 

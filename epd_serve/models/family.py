@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.wire import MediaRef
+from epd_serve.types import PLURALS, AudioFacts
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
+    from epd_serve.models.audio_processor import AudioProcessor
     from epd_serve.models.video_processor import VideoProcessor
 
 #: Tower inputs of one item by argument name; a batch concatenates them along dimension 0.
@@ -26,6 +28,10 @@ DecoderKind: TypeAlias = Literal["fused", "generic"]
 
 #: Sizes of pictures that a family's arithmetic is held against its processor with.
 TRIED_SIZES = ((64, 64), (200, 50), (50, 300))
+#: The same for sounds, in seconds.
+TRIED_SECONDS = (0.31, 1.7)
+#: Of an item as clients often send it.
+_TYPICAL_SIZE, _TYPICAL_S = (448, 448), 10.0
 
 
 def names(*texts: str) -> frozenset[str]:
@@ -37,6 +43,13 @@ def names(*texts: str) -> frozenset[str]:
 PATCH_TOWER = names(
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_channels image_size patch_size",
     "hidden_act layer_norm_eps",
+)
+
+
+#: What encoders honour of towers like Whisper's.
+AUDIO_TOWER = names(
+    "num_mel_bins encoder_layers encoder_attention_heads encoder_ffn_dim d_model activation_function",
+    "scale_embedding max_source_positions",
 )
 
 
@@ -65,6 +78,7 @@ class Family:
         both_ways_tokens: tokens of a run of rows that see each other, earlier and later ones; 0: all see those
             before them.
         video: how videos are sampled and cut; None where they are not taken.
+        audio: what sounds become; None where they are not taken.
     """
 
     title: ClassVar[str] = ""
@@ -82,18 +96,26 @@ class Family:
 
     video: VideoProcessor | None = None
     both_ways_tokens: int = 0
+    audio: AudioProcessor | None = None
 
     def __init__(self, config: Any, image_processor: Any) -> None:
+        """``image_processor``: None where no pictures are taken."""
         self.processor_options: dict[str, Any] = {}
         self.processor_fields: dict[str, Any] = {}
         self.config = config
-        self.image_token_id: int = getattr(config, "image_token_id", None) or config.image_token_index
+        self.image_token_id = -1
+        if "image" in self.modalities:
+            self.image_token_id = getattr(config, "image_token_id", None) or config.image_token_index
         self.processor = image_processor
 
     @property
     def token_ids(self) -> dict[str, int]:
-        ids = {"image": self.image_token_id} if self.modalities else {}
-        return ids if self.video is None else {**ids, "video": self.config.video_token_id}
+        ids = {"image": self.image_token_id} if "image" in self.modalities else {}
+        if self.video is not None:
+            ids["video"] = self.config.video_token_id
+        if self.audio is not None:
+            ids["audio"] = self.config.audio_token_id
+        return ids
 
     @property
     def row_token_ids(self) -> dict[str, int]:
@@ -104,18 +126,38 @@ class Family:
         """How a checkpoint's videos are sampled and cut, by its file. Raises ValueError for what is not known."""
         raise NotImplementedError
 
+    @staticmethod
+    def read_audio(extractor: Any, config: Any) -> AudioProcessor:
+        """What a checkpoint's sounds become. Raises ValueError for what is not known."""
+        raise NotImplementedError
+
+    @staticmethod
+    def features(model: Any, inputs: TowerInputs) -> Any:
+        """The tower's output for pictures and videos, or for sounds (``input_features``), by transformers' model:
+        ``pooler_output`` are the features of all items, in order."""
+        if "input_features" in inputs:
+            return model.get_audio_features(**inputs, return_dict=True)
+        return model.get_image_features(**inputs, return_dict=True)
+
     def parts_of(self, item: MediaRef) -> Sequence[int | str]:
         """:meth:`parts` of an item. Raises InvalidRequest for one that the model cannot take."""
-        return self.parts((item.width, item.height)) if item.modality == "image" else self.video_parts(item)
+        if item.modality == "image" and "image" in self.token_ids:
+            return self.parts((item.width, item.height))
+        if item.modality == "audio" and self.audio is not None:
+            return (self.audio.num_tokens(item),)
+        return self.video_parts(item)
 
     def num_tokens(self, item: MediaRef) -> int:
         """Rows of an item's feature. Raises as :meth:`parts_of`."""
         return sum(part for part in self.parts_of(item) if isinstance(part, int))
 
     def pixels_of(self, item: MediaRef) -> int:
-        """:meth:`num_pixels` of an item; two frames of a video are one picture. Raises as :meth:`parts_of`."""
+        """:meth:`num_pixels` of an item; two frames of a video are one picture, and a
+        sound as many as its positions are patches. Raises as :meth:`parts_of`."""
         if item.modality == "image":
             return self.num_pixels((item.width, item.height))
+        if item.modality == "audio" and self.audio is not None:
+            return self.audio.num_pixels(item)
         return self._video_processor(item).num_pixels(item)
 
     def video_parts(self, item: MediaRef) -> Sequence[int | str]:
@@ -125,7 +167,7 @@ class Family:
     def _video_processor(self, item: MediaRef) -> VideoProcessor:
         if self.video is None:
             raise InvalidRequest(
-                f"the model takes no {item.modality}s", param="messages", code="unsupported_media"
+                f"the model takes no {PLURALS[item.modality]}", param="messages", code="unsupported_media"
             )
         return self.video
 
@@ -135,6 +177,14 @@ class Family:
         Raises InvalidRequest for a size that the model cannot take.
         """
         raise NotImplementedError
+
+    @property
+    def typical(self) -> MediaRef:
+        """An item as clients often send it."""
+        if "image" in self.token_ids:
+            return picture(_TYPICAL_SIZE)
+        assert self.audio is not None, "there are no items"
+        return sound(min(_TYPICAL_S, self.audio.max_seconds), self.audio.rate)
 
     def num_image_tokens(self, size: Size) -> int:
         """Rows of a picture's feature. Raises as :meth:`parts`."""
@@ -172,9 +222,41 @@ class Family:
         return torch.arange(len(ids)).unsqueeze(0), 0
 
 
+class SoundFamily(Family):
+    """A family that takes sounds alone: where others are measured by a picture, it is by a silence."""
+
+    modalities = ("audio",)
+
+    def num_pixels(self, size: Size) -> int:
+        """Of a silence that is about as much work as a picture of that size."""
+        assert self.audio is not None
+        return self.audio.num_pixels(self._like(size))
+
+    def blank_inputs(self, size: Size) -> TowerInputs:
+        """The tower's inputs of that silence."""
+        import numpy as np
+
+        assert self.audio is not None
+        return self.audio.inputs(np.zeros(self._like(size).num_samples, np.float32))
+
+    def check(self) -> None:
+        assert self.audio is not None
+        self.audio.check(self.config.audio_config)
+
+    def _like(self, size: Size) -> MediaRef:
+        assert self.audio is not None
+        seconds = size[0] * size[1] / sound(1.0, self.audio.rate).num_pixels
+        return sound(min(max(seconds, 0.1), self.audio.max_seconds), self.audio.rate)
+
+
 def picture(size: Size) -> MediaRef:
     """A picture of a size, without a name."""
     return MediaRef("", *size)
+
+
+def sound(seconds: float, rate: int) -> MediaRef:
+    """A sound of a length, without a name."""
+    return MediaRef.of_audio(AudioFacts(round(seconds * rate), rate, 1))
 
 
 def blank(size: Size) -> NDArray[np.uint8]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from blake3 import blake3
 from torch import nn
-from transformers import AutoImageProcessor
+from transformers import AutoFeatureExtractor, AutoImageProcessor
 from transformers.video_processing_utils import VideoProcessorMixin
 
 from epd_serve.models.checkpoint_config import model_class, read_config
@@ -38,10 +38,15 @@ def load_family(path: Path) -> Family:
     kind: Any = family_of(config)
     if not kind.modalities:
         return cast("Family", kind(config))
-    # the same pixels wherever an instance runs: torchvision, where there is one, resizes in another way
-    processor = AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
+    processor = None
+    if "image" in kind.modalities:
+        # the same pixels wherever an instance runs: torchvision, where there is one, resizes in another way
+        processor = AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
     family: Family = kind(config, processor)
     try:
+        if "audio" in kind.modalities:
+            extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True)
+            family.audio = family.read_audio(extractor, config)
         if "video" in kind.modalities and _shows_videos(path):
             settings, _ = VideoProcessorMixin.get_video_processor_dict(path, local_files_only=True)
             family.video = family.read_video(settings)

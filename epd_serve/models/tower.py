@@ -1,9 +1,9 @@
-"""The encode stage's model: images in, one feature per image out."""
+"""The encode stage's model: media in, one feature per item out."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -20,8 +20,9 @@ from device.base import AttentionOps, Device
 from device.ops.linear import Product, activated_linear, fused, gated_linear, linear, pack_modules
 from device.ops.shared_weights import shared_weights
 from epd_serve.models.families import family_of
-from epd_serve.models.family import TRIED_SIZES, Family, Size, TowerInputs
+from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, Size, TowerInputs, picture, sound
 from epd_serve.models.loader import ModelPart, attend_by, load_part, num_parameters
+from epd_serve.protocol.wire import MediaRef
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +58,13 @@ class TowerAttention:
         cu_seq_lens_q: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Query, key and value [B, H, T, D]; borders of segments [S + 1] where B is 1, else each row is a segment.
+        """Query, key and value [B, H, T, D]; borders of segments [S + 1] within all rows, else each row is one.
+        They say what a mask beside them says.
 
         Returns:
             [B, T, H, D] and no weights.
         """
-        if attention_mask is not None:
+        if attention_mask is not None and cu_seq_lens_q is None:
             raise _MaskedInput
         batch, heads, length, head_dim = query.shape
         if cu_seq_lens_q is None:
@@ -121,7 +123,8 @@ class Tower:
         self.num_parameters = num_parameters(model)
         self._device = device.torch_device
         self.dtype = dtype
-        self._joins = family_of(model.config).joins
+        kind = family_of(model.config)
+        self._joins, self._features = kind.joins, kind.features
         with shared_weights(ModelPart.TOWER.value, f"{path} {dtype}"):
             if device.type == "cpu":
                 replace_blocks(model, device.ops, attention)
@@ -136,8 +139,8 @@ class Tower:
                 layer.register_forward_pre_hook(lambda module, arguments: before_layer())
 
     def _try(self, family: Family, attention: TowerAttention) -> None:
-        """Choose the attention by the features of two pictures, which are joined where the family's may be."""
-        batch = [family.preprocess(_pattern(size)) for size in _TRIED_SIZES]
+        """Choose the attention by the features of two pictures and two sounds, joined where they may be."""
+        items, batch = zip(*_tried(family), strict=True)
         has_own_layers = any(isinstance(module, VisionBlock) for module in self._model.modules())
         features: list[Tensor] = []
         with suppress(_MaskedInput):
@@ -151,16 +154,22 @@ class Tower:
             else:
                 logger.warning("the tower attends by torch: the device's attention makes other features of it")
                 features = expected
-        for size, feature in zip(_TRIED_SIZES, features, strict=True):
-            if len(feature) != (count := family.num_image_tokens(size)):
+        for item, feature in zip(items, features, strict=True):
+            if len(feature) != (count := family.num_tokens(item)):
+                size = f"{item.width}x{item.height} pixels"
+                what = (
+                    f"a picture of {size}"
+                    if item.modality == "image"
+                    else f"a sound of {item.num_samples} samples"
+                )
                 raise ValueError(
-                    f"the tower makes {len(feature)} tokens of a picture of {size[0]}x{size[1]} pixels, where "
-                    f"config.json and preprocessor_config.json say {count}; use the files that belong together"
+                    f"the tower makes {len(feature)} tokens of {what}, where config.json and "
+                    f"preprocessor_config.json say {count}; use the files that belong together"
                 )
 
     @torch.inference_mode()
     def encode(self, batch: Sequence[TowerInputs]) -> list[Tensor]:
-        """Encode several images; one feature for each, in order, on the host. Those that can be joined are."""
+        """Encode several items; one feature for each, in order, on the host. Those that can be joined are."""
         calls: list[list[TowerInputs]] = []
         for item in batch:
             if calls and self._joins and _shapes(calls[-1][0]) == _shapes(item):
@@ -171,18 +180,31 @@ class Tower:
 
     def _call(self, batch: Sequence[TowerInputs]) -> list[Tensor]:
         inputs = {name: torch.cat([item[name] for item in batch]).to(self._device) for name in batch[0]}
-        inputs["pixel_values"] = inputs["pixel_values"].to(self.dtype)
-        output = self._model.get_image_features(**inputs, return_dict=True)
+        values = "input_features" if "input_features" in inputs else "pixel_values"
+        inputs[values] = inputs[values].to(self.dtype)
+        output = self._features(self._model, inputs)
         features = [feature.reshape(-1, feature.shape[-1]) for feature in output.pooler_output]
         if len(features) != len(batch):  # one for each tile, where pictures are tiles along dimension 0
             tiles = iter(features)
-            features = [torch.cat(list(islice(tiles, len(item["pixel_values"])))) for item in batch]
+            features = [torch.cat(list(islice(tiles, len(item[values])))) for item in batch]
         lengths = [len(feature) for feature in features]
         for level in getattr(output, "deepstack_features", None) or ():
             # one tensor for all images before transformers 5.19, one for each since
             parts = torch.split(level, lengths) if isinstance(level, Tensor) else level
             features = [torch.cat((feature, part), dim=-1) for feature, part in zip(features, parts, strict=True)]
         return [feature.contiguous().cpu() for feature in features]
+
+
+def _tried(family: Family) -> Iterator[tuple[MediaRef, TowerInputs]]:
+    """Items that are different everywhere, and the same each time; sounds of two lengths, which may be padded."""
+    if "image" in family.token_ids:
+        for size in _TRIED_SIZES:
+            yield picture(size), family.preprocess(_pattern(size))
+    if family.audio is not None:
+        for seconds in TRIED_SECONDS:
+            item = sound(seconds, family.audio.rate)
+            noise = np.random.default_rng(0).uniform(-1, 1, item.num_samples).astype(np.float32)
+            yield item, family.audio.inputs(noise)
 
 
 def _pattern(size: Size) -> NDArray[np.uint8]:
@@ -199,9 +221,9 @@ def _agree(feature: Tensor, expected: Tensor) -> bool:
     return bool((feature - expected).abs().mean() <= most * expected.abs().mean())
 
 
-def _shapes(inputs: TowerInputs) -> list[torch.Size]:
+def _shapes(inputs: TowerInputs) -> dict[str, torch.Size]:
     """What must be alike in inputs that are joined."""
-    return [tensor.shape[1:] for tensor in inputs.values()]
+    return {name: tensor.shape[1:] for name, tensor in inputs.items()}
 
 
 _BLOCKS = ("Qwen2VLVisionBlock", "Qwen2_5_VLVisionBlock", "Qwen3VLVisionBlock", "Qwen3VLMoeVisionBlock")

@@ -89,6 +89,8 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
         device.set_threads(options.threads)
     clock = time.process_time if options.clock == "cpu" else time.perf_counter
     family = load_family(options.model)
+    if family.audio is not None and "image" not in family.token_ids:
+        raise ValueError("the model takes sounds: profiles, and plans made of them, are of text and images alone")
     encodes = _encodes(options, device, family, clock, progress)
     steps, language, layout_bytes = _steps(options, device, family, clock, progress)
     transfers = _transfers(lambda: EmbeddedTransport(path="shm"), clock, progress)

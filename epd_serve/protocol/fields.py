@@ -187,8 +187,7 @@ _OF_MESSAGES = MESSAGE_NEUTRAL.keys()
 
 _VIDEO, _AUDIO, _FILE = (
     "send a video to /v1/chat/completions, as a part of type 'video_url'",
-    "audio is not supported: the engines native and vllm are given text, images and videos here; send what is "
-    "said as text",
+    "send a sound to /v1/chat/completions, as a part of type 'input_audio' or 'audio_url'",
     "files are not supported; send their text, or pictures of their pages as image_url parts",
 )
 #: Types of a message's parts that other servers take, and what to send instead.

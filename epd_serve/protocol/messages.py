@@ -25,8 +25,9 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     """A media item as the request names it; ``param`` is its place in the request, for error messages.
 
     ``sampling``: the frames of a video that are wanted. ``low_detail``: it is to be read scaled down (see
-    :data:`epd_serve.media.LOW_DETAIL_PIXELS`). ``payload``: the base64 text behind ``url``, a view of the body,
-    where it was left there (proxy/api/payloads.py).
+    :data:`epd_serve.media.LOW_DETAIL_PIXELS`). ``format``: of a sound, as the request says it; "": it does not.
+    ``payload``: the base64 text behind ``url``, a view of the body, where it was left there
+    (proxy/api/payloads.py).
     """
 
     url: str
@@ -34,6 +35,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     modality: Modality = "image"
     sampling: VideoSampling = AS_THE_MODEL
     low_detail: bool = False
+    format: str = ""
     payload: memoryview | None = None
 
     @property
@@ -51,6 +53,17 @@ class ImageUrl(RequestModel):
 
 class VideoUrl(RequestModel):
     url: str
+
+
+class AudioUrl(RequestModel):
+    url: str
+
+
+class InputAudio(RequestModel):
+    """A file in base64, and what it is."""
+
+    data: str
+    format: Literal["wav", "mp3", "flac", "ogg"]
 
 
 class VideoFrames(RequestModel):
@@ -91,11 +104,12 @@ def _as_url(value: Any) -> Any:
 class ContentPart(RequestModel):
     """``text`` goes with type "text", ``image_url``, which may be the URL itself, with type "image_url", and
     ``video_url`` with "video_url": of a file, or ``data:video/jpeg;base64,`` and frames with commas between them.
+    A sound is ``audio_url`` or ``input_audio``.
 
     ``uuid``, by which vLLM knows an item, says nothing here: media are named by their content.
     """
 
-    type: Literal["text", "image_url", "video_url"]
+    type: Literal["text", "image_url", "video_url", "audio_url", "input_audio"]
     text: str | None = None
     image_url: Annotated[
         ImageUrl | None, BeforeValidator(_as_url, json_schema_input_type=ImageUrl | str | None)
@@ -103,6 +117,10 @@ class ContentPart(RequestModel):
     video_url: Annotated[
         VideoUrl | None, BeforeValidator(_as_url, json_schema_input_type=VideoUrl | str | None)
     ] = None
+    audio_url: Annotated[
+        AudioUrl | None, BeforeValidator(_as_url, json_schema_input_type=AudioUrl | str | None)
+    ] = None
+    input_audio: InputAudio | None = None
     uuid: str | None = None
 
 
@@ -161,8 +179,8 @@ def check_messages(messages: Sequence[Message]) -> None:
             _check_message(message, f"messages[{i}]")
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content or ()):
-            given = part.text, part.image_url, part.video_url
-            if getattr(part, part.type) is None or given.count(None) != 2:
+            given = part.text, part.image_url, part.video_url, part.audio_url, part.input_audio
+            if getattr(part, part.type) is None or given.count(None) != len(given) - 1:
                 place = f"messages[{i}].content[{j}]"
                 raise InvalidRequest(
                     f"{place}: a part of type {part.type!r} needs exactly the field {part.type!r}",
@@ -211,10 +229,22 @@ def media_of(messages: Sequence[Message], sampling: VideoSampling = AS_THE_MODEL
             elif part.video_url is not None:
                 url, param = part.video_url.url, f"{place}.video_url.url"
                 sources.append(MediaSource(url=url, param=param, modality="video", sampling=sampling))
+            elif part.audio_url is not None:
+                url, param = part.audio_url.url, f"{place}.audio_url.url"
+                sources.append(MediaSource(url=url, param=param, modality="audio"))
+            elif part.input_audio is not None:
+                sound, param = part.input_audio, f"{place}.input_audio.data"
+                url = f"data:audio/{sound.format};base64,{sound.data}"
+                sources.append(MediaSource(url=url, param=param, modality="audio", format=sound.format))
     return sources
 
 
-_MODALITY_OF: dict[str, Modality] = {"image_url": "image", "video_url": "video"}
+_MODALITY_OF: dict[str, Modality] = {
+    "image_url": "image",
+    "video_url": "video",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
 
 
 def wire_messages(messages: Sequence[Message]) -> list[ChatMessage]:

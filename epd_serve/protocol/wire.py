@@ -35,13 +35,22 @@ Errors of any call are OpenAI error objects as JSON with a 4xx or 5xx status (:m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from epd_serve.types import AS_THE_MODEL, Modality, SamplingParams, StageRate, VideoFacts, VideoSampling
+from epd_serve.types import (
+    AS_THE_MODEL,
+    AudioFacts,
+    Modality,
+    SamplingParams,
+    StageRate,
+    VideoFacts,
+    VideoSampling,
+)
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -200,6 +209,9 @@ class InstanceInfo(Message, frozen=True):
 #: By which most processors sample a video and resize its frames: frames a second, their least and greatest number,
 #: the most pixels of one.
 USUAL_FPS, USUAL_FRAMES, USUAL_FRAME_PIXELS = 2.0, (4, 768), 768 * 28 * 28
+#: A tower that listens has 50 positions a second; one is as much work as a patch of a picture.
+PIXELS_PER_POSITION = 14 * 14
+_POSITIONS_PER_SECOND = 50
 
 
 class MediaRef(Message, frozen=True):
@@ -208,10 +220,11 @@ class MediaRef(Message, frozen=True):
     Attributes:
         mm_hash: full-width blake3 hex over media bytes, modality, sampling and the model's ``media_fingerprint``.
         width, height: pixels as displayed (EXIF orientation applied), read from the header alone; of a video's
-            frame.
+            frame; 0 of a sound.
         low_detail: width and height are those to which the picture is scaled down before its encode.
         num_frames, fps, is_list: of a video, as in :class:`~epd_serve.types.VideoFacts`.
         sampling: the frames of a video that are wanted.
+        num_samples, rate, channels: of a sound, as in :class:`~epd_serve.types.AudioFacts`.
     """
 
     mm_hash: str
@@ -223,6 +236,15 @@ class MediaRef(Message, frozen=True):
     fps: float = 0.0
     is_list: bool = False
     sampling: VideoSampling = AS_THE_MODEL
+    num_samples: int = 0
+    rate: int = 0
+    channels: int = 0
+
+    @classmethod
+    def of_audio(cls, audio: AudioFacts) -> MediaRef:
+        """A sound that has no name yet."""
+        facts = audio.num_samples, audio.rate, audio.channels
+        return cls("", 0, 0, "audio", False, 0, 0.0, False, AS_THE_MODEL, *facts)
 
     @classmethod
     def of_video(cls, video: VideoFacts, sampling: VideoSampling) -> MediaRef:
@@ -233,6 +255,10 @@ class MediaRef(Message, frozen=True):
     @property
     def video(self) -> VideoFacts:
         return VideoFacts(self.width, self.height, self.num_frames, self.fps, self.is_list)
+
+    @property
+    def audio(self) -> AudioFacts:
+        return AudioFacts(self.num_samples, self.rate, self.channels)
 
     @property
     def num_asked(self) -> int:
@@ -255,6 +281,8 @@ class MediaRef(Message, frozen=True):
 
         Towers for videos take two frames for each picture.
         """
+        if self.modality == "audio":
+            return math.ceil(self.audio.duration_s * _POSITIONS_PER_SECOND) * PIXELS_PER_POSITION
         pixels = self.width * self.height
         return pixels if self.modality == "image" else -(-self.num_sampled // 2) * min(pixels, USUAL_FRAME_PIXELS)
 

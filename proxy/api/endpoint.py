@@ -19,6 +19,7 @@ from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER, InstanceInfo
 from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.trace_context import random_block
+from epd_serve.types import PLURALS
 from proxy.admission.control import AdmissionControl, Visit
 from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN, estimate_tokens
 from proxy.api.payloads import parsed_body
@@ -231,11 +232,12 @@ def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
     """Say what a model takes in place of an item."""
     if not info.modalities:
         return InvalidRequest(
-            f"the model {info.model!r} takes text alone; leave out the {source.modality}s", param="messages"
+            f"the model {info.model!r} takes text alone; leave out the {PLURALS[source.modality]}",
+            param="messages",
         )
-    taken = " and ".join(("text", *(f"{one}s" for one in info.modalities)))
+    taken = " and ".join(("text", *(PLURALS.get(one, one) for one in info.modalities)))
     return InvalidRequest(
-        f"the model {info.model!r} takes no {source.modality}s here; it takes {taken}",
+        f"the model {info.model!r} takes no {PLURALS[source.modality]} here; it takes {taken}",
         param=source.param,
         code="unsupported_media",
     )

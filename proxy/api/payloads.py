@@ -1,18 +1,20 @@
-"""The base64 text of images, cut out of a request's body before its JSON is parsed; a thread parses much of it.
+"""The base64 text of media, cut out of a request's body before its JSON is parsed; a thread parses much of it.
 
-Nearly all of a body with images is base64, and a JSON parser would look at each of its characters, copy them, and
+Nearly all of a body with media is base64, and a JSON parser would look at each of its characters, copy them, and
 the data URL's decoder would copy them again. So the body is parsed with a short placeholder in place of each
 payload. What is decoded and checked afterwards is the body's own bytes.
 
 This changes nothing of what a request means. A payload is a run of characters up to the next quotation mark.
-Either it is what it looks like, the end of a data URL with nothing but base64 in it, or the body is parsed as it
-is. The request says which: each placeholder must be the end of one image's URL, in order, and each payload must be
-valid base64, which neither ends nor changes a JSON string. Placeholders contain a random number, so that no body
-can have one of its own. Whatever is refused, is refused for what the body as it is has wrong.
+Either it is what it looks like, the end of a data URL or the data of an ``input_audio`` with nothing but base64 in
+it, or the body is parsed as it is. The request says which: each placeholder must be the end of one item's URL, in
+order, and each payload must be valid base64, which neither ends nor changes a JSON string. Placeholders contain a
+random number, so that no body can have one of its own. Whatever is refused, is refused for what the body as it is
+has wrong.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Generic, ParamSpec, TypeVar
@@ -25,7 +27,8 @@ from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.strict_json import MAX_TEXT_BYTES
 from proxy.fair_threads import FairThreads
 
-_MARK = b";base64,"
+_MARK = re.compile(rb';base64,|"data"\s{0,8}:\s{0,8}"')
+_MARK_BYTES = 32
 #: Shorter ones are left in: they are parsed as fast as they are cut out.
 _MIN_BYTES = 1024
 #: So many places are looked at for a payload; a body with more is parsed as it is.
@@ -151,7 +154,7 @@ def _cut(body: bytearray) -> tuple[bytes, list[memoryview]] | None:
     pieces: list[memoryview | bytes] = []
     payloads: list[memoryview] = []
     while mark >= 0:
-        start = mark + len(_MARK)
+        start = mark
         end = body.find(b'"', start)
         num_marks += 1
         if end < 0 or num_marks > _MAX_MARKS:  # it is no JSON, or too many to gain by
@@ -168,12 +171,12 @@ def _cut(body: bytearray) -> tuple[bytes, list[memoryview]] | None:
 
 
 def _find(body: bytearray, start: int) -> int:
-    """The next mark; -1 for none. In pieces, as the loop's thread waits for the end of each."""
+    """The end of the next mark; -1 for none. In pieces, as the loop's thread waits for the end of each."""
     while start < len(body):
-        mark = body.find(_MARK, start, start + _PIECE)
-        if mark >= 0:
-            return mark
-        start += _PIECE - len(_MARK) + 1
+        mark = _MARK.search(body, start, start + _PIECE)
+        if mark is not None:
+            return mark.end()
+        start += _PIECE - _MARK_BYTES
     return -1
 
 

@@ -132,7 +132,11 @@ class MediaFetcher:
             timeout=aiohttp.ClientTimeout(total=None),  # fetch() keeps the time
             cookie_jar=aiohttp.DummyCookieJar(),
             # No compressed transfer: the size limit counts the real bytes.
-            headers={"accept": "image/*, video/*", "accept-encoding": "identity", "user-agent": "epd-serve"},
+            headers={
+                "accept": "image/*, video/*, audio/*",
+                "accept-encoding": "identity",
+                "user-agent": "epd-serve",
+            },
             auto_decompress=False,
             trust_env=False,
         )

@@ -22,7 +22,7 @@ from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import MODALITIES, Modality, VideoFacts
 from proxy.fair_threads import FairThreads
 from proxy.media.fetch import FetchPlaces, MediaFetcher
-from proxy.media.probe import VideoProbe
+from proxy.media.probe import MediaProbe
 from proxy.settings import Current
 
 #: Items of a request that are fetched at a time.
@@ -74,7 +74,7 @@ class MediaLoader:
         places: of which a request takes one before it has anything fetched.
     """
 
-    def __init__(self, settings: Current, fetcher: MediaFetcher, probe: VideoProbe) -> None:
+    def __init__(self, settings: Current, fetcher: MediaFetcher, probe: MediaProbe) -> None:
         self._settings = settings
         self._fetcher = fetcher
         self._probe = probe
@@ -139,6 +139,10 @@ class MediaLoader:
             if source.modality == "video":
                 data, ref = await self._video(source, asker, fetches)
                 return MediaItem(data=data, ref=ref, param=source.param, salt=salt)
+            if source.modality == "audio":
+                data = await self._bytes(source, asker, fetches, self._settings.now.audio_limits.max_bytes)
+                audio = await self._probe.audio(data, source.format, asker)
+                return MediaItem(data=data, ref=MediaRef.of_audio(audio), param=source.param, salt=salt)
             if source.is_inline:
                 read = await _off_loop(asker, _num_characters(source), self._read, source, fingerprint, salt)
                 if isinstance(read, MediaItem):
@@ -174,12 +178,8 @@ class MediaLoader:
         if is_list:
             data, facts = await _threads.run(asker, _read_list, source, limits)
         else:
-            if source.is_inline:
-                data = (await _off_loop(asker, _num_characters(source), _decoded, source, limits.max_bytes))[1]
-            else:
-                async with fetches:
-                    data = await self._fetcher.fetch(source.url, asker, max_bytes=limits.max_bytes)
-            facts = await self._probe.facts(data, asker)
+            data = await self._bytes(source, asker, fetches, limits.max_bytes)
+            facts = await self._probe.video(data, asker)
         ref = MediaRef.of_video(facts, source.sampling)
         most = settings.gateway.media.video.max_sampled_frames
         if ref.num_asked > most:
@@ -189,6 +189,13 @@ class MediaLoader:
                 code="video_too_large",
             )
         return data, ref
+
+    async def _bytes(self, source: MediaSource, asker: str, fetches: asyncio.Semaphore, max_bytes: int) -> bytes:
+        """The file of a video or sound."""
+        if source.is_inline:
+            return (await _off_loop(asker, _num_characters(source), _decoded, source, max_bytes))[1]
+        async with fetches:
+            return await self._fetcher.fetch(source.url, asker, max_bytes=max_bytes)
 
     def _plain_size(self, data: bytes) -> tuple[int, int] | None:
         """Within the limits; what is not is Pillow's to explain."""
@@ -219,6 +226,8 @@ def _kind(ref: MediaRef) -> str:
     """The part of a name that says how the bytes are read."""
     if ref.modality == "image":
         return "image/low" if ref.low_detail else "image"
+    if ref.modality == "audio":
+        return "audio"
     asked = msgspec.json.encode(ref.sampling).decode()
     return f"video{'/list' if ref.is_list else ''} {asked}"
 
@@ -310,7 +319,7 @@ def _media_type(header: str, modality: Modality) -> str:
     return media_type
 
 
-_EXAMPLES: dict[Modality, str] = {"image": "image/png", "video": "video/mp4"}
+_EXAMPLES: dict[Modality, str] = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 
 
 def mm_hash(data: bytes, modality: str, fingerprint: str, salt: str = "") -> str:

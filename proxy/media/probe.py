@@ -1,11 +1,16 @@
-"""The facts of videos, read in processes of their own: a file may crash its reader, or never end."""
+"""The facts of videos and sounds, read in processes of their own: a file may crash its reader, or never end."""
 
 from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from msgspec.structs import replace
 
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
 from epd_serve.media.video import load_pyav
-from epd_serve.types import VideoFacts
+from epd_serve.types import AudioFacts, VideoFacts
 from proxy.media.fetch import FetchPlaces
 from proxy.settings import Current
 
@@ -26,24 +31,37 @@ class _Place:
         raise AssertionError("it stepped aside")
 
 
-class VideoProbe:
-    """Reads the facts of videos; askers take turns. It belongs to one event loop, and is closed at the end."""
+class MediaProbe:
+    """Reads the facts of videos and sounds; askers take turns. It belongs to one event loop, and is closed."""
 
     def __init__(self, settings: Current) -> None:
         self._settings = settings
         self._places = FetchPlaces(_NUM_PLACES)
         self._pool: DecoderPool | None = None
 
-    async def facts(self, data: bytes, asker: str) -> VideoFacts:
+    async def video(self, data: bytes, asker: str) -> VideoFacts:
         """Raises InvalidRequest for a file that is no video or beyond a limit, Overloaded where no turn comes."""
-        load_pyav()  # for an error, before a process is started
+        load_pyav("videos")  # for an error, before a process is started
+        async with self._turn(asker) as pool:
+            return await pool.facts(data, self._settings.now.video_limits, _Place())
+
+    async def audio(self, data: bytes, file_format: str, asker: str) -> AudioFacts:
+        """The same of a sound. ``file_format``: that the request says; "": none."""
+        load_pyav("sounds")
         settings = self._settings.now
-        if self._pool is None:
-            limits = MediaLimits(max_pixels=settings.gateway.media.video.max_pixels, max_bytes=0)
-            self._pool = DecoderPool(1, cpu_s=settings.gateway.media.video.probe_cpu_s, limits=limits)
+        limits = replace(settings.audio_limits, format=file_format)
+        async with self._turn(asker) as pool:
+            return await pool.audio_facts(data, limits, _Place(), cpu_s=settings.gateway.media.audio.probe_cpu_s)
+
+    @asynccontextmanager
+    async def _turn(self, asker: str) -> AsyncIterator[DecoderPool]:
         place = await self._places.take(asker, _WAIT_S)
         try:
-            return await self._pool.facts(data, settings.video_limits, _Place())
+            if self._pool is None:
+                video = self._settings.now.gateway.media.video
+                limits = MediaLimits(max_pixels=video.max_pixels, max_bytes=0)
+                self._pool = DecoderPool(1, cpu_s=video.probe_cpu_s, limits=limits)
+            yield self._pool
         finally:
             place.give_back()
 

@@ -51,6 +51,7 @@ class Line(msgspec.Struct, frozen=True):
     modality: str
     images: int
     videos: int
+    sounds: int
     pixels: tuple[int, ...]
     media_bytes: int
     stream: bool
@@ -193,6 +194,7 @@ def line_of(record: RequestRecord, wall_offset_s: float) -> Line:
         record.modality,
         record.num_media.get("image", 0),
         record.num_media.get("video", 0),
+        record.num_media.get("audio", 0),
         record.pixels,
         sum(record.media_bytes.values()),
         record.streamed,

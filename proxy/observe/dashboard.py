@@ -265,6 +265,7 @@ def _request(record: RequestRecord, now_s: float) -> dict[str, Any]:
         "modality": record.modality,
         "images": record.num_media.get("image", 0),
         "videos": record.num_media.get("video", 0),
+        "sounds": record.num_media.get("audio", 0),
         "status": record.status,
         "error": record.error,
         "ended_ms_ago": ms(now_s - (record.end_s or now_s)),

@@ -216,6 +216,7 @@ def _about(record: RequestRecord) -> dict[str, Value]:
         "epd.modality": record.modality,
         "epd.num_images": record.num_media.get("image", 0),
         "epd.num_videos": record.num_media.get("video", 0),
+        "epd.num_sounds": record.num_media.get("audio", 0),
         "epd.retries": record.retries,
         "epd.continuations": record.continuations,
         "epd.finish_reason": record.finish_reason or None,

@@ -21,7 +21,9 @@ _SPLITS = ("EPD", "EP-D", "E-P-D", "(E-P)-D")
 _EACH_TIME = ("mistral3", "idefics3")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*tiny_models.KINDS, "demo"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[*tiny_models.KINDS, *tiny_models.AUDIO_KINDS, "demo"]
+)
 async def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     kind = request.param
     if kind == "demo":

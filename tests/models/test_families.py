@@ -26,7 +26,7 @@ from epd_serve.protocol.wire import MediaRef
 
 def test_a_model_type_is_of_one_family() -> None:
     towers = [(name, tower) for name, families in FAMILIES.items() for one in families for tower in one.towers]
-    assert {*tiny_models.KINDS, *tiny_models.TEXT_KINDS} <= set(FAMILIES)
+    assert {*tiny_models.KINDS, *tiny_models.AUDIO_KINDS, *tiny_models.TEXT_KINDS} <= set(FAMILIES)
     assert set(Counter(towers).values()) == {1}
     assert set(TEXT) == set(tiny_models.TEXT_KINDS)
 
@@ -38,7 +38,7 @@ def test_a_family_that_is_not_run_is_refused_with_the_reason() -> None:
 
 
 def test_a_tiny_model_of_each_family_is_held_against_generate() -> None:
-    configs = [AutoConfig.for_model(kind) for kind in tiny_models.KINDS]
+    configs = [AutoConfig.for_model(kind) for kind in (*tiny_models.KINDS, *tiny_models.AUDIO_KINDS)]
     configs += [AutoConfig.for_model(one.model_type, vision_config=one.vision) for one in TINY.values()]
     tried = {family_of(config) for config in configs}
     assert tried == {family for families in FAMILIES.values() for family in families if family.modalities}

@@ -64,6 +64,6 @@ def test_a_tower_that_pads_nothing_attends_by_the_device(path: Path, caplog: pyt
 
 
 def test_other_tokens_than_are_counted_are_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Idefics3, "num_image_tokens", lambda family, size: 3)
+    monkeypatch.setattr(Idefics3, "num_tokens", lambda family, item: 3)
     with pytest.raises(ValueError, match=r"tokens of a picture of 200x50 pixels, where .* say 3"):
         Tower(path, torch.float32, get_device("cpu"), family=load_family(path))

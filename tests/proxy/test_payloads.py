@@ -12,6 +12,7 @@ from gateway_settings import gateway_settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from sounds import sound
 
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol import wire
@@ -21,7 +22,7 @@ from epd_serve.protocol.wire import encode_in_parts
 from proxy.api import payloads
 from proxy.api.payloads import ParsedBody
 from proxy.media.loader import MediaLoader
-from proxy.media.probe import VideoProbe
+from proxy.media.probe import MediaProbe
 from proxy.settings import Current
 
 
@@ -32,7 +33,7 @@ class _NoFetcher:
 
 def loader_of(max_body_bytes: int, **media: int) -> MediaLoader:
     settings = Current(gateway_settings(max_body_bytes=max_body_bytes, media={"max_items": 8, **media}))
-    return MediaLoader(settings, _NoFetcher(), VideoProbe(settings))  # type: ignore[arg-type]
+    return MediaLoader(settings, _NoFetcher(), MediaProbe(settings))  # type: ignore[arg-type]
 
 
 def _picture(kind: str, nbytes: int) -> bytes:
@@ -64,6 +65,8 @@ async def _upstream(body: bytes, *, cut: bool) -> list[bytes] | str:
         items = await parsed.load(loader.load)
     except ServeError as error:
         return f"{type(error).__name__}: {error.to_json().decode()}"
+    finally:
+        loader._probe.close()
     refs = [await item.name("f00d") for item in items]
     prefill = wire.PrefillRequest(
         request_id="r",
@@ -79,6 +82,20 @@ async def _upstream(body: bytes, *, cut: bool) -> list[bytes] | str:
     for one in encodes:
         assert b"".join(encode_in_parts(one)) == wire.encode(one)
     return [wire.encode(prefill), *map(wire.encode, encodes)]
+
+
+async def test_sounds_are_cut_out_as_pictures_are() -> None:
+    text = base64.b64encode(sound(1, 0.2)).decode()
+    for data in (text, text[:-1], text + '"', "AA" * 600):
+        parts = [
+            {"type": "input_audio", "input_audio": {"format": "wav", "data": data}},
+            {"type": "image_url", "image_url": {"url": HEADERS[0] + ENCODED[0]}},
+            {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
+        ]
+        body = json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+        assert await _upstream(body, cut=True) == await _upstream(body, cut=False)
+        parsed = ParsedBody(ChatCompletionRequest.parse, bytearray(body), only_little=True)
+        assert parsed.text_bytes < 1000 or '"' in data
 
 
 class _Writer:

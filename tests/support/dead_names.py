@@ -16,7 +16,7 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.messages import MediaSource
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
-from proxy.media.probe import VideoProbe
+from proxy.media.probe import MediaProbe
 from proxy.settings import Current
 
 
@@ -58,7 +58,7 @@ async def main() -> None:
     seconds: dict[str, float] = {}
     settings = Current(gateway_settings(media={"fetch_timeout_s": 60.0}))
     async with MediaFetcher(settings) as fetcher:
-        loader = MediaLoader(settings, fetcher, VideoProbe(settings))
+        loader = MediaLoader(settings, fetcher, MediaProbe(settings))
 
         async def load_dead(name: str, key: str) -> None:
             urls = [MediaSource(url=f"http://dead-{name}-{i}.example/x.png", param="") for i in range(60)]

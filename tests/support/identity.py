@@ -16,8 +16,10 @@ from clips import clip
 from fleet import Books, gateway
 from pictures import noise, png
 from PIL import Image
+from plain_audio import Sound
 from plain_video import Clip
 from reference import Reference
+from sounds import sound
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
@@ -30,12 +32,14 @@ class Question:
     text: str
     images: tuple[Image.Image, ...] = ()
     videos: tuple[Clip, ...] = ()
+    sounds: tuple[Sound, ...] = ()
 
     def body(self, *, stream: bool, ignore_eos: bool) -> dict[str, Any]:
         urls = [f"data:image/png;base64,{base64.b64encode(png(image)).decode()}" for image in self.images]
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         for video in self.videos:
             parts.append({"type": "video_url", "video_url": {"url": video.url}})
+        parts += [sound.part for sound in self.sounds]
         fps = next((video.fps for video in self.videos if video.fps), None)
         num_read = next((video.num_read for video in self.videos if video.num_read), None)
         parts.append({"type": "text", "text": self.text})
@@ -71,6 +75,17 @@ VIDEO_QUESTIONS = (
     Question(
         "Which one is longer?", videos=(Clip(clip(3, 15, fps=5), 1.5), Clip(clip(4, 33, (70, 60), fps=12), 1.5))
     ),
+)
+
+
+#: For models that take them: two files of one prompt, of other lengths, rates and formats, and beside text.
+SOUND_QUESTIONS = (
+    Question("What is said?", sounds=(Sound(sound(1, 1.37)),)),
+    Question(
+        "Which one is longer?",
+        sounds=(Sound(sound(2, 3.1, 44_100, 2, "flac"), "flac"), Sound(sound(3, 0.4), as_url=True)),
+    ),
+    Question("What is said?", sounds=(Sound(sound(4, 2.2, 24_000, 1, "mp3"), "mp3", as_url=True),)),
 )
 
 
@@ -117,8 +132,11 @@ async def start_fleet(
     template = path / "chat_template.jinja"
     if template.exists() and "<|video_pad|>" in template.read_text():
         asked += VIDEO_QUESTIONS
+    if reference.takes_sounds:
+        asked += SOUND_QUESTIONS
     for question in asked:
-        ids = reference.generate(question.text, question.images, question.videos, max_tokens=MAX_TOKENS)
+        media = question.images, question.videos, question.sounds
+        ids = reference.generate(question.text, *media, max_tokens=MAX_TOKENS)
         if ids[-1] == reference.tokenizer.eos_token_id and not ignore_eos:
             ids.pop()  # it ends the text and is no part of it
         expected[question] = [reference.tokenizer.decode([i]) for i in ids]

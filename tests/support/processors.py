@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.processing_utils import ProcessorMixin
 
 
 def processor_of(path: Path) -> Any:
-    """The processor of a checkpoint, for text and pictures."""
+    """The processor of a checkpoint, for text, pictures and sounds."""
     file = path / "processor_config.json"
     content = json.loads(file.read_text()) if file.exists() else {}
     name = content.pop("processor_class", None)
@@ -28,10 +28,11 @@ def processor_of(path: Path) -> Any:
         package = next(one for one, cls in PROCESSOR_MAPPING_NAMES.items() if cls == name and one in _PACKAGES)
         module = importlib.import_module(f"transformers.models.{package}.processing_{package}")
     kind = getattr(module, name)
-    parts = {
-        "image_processor": AutoImageProcessor.from_pretrained(path, backend="pil"),
-        "tokenizer": AutoTokenizer.from_pretrained(path),
-    }
+    parts = {"tokenizer": AutoTokenizer.from_pretrained(path)}
+    if "image_processor" in kind.get_attributes():
+        parts["image_processor"] = AutoImageProcessor.from_pretrained(path, backend="pil")
+    if "feature_extractor" in kind.get_attributes():
+        parts["feature_extractor"] = AutoFeatureExtractor.from_pretrained(path)
     if "video_processor" in kind.get_attributes():
         parts["video_processor"] = None
     with (
@@ -42,6 +43,7 @@ def processor_of(path: Path) -> Any:
 
 
 _PACKAGES = {
+    "qwen2_audio",
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",

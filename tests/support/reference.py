@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from PIL import Image
+from plain_audio import Sound
 from plain_video import Clip, PlainVideoProcessor
 from processors import processor_of
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer
 
 
 class Reference:
@@ -22,10 +23,12 @@ class Reference:
 
     def __init__(self, path: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self.takes_images = hasattr(AutoConfig.from_pretrained(path), "vision_config")
-        auto: Any = AutoModelForImageTextToText if self.takes_images else AutoModelForCausalLM
+        config = AutoConfig.from_pretrained(path)
+        self.takes_images, self.takes_sounds = hasattr(config, "vision_config"), hasattr(config, "audio_config")
+        is_multimodal = self.takes_images or self.takes_sounds
+        auto: Any = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
         self._model: Any = auto.from_pretrained(path, dtype=torch.float32).eval()
-        self._processor = processor_of(path) if self.takes_images else None
+        self._processor = processor_of(path) if is_multimodal else None
         self._path = path
         self.prompt: list[int] = []
 
@@ -34,12 +37,14 @@ class Reference:
         text: str,
         images: Sequence[Image.Image] = (),
         videos: Sequence[Clip] = (),
+        sounds: Sequence[Sound] = (),
         *,
         max_tokens: int,
     ) -> list[int]:
-        """Token ids of the answer to one user message with its images and then its videos before the text; stops
-        at EOS."""
+        """Token ids of the answer to one user message with its images, its videos and then its sounds before the
+        text; stops at EOS."""
         parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
+        parts += [{"type": "audio"}] * len(sounds)
         content: Any = [*parts, {"type": "text", "text": text}] if parts else text
         prompt = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
@@ -49,6 +54,8 @@ class Reference:
         if videos:
             read.video_processor = PlainVideoProcessor(self._path, videos)
             media["videos"] = [clip.frames()[0] for clip in videos]
+        if sounds:
+            media["audio"] = [sound.samples() for sound in sounds]
         inputs = read(text=[prompt], **media, return_tensors="pt", add_special_tokens=False)
         inputs.pop("video_metadata", None)
         with torch.inference_mode():

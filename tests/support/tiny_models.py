@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_audio import make_tiny_audio
 from tiny_families import GEMMA3, LIKE_ANOTHER, TINY, make_tiny_family
 from transformers import (
     AutoConfig,
@@ -31,6 +32,8 @@ from epd_serve.demo import weights_dir
 KINDS = ("qwen2_5_vl", "qwen3_vl", "llava")
 #: Those that take videos.
 VIDEO_KINDS = ("qwen2_5_vl", "qwen3_vl")
+#: Those that take sounds.
+AUDIO_KINDS = ("qwen2_audio",)
 #: With those whose pictures are tiles or rows.
 ALL_KINDS = (
     *KINDS,
@@ -86,6 +89,10 @@ def _mrope(**extra: Any) -> dict[str, Any]:
 
 def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Path:
     """Build the model of a kind in ``path``. ``text`` overrides fields of the text config."""
+    if kind in AUDIO_KINDS:
+        torch.manual_seed(seed)
+        make_tiny_audio(kind, path, lambda vocab, **extra: _text(vocab, **extra, **text))
+        return path
     if kind in TINY:
         torch.manual_seed(seed + 1)
         make_tiny_family(TINY[kind], path, lambda vocab, **extra: _text(vocab, **extra, **text), _NORMALISATION)

@@ -63,11 +63,11 @@ def family_of(config: Any) -> type[Family]:
         raise ValueError(unknown("family", config.model_type, FAMILIES))
     if not families[0].modalities:
         return families[0]
-    tower = config.vision_config.model_type
+    tower = (config.audio_config if families[0].modalities == ("audio",) else config.vision_config).model_type
     for family in families:
         if tower in family.towers:
             return family
-    raise ValueError(unknown("vision tower", tower, [name for family in families for name in family.towers]))
+    raise ValueError(unknown("tower", tower, [name for family in families for name in family.towers]))
 
 
 def unknown(what: str, model_type: str, known: Iterable[str]) -> str:

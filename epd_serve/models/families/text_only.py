@@ -18,8 +18,7 @@ class TextOnly(Family):
     modalities = ()
 
     def __init__(self, config: Any) -> None:
-        self.config = config
-        self.image_token_id = -1
+        super().__init__(config, None)
 
     def parts(self, size: Size) -> Sequence[int | str]:
         raise InvalidRequest("the model takes text alone; leave out the images", param="messages")

@@ -1,0 +1,102 @@
+"""A checkpoint's feature extractor of sounds: their length, the tower's inputs and the rows of their features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import WhisperFeatureExtractor
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.models.family import TowerInputs
+from epd_serve.protocol.wire import PIXELS_PER_POSITION, MediaRef
+
+
+@dataclass(frozen=True, slots=True)
+class AudioProcessor:
+    """Log-mel spectra as Whisper's, padded to the extractor's length, and a mask of what is no padding.
+
+    Two frames of the spectrum make a position of the tower, two positions a row of the feature.
+
+    Attributes:
+        extractor: transformers' own.
+        padded_positions: the tower computes padding, too; else the sound's own positions alone.
+    """
+
+    extractor: Any
+    padded_positions: bool
+
+    @property
+    def rate(self) -> int:
+        """Samples a second that are taken."""
+        rate: int = self.extractor.sampling_rate
+        return rate
+
+    @property
+    def max_seconds(self) -> float:
+        return float(self.extractor.n_samples / self.rate)
+
+    def check(self, tower: Any) -> None:
+        """Raise ValueError for an extractor that is not the tower's."""
+        found = type(self.extractor)
+        if found is not WhisperFeatureExtractor:
+            raise ValueError(f"the feature extractor is a {found.__name__}; only WhisperFeatureExtractor is run")
+        if self.extractor.dither:
+            raise ValueError(f"the feature extractor has dither {self.extractor.dither}; only 0 is supported")
+        if self.extractor.feature_size != tower.num_mel_bins:
+            raise ValueError(
+                f"feature_size of preprocessor_config.json is {self.extractor.feature_size}; it must be "
+                f"audio_config.num_mel_bins, {tower.num_mel_bins}"
+            )
+        if self.padded_positions and self.extractor.nb_max_frames != 2 * tower.max_source_positions:
+            raise ValueError(
+                f"preprocessor_config.json makes {self.extractor.nb_max_frames} frames of a sound; the tower "
+                f"takes {2 * tower.max_source_positions}, twice audio_config.max_source_positions"
+            )
+
+    def check_length(self, item: MediaRef) -> None:
+        """Raise InvalidRequest for a sound that the model cannot take: nothing is cut off unasked."""
+        if item.audio.count_at(self.rate) > self.extractor.n_samples:
+            raise InvalidRequest(
+                f"the audio has {item.audio.duration_s:.2f} s; the model takes at most {self.max_seconds:g} s at "
+                "a time: cut it into parts",
+                code="audio_too_long",
+            )
+
+    def num_frames(self, item: MediaRef) -> int:
+        """Frames of the spectrum, without padding. Raises as :meth:`check_length`."""
+        self.check_length(item)
+        count: int = -(-item.audio.count_at(self.rate) // self.extractor.hop_length)
+        return count
+
+    def num_tokens(self, item: MediaRef) -> int:
+        """Rows of the feature. Raises InvalidRequest for a sound that is too short or too long."""
+        count = self._num_positions(self.num_frames(item)) // 2
+        if not count:
+            raise InvalidRequest(
+                f"the audio has {item.audio.duration_s:.3f} s; the model needs 0.03 s at least",
+                code="audio_too_short",
+            )
+        return count
+
+    def num_pixels(self, item: MediaRef) -> int:
+        """The tower's work, in pixels of pictures. Raises as :meth:`num_tokens`."""
+        frames = self.extractor.nb_max_frames if self.padded_positions else self.num_frames(item)
+        return self._num_positions(frames) * PIXELS_PER_POSITION
+
+    def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
+        """Samples of one channel at :attr:`rate` → spectrum [1, bins, frames] and mask [1, frames]."""
+        batch = self.extractor(
+            samples,
+            sampling_rate=self.rate,
+            return_attention_mask=True,
+            padding="max_length",
+            return_tensors="pt",
+        )
+        return {"input_features": batch["input_features"], "feature_attention_mask": batch["attention_mask"]}
+
+    @staticmethod
+    def _num_positions(num_frames: int) -> int:
+        return -(-num_frames // 2)

@@ -1,0 +1,166 @@
+"""Sounds over E-P-D: names, limits, hostile files by part, chunks, encoders that die, figures."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import pytest_asyncio
+import tiny_models
+from chat import data_url
+from clips import clip
+from fleet import Books, figures
+from identity import MAX_TOKENS, Question
+from pictures import noise, png
+from plain_audio import Sound
+from reference import Reference
+from sounds import encoded, sound
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MAX_BYTES = 1 << 20
+CHATS = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def serving(path: Path, topology: str, **instances: Any) -> AsyncIterator[LocalDeployment]:
+    config = DeploymentConfig(
+        topology=topology,
+        model=str(path),
+        served_model_name="tested",
+        dtype="float32",
+        restart="never",
+        gateway={
+            "port": 0,
+            "failover": {"wait_s": 0.5},
+            "media": {"audio": {"max_bytes": MAX_BYTES, "max_seconds": 60}},
+        },
+        instances={"base_port": 0, "threads": 1, "block_size": 8, "feature_timeout_s": 8, **instances},
+    )
+    async with LocalDeployment(config, ready_timeout_s=120) as deployment:
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make_tiny_model("qwen2_audio", tmp_path_factory.mktemp("audio") / "model")
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment(model: Path) -> AsyncIterator[LocalDeployment]:
+    async with serving(model, "E-P-D") as deployment:
+        yield deployment
+        await Books({name: instance.url for name, instance in deployment.instances.items()}).check()
+
+
+async def ask(client: httpx.AsyncClient, question: Question) -> list[str]:
+    answer = await client.post(CHATS, json=question.body(stream=False, ignore_eos=True))
+    assert answer.status_code == 200, answer.text
+    content = answer.json()["choices"][0]["logprobs"]["content"]
+    return [bytes(token["bytes"]).decode(errors="replace") for token in content]
+
+
+def expected(reference: Reference, question: Question) -> list[str]:
+    ids = reference.generate(question.text, sounds=question.sounds, max_tokens=MAX_TOKENS)
+    assert len(set(ids)) >= 5, "tokens that say little of the model"
+    return [reference.tokenizer.decode([token]) for token in ids]
+
+
+async def test_a_sound_is_encoded_once_however_it_is_sent(
+    deployment: LocalDeployment, reference: Reference
+) -> None:
+    data = sound(5, 2.5)
+    questions = [
+        Question(text, sounds=(Sound(data, as_url=as_url),))
+        for text, as_url in (("What is said?", False), ("Where is it? Say it.", True), ("apple", False))
+    ]
+    encoder = deployment.instances["e0"].url
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+        before = (await figures(encoder))["tower_images_total"]
+        for question in questions:
+            assert await ask(client, question) == expected(reference, question)
+        assert (await figures(encoder))["tower_images_total"] - before == 1
+        text = (await client.get("/metrics")).text
+        tokens = await client.post(
+            "/tokenize", json={"messages": question.body(stream=False, ignore_eos=True)["messages"]}
+        )
+    assert tokens.json()["tokens"] == reference.prompt
+    assert 'modality="audio"' in text
+
+
+GOOD = sound(7, 2.0)
+SILENCE = encoded(np.zeros((1, 3600 * 16_000), np.int16), 16_000, "flac")
+HOSTILE: dict[str, tuple[str, str]] = {
+    "empty": ("data:audio/wav;base64,", "empty"),
+    "text": (data_url(b"no sound, but text", "audio/wav"), "no sound that can be read"),
+    "a picture": (data_url(png(noise(1)), "audio/wav"), "no sound that can be read"),
+    "called a picture": (data_url(GOOD, "image/wav"), "only audio/... is supported; send it as image_url"),
+    "cut": (data_url(GOOD[: len(GOOD) // 2], "audio/wav"), "cut off"),
+    "an hour of silence": (data_url(SILENCE, "audio/flac"), "more than 60 s"),
+    "a video without sound": (data_url(clip(0, 12), "audio/mp4"), "no stream of sound"),
+    "longer than the model takes": (data_url(sound(0, 5.0), "audio/wav"), "at most 4 s at a time"),
+    "short": (data_url(sound(0, 0.01), "audio/wav"), "needs 0.03 s at least"),
+    "large": (data_url(bytes(MAX_BYTES + 10), "audio/wav"), f"at most {MAX_BYTES}"),
+    "no base64": ("data:audio/wav;base64,!!!!", "base64"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+async def test_hostile_sounds_are_refused_by_part(deployment: LocalDeployment, kind: str) -> None:
+    url, words = HOSTILE[kind]
+    parts = [
+        {"type": "text", "text": "What is said?"},
+        Sound(GOOD).part,
+        {"type": "audio_url", "audio_url": {"url": url}},
+    ]
+    begun = time.monotonic()
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+        answer = await client.post(CHATS, json={"messages": [{"role": "user", "content": parts}]})
+    error = answer.json()["error"]
+    assert answer.status_code == (413 if kind == "large" else 400), answer.text
+    assert words in error["message"], error
+    if kind not in ("longer than the model takes", "short"):  # P says so, of all items together
+        assert error["param"] == "messages[0].content[2].audio_url.url", error
+    assert time.monotonic() - begun < 30
+
+
+async def test_a_format_that_is_another_is_named(deployment: LocalDeployment) -> None:
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(GOOD).decode(), "format": "mp3"}}
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+        answer = await client.post(CHATS, json={"messages": [{"role": "user", "content": [part]}]})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "messages[0].content[0].input_audio.data"
+    assert "of the format wav, and the request says mp3" in error["message"]
+
+
+async def test_the_answer_is_the_same_when_the_encoder_dies(model: Path, reference: Reference) -> None:
+    """E is killed while it has the sound; P encodes it. Its chunks have 7 tokens."""
+    question = Question("What is said?", sounds=(Sound(sound(9, 3.9, 48_000, 2, "flac"), "flac"),))
+    async with (
+        serving(model, "E-P-D", max_num_batched_tokens=7) as deployment,
+        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
+    ):
+        handle = deployment.instances["e0"]
+        os.kill(handle.pid, signal.SIGSTOP)  # so that it has the request and cannot end it
+        task = asyncio.create_task(ask(client, question))
+        await asyncio.sleep(0.3)
+        os.kill(handle.pid, signal.SIGKILL)
+        assert await task == expected(reference, question)

@@ -1,0 +1,141 @@
+"""Sounds: facts of each format, samples at a model's rate, and what hostile files get."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+from clips import clip
+from msgspec.structs import replace
+from pictures import noise, png
+from plain_audio import Sound
+from sounds import LIMITS, encoded, sound, tune
+
+from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.media.audio import FORMATS, read_audio_facts, read_samples
+from epd_serve.media.decoder_pool import DecoderPool
+from epd_serve.media.picture import MediaLimits
+from epd_serve.types import AudioFacts
+
+
+class Aside:
+    """A place beside all others."""
+
+    is_aside = True
+
+    def step_aside(self) -> bool:
+        return True
+
+    async def wait_aside(self) -> None:
+        raise AssertionError("there is room")
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[DecoderPool]:
+    pool = DecoderPool(1, cpu_s=5.0, limits=MediaLimits(max_pixels=1 << 22, max_bytes=1 << 24))
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "channels"),
+    [
+        ("wav", 16_000, 1),
+        ("wav", 44_100, 2),
+        ("flac", 24_000, 2),
+        ("mp3", 44_100, 2),
+        ("ogg", 48_000, 1),
+        ("m4a", 44_100, 1),
+        ("webm", 48_000, 2),
+    ],
+)
+async def test_facts_and_samples_of_each_format(pool: DecoderPool, kind: str, rate: int, channels: int) -> None:
+    data = sound(1, 2.3, rate, channels, kind)
+    limits = replace(LIMITS, format=kind if kind in FORMATS else "")
+    facts = await pool.audio_facts(data, limits, Aside(), cpu_s=5.0)
+    assert (facts.rate, facts.channels) == (rate, channels)
+    assert facts.duration_s == pytest.approx(2.3, abs=0.06), "encoders pad"
+    async with pool.samples(data, facts, 16_000, Aside(), cpu_s=5.0) as found:
+        samples = found.copy()
+    assert samples.shape == (facts.count_at(16_000),)
+    expected = Sound(data).samples()
+    assert abs(len(expected) - len(samples)) <= 2
+    least = min(len(expected), len(samples))
+    np.testing.assert_allclose(samples[:least], expected[:least], atol=1e-6)
+    if kind == "wav" and rate == 16_000:
+        np.testing.assert_array_equal(samples, tune(1, 2.3, rate)[0] / np.float32(32768))
+
+
+GOOD = sound(2, 20.0)
+PACKED = {kind: sound(2, 20.0, 48_000, kind=kind) for kind in ("flac", "mp3", "ogg", "m4a")}
+#: An hour in less than a megabyte.
+SILENCE = encoded(np.zeros((1, 3600 * 16_000), np.int16), 16_000, "flac")
+
+
+def lying(data: bytes) -> bytes:
+    """A FLAC file whose header says that it has a second."""
+    found = bytearray(data)
+    found[21] &= 0xF0
+    found[22:26] = (16_000).to_bytes(4)
+    return bytes(found)
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "empty"),
+    "text": (b"no sound at all, but text", "no sound that can be read"),
+    "a picture": (png(noise(1)), "no sound that can be read"),
+    "a playlist": (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "no sound that can be read"),
+    "a video without sound": (clip(0, 12), "no stream of sound"),
+    "cut": (GOOD[: len(GOOD) // 2], "cut off: its header says 640000 bytes, and 319961 are there"),
+    "header alone": (GOOD[:44], "cut off|no samples"),
+    "cut FLAC": (PACKED["flac"][: len(PACKED["flac"]) // 2], "cut off"),
+    "cut M4A": (PACKED["m4a"][: len(PACKED["m4a"]) // 2], "cut off"),
+    "broken MP3": (PACKED["mp3"][:400] + bytes(30_000) + b"\xff" * 2000, "broken|cut off"),
+    "an hour of silence": (SILENCE, "more than 120 s"),
+    "an hour that says it is a second": (lying(SILENCE), "more than 120 s"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+async def test_hostile_files_are_refused_in_a_sentence(pool: DecoderPool, kind: str) -> None:
+    data, words = HOSTILE[kind]
+    with pytest.raises(InvalidRequest, match=words):
+        await pool.audio_facts(data, LIMITS, Aside(), cpu_s=5.0)
+    assert (await pool.audio_facts(sound(), LIMITS, Aside(), cpu_s=5.0)).num_samples == 24_000
+
+
+async def test_what_takes_long_is_refused(pool: DecoderPool) -> None:
+    with pytest.raises(InvalidRequest, match=r"more than 0[.]05 s of processor time"):
+        await pool.audio_facts(SILENCE, replace(LIMITS, max_seconds=4000.0), Aside(), cpu_s=0.05)
+
+
+def test_a_file_of_another_format_than_was_said_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="of the format flac, and the request says mp3"):
+        read_audio_facts(PACKED["flac"], replace(LIMITS, format="mp3"))
+    with pytest.raises(TooLarge, match="at most 100 are accepted"):
+        read_audio_facts(GOOD, replace(LIMITS, max_bytes=100))
+
+
+def test_a_file_that_is_not_what_its_facts_say_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="320000 samples, not 24000"):
+        list(read_samples(GOOD, AudioFacts(24_000, 16_000, 1), 16_000))
+    with pytest.raises(InvalidRequest, match="changes from 8000"):
+        list(read_samples(GOOD, AudioFacts(24_000, 8_000, 1), 16_000))
+
+
+def test_files_made_of_any_good_one_end_in_a_sentence_or_in_samples() -> None:
+    """Bytes flipped and cut: no other exception."""
+    rng = np.random.default_rng(0)
+    num_refused = 0
+    for good in (sound(3, 0.5, kind=kind, rate=48_000) for kind in ("wav", "mp3", "flac", "ogg", "m4a", "webm")):
+        for _ in range(25):
+            data = bytearray(good[: rng.integers(20, len(good) + 1)])
+            for place in rng.integers(0, len(data), 6):
+                data[place] = rng.integers(0, 256)
+            try:
+                facts = read_audio_facts(bytes(data), LIMITS)
+                assert sum(map(len, read_samples(bytes(data), facts, 16_000))) > 0
+            except InvalidRequest:
+                num_refused += 1
+    assert 30 < num_refused < 150

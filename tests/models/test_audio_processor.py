@@ -1,0 +1,101 @@
+"""Tokens, frames and tower inputs of sounds equal those of transformers' processors; towers that pad."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from processors import processor_of
+from sounds import tune
+from transformers import AutoModelForMultimodalLM, AutoTokenizer
+
+from device.registry import get_device
+from epd_serve.errors import InvalidRequest
+from epd_serve.instance.media_layout import MediaLayouts
+from epd_serve.models.family import Family, sound
+from epd_serve.models.loader import load_family
+from epd_serve.models.tower import Tower, TowerAttention
+from epd_serve.protocol.wire import MediaRef
+from epd_serve.types import AudioFacts
+
+
+@pytest.fixture(scope="module", params=tiny_models.AUDIO_KINDS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make_tiny_model(request.param, tmp_path_factory.mktemp("model") / request.param)
+
+
+@pytest.fixture(scope="module")
+def family(path: Path) -> Family:
+    return load_family(path)
+
+
+def test_tokens_and_inputs_of_any_length_equal_the_processors(path: Path, family: Family) -> None:
+    assert family.audio is not None
+    processor, tokenizer = processor_of(path), AutoTokenizer.from_pretrained(path)
+    layouts, rng = MediaLayouts(family, tokenizer), random.Random(0)
+    token = tokenizer.convert_ids_to_tokens(family.token_ids["audio"])
+    lengths = [321, 480, 64_000, 63_999, *(rng.randrange(500, 64_000) for _ in range(50))]
+    for length in lengths:
+        samples = tune(length, length / 16_000)[0] / np.float32(32768)
+        item = MediaRef.of_audio(AudioFacts(length, 16_000, 1))
+        made = processor(text=[token], audio=[samples], return_tensors="pt", add_special_tokens=False)
+        assert layouts.of(item).ids == made["input_ids"][0].tolist(), length
+        inputs = family.audio.inputs(samples)
+        for name, values in inputs.items():
+            torch.testing.assert_close(values, made[name], rtol=0, atol=0, check_dtype=False)
+        assert inputs["feature_attention_mask"].sum() == family.audio.num_frames(item)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.015, "needs 0.03 s at least"), (4.001, "at most 4 s at a time")]
+)
+def test_sounds_that_are_too_short_or_long_are_refused(family: Family, seconds: float, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        family.num_tokens(sound(seconds, 48_000))
+
+
+def features_of(path: Path, inputs: dict[str, Any]) -> torch.Tensor:
+    """By transformers' own model, attention in plain torch."""
+    model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    kept: list[torch.Tensor] = []
+    model.eval().model.multi_modal_projector.register_forward_hook(lambda *given: kept.append(given[2]))
+    mask = inputs["feature_attention_mask"]
+    count = int(((mask.sum(-1) - 1) // 2 + 1 - 2) // 2 + 1)
+    ids = torch.tensor([[1, *[model.config.audio_token_id] * count, 1]])
+    with torch.inference_mode():
+        model(input_ids=ids, **inputs)
+    return kept[0][0, :count]
+
+
+def test_padding_changes_no_feature(path: Path, family: Family, caplog: pytest.LogCaptureFixture) -> None:
+    assert family.audio is not None
+    batch = [family.audio.inputs(tune(n, n / 5)[0] / np.float32(32768)) for n in (3, 20, 9)]
+    tower = Tower(path, torch.float32, get_device("cpu"), family=family)
+    assert tower.uses_device_attention and caplog.text == ""
+    for inputs, feature in zip(batch, tower.encode(batch), strict=True):
+        torch.testing.assert_close(feature, features_of(path, inputs), rtol=1e-4, atol=1e-4)
+
+
+def test_an_attention_that_sees_padding_is_not_used(
+    path: Path, family: Family, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial at the start finds it, and torch attends."""
+    assert family.audio is not None
+    attend = TowerAttention.__call__
+
+    def blind(self: TowerAttention, *given: Any, **named: Any) -> Any:
+        return attend(self, *given[:4], scaling=named.get("scaling"))
+
+    monkeypatch.setattr(TowerAttention, "__call__", blind)
+    inputs = family.audio.inputs(tune(1, 1.1)[0] / np.float32(32768))
+    expected = features_of(path, inputs)
+    untried = Tower(path, torch.float32, get_device("cpu")).encode([inputs])[0]
+    assert not torch.allclose(untried, expected, rtol=1e-2, atol=1e-2), "padding says nothing"
+    tower = Tower(path, torch.float32, get_device("cpu"), family=family)
+    assert not tower.uses_device_attention and "the tower attends by torch" in caplog.text
+    torch.testing.assert_close(tower.encode([inputs])[0], expected, rtol=1e-4, atol=1e-4)
