@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,3 +73,38 @@ def spec_of(name: str) -> DeviceSpec:
     if key not in DEVICE_SPECS:
         raise ValueError(f"device {name!r} is not known; there are {', '.join(DEVICE_SPECS)}")
     return DEVICE_SPECS[key]
+
+
+def emulated_kind(name: str) -> str:
+    """The kind of an emulated device, ``emulated:KIND:0``: a data sheet's name, or a measured profile's file."""
+    return name.removeprefix("emulated:").rpartition(":")[0]
+
+
+def is_measured(kind: str) -> bool:
+    """Whether the kind of an emulated device is the file of a measured profile."""
+    return kind.endswith(".json")
+
+
+def emulated_sheet(kind: str) -> DeviceSpec:
+    """The name, memory and links of an emulated device.
+
+    The times of one that was measured are in its profile: its arithmetic and bandwidth are NaN here.
+
+    Raises ValueError for a kind that is neither known nor the file of a profile.
+    """
+    if not is_measured(kind):
+        return spec_of(kind)
+    path = Path(kind)
+    try:
+        found = json.loads(path.read_bytes())
+        memory_bytes, link_bytes_per_s = float(found["memory_bytes"]), float(found.get("link_bytes_per_s", 4e9))
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"no profile with a device's memory ({error!r})"
+        raise ValueError(f"{kind}: {reason}; 'epd-serve profile' makes one") from error
+    return DeviceSpec(
+        name=path.stem,
+        flops=math.nan,
+        bytes_per_s=math.nan,
+        memory_bytes=memory_bytes,
+        link_bytes_per_s=link_bytes_per_s,
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from device import base, host
 from device.base import AttentionPlan, AttnMeta, DeviceUnavailable, Partition, PartitionStrength, check_update
-from device.datasheets import spec_of
+from device.datasheets import emulated_sheet
 from device.emulated_torch import TYPE, Chip, EmulatedTensor, Event, Section, Stream, add_chip, pinned, recorded
 from device.ops.plain import PlainOps
 from device.shares import check_share
@@ -109,7 +109,7 @@ class EmulatedGraphRunner:
 
 
 class EmulatedDevice:
-    """Fills the Device protocol; ``kind`` names a data sheet (:mod:`device.datasheets`)."""
+    """Fills the Device protocol; ``kind``: see :func:`device.datasheets.emulated_sheet`."""
 
     type = TYPE
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -118,7 +118,7 @@ class EmulatedDevice:
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "arithmetic"))
 
     def __init__(self, kind: str, index: int) -> None:
-        sheet = spec_of(kind)
+        sheet = emulated_sheet(kind)
         self.index = index
         self.name = f"{TYPE}:{sheet.name}:{index}"
         self.description = f"emulated {sheet.name}"

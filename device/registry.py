@@ -12,7 +12,7 @@ from device.base import Device, DeviceReport, DeviceUnavailable
 KINDS = ("cpu", "cuda", "npu")
 #: Network cards with RDMA, as the kernel lists them.
 _RDMA_DEVICES = Path("/sys/class/infiniband")
-_NAME = re.compile(r"(?P<kind>cpu|cuda|npu|emulated:[a-z0-9-]{1,40})(:(?P<index>[0-9]{1,4}))?")
+_NAME = re.compile(r"(?P<kind>cpu|cuda|npu|emulated:([a-z0-9-]{1,40}|[^:]+\.json))(:(?P<index>[0-9]{1,4}))?")
 
 
 class _Backend(Protocol):

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from device import base
 from device.base import DeviceUnavailable, Partition, PartitionStrength
-from device.datasheets import spec_of
+from device.datasheets import emulated_kind, emulated_sheet
 from device.present import EMULATED_MEMORY
 from device.shares import check_share
 from device.timeline import WHOLE, Demand, Operation, Timeline, TimelineStream
@@ -103,9 +103,9 @@ class TimedStream:
 
 
 class TimedDevice:
-    """Fills the BareDevice protocol; ``kind`` names a data sheet (:mod:`device.datasheets`).
+    """Fills the BareDevice protocol; ``kind``: see :func:`device.datasheets.emulated_sheet`.
 
-    Copies to the host and back take its link by the data sheet, one after another.
+    Copies to the host and back take the link to it, one after another.
     """
 
     type = TYPE
@@ -114,7 +114,7 @@ class TimedDevice:
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction",))
 
     def __init__(self, kind: str, index: int) -> None:
-        self.spec = spec_of(kind)
+        self.spec = emulated_sheet(kind)
         self.index = index
         self.name = f"{TYPE}:{self.spec.name}:{index}"
         self.description = f"emulated {self.spec.name}, nothing is computed"
@@ -127,7 +127,7 @@ class TimedDevice:
 
     def copy(self, num_bytes: int) -> Operation:
         """A copy to the host or back. Returns at once."""
-        return self._link.launch(num_bytes / self.spec.link_bytes_per_s)
+        return self._link.launch(num_bytes / self.spec.host_bytes_per_s)
 
     def interfere(self, increase: Mapping[tuple[str, str], float]) -> None:
         """Let stages slow each other as was measured: see :func:`device.timeline.rates`."""
@@ -199,8 +199,7 @@ class TimedDevice:
 
 def open_device(name: str) -> TimedDevice:
     """``emulated:h200:0``. Raises DeviceUnavailable for a kind without a data sheet."""
-    _, kind, index = name.split(":")
     try:
-        return TimedDevice(kind, int(index))
+        return TimedDevice(emulated_kind(name), int(name.rpartition(":")[2]))
     except ValueError as error:
         raise DeviceUnavailable(f"{name}: {error}") from error

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from device.datasheets import emulated_kind
 from epd_serve.bench.connection import Connections
 from epd_serve.bench.statistics import wilson
 from epd_serve.bench.types import Sample, Share, StageSpan
@@ -374,5 +375,5 @@ def _total(sample: Sample, name: str) -> float:
 
 def _emulated(devices: Sequence[str]) -> str:
     """The kinds among names such as emulated:h200:0, with what is said of them."""
-    kinds = sorted({name.split(":")[1] for name in devices if name.startswith("emulated:")})
+    kinds = sorted({emulated_kind(name) for name in devices if name.startswith("emulated:")})
     return f"emulated {', '.join(kinds)}" if kinds else ""

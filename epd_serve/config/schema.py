@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from device.datasheets import spec_of
+from device.datasheets import emulated_kind, is_measured, spec_of
 from epd_serve.config.applied import Anew, Hot, Rebuild, Restart
 from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, check_thieves, read_secret
@@ -60,8 +60,9 @@ def _check_device(name: str) -> str:
         return name
     kind, _, chip = name.partition(":")
     if kind == "emulated" and chip:
-        sheet, _, index = chip.partition(":")
-        spec_of(sheet)
+        sheet, _, index = chip.rpartition(":") if ":" in chip else (chip, "", "")
+        if not is_measured(sheet):
+            spec_of(sheet)
         if index.isdecimal():
             return name
     if kind in ("cuda", "npu", "emulated"):
@@ -125,7 +126,8 @@ class DeploymentConfig(SharedConfig):
         validate_default=True,
         description="cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
         "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 is this machine with the memory, the asynchrony "
-        "and the speed of an accelerator, where its cores are not slower.",
+        "and the speed of an accelerator, where its cores are not slower; emulated:FILE.json takes those of a "
+        "device that 'epd-serve profile' measured, with a path relative to this file.",
     )
     restart: Anew[Literal["on-failure", "never"]] = Field(
         default="on-failure",
@@ -351,6 +353,18 @@ class DeploymentConfig(SharedConfig):
         path, named = Path(self.model), HubModel.parse(self.model)
         return path.resolve().name if named is None or path.is_dir() else named.repo
 
+    def _check_emulated(self, instance: InstancePlacement) -> None:
+        """Raise ValueError where an emulated device has no times for a stage of its instance."""
+        kind = emulated_kind(instance.devices[0])
+        if self.shape_of is None and not is_measured(kind):
+            return  # the model's own
+        shape = self.model.shape_of if isinstance(self.model, ShapeConfig) else ""
+        time = DeviceTime.of(self.shape_of or shape, kind)
+        has_tower = not shape or shape_of(shape).vision is not None
+        if instance.role.encodes and has_tower and not time.profile.encode:
+            whose = kind if is_measured(kind) else f"shape_of: {self.shape_of}"
+            raise ValueError(f"{whose} has no vision tower, and {instance.name} encodes")
+
     def options_for(
         self,
         instance: InstancePlacement,
@@ -378,10 +392,8 @@ class DeploymentConfig(SharedConfig):
         if instance.devices[0] != "cpu" and instance in rivals and len(rivals) > 1 and share is None:
             own["memory_share"] = settings.memory_share or round(_LANGUAGE_MEMORY / len(rivals), 3)
         shared = {name: getattr(self, name) for name in SharedConfig.model_fields}
-        if self.shape_of is not None and instance.devices[0].startswith("emulated:"):
-            time = DeviceTime.of(self.shape_of, instance.devices[0].split(":")[1])
-            if instance.role.encodes and not time.profile.encode:
-                raise ValueError(f"shape_of: {self.shape_of} has no vision tower, and {instance.name} encodes")
+        if instance.devices[0].startswith("emulated:"):
+            self._check_emulated(instance)
         if master is not None and self.mooncake.master is None:
             shared["mooncake"] = self.mooncake.model_copy(update={"master": master})
         return InstanceOptions(

@@ -197,8 +197,8 @@ class SharedConfig(Section):
         default=None,
         min_length=1,
         description="On emulated devices, the model whose times they take: one that is known by name, as "
-        "qwen2.5-vl-7b, a directory or config.json, or what 'epd-serve profile' wrote on such a device, relative "
-        "to this file. null: those of 'model'.",
+        "qwen2.5-vl-7b, or a directory or config.json, relative to this file. null: those of 'model', or of the "
+        "profile that the device is.",
     )
     feature_store: Anew[FeatureStoreKind] = Field(
         default="embedded",

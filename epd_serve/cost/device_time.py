@@ -6,13 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
-from device.datasheets import spec_of
+from device.datasheets import is_measured, spec_of
 from device.timeline import Demand
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.roofline import analytic_profile
-from epd_serve.cost.shape import KNOWN_SHAPES, shape_of
+from epd_serve.cost.shape import shape_of
 
 
 class DeviceTime:
@@ -32,18 +30,25 @@ class DeviceTime:
 
     @classmethod
     def of(cls, model: str, kind: str) -> DeviceTime:
-        """The times of a model on a device with a data sheet.
+        """The times of a model on a kind of device.
 
         Args:
-            model: a name of :data:`~epd_serve.cost.shape.KNOWN_SHAPES`, a directory or config.json of a model, or
-                a file that ``epd-serve profile`` wrote, whose times are taken as they were measured.
+            model: a name of :data:`~epd_serve.cost.shape.KNOWN_SHAPES`, a directory or config.json of a model; ""
+                for that of the profile.
+            kind: of a data sheet, or a file that ``epd-serve profile`` wrote, whose times are taken as measured.
 
-        Raises ValueError for a model that is none of these, and for a kind without a data sheet.
+        Raises ValueError for a model or a kind that is none of these, and for the profile of another model.
         """
-        if is_profile(model):
-            return cls(Profile.read(Path(model)))
-        # the host's part of a step is taken by the host, which is not emulated
-        return cls(analytic_profile(shape_of(model), replace(spec_of(kind), launch_s=0.0)))
+        if not is_measured(kind):
+            # the host's part of a step is taken by the host, which is not emulated
+            return cls(analytic_profile(shape_of(model), replace(spec_of(kind), launch_s=0.0)))
+        profile = Profile.read(Path(kind))
+        if model and (num_layers := shape_of(model).language.num_layers) != profile.num_layers:
+            raise ValueError(
+                f"{kind} is the profile of {profile.model}, with {profile.num_layers} layers, and {model} has "
+                f"{num_layers}; take a profile of it, made by 'epd-serve profile'"
+            )
+        return cls(profile)
 
     def step(self, num_tokens: int, num_sequences: int, context: int, pairs: int) -> tuple[float, Demand]:
         """A step of the language model; units as in :class:`~epd_serve.sched.step_cost.StepWork`."""
@@ -68,15 +73,3 @@ class DeviceTime:
             bandwidth=self.profile.bandwidth_share * memory,
             stage=stage,
         )
-
-
-def is_profile(model: str) -> bool:
-    """Whether a file holds a profile, not a model's config.json."""
-    path = Path(model).expanduser()
-    if model in KNOWN_SHAPES or path.suffix != ".json" or not path.is_file():
-        return False
-    try:
-        content = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return False
-    return isinstance(content, dict) and "step" in content and "device" in content

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from device.base import Device
+from device.datasheets import emulated_kind, is_measured
 from device.emulated import EmulatedDevice
 from epd_serve.config import InstanceOptions
 from epd_serve.cost.device_time import DeviceTime
@@ -34,10 +35,11 @@ class Emulation:
     def of(cls, options: InstanceOptions, device: Device) -> Emulation:
         """Raises ValueError for a ``shape_of``, or a model without one, whose sizes cannot be read."""
         assert isinstance(device, EmulatedDevice), f"{device.name} is no emulated device"
-        if options.shape_of is not None:
-            return cls(device, DeviceTime.of(options.shape_of, device.sheet.name))
+        kind = emulated_kind(options.devices[0])
+        if options.shape_of is not None or is_measured(kind):
+            return cls(device, DeviceTime.of(options.shape_of or "", kind))
         try:
-            return cls(device, DeviceTime.of(str(options.model), device.sheet.name))
+            return cls(device, DeviceTime.of(str(options.model), kind))
         except ValueError as error:
             raise ValueError(f"{error}; write shape_of: the model whose times {device.name} takes") from error
 

@@ -245,7 +245,7 @@ class Instance:
             model_path=self.model.location,
             max_model_len=language.max_model_len if language else longest,
             media_fingerprint=self.model.fingerprint,
-            device=options.device,
+            device=self.device.name if self.device.type == "emulated" else options.device,
             dtype=self.model.dtype,
             pid=os.getpid(),
             ready=self._state()[0],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from device.datasheets import emulated_kind
 from device.timed import TimedDevice
 from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
@@ -97,7 +98,7 @@ class ShapeModel:
                 f"answers without weights are made of {NUM_TOKENS}"
             )
         self.device, self.options = device, options
-        self.time = DeviceTime.of(options.shape_of or options.model.shape_of, device.spec.name)
+        self.time = DeviceTime.of(options.shape_of or options.model.shape_of, emulated_kind(options.devices[0]))
         device.interfere(self.time.interference)
         self.family = ShapeFamily(self.shape)
         self.location = f"the shape of {self.shape.name}, without weights"

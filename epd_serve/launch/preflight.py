@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from device.datasheets import spec_of
+from device.datasheets import emulated_kind, emulated_sheet
 from device.present import accelerators, torch_lacks, visibility
 from epd_serve.config import DeploymentConfig, InstanceSettings, ShapeConfig, model_path
 from epd_serve.config.model_files import check_model_files, read_model_config
@@ -228,7 +228,7 @@ def _memory_advice(config: DeploymentConfig, mostly_kv: bool) -> str:
 def _memory_of(device: str) -> int | None:
     kind, _, index = device.partition(":")
     if kind == "emulated":
-        return int(spec_of(index.partition(":")[0]).memory_bytes)
+        return int(emulated_sheet(emulated_kind(device)).memory_bytes)
     if kind != "cpu":
         return accelerators(kind).memory_bytes[int(index)]
     limits = [psutil.virtual_memory().total + psutil.swap_memory().total]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from device.datasheets import DEVICE_SPECS, spec_of
+from device.datasheets import DEVICE_SPECS, is_measured, spec_of
 from epd_serve.config import DEMO_MODEL
 from epd_serve.config.model_files import HubModel
 from epd_serve.config.schema import model_path
@@ -158,6 +158,10 @@ def read_fleet(devices: str, model: str = "") -> Fleet:
                 f"{where}there are two pools of kind cpu; a deployment has one CPU: write one pool, whose count "
                 "is how many instances have threads of their own"
             )
+        device = one.device
+        if one.profile is None and kind == "emulated" and is_measured(_sheet(device)):
+            one.profile = Path(_sheet(device)).expanduser()
+            device = f"{_EMULATED}{(here / one.profile).resolve()}"
         measured = None if one.profile is None else _measured(here / one.profile, shape)
         if measured is None and kind == "cpu":
             raise ValueError(f"{where}a cpu has no data sheet: name its 'profile:', made by 'epd-serve profile'")
@@ -165,7 +169,7 @@ def read_fleet(devices: str, model: str = "") -> Fleet:
             spec_of(_sheet(one.device))
         pools.append(
             Pool(
-                device=one.device,
+                device=device,
                 kind=kind,
                 count=one.count,
                 price=1.0 if price is None or not is_priced else price,

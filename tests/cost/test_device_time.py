@@ -31,10 +31,12 @@ def test_a_measured_profile_is_taken_as_it_was_measured(tmp_path):
     measured = msgspec.structs.replace(profile, kind="measured", interference={"P/D": 0.2})
     path = tmp_path / "measured.json"
     path.write_bytes(measured.to_json())
-    time = DeviceTime.of(str(path), "h200")
+    time = DeviceTime.of("qwen2.5-vl-7b", str(path))
     decode_s, demand = time.step(1, 1, 1000, 0)
     assert decode_s == measured.step_s(1, 1, 1000) and demand.compute == demand.bandwidth == 1.0
     assert time.interference == {("P", "D"): 0.2}
+    with pytest.raises(ValueError, match=r"is the profile of .*28 layers, and llava-1.5-7b has 32"):
+        DeviceTime.of("llava-1.5-7b", str(path))
 
 
 def test_what_is_no_model_is_refused(tmp_path):
