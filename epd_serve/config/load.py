@@ -16,10 +16,9 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.reader import ReaderError
 
-from device.datasheets import emulated_kind, is_measured
 from epd_serve.config.gateway import GatewayConfig, SecretSource
 from epd_serve.config.model_files import beside
-from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig
+from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig, devices_beside
 from epd_serve.config.sections import ShapeConfig, overlay
 from epd_serve.config.vllm import VllmConfig
 from epd_serve.cost.shape import KNOWN_SHAPES
@@ -75,8 +74,8 @@ def load_config(path: Path) -> DeploymentConfig:
             pass
         elif config.model != DEMO_MODEL:
             changes["model"] = beside(config.model, here)
-        if any(is_measured(emulated_kind(name)) for name in config.devices):
-            changes["devices"] = [_beside(name, here) for name in config.devices]
+        if (measured := devices_beside(config.devices, here)) != config.devices:
+            changes["devices"] = measured
         if config.interference is not None:
             changes["interference"] = str(here / config.interference.expanduser())
         if config.generation_config not in ("auto", "off"):
@@ -96,14 +95,6 @@ def load_config(path: Path) -> DeploymentConfig:
     except RuntimeError as error:  # '~name' for a user that does not exist
         raise ConfigError(f"{path}: a path that starts with '~': {error}") from error
     return change_config(config, changes, source=str(path))
-
-
-def _beside(device: str, here: Path) -> str:
-    """A device as a file in ``here`` names it, with the absolute path of its profile if it has one."""
-    kind = emulated_kind(device)
-    if not is_measured(kind):
-        return device
-    return f"emulated:{here / Path(kind).expanduser()}:{device.rpartition(':')[2]}"
 
 
 def parse_config(text: str, *, source: str = "deployment") -> DeploymentConfig:

@@ -71,6 +71,16 @@ def _check_device(name: str) -> str:
     raise ValueError(f"{name!r} is no device; write cpu, cuda:0, npu:0 or emulated:h200:0")
 
 
+def devices_beside(devices: tuple[str, ...], here: Path) -> tuple[str, ...]:
+    """Devices as a file in ``here`` names them; those that are profiles with their absolute paths."""
+    return tuple(
+        f"emulated:{here / Path(kind).expanduser()}:{name.rpartition(':')[2]}"
+        if is_measured(kind := emulated_kind(name))
+        else name
+        for name in devices
+    )
+
+
 def _read_devices(value: object) -> object:
     """``cuda x 8`` means cuda:0 to cuda:7."""
     if not isinstance(value, list | tuple):
