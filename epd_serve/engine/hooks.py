@@ -82,7 +82,7 @@ class Listeners:
 
     def dispatch(self, events: list[EngineEvent]) -> None:
         for event in events:
-            feed = self._feeds.get(event.request_id)
+            feed = self._feeds.get(event.sequence.request_id if type(event) is TokenEvent else event.request_id)
             if feed is None:
                 continue
             try:

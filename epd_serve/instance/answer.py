@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import codecs
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import msgspec
 
 from epd_serve.engine.engine import Engine
 from epd_serve.engine.hooks import EngineEvent, FailureEvent, TokenEvent
 from epd_serve.engine.patterns import Patterns
 from epd_serve.errors import ServeError
 from epd_serve.instance.detokenizer import Detokenizer, Vocabulary
-from epd_serve.instance.http import JSON, Header, Reply
+from epd_serve.instance.http import JSON, Header, Pieces, Reply
 from epd_serve.protocol import chunks, frames
 from epd_serve.protocol.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
@@ -39,6 +40,7 @@ class Answer:
         self.options = options
         self._prompt_ids = prompt_ids
         self._is_empty = sampling.max_tokens == 0
+        self._is_streamed, self._tells_usage = options.stream, options.continuous_usage
         self._logprobs: dict[int, TokenLogprob] = {}  # of tokens before those that are pushed, by index
         echo = vocabulary.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
         self._echoed: list[_Token] = []
@@ -116,27 +118,33 @@ class Answer:
         Where no token is wanted, the first one ends the choice and is dropped.
         """
         choice = self._choices[index]
-        first = not choice.has_begun
+        first = not choice.num_tokens and not choice.has_begun
         if self._is_empty:
             news = choice.end_empty()
         else:
-            place = len(self._prompt_ids) + choice.num_tokens
-            news = choice.add(token_id, finish_reason, logprob or self._logprobs.get(place))
-        if not self.options.stream:
+            if logprob is None and self._logprobs:
+                logprob = self._logprobs.get(len(self._prompt_ids) + choice.num_tokens)
+            news = choice.add(token_id, finish_reason, logprob)
+        if not self._is_streamed:
             return b""
         told: list[chunks.ScoredToken] | None = None
         if choice.held is not None:
             told = [*(self._prompt_tokens() if first else ()), *self._described(choice, news.told)]
-        event = chunks.delta_event(
-            self.options,
-            index,
-            choice.echo + news.text if first else news.text,
-            first=first,
-            finish_reason=choice.finish_reason,
-            logprobs=told,
-            usage=self.usage if self.options.continuous_usage else None,
-            calls=news.calls,
-        )
+        if first or choice.finish_reason is not None or told is not None or news.calls or self._tells_usage:
+            event = chunks.delta_event(
+                self.options,
+                index,
+                choice.echo + news.text if first else news.text,
+                first=first,
+                finish_reason=choice.finish_reason,
+                logprobs=told,
+                usage=self.usage if self._tells_usage else None,
+                calls=news.calls,
+            )
+        else:
+            if choice.template is None:
+                choice.template = chunks.DeltaTemplate(self.options, index)
+            event = choice.template.event(news.text)
         return frames.pack(index, () if self._is_empty else (token_id,), event)
 
     def end(self) -> bytes:
@@ -185,8 +193,7 @@ class _Token:
     logprob: TokenLogprob | None
 
 
-@dataclass(frozen=True, slots=True)
-class _News:
+class _News(msgspec.Struct, frozen=True, gc=False):
     """Content, pieces of calls and tokens that are certain now."""
 
     text: str
@@ -224,6 +231,7 @@ class _Choice:
         self._num_prompt_tokens = len(prompt_ids)
         self._num_read = 0
         self._unread = b""  # of tokens since, which make no character yet
+        self.template: chunks.DeltaTemplate | None = None
         self.echo = echo
         self.num_tokens = 0
         self.finish_reason: str | None = None
@@ -249,16 +257,19 @@ class _Choice:
 
     def add(self, token_id: int, finish_reason: str | None, logprob: TokenLogprob | None) -> _News:
         """Take a token in."""
-        is_shown = finish_reason != "stop" and token_id not in self._hidden_ids
-        if self.held is not None and (is_shown or self._lists_all):
-            start = self._start_of(token_id if is_shown else None)
-            self.held.append(_Token(token_id, self._num_prompt_tokens + self.num_tokens, start, logprob))
+        if self.held is not None:
+            is_shown = finish_reason != "stop" and token_id not in self._hidden_ids
+            if is_shown or self._lists_all:
+                start = self._start_of(token_id if is_shown else None)
+                self.held.append(_Token(token_id, self._num_prompt_tokens + self.num_tokens, start, logprob))
         # the token that stops a generation is no text
         text = "" if finish_reason == "stop" else self.detokenizer.push(token_id)
         if finish_reason is not None and not self.detokenizer.stopped:
             text += self.detokenizer.flush()
         self.finish_reason = "stop" if self.detokenizer.stopped else finish_reason
         self.num_tokens += 1
+        if self._reader is None and self.held is None:
+            return _News(text)
         calls: list[CallDelta] = []
         if self._reader is not None:
             text, calls = self._reader.push(text, last=self.finish_reason is not None)
@@ -313,67 +324,66 @@ class Generation:
         self.answer = answer
         self._engine = engine
         self._on_finished = on_finished
-        self._pieces: asyncio.Queue[bytes | ServeError | None] = asyncio.Queue()
+        self._pieces = Pieces()
+        self._finished: set[int] = set()  # choices whose last token came here
 
     def feed(self, event: EngineEvent) -> None:
-        if isinstance(event, FailureEvent):
-            self._pieces.put_nowait(event.error)
-        elif isinstance(event, TokenEvent):
+        if isinstance(event, TokenEvent):
             self._feed_token(event)
+        elif isinstance(event, FailureEvent):
+            self._break_off(event.error)
 
     def fail(self, error: ServeError) -> None:
         self.can_move = False  # whoever reads it knows what to do
-        self._pieces.put_nowait(error)
+        self._break_off(error)
 
     def _feed_token(self, event: TokenEvent) -> None:
-        answer, index = self.answer, event.sequence.index
-        if answer.is_finished(index):
+        answer, sequence, token = self.answer, event.sequence, event.token
+        index = sequence.index
+        if index in self._finished:
             return  # computed before the engine knew of the stop string
-        try:
-            check_constraint(event.sequence)
-        except ServeError as error:
-            self._pieces.put_nowait(error)
-            return
+        if sequence.constraint is not None:
+            try:
+                check_constraint(sequence)
+            except ServeError as error:
+                self._break_off(error)
+                return
         if event.logprobs:
             answer.learn(event.logprobs)
-        self._pieces.put_nowait(answer.push(index, event.token.token_id, event.token.logprob, event.finish_reason))
-        if answer.is_finished(index) and event.finish_reason is None:
-            self._engine.stop_sequence(event.sequence)
+        if frame := answer.push(index, token.token_id, token.logprob, event.finish_reason):
+            self._pieces.put(frame)
+        if not answer.is_finished(index):
+            return
+        self._finished.add(index)
+        if event.finish_reason is None:
+            self._engine.stop_sequence(sequence)
         if answer.finished:
             self._on_finished()
-            self._pieces.put_nowait(answer.end())
-            self._pieces.put_nowait(None)
+            self._pieces.put(answer.end())
+            self._pieces.end()
+
+    def _break_off(self, error: ServeError) -> None:
+        """End with an error: behind the first byte by a frame and a cut connection, never in order."""
+        if not self._pieces.has_begun:
+            self._pieces.end(error)
+            return
+        self._pieces.put(frames.pack(frames.ERROR, (), chunks.event(error.body())))
+        broken = BrokenStream(error.message)
+        broken.__cause__ = error
+        self._pieces.end(broken)
 
     async def reply(
         self, *, stream: bool, on_close: Callable[[], None], headers: tuple[Header, ...] = ()
     ) -> Reply:
         """The answer; a failure before its first byte is raised as what it is."""
         if not stream:
-            body = b"".join([piece async for piece in self._take()])
+            body = b"".join([piece async for piece in self._pieces])
             return Reply(headers=(JSON, *headers), body=body, on_close=on_close)
-        pieces = self._take()
-        first = await anext(pieces)
-        return Reply(headers=(*frames.HEADERS, *headers), stream=_guarded(first, pieces), on_close=on_close)
-
-    async def _take(self) -> AsyncGenerator[bytes, None]:
-        while (piece := await self._pieces.get()) is not None:
-            if isinstance(piece, ServeError):
-                raise piece
-            yield piece
+        await self._pieces.wait()
+        return Reply(headers=(*frames.HEADERS, *headers), stream=self._pieces, on_close=on_close)
 
 
 def check_constraint(sequence: RequestSequence) -> None:
     """Raise ServeError where the grammar of an answer could not be followed."""
     if sequence.constraint is not None and sequence.constraint.error:
         raise ServeError(f"the answer's structure could not be kept to: {sequence.constraint.error}")
-
-
-async def _guarded(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    """An error after the first byte becomes an error frame and a cut connection, never a clean end."""
-    yield first
-    try:
-        async for piece in rest:
-            yield piece
-    except ServeError as error:
-        yield frames.pack(frames.ERROR, (), chunks.event(error.body()))
-        raise BrokenStream(error.message) from error

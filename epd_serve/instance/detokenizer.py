@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from epd_serve.engine.patterns import Patterns
@@ -29,6 +30,8 @@ class Vocabulary:
             token_id: str(token.content).encode() for token_id, token in tokenizer.added_tokens_decoder.items()
         }
         self._read = _reader(tokenizer)
+        self._texts: dict[int, str | None] = {}
+        self._is_additive = _is_additive(tokenizer)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -42,12 +45,40 @@ class Vocabulary:
             found = self._known[token_id] = b"" if piece is None else self._read(piece, token_id)
         return found
 
+    def text_of(self, token_id: int) -> str | None:
+        """The text that a token adds wherever it stands behind whole characters.
+
+        None where that depends on its neighbours or is not known, and for added tokens and parts of characters.
+        """
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            found: str | None = None
+            if self._is_additive and token_id not in self._tokenizer.added_tokens_decoder:
+                with suppress(UnicodeDecodeError):
+                    text = self.bytes_of(token_id).decode()
+                    found = text if text and _INCOMPLETE not in text else None
+            self._texts[token_id] = found
+            return found
+
+
+def _is_additive(tokenizer: Any) -> bool:
+    """Whether the bytes of a text are those of its tokens, one after another."""
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
+        return bool(getattr(tokenizer, "is_additive", False))
+    is_byte_level = backend.decoder is not None and _kinds(backend.decoder) == {"ByteLevel"}
+    return is_byte_level and not getattr(tokenizer, "clean_up_tokenization_spaces", False)
+
+
+def _kinds(decoder: Any) -> set[str]:
+    read = json.loads(decoder.__getstate__())
+    return {one["type"] for one in read.get("decoders", [read]) if one}
+
 
 def _reader(tokenizer: Any) -> Callable[[str, int], bytes]:
     """Piece and id of a token → its bytes, by the tokenizer's own decoder."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = {} if backend is None or backend.decoder is None else json.loads(backend.decoder.__getstate__())
-    kinds = {one["type"] for one in decoder.get("decoders", [decoder]) if one}
+    kinds = set() if backend is None or backend.decoder is None else _kinds(backend.decoder)
     if "ByteLevel" in kinds:
         alphabet = _byte_alphabet()
         return lambda piece, _: b"".join(alphabet.get(one) or one.encode() for one in piece)
@@ -111,6 +142,7 @@ class Detokenizer:
         self._next_context = len(self._ids)
         self._before = self._decode(0)  # text from there on that is out
         self._num_waiting = 0  # tokens since
+        self._is_whole = not self._before.endswith(_INCOMPLETE)  # all that was pushed is out, in whole characters
         self._held = ""
         self._num_tokens = 0
         self._min_tokens = min_tokens
@@ -126,6 +158,9 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is now certain. Sets ``stopped`` when a stop string is complete."""
         self._num_tokens += 1
+        if self._is_whole and (text := self._vocabulary.text_of(token_id)) is not None:
+            self._ids, self._context, self._next_context, self._before = [token_id], 0, 1, text
+            return self._emit(text)
         self._ids.append(token_id)
         before, after = self._before, self._decode(self._context)
         if self._skip and after == before and not self._decode(len(self._ids) - 1):
@@ -133,8 +168,10 @@ class Detokenizer:
             return ""
         self._num_waiting += 1
         if after.endswith(_INCOMPLETE) or len(after) <= len(before):
+            self._is_whole = False
             return self._emit(self._give_up(after)) if self._num_waiting > _MAX_HELD_TOKENS else ""
         self._go_on(self._next_context, 0)
+        self._is_whole = True
         return self._emit(after[len(before) :])
 
     def flush(self) -> str:
@@ -165,6 +202,9 @@ class Detokenizer:
         return self._vocabulary.decode(ids, skip_special_tokens=self._skip) if ids else ""
 
     def _emit(self, new: str) -> str:
+        if self._node is self._stop.root and self._stop.first.isdisjoint(new):  # nothing is held back
+            self.text += new
+            return new
         pending = self._held + new
         end = self._find(new)
         if end is None:
@@ -180,8 +220,6 @@ class Detokenizer:
     def _find(self, new: str) -> int | None:
         """Find the text's end by the first stop string, of several the longest; counts from what is held back."""
         node, stop = self._node, self._stop
-        if node is stop.root and stop.first.isdisjoint(new):
-            return None
         counts = self._num_tokens > self._min_tokens
         found: tuple[int, int] | None = None  # where it begins, and its negative length
         for at, character in enumerate(new, start=len(self._held) + 1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from epd_serve.protocol import wire
 from epd_serve.rpc import streams
 from epd_serve.rpc.cluster import ClusterLinks, is_proved, with_link
 from epd_serve.rpc.http import HttpCall, HttpPool
-from epd_serve.rpc.stream_server import UpgradableHttp, upgrade
+from epd_serve.rpc.stream_server import WRITE, UpgradableHttp, upgrade
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +32,80 @@ _OPEN = frozenset({"/health", "/metrics"})
 _MANY_PIECES = 16
 
 
+class Pieces:
+    """A streamed answer as it comes. One reader iterates over it, or takes it by :meth:`forward`."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._write: Callable[[bytes], None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_over = False
+        self._error: Exception | None = None
+        self.has_begun = False
+
+    def put(self, piece: bytes) -> None:
+        """Add a piece, which may not be empty. Nothing happens behind the end."""
+        self.has_begun = True
+        if self._write is not None:
+            self._write(piece)
+        elif not self._is_over:
+            self._held.append(piece)
+            self._wake()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Let the reader have what there is, then ``error`` if there is one. Only the first end counts."""
+        if not self._is_over:
+            self._is_over, self._error, self._write = True, error, None
+            self._wake()
+
+    async def wait(self) -> None:
+        """Return when there is something to read. Raises the error of an answer that has nothing else."""
+        while not self._held and not self._is_over:
+            await self._sleep()
+        if not self._held and self._error is not None:
+            raise self._error
+
+    async def forward(self, write: Callable[[bytes], None]) -> None:
+        """Hand each piece to ``write`` when it comes, until the last one. Raises the error behind it."""
+        held, self._held = self._held, []
+        for piece in held:
+            write(piece)
+        if not self._is_over:
+            self._write = write
+            try:
+                await self._sleep()
+            finally:
+                self._write = None
+        if self._error is not None:
+            raise self._error
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self.read()
+
+    async def read(self) -> AsyncGenerator[bytes, None]:
+        while True:
+            await self.wait()
+            held, self._held = self._held, []
+            if not held:
+                return
+            for piece in held:
+                yield piece
+
+    async def _sleep(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """An answer: a body in one piece, or pieces as they come.
+    """An answer: a body in one piece, or pieces as they come and the body behind them.
 
     ``on_close`` is called exactly once, when the answer is out or the caller is gone.
     """
@@ -42,7 +113,7 @@ class Reply:
     status: int = 200
     headers: tuple[Header, ...] = ()
     body: bytes = b""
-    stream: AsyncGenerator[bytes, None] | None = None
+    stream: AsyncGenerator[bytes, None] | Pieces | None = None
     on_close: Callable[[], None] | None = None
 
 
@@ -100,7 +171,8 @@ class ControlApp:
         body = await _read(receive)
         if body is None:
             return
-        work = asyncio.create_task(_run(handler, body, send))
+        write = scope.get("extensions", {}).get(WRITE)
+        work = asyncio.create_task(_run(handler, body, send, write))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -113,7 +185,8 @@ class ControlApp:
                 await work
 
 
-async def _run(handler: Handler, body: bytes, send: Send) -> None:
+async def _run(handler: Handler, body: bytes, send: Send, write: Callable[[bytes], None] | None) -> None:
+    """Answer a call. ``write`` takes a part of the answer's body at once, where the server has such a thing."""
     try:
         reply = await handler(body)
     except ServeError as error:
@@ -128,8 +201,11 @@ async def _run(handler: Handler, body: bytes, send: Send) -> None:
         return
     try:
         await send({"type": "http.response.start", "status": reply.status, "headers": list(reply.headers)})
-        if reply.stream is not None:
-            async with aclosing(reply.stream) as pieces:
+        stream = reply.stream
+        if isinstance(stream, Pieces) and write is not None:
+            await stream.forward(write)
+        elif stream is not None:
+            async with aclosing(stream.read() if isinstance(stream, Pieces) else stream) as pieces:
                 async for piece in pieces:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": reply.body})

@@ -233,6 +233,7 @@ class PrefillService:
         def feed(event: EngineEvent) -> None:
             if not started.done():
                 started.set_result(None)
+            self._listen(request.request_id, generation.feed)
             generation.feed(event)
 
         self.generations[request.request_id] = generation

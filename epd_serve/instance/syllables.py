@@ -56,6 +56,7 @@ class SyllableTokenizer:
 
     chat_template = ""
     eos_token_id = END
+    is_additive = True
     added_tokens_decoder = {IMAGE: _Special(_IMAGE_TEXT), END: _Special(_END_TEXT)}  # noqa: RUF012
 
     def __len__(self) -> int:

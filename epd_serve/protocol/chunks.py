@@ -130,6 +130,20 @@ def delta_event(
     return event(body)
 
 
+class DeltaTemplate:
+    """The event of a choice's token that brings nothing but text, whatever the text is."""
+
+    def __init__(self, options: OutputOptions, index: int) -> None:
+        empty = delta_event(options, index, "", first=False, finish_reason=None, logprobs=None, usage=None)
+        field = b'"content":' if options.kind == "chat" else b'"text":'  # in a string its quotes would be escaped
+        self._before, _, self._behind = empty.partition(field + b'""')
+        self._before += field
+
+    def event(self, text: str) -> bytes:
+        """As :func:`delta_event` writes it."""
+        return b"%b%b%b" % (self._before, _encode(text), self._behind)
+
+
 def usage_event(options: OutputOptions, usage: Usage) -> bytes:
     """The event without choices that ``include_usage`` asks for."""
     return event({**_envelope(options, stream=True), "choices": [], "usage": usage.to_dict()})

@@ -20,6 +20,8 @@ Event = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 App = Callable[[Scope, Callable[[], Awaitable[Event]], Callable[[Event], Awaitable[None]]], Awaitable[None]]
 
+#: The name of the ASGI extension that takes a piece of an answer's body at once, behind the answer's start.
+WRITE = "epd.write"
 #: A list of messages is sent when so much of answers is in it.
 _LIST_BYTES = 1 << 20
 #: Where a protocol of uvicorn keeps itself, for the request that upgrades its connection.
@@ -148,6 +150,7 @@ class StreamServer(asyncio.Protocol):
             "raw_path": call.path.encode(),
             "query_string": b"",
             "headers": call.headers,
+            "extensions": {WRITE: exchange.write},
         }
         try:
             await self._app(scope, exchange.receive, exchange.send)
@@ -192,6 +195,7 @@ class Exchange:
         self._body: bytes | None = call.body
         self._loop = loop
         self._room_bytes = streams.WINDOW_BYTES
+        self._held = bytearray()  # for which the reader has no room
         self._waiters: list[asyncio.Future[None]] = []
 
     async def receive(self) -> Event:
@@ -208,39 +212,45 @@ class Exchange:
         if event["type"] == "http.response.start":
             self._server.put(Head(self._number, event["status"], list(event.get("headers", ()))))
             return
-        body = event.get("body", b"")
-        if body:
-            if len(body) <= self._room_bytes:
-                self._room_bytes -= len(body)
-                self._server.put(Data(self._number, body), len(body))
-            else:
-                await self._send_much(body)
+        if body := event.get("body", b""):
+            self.write(body)
+        while self._held and not self.is_over:
+            await self._wait()
         if not event.get("more_body", False) and not self.is_over:
             self.is_over = True
             self._server.put(End(self._number))
             self._wake()
+
+    def write(self, body: bytes) -> None:
+        """Send a piece of the answer's body now, or as its reader gets room."""
+        if self.is_over:
+            return
+        if len(body) <= self._room_bytes and not self._held:
+            self._room_bytes -= len(body)
+            self._server.put(Data(self._number, body), len(body))
+        else:
+            self._held += body
+            self._send_held()
 
     def credit(self, num_bytes: int) -> None:
         """The reader has room for so much more."""
         self._room_bytes += num_bytes
         if self._room_bytes > streams.WINDOW_BYTES:
             raise LinkClosed(f"the reader of stream {self._number} takes more than there was")
-        self._wake()
+        self._send_held()
+        if not self._held:
+            self._wake()
 
     def left(self) -> None:
         """The caller does not want the rest."""
         self.is_over = True
+        self._held.clear()
         self._wake()
 
-    async def _send_much(self, body: bytes) -> None:
-        """Send what the reader has no room for, as it gets room."""
-        start = 0
-        while start < len(body) and not self.is_over:
-            if self._room_bytes <= 0:
-                await self._wait()
-                continue
-            piece = body[start : start + self._room_bytes]
-            start += len(piece)
+    def _send_held(self) -> None:
+        piece = bytes(self._held[: self._room_bytes])
+        if piece:
+            del self._held[: len(piece)]
             self._room_bytes -= len(piece)
             self._server.put(Data(self._number, piece), len(piece))
 

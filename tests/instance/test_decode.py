@@ -79,6 +79,9 @@ class Vocabulary:
     def bytes_of(self, token_id: int) -> bytes:
         return b"x"
 
+    def text_of(self, token_id: int) -> str | None:
+        return "x"
+
 
 def service(engine: Engine, memory: Memory, *, queue_timeout_s: float = 60) -> DecodeService:
     parts: list[Any] = [engine, memory, Vocabulary(), LAYOUT]

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
 from epd_serve.engine.patterns import Patterns
-from epd_serve.instance.detokenizer import Detokenizer
+from epd_serve.instance.detokenizer import Detokenizer, Vocabulary
 
 
 class Bytes:
@@ -18,6 +18,9 @@ class Bytes:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return bytes(token_ids).decode("utf-8", "replace")
+
+    def text_of(self, token_id: int) -> str | None:
+        return chr(token_id) if 0 < token_id < 0x80 else None
 
 
 def pieces(text: str, stop: Sequence[str] = ()) -> tuple[list[str], Detokenizer]:
@@ -67,7 +70,7 @@ def test_an_incomplete_character_at_the_end_is_shown_as_such() -> None:
 def test_with_a_real_tokenizer(text: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(weights_dir())
     ids = tokenizer.encode(text, add_special_tokens=False)
-    detokenizer = Detokenizer(tokenizer, tokenizer.encode("What is this?"))
+    detokenizer = Detokenizer(Vocabulary(tokenizer), tokenizer.encode("What is this?"))
     assert "".join([detokenizer.push(i) for i in ids] + [detokenizer.flush()]) == tokenizer.decode(ids)
 
 
@@ -102,6 +105,9 @@ class Texts:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return "".join(self.texts[token_id] for token_id in token_ids)
+
+    def text_of(self, token_id: int) -> str | None:
+        return self.texts[token_id]
 
 
 class ByDefinition:
@@ -184,6 +190,9 @@ class Fallback:
         except UnicodeDecodeError:
             return "\ufffd" * len(token_ids)
 
+    def text_of(self, token_id: int) -> str | None:
+        return None
+
 
 @given(st.lists(st.sampled_from([0x80, 0xBF, 0xC3, 0xE4, 0xB8, 0xF0, 0x9F, 0x98]), min_size=20, max_size=90))
 def test_bytes_that_make_no_character_come_out_as_they_would_in_one_piece(ids: list[int]) -> None:
@@ -200,6 +209,9 @@ def test_bytes_that_never_end_are_decoded_a_few_at_a_time(decoder: Bytes | Fallb
         def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
             decoded.append(len(token_ids))
             return decoder.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        def text_of(self, token_id: int) -> str | None:
+            return decoder.text_of(token_id)
 
     detokenizer = Detokenizer(Counting(), [])
     pieces = [detokenizer.push(0x80) for _ in range(500)]

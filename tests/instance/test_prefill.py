@@ -74,6 +74,10 @@ class Prompts:
         def bytes_of(token_id: int) -> bytes:
             return b"x"
 
+        @staticmethod
+        def text_of(token_id: int) -> str | None:
+            return "x"
+
     def check_size(self, request: wire.PrefillRequest) -> None: ...
 
     def process(self, request: wire.PrefillRequest, check: Callable[[], None]) -> Prompt:

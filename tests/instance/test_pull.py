@@ -118,6 +118,9 @@ class Vocabulary:
     def bytes_of(self, token_id: int) -> bytes:
         return b"x"
 
+    def text_of(self, token_id: int) -> str | None:
+        return "x"
+
 
 class Transport:
     """Reads when it is let to."""

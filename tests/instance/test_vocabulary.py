@@ -47,6 +47,22 @@ def test_the_bytes_of_tokens_make_the_text(tokenizer: Any, text: str) -> None:
     assert b"".join(map(vocabulary.bytes_of, ids)) == expected.encode()
 
 
+@given(st.lists(st.integers(0, len(byte_level()) - 1), min_size=1, max_size=12))
+def test_the_texts_of_tokens_make_the_text(ids: list[int]) -> None:
+    """Where each has one; parts of characters and added tokens have none."""
+    vocabulary = Vocabulary(byte_level())
+    texts = [vocabulary.text_of(token_id) for token_id in ids]
+    known = [token_id for token_id, text in zip(ids, texts, strict=True) if text is not None]
+    assert "".join(filter(None, texts)) == vocabulary.decode(known, skip_special_tokens=True)
+    assert vocabulary.text_of(2) is None, "<|im_end|>"
+
+
+def test_tokens_whose_text_depends_on_their_neighbours_have_none_of_their_own() -> None:
+    for tokenizer in (sentencepiece(), whole_words()):
+        vocabulary = Vocabulary(tokenizer)
+        assert {vocabulary.text_of(token_id) for token_id in range(len(tokenizer))} == {None}
+
+
 def test_each_kind_of_token() -> None:
     qwen, llama, words = Vocabulary(byte_level()), Vocabulary(sentencepiece()), Vocabulary(whole_words())
     pieces = {qwen.bytes_of(token) for token in range(len(byte_level()))}

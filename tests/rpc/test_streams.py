@@ -427,3 +427,48 @@ def test_all_of_it_works_on_uvloop_with_a_key() -> None:
                     await to.close()
 
     uvloop.run(scenario())
+
+
+async def test_pieces_go_out_as_they_are_put_and_wait_for_their_own_reader_alone() -> None:
+    from epd_serve.instance.http import ControlHttp, Pieces, Reply, control_server_app
+    from epd_serve.rpc.http import HttpCall
+
+    much = [bytes([number]) * (MIB // 8) for number in range(8)]
+    made: list[Pieces] = []
+
+    async def answer(body: bytes) -> Reply:
+        pieces = Pieces()
+        made.append(pieces)
+        pieces.put(b"first")
+        return Reply(stream=pieces, body=b"behind")
+
+    config = uvicorn.Config(
+        control_server_app([("POST", "/answer", answer)], None, lambda: ""),
+        port=0,
+        lifespan="off",
+        log_config=None,
+        http=ControlHttp,
+    )
+    async with served(uvicorn.Server(config)) as url, HttpPool("p0", url) as pool:
+        to = Streams(pool)
+        slow, quick, cut = [sent(to, "/answer") for _ in range(3)]
+        for call in (slow, quick, cut):
+            await call.opened
+        await until(lambda: len(made) == 3)
+        for piece in much:
+            made[0].put(piece)
+        made[0].end()
+        made[1].put(b"second")
+        made[1].end()
+        made[2].end(BrokenStream("as it must"))
+        assert await whole(quick) == b"firstsecondbehind"
+        with pytest.raises(InstanceLost):
+            await whole(cut)
+        assert sum(map(len, slow._pieces)) < 2 * streams.WINDOW_BYTES
+        assert await whole(slow) == b"".join([b"first", *much, b"behind"])
+        asked = asyncio.create_task(HttpCall(pool, "POST", "/answer", "", [b""]).ask())
+        await until(lambda: len(made) == 4)
+        made[3].put(b"second")
+        made[3].end()
+        assert await asked == b"firstsecondbehind"
+        await to.close()
