@@ -24,6 +24,7 @@ from epd_serve.protocol.openai import (
 )
 from epd_serve.protocol.responses import InputTokensCall, ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
+from epd_serve.protocol.transcriptions import TranscriptionRequest
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.hot_reload import ConfigReload
@@ -37,6 +38,7 @@ from proxy.api.endpoint import Endpoint, GenerationEndpoint
 from proxy.api.openapi import openapi_router
 from proxy.api.responses import ResponsesEndpoint
 from proxy.api.tokenizing import TokenizingEndpoint
+from proxy.api.transcriptions import TranscriptionEndpoint
 from proxy.api.views import health_router, home_router, models_router
 from proxy.dispatch.dispatcher import Dispatch, Dispatcher
 from proxy.dispatch.job import Instances
@@ -221,6 +223,12 @@ def endpoints(
     yield (
         "/v1/responses",
         ResponsesEndpoint(kind="responses", parse=ResponsesRequest.parse, dispatcher=dispatcher, **shared),
+    )
+    yield (
+        "/v1/audio/transcriptions",
+        TranscriptionEndpoint(
+            kind="transcription", parse=TranscriptionRequest.parse, dispatcher=dispatcher, **shared
+        ),
     )
     yield (
         "/v1/responses/input_tokens",

@@ -163,6 +163,18 @@ class InputTokens(_Answer):
     input_tokens: int
 
 
+class TranscriptUsage(_Answer):
+    type: Literal["tokens"]
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+
+
+class Transcript(_Answer):
+    text: str
+    usage: TranscriptUsage
+
+
 class TokenizeResult(_Answer):
     """``max_model_len`` is the most tokens of a prompt and its answer together."""
 

@@ -27,7 +27,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     ``sampling``: the frames of a video that are wanted. ``low_detail``: it is to be read scaled down (see
     :data:`epd_serve.media.LOW_DETAIL_PIXELS`). ``format``: of a sound, as the request says it; "": it does not.
     ``payload``: the base64 text behind ``url``, a view of the body, where it was left there
-    (proxy/api/payloads.py).
+    (proxy/api/payloads.py). ``raw``: the file itself, where the request has it as it is.
     """
 
     url: str
@@ -37,6 +37,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     low_detail: bool = False
     format: str = ""
     payload: memoryview | None = None
+    raw: bytes | None = None
 
     @property
     def is_inline(self) -> bool:

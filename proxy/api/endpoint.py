@@ -31,6 +31,7 @@ from proxy.fleet.poller import Poller
 from proxy.http.arrival import ArrivalLimits
 from proxy.http.asgi import AsgiClient, headers_of
 from proxy.http.client import (
+    JSON,
     Client,
     ClientLeft,
     EventSink,
@@ -293,7 +294,8 @@ class GenerationEndpoint(Endpoint):
             exchange.record.answered(answer)
             answer = self._translate(request, jobs[0], answer)
             exchange.answered = True
-            await send_json(exchange.client, 200, answer, exchange.record)
+            record, content_type = exchange.record, self._content_type(request)
+            await send_json(exchange.client, 200, answer, record, content_type=content_type)
 
     def _jobs(
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
@@ -332,6 +334,10 @@ class GenerationEndpoint(Endpoint):
     def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
         """The same for an answer in one piece."""
         return answer
+
+    def _content_type(self, request: GenerationRequest) -> bytes:
+        """The type of that answer."""
+        return JSON
 
 
 class Exchange:

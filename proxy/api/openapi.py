@@ -19,6 +19,7 @@ from epd_serve.protocol.fields import LABELS, MESSAGE_NEUTRAL, NEUTRAL, RESPONSE
 from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.responses import ResponsesRequest
 from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
+from epd_serve.protocol.transcriptions import TranscriptionRequest
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
@@ -44,6 +45,7 @@ _POSTS: dict[str, tuple[type[BaseModel], type[BaseModel], type[BaseModel] | None
     "/v1/completions": (CompletionRequest, answers.Completion, answers.Completion, "Go on with prompts"),
     "/v1/responses": (ResponsesRequest, answers.ResponseAnswer, None, "Answer in OpenAI's newer shape"),
     "/v1/responses/input_tokens": (ResponsesRequest, answers.InputTokens, None, "How long a response's input is"),
+    "/v1/audio/transcriptions": (TranscriptionRequest, answers.Transcript, None, "Write down what is said"),
     "/tokenize": (TokenizeBody, answers.TokenizeResult, None, "Tokens of a prompt or a chat, images included"),
     "/detokenize": (DetokenizeBody, answers.DetokenizeResult, None, "Text of tokens"),
 }
@@ -55,7 +57,8 @@ _GETS: dict[str, tuple[dict[int, type[BaseModel]], str]] = {
     "/health/ready": ({200: answers.ReadyAnswer, 503: answers.ReadyAnswer}, "The same"),
     "/health/live": ({200: answers.LiveAnswer}, "Whether the gateway runs"),
 }
-_STREAMED = {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
+_STREAMED = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/audio/transcriptions"}
+_FORMS = {"/v1/audio/transcriptions"}
 
 
 @cache
@@ -117,7 +120,7 @@ def docs_page(document: Mapping[str, Any]) -> str:
         for method, operation in operations.items():
             parts.append(f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(operation['summary'])}</p>")
             if "requestBody" in operation:
-                reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+                reference = next(iter(operation["requestBody"]["content"].values()))["schema"]["$ref"]
                 parts.append(_fields(schemas[reference.rpartition("/")[2]]))
     return "".join(parts)
 
@@ -178,6 +181,7 @@ def _errors() -> dict[str, Any]:
 
 def _post(path: str) -> dict[str, Any]:
     request, answer, _, summary = _POSTS[path]
+    sent = "multipart/form-data" if path in _FORMS else "application/json"
     content: dict[str, Any] = {"application/json": _reference(answer)}
     if path in _STREAMED:
         content["text/event-stream"] = {"schema": {"type": "string"}}
@@ -193,7 +197,7 @@ def _post(path: str) -> dict[str, Any]:
                 "schema": {"type": "string", "pattern": "^[!-~]{1,256}$"},
             }
         ],
-        "requestBody": {"required": True, "content": {"application/json": _reference(request)}},
+        "requestBody": {"required": True, "content": {sent: _reference(request)}},
         "responses": {"200": {"description": "The answer", "content": content}, **_errors()},
     }
 

@@ -192,7 +192,7 @@ def _unescaped(body: bytearray, view: memoryview, start: int, end: int) -> memor
 
 
 def _length(sources: list[MediaSource]) -> int:
-    return sum([len(source.url) for source in sources])
+    return sum([len(source.url if source.raw is None else source.raw) for source in sources])
 
 
 def _with_payloads(sources: list[MediaSource], payloads: list[memoryview]) -> list[MediaSource] | None:

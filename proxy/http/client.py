@@ -93,11 +93,21 @@ async def send_error(client: Client, error: ServeError, record: RequestRecord) -
     await send_json(client, error.status, error.to_json(), record, error.retry_after_s)
 
 
+#: The content type of nearly all answers.
+JSON = b"application/json"
+
+
 async def send_json(
-    client: Client, status: int, body: bytes, record: RequestRecord, retry_after_s: float | None = None
+    client: Client,
+    status: int,
+    body: bytes,
+    record: RequestRecord,
+    retry_after_s: float | None = None,
+    *,
+    content_type: bytes = JSON,
 ) -> None:
-    """A whole answer in JSON."""
-    headers = [(b"content-type", b"application/json"), *record.headers]
+    """A whole answer."""
+    headers = [(b"content-type", content_type), *record.headers]
     headers += [(name.encode(), value.encode()) for name, value in retry_headers(status, retry_after_s).items()]
     if status == 408:  # the rest of the body may still come, and is no request
         headers.append((b"connection", b"close"))

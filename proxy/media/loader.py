@@ -256,6 +256,8 @@ def _read_list(source: MediaSource, limits: VideoLimits) -> tuple[bytes, VideoFa
 
 def _decoded(source: MediaSource, max_bytes: int) -> tuple[str, bytes]:
     """Media type and bytes of an item that the request holds."""
+    if source.raw is not None:
+        return "", source.raw
     if source.payload is None:
         return parse_data_url(source.url, max_bytes, source.modality)
     return decode_data_url(source.url, source.payload, max_bytes, source.modality)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
@@ -126,6 +127,13 @@ async def test_a_model_for_pictures_refuses_sounds_by_name(api, part):
     assert (status, error["code"]) == (400, "unsupported_media")
     assert "takes no sounds here; it takes text and images" in error["message"]
     assert error["param"].startswith("messages[0].content[0].")
+
+
+async def test_a_model_for_pictures_transcribes_nothing(api):
+    form = {"file": io.BytesIO(b"RIFF")}
+    async with api.session.post(api.url + "/v1/audio/transcriptions", data=form) as answer:
+        status, error = answer.status, (await answer.json())["error"]
+    assert (status, error["code"], error["param"]) == (400, "unsupported_media", "file")
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHATS, chat("Hi") | FIELDS), (COMPLETIONS, {"prompt": "x"} | FIELDS)])

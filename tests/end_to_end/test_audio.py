@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import signal
 import time
@@ -164,3 +165,53 @@ async def test_the_answer_is_the_same_when_the_encoder_dies(model: Path, referen
         await asyncio.sleep(0.3)
         os.kill(handle.pid, signal.SIGKILL)
         assert await task == expected(reference, question)
+
+
+async def test_a_file_is_transcribed_as_openai_does(deployment: LocalDeployment, reference: Reference) -> None:
+    """A chat with the file, whole, as text, and streamed; by httpx's forms."""
+    file = {"file": ("speech.flac", sound(11, 1.9, kind="flac"), "audio/flac")}
+    fields = {"model": "tested", "language": "en", "prompt": "and so on"}
+    path = "/v1/audio/transcriptions"
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+        whole = await client.post(path, data=fields, files=file)
+        text = await client.post(path, data={**fields, "response_format": "text"}, files=file)
+        stream = await client.post(path, data={**fields, "stream": "true"}, files=file)
+    assert whole.status_code == text.status_code == stream.status_code == 200, (whole.text, text.text, stream.text)
+    instruction = (
+        "Transcribe what is said. Answer with the transcript alone. The language is en. "
+        "It goes on behind this text: and so on"
+    )
+    ids = reference.generate(instruction, sounds=(Sound(file["file"][1]),), max_tokens=40)
+    answer = whole.json()
+    assert answer["text"].startswith(reference.tokenizer.decode(ids, skip_special_tokens=True)[:30])
+    assert answer["usage"]["input_tokens"] == len(reference.prompt)
+    assert (text.headers["content-type"], text.text) == ("text/plain; charset=utf-8", answer["text"] + "\n")
+    events = [json.loads(event.removeprefix("data: ")) for event in stream.text.split("\n\n") if event]
+    assert "".join(event["delta"] for event in events[:-1]) == answer["text"] == events[-1]["text"]
+    assert {event["type"] for event in events[:-1]} == {"transcript.text.delta"}
+    assert (events[-1]["type"], events[-1]["usage"]) == ("transcript.text.done", answer["usage"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "file", "param", "words"),
+    [
+        ({}, GOOD[: len(GOOD) // 2], "file", "cut off"),
+        ({}, b"", "file", "empty"),
+        ({"response_format": "srt"}, GOOD, "response_format", "'json' or 'text'"),
+        ({"timestamp_granularities[]": "word"}, GOOD, "timestamp_granularities[]", "unknown field"),
+        ({"temperature": "hot"}, GOOD, "temperature", "valid number"),
+        ({"model": "tested"}, None, "file", "is required"),
+    ],
+)
+async def test_forms_that_cannot_be_are_refused(
+    deployment: LocalDeployment, fields: dict[str, str], file: bytes | None, param: str, words: str
+) -> None:
+    files: dict[str, Any] = {name: (None, value) for name, value in fields.items()}
+    if file is not None:
+        files["file"] = ("a.wav", file)
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+        answer = await client.post("/v1/audio/transcriptions", files=files)
+        no_form = await client.post("/v1/audio/transcriptions", json={"file": "x"})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and words in error["message"], error
+    assert no_form.status_code == 400 and "multipart/form-data" in no_form.json()["error"]["message"]
