@@ -20,8 +20,9 @@ from epd_serve.bench.workloads import load_workload
 from epd_serve.bench.workloads.lengths import parse_lengths, parse_seconds, parse_sizes
 from epd_serve.bench.workloads.synthetic import synthesise, text_of
 from epd_serve.demo import weights_dir
+from epd_serve.media.audio import AudioLimits, read_audio_facts
 from epd_serve.media.video import VideoLimits, read_facts
-from epd_serve.types import VideoFacts
+from epd_serve.types import AudioFacts, VideoFacts
 
 
 def take(spec: str, num_items: int, seed: int = 1) -> list[Item]:
@@ -140,7 +141,7 @@ def test_pictures_of_a_folder(tmp_path: Path) -> None:
     ("spec", "says"),
     [
         ("sharegpt4o", "did you mean sharegpt4o-like"),
-        ("nothing", "known: sharegpt4o-like, visualwebinstruct-like, synthetic, videos, custom, trace"),
+        ("nothing", "known: sharegpt4o-like, visualwebinstruct-like, synthetic, videos, audio, custom, trace"),
         ("synthetic:file.jsonl", "reads no file"),
         ("trace", "needs a file; write trace:FILE.jsonl"),
         ("custom:", "names no file"),
@@ -200,4 +201,15 @@ def test_clips_have_their_length_and_share_of_conversations() -> None:
     limits = VideoLimits(max_pixels=1 << 20, max_bytes=1 << 20, max_frames=100, max_seconds=10)
     assert {read_facts(clip.data, limits) for clip in clips} == {VideoFacts(64, 48, 10, 5.0)}
     assert len({clip.data for clip in clips}) == len(clips) == 8
+    assert pictures(take(spec, 32)) == pictures(items), "the same seed gives the same bytes"
+
+
+def test_sounds_have_their_length_and_share_of_conversations() -> None:
+    spec = "audio,audio_share=0.5,video_share=0.25,video_s=1,video_size=32x32,audio_s=2,image_size=32x32"
+    items = take(spec, 32)
+    assert Counter(item.modality for item in items) == {"image": 12, "audio": 12, "video": 8}
+    sounds = [one for one in pictures(items) if one.mime == "audio/wav"]
+    limits = AudioLimits(max_bytes=1 << 20, max_seconds=10)
+    assert {read_audio_facts(one.data, limits) for one in sounds} == {AudioFacts(32_000, 16_000, 1)}
+    assert len({one.data for one in sounds}) == len(sounds) == 12
     assert pictures(take(spec, 32)) == pictures(items), "the same seed gives the same bytes"

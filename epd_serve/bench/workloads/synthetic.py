@@ -13,6 +13,10 @@ megapixels.
 from __future__ import annotations
 
 import io
+import math
+import sys
+import wave
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from PIL import Image, ImageChops
 
@@ -61,6 +65,12 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "image_share": "1",
         "video_share": "1",
     },
+    "audio": {
+        "text_tokens": "64",
+        "image_size": "lognormal:802x652:0.35",
+        "image_share": "1",
+        "audio_share": "1",
+    },
 }
 
 #: Requests with and without images are mixed within blocks of so many conversations, so that short runs have both.
@@ -71,11 +81,14 @@ _REUSE_POOL = 64
 _SIDE_BY_SIDE = 8
 
 
+Kind: TypeAlias = Literal["text", "image", "video", "audio"]
+
+
 @dataclass(kw_only=True, slots=True)
 class _Conversation:
     number: int
     num_turns: int
-    media: Literal["text", "image", "video"]
+    media: Kind
     turn: int = 0
 
 
@@ -85,8 +98,8 @@ class Synthetic:
     Settings: text_tokens, output_tokens, system_tokens (the same text before every conversation), image_size,
     images (of the first turn), image_share (of conversations), image_reuse (share of images that were shown
     before, byte by byte), image_dir (pictures of a folder in place of synthesised ones), video_share (of
-    conversations with images, those that have videos in their place), video_size, video_s, video_fps, turns,
-    think_s, ignore_eos, requests.
+    conversations with images, those that have videos in their place), video_size, video_s, video_fps, audio_share
+    (of the others of these, those that have sounds), audio_s, turns, think_s, ignore_eos, requests.
     """
 
     def __init__(
@@ -114,6 +127,8 @@ class Synthetic:
         self._video_fps: Drawn[int] = options.take("video_fps", parse_lengths, "24")
         if self._video_share:
             load_pyav()
+        self._audio_share = options.take("audio_share", parse_share, preset.get("audio_share", "0"))
+        self._audio_s: Drawn[int] = options.take("audio_s", parse_lengths, "8")
         self._turns: Drawn[int] = options.take("turns", parse_lengths, "1")
         self._think: Drawn[float] = options.take("think_s", parse_seconds, "0")
         # asked for explicitly: servers that know no such field refuse it
@@ -122,10 +137,10 @@ class Synthetic:
         self.num_items: int | None = options.take("requests", optional(parse_count), preset.get("requests", ""))
         options.check(name)
         self._is_chat = self._turns.text != "1"
-        self._num_with_media = 0
+        self._num_with_media = self._num_without_video = 0
 
     def items(self, seed: int) -> Iterator[Item]:
-        self._num_with_media = 0
+        self._num_with_media = self._num_without_video = 0
         shown: deque[Media] = deque(maxlen=_REUSE_POOL)
         system = self._system_prompt(seed)
         order = Random(f"{seed}/{self.name}/order")
@@ -177,7 +192,7 @@ class Synthetic:
     def _conversations(self, seed: int) -> Iterator[_Conversation]:
         """Yield the conversations.
 
-        The shares with images and videos are exact over each block whose length times them is whole.
+        The shares with images, videos and sounds are exact over each block whose length times them is whole.
         """
         for block in count():
             rng = Random(f"{seed}/{self.name}/block{block}")
@@ -185,12 +200,16 @@ class Synthetic:
             with_media = [_is_one_of(self._share, n) for n in numbers]
             rng.shuffle(with_media)
             for number, has_media in zip(numbers, with_media, strict=True):
-                is_video = has_media and _is_one_of(self._video_share, self._num_with_media)
-                self._num_with_media += has_media
-                media: Literal["text", "image", "video"] = (
-                    "video" if is_video else "image" if has_media else "text"
-                )
+                media = self._kind() if has_media else "text"
                 yield _Conversation(number=number, num_turns=self._turns.draw(rng), media=media)
+
+    def _kind(self) -> Kind:
+        """The kind of the next conversation's media."""
+        self._num_with_media += 1
+        if _is_one_of(self._video_share, self._num_with_media - 1):
+            return "video"
+        self._num_without_video += 1
+        return "audio" if _is_one_of(self._audio_share, self._num_without_video - 1) else "image"
 
     def _system_prompt(self, seed: int) -> tuple[Message, ...]:
         rng = Random(f"{seed}/{self.name}/system")
@@ -204,6 +223,8 @@ class Synthetic:
         if kind == "video":
             size, seconds, fps = self._video_size.draw(rng), self._video_s.draw(rng), self._video_fps.draw(rng)
             one = synthesise_clip(size, seconds, fps, rng)
+        elif kind == "audio":
+            one = synthesise_sound(self._audio_s.draw(rng), rng)
         else:
             one = self._folder.draw(rng) if self._folder else self._draw_picture(self._size.draw(rng), rng)
         shown.append(one)
@@ -250,6 +271,26 @@ def synthesise_clip(size: Size, seconds: int, fps: int, rng: Random) -> Media:
             file.mux(stream.encode(av.VideoFrame.from_image(frame)))
         file.mux(stream.encode())
     return Media(mime="video/mp4", data=data.getvalue())
+
+
+#: Samples a second of a generated sound, and of each of its tones.
+_AUDIO_RATE, _TONE_SAMPLES = 16_000, 1600
+
+
+def synthesise_sound(seconds: int, rng: Random) -> Media:
+    """A WAV file of one channel with ten tones a second, of any pitch and loudness."""
+    samples = array("h")
+    for _ in range(seconds * _AUDIO_RATE // _TONE_SAMPLES):
+        period, loudness = rng.randrange(16, 200), rng.uniform(1000, 12_000)
+        tone = array("h", (round(loudness * math.sin(math.tau * place / period)) for place in range(period)))
+        samples += (tone * (_TONE_SAMPLES // period + 1))[:_TONE_SAMPLES]
+    if sys.byteorder == "big":
+        samples.byteswap()
+    data = io.BytesIO()
+    with wave.open(data, "wb") as file:
+        file.setparams((1, 2, _AUDIO_RATE, len(samples), "NONE", ""))
+        file.writeframes(samples.tobytes())
+    return Media(mime="audio/wav", data=data.getvalue())
 
 
 def load_pyav() -> Any:
