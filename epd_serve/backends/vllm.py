@@ -32,6 +32,8 @@ from epd_serve.protocol import wire
 from epd_serve.protocol.engine_notices import WITH_PIXELS, FeatureWithdrawn, KVUnwanted
 from epd_serve.rpc.http import HttpPool
 
+#: That are passed on; vLLM itself says which its model takes.
+_MODALITIES = ("image", "video", "audio")
 #: Figures of an instance that had nothing to do, and got nothing from here since, may be so old ...
 _IDLE_FIGURES_S = 5.0
 #: ... and so old the last sign of life of such a one.
@@ -64,7 +66,7 @@ class _Exchange:
             self.encoded.set()
 
     async def rewritten(self) -> list[dict[str, Any]] | None:
-        """The pictures without pixels, once it is known; None where they are needed for one of them."""
+        """The items without pixels, once it is known; None where they are needed for one of them."""
         await self.encoded.wait()
         told = [self.told.get(ref.mm_hash) for ref in self.request.items]
         return [one for one in told if one] if told and all(told) else None
@@ -158,6 +160,7 @@ class VllmInstance(VllmServer):
                 num_waiting_pixels=sum(self._encodes.values()),
             ),
             block_size=figures.block_size,
+            modalities=_MODALITIES,
         )
         return self._info
 

@@ -11,8 +11,10 @@ import msgspec
 import pybase64
 from PIL import Image
 
+from epd_serve.errors import InvalidRequest
+from epd_serve.media.video import unpack_frames
 from epd_serve.protocol.wire import ChatMessage, MediaRef, OutputOptions, Part, PrefillRequest, PromptOptions
-from epd_serve.types import SAMPLING_DEFAULTS, Grammar, SamplingParams
+from epd_serve.types import AS_THE_MODEL, SAMPLING_DEFAULTS, Grammar, SamplingParams
 
 BYTES_PER_TOKEN = 4
 WARM_UP_PIXELS = 112
@@ -30,7 +32,7 @@ _SAME: dict[str, Any] = {
 _OF_PROMPT = frozenset({"reasoning_effort"})
 
 Body = dict[str, Any]
-#: A picture: its bytes, or what E has told of it, from which vLLM finds its place in the prompt.
+#: An item: its bytes, or what E has told of it, from which vLLM finds its place in the prompt.
 Media = bytes | Mapping[str, Any]
 
 
@@ -41,10 +43,11 @@ def path_of(request: PrefillRequest) -> str:
 def prompt_body(request: PrefillRequest, media: Sequence[Media], *, suffix: str = "") -> Body:
     """The fields of a body from which the prompt is made; P and D must be given the same ones.
 
-    ``suffix`` ends the pictures' names.
+    ``suffix`` ends the items' names. Raises InvalidRequest for options of items that vLLM's names leave out.
     """
     body: Body = {
         "model": request.output.model,
+        **media_options(request.items),
         **_prompting(request.prompting, is_chat=request.messages is not None),
         **{name: value for name, value in only_vllm(request).items() if name in _OF_PROMPT},
     }
@@ -90,17 +93,47 @@ def prefill_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
 
 
 def encode_body(model: str, ref: MediaRef, media: bytes) -> Body:
-    """One picture and nothing else, for an instance that encodes."""
-    return {"model": model, "stream": False, "messages": [{"role": "user", "content": [image_part(ref, media)]}]}
+    """One item and nothing else, for an instance that encodes. Raises as :func:`prompt_body`."""
+    message = {"role": "user", "content": [media_part(ref, media)]}
+    return {"model": model, "stream": False, "messages": [message], **media_options([ref])}
 
 
-def image_part(ref: MediaRef, media: Media, suffix: str = "") -> Body:
-    """A picture as a part of a message, with its hash, so that all instances give the feature the same name."""
+def media_part(ref: MediaRef, media: Media, suffix: str = "") -> Body:
+    """An item as a part of a message, with its hash, so that all instances give the feature the same name."""
     if not isinstance(media, bytes):
-        return {"type": "image_embeds", "image_embeds": media, "uuid": ref.mm_hash}
-    kind = "png" if media.startswith(b"\x89PNG") else "jpeg"  # a label: the bytes themselves are looked at
-    url = f"data:image/{kind};base64,{pybase64.b64encode(media).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}, "uuid": ref.mm_hash + suffix}
+        kind = f"{ref.modality}_embeds"
+        return {"type": kind, kind: media, "uuid": ref.mm_hash}
+    kind = f"{ref.modality}_url"
+    return {"type": kind, kind: {"url": _data_url(ref, media)}, "uuid": ref.mm_hash + suffix}
+
+
+def _data_url(ref: MediaRef, media: bytes) -> str:
+    """The labels are for readers, but for that of a frame list: the bytes themselves are looked at."""
+    if ref.modality == "image":
+        kind = "image/png" if media.startswith(b"\x89PNG") else "image/jpeg"
+    elif ref.modality == "audio":
+        kind = "audio/wav"
+    else:
+        kind = "video/jpeg" if ref.is_list else "video/mp4"
+    files = unpack_frames(media) if ref.is_list else [media]
+    return f"data:{kind};base64,{','.join(pybase64.b64encode(one).decode() for one in files)}"
+
+
+def media_options(refs: Sequence[MediaRef]) -> Body:
+    """The frames that a request asks for of its videos, all of which have the same options.
+
+    Raises InvalidRequest for those of the processor: vLLM would give the feature another name.
+    """
+    asked = next((ref.sampling for ref in refs if ref.modality == "video"), AS_THE_MODEL)
+    if asked.processor_fps is not None or asked.processor_num_frames is not None:
+        raise InvalidRequest(
+            "with engine: vllm a request has no mm_processor_kwargs; send media_io_kwargs, or set "
+            "mm_processor_kwargs for all requests in instances.engine_args",
+            param="mm_processor_kwargs",
+        )
+    frames = {"num_frames": asked.num_frames, "fps": asked.fps}
+    frames = {name: value for name, value in frames.items() if value is not None}
+    return {"media_io_kwargs": {"video": frames}} if frames else {}
 
 
 def _message(message: ChatMessage, items: Any, suffix: str) -> Body:
@@ -129,7 +162,7 @@ def _part(part: Part, items: Any, suffix: str) -> Body:
     if part.type == "text":
         return {"type": "text", "text": part.text}
     ref, media = next(items)
-    return image_part(ref, media, suffix)
+    return media_part(ref, media, suffix)
 
 
 def _prompting(options: PromptOptions, *, is_chat: bool) -> Body:

@@ -53,7 +53,7 @@ class VllmServer:
 
     async def tokenize(self, request: TokenizeRequest, *, trace_id: str) -> TokenizeReply:
         if request.items:
-            raise InvalidRequest("tokenize: vLLM counts the tokens of text alone; leave out the images")
+            raise InvalidRequest("tokenize: vLLM counts the tokens of text alone; leave out the media")
         prefill = wire.PrefillRequest(
             request_id=trace_id,
             output=wire.OutputOptions(kind="chat", id="", created=0, model=await self.model_name()),

@@ -87,7 +87,7 @@ def vllm_processes(
     used = connectors_of(config)
     if used.features == "file" and not used.feature_dir:
         raise ValueError("vllm.feature_dir is not set: a directory through which E hands its features to P")
-    pixels = pixel_flags(Path(model), flags)
+    media = media_flags(Path(model), flags)
     placement = config.placement()
     num_ranks = sum(instance.tensor_parallel for instance in placement)
     shares = config.device_shares()
@@ -100,7 +100,7 @@ def vllm_processes(
             on_a_share = share is not None and _kind(instance.devices[0]) == "cpu"
             threads = min(settings.threads, threads) if on_a_share else settings.threads
         options = _options(
-            config, settings, instance, number, port, used, environment, threads, share, model, pixels
+            config, settings, instance, number, port, used, environment, threads, share, model, media
         )
         variables = environment_of(options)
         if used.kv == "nixl" and is_loopback(options.host):
@@ -262,20 +262,24 @@ def link_plugin(directory: Path) -> str:
     return str(directory)
 
 
-_FLAG = "mm_device_do_normalize"
+_OPTIONS_FLAG = "trust_request_mm_kwargs"
+_PIXEL_FLAG = "mm_device_do_normalize"
 _KEYS = ("do_normalize", "do_rescale", "image_mean", "image_std")
 
 
-def pixel_flags(model: Path, flags: Collection[str]) -> dict[str, bool]:
-    """Flags of vllm serve with which transformers normalises, where the model's files leave it to it.
+def media_flags(model: Path, flags: Collection[str]) -> dict[str, bool]:
+    """Flags of vllm serve with which it takes the gateway's options of videos, which has limits for them, and with
+    which transformers normalises pixels, where the model's files leave it to it.
 
     ``flags`` are those that the installed vLLM has.
     """
+    found = {_OPTIONS_FLAG: True} if _OPTIONS_FLAG in flags else {}
     image_processor = _read(model / "preprocessor_config.json")
     processor = _read(model / "processor_config.json").get("image_processor") or {}
-    if _FLAG not in flags or not (image_processor or processor):
-        return {}
-    return {} if any(key in image_processor or key in processor for key in _KEYS) else {_FLAG: False}
+    told = any(key in image_processor or key in processor for key in _KEYS)
+    if _PIXEL_FLAG in flags and (image_processor or processor) and not told:
+        found[_PIXEL_FLAG] = False
+    return found
 
 
 def _read(file: Path) -> dict[str, Any]:

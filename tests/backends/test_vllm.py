@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from epd_serve.backends import vllm_chat
@@ -11,6 +12,7 @@ from epd_serve.backends.vllm_answer import error_of
 from epd_serve.backends.vllm_server import read_figures
 from epd_serve.backends.vllm_stream import can_be_replayed
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
+from epd_serve.media.video import pack_frames
 from epd_serve.protocol.openai import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -19,6 +21,7 @@ from epd_serve.protocol.openai import (
     VllmCompletionRequest,
 )
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
+from epd_serve.types import AS_THE_MODEL, VideoFacts, VideoSampling
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
@@ -61,6 +64,35 @@ def test_pictures_are_named_by_their_hash() -> None:
     assert content[0] == {"type": "text", "text": "Look:"}
     assert [part["uuid"] for part in content[1:]] == ["h0", "h1"]
     assert content[1]["image_url"]["url"].startswith("data:image/png;base64,iVBORyBvbmU")
+
+
+def video_request(sampling: VideoSampling = AS_THE_MODEL, is_list: bool = False) -> PrefillRequest:
+    part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA=="}}
+    asked = request({"messages": [{"role": "user", "content": [part]}]})
+    ref = MediaRef.of_video(VideoFacts(64, 48, 9, 4.0, is_list), sampling)
+    return msgspec.structs.replace(asked, items=[msgspec.structs.replace(ref, mm_hash="v0")])
+
+
+def test_videos_and_frame_lists_are_passed_on_with_the_frames_that_are_asked_for() -> None:
+    asked = video_request(VideoSampling(num_frames=4))
+    whole = vllm_chat.answer_body(asked, [b"file"])
+    (part,) = whole["messages"][0]["content"]
+    assert part == {
+        "type": "video_url",
+        "video_url": {"url": "data:video/mp4;base64,ZmlsZQ=="},
+        "uuid": "v0",
+    }
+    alone = vllm_chat.encode_body("m", asked.items[0], b"file")
+    assert alone["messages"][0]["content"] == [part], "E and D see the same"
+    assert whole["media_io_kwargs"] == alone["media_io_kwargs"] == {"video": {"num_frames": 4}}
+    assert vllm_chat.prompt_body(asked, [{"grid": [1]}])["messages"][0]["content"] == [
+        {"type": "video_embeds", "video_embeds": {"grid": [1]}, "uuid": "v0"}
+    ]
+    frames = vllm_chat.prompt_body(video_request(is_list=True), [pack_frames([b"one", b"two"])])
+    assert frames["messages"][0]["content"][0]["video_url"]["url"] == "data:video/jpeg;base64,b25l,dHdv"
+    assert "media_io_kwargs" not in frames
+    with pytest.raises(InvalidRequest, match="engine_args"):
+        vllm_chat.prompt_body(video_request(VideoSampling(processor_fps=1.0)), [b"file"])
 
 
 def test_p_and_d_are_given_the_same_prompt() -> None:

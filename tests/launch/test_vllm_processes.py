@@ -159,6 +159,15 @@ def test_pixels_are_normalised_where_the_model_does_not_say_how(
     assert ("--no-mm-device-do-normalize" in process.command) is raw
 
 
+@pytest.mark.parametrize("flags", [[], ["trust_request_mm_kwargs"]])
+def test_options_of_videos_are_taken_from_the_gateway_where_vllm_asks_for_trust(
+    flags: list[str], model: Path
+) -> None:
+    config = parse_config(f"engine: vllm\nmodel: {model}\ntopology: PD")
+    (process,) = vllm_processes(config, [9000], {}, flags=flags)
+    assert ("--trust-request-mm-kwargs" in process.command) is bool(flags)
+
+
 def test_threads_stay_within_the_cores_of_a_share(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     text = "topology: (E-P)-D\ninstances: {threads: 6}\nroles: {E: {share: 0.25}, P: {share: 0.75, threads: 2}}"

@@ -19,7 +19,8 @@ from typing import Any
 
 import httpx
 import psutil
-from chat import chat
+from chat import chat, data_url
+from clips import clip
 from pictures import noise
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -48,7 +49,7 @@ def engine_python() -> str | None:
 
 
 def questions() -> list[dict[str, Any]]:
-    """Eight with pictures, two of them with two and one a picture again, and eight without.
+    """Eight with pictures, two of them with two and one a picture again, two with videos, and eight without.
 
     The pictures need not be resized: pixels of engines that do it differently differ by rounding.
     """
@@ -64,6 +65,7 @@ def questions() -> list[dict[str, Any]]:
     ]
     asked += [chat(text) for text in ("Say apple", "What is 2 + 3?", "Hello", "Repeat: " + "apple banana " * 60)]
     asked += [chat(f"Count to {number}. " * number) for number in (3, 7, 19, 31)]
+    asked += [chat_with_video("What happens?"), chat_with_video("What happens?", num_frames=4)]
     fields = {
         "model": MODEL,
         "max_tokens": MAX_TOKENS,
@@ -72,6 +74,14 @@ def questions() -> list[dict[str, Any]]:
         "skip_special_tokens": False,
     }
     return [{**one, **fields} for one in asked]
+
+
+def chat_with_video(text: str, **options: int) -> dict[str, Any]:
+    """A question about a clip of eight frames, of which ``options`` choose some."""
+    url = data_url(clip(seed=3, count=8, size=(56, 56)), "video/mp4")
+    parts = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": text}]
+    options_of_media = {"media_io_kwargs": {"video": options}} if options else {}
+    return {**chat(text), "messages": [{"role": "user", "content": parts}], **options_of_media}
 
 
 def ask(url: str, body: Mapping[str, Any], *, stream: bool = False, timeout_s: float = 300) -> Tokens:
@@ -138,7 +148,7 @@ def monolith(python: str, model: Path, log: Path) -> Iterator[str]:
         kind="cpu",
         dtype="float32",
         kv_bytes=1 << 30,
-        arguments={"max_model_len": 1024, "max_num_seqs": 16, **FLAGS},
+        arguments={"max_model_len": 1024, "max_num_seqs": 16, "trust_request_mm_kwargs": True, **FLAGS},
     )
     url = f"http://127.0.0.1:{options.port}"
     with log.open("w") as output:
