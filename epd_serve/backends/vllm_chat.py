@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import secrets
+import wave
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from PIL import Image
 from epd_serve.errors import InvalidRequest
 from epd_serve.media.video import unpack_frames
 from epd_serve.protocol.wire import ChatMessage, MediaRef, OutputOptions, Part, PrefillRequest, PromptOptions
-from epd_serve.types import AS_THE_MODEL, SAMPLING_DEFAULTS, Grammar, SamplingParams
+from epd_serve.types import AS_THE_MODEL, SAMPLING_DEFAULTS, Grammar, Modality, SamplingParams
 
 BYTES_PER_TOKEN = 4
 WARM_UP_PIXELS = 112
@@ -254,14 +255,20 @@ def size_of(request: PrefillRequest) -> int:
     return sum(len(part.text) for part in parts) // BYTES_PER_TOKEN
 
 
-def picture_body(model: str, *, is_new: bool) -> Body:
-    """A picture to warm up with, or to see whether an instance computes. The store keeps and counts none of it.
+def trial_body(model: str, modality: Modality, *, is_new: bool) -> Body:
+    """A picture or a sound to warm up with, or to see whether an instance computes; the store keeps and counts
+    nothing of it.
 
     ``is_new``: no instance has seen it before. Otherwise it is always the same one.
     """
-    picture = io.BytesIO()
-    Image.new("RGB", (WARM_UP_PIXELS, WARM_UP_PIXELS)).save(picture, "PNG")
+    file = io.BytesIO()
+    if modality == "image":
+        Image.new("RGB", (WARM_UP_PIXELS, WARM_UP_PIXELS)).save(file, "PNG")
+    else:
+        with wave.open(file, "wb") as sound:
+            sound.setparams((1, 2, 16_000, 0, "NONE", ""))
+            sound.writeframes(bytes(16_000))
     name = secrets.token_hex(32) if is_new else "warm-up"
-    ref = MediaRef(mm_hash=name, width=WARM_UP_PIXELS, height=WARM_UP_PIXELS)
-    body = encode_body(model, ref, picture.getvalue())
+    ref = MediaRef(mm_hash=name, width=WARM_UP_PIXELS, height=WARM_UP_PIXELS, modality=modality)
+    body = encode_body(model, ref, file.getvalue())
     return body | {"max_completion_tokens": 1, "ec_transfer_params": {"trial": True}}

@@ -22,7 +22,7 @@ from epd_serve.protocol.engine_notices import LENGTH, Notice, pack
 from epd_serve.protocol.wire import DetokenizeReply, DetokenizeRequest, Load, TokenizeReply, TokenizeRequest
 from epd_serve.rpc.http import HttpPool
 from epd_serve.rpc.sockets import connect
-from epd_serve.types import Role, SamplingParams
+from epd_serve.types import Modality, Role, SamplingParams
 
 INFO_TIMEOUT_S = 10.0
 #: The first request of a process compiles and allocates what later ones find.
@@ -30,6 +30,8 @@ WARM_UP_TIMEOUT_S = 300.0
 
 #: Name of requests that are no client's.
 _TRIAL = "warm-up"
+#: Modalities to warm up with, the first that the model takes.
+_TRIED: tuple[Modality, ...] = ("image", "audio")
 _GREEDY = SamplingParams(seed=0, temperature=0.0)
 #: Requests after which a decoding process has compiled what its sampler needs: functions of vLLM's compile for one
 #: sequence, and again for more.
@@ -48,6 +50,7 @@ class VllmServer:
         self.name = pool.name
         self.url = pool.url
         self.target = target
+        self._takes: Modality = "image"
 
     # ------------------------------------------------------------------ prompts
 
@@ -90,21 +93,23 @@ class VllmServer:
                 if self.target.role.has_language_model:
                     for body in (_short_completion(model), *bodies):
                         await self.post(vllm_chat.COMPLETION, body, _TRIAL)
-                with contextlib.suppress(InvalidRequest):  # a model without pictures
-                    await self._picture_call(model).ask()
+                for modality in _TRIED:
+                    with contextlib.suppress(InvalidRequest):  # the model takes none
+                        await self._media_call(model, modality).ask()
+                        self._takes = modality
+                        break
         except TimeoutError as error:
             raise InstanceLost(f"instance {self.name} computed nothing in {WARM_UP_TIMEOUT_S:g} s") from error
 
     def trial(self, model: str) -> VllmCall:
-        """A call that computes a token, or a picture where there is no language model."""
+        """A call that computes a token, or an item where there is no language model."""
         if self.target.role.has_language_model:
             return self.call(vllm_chat.COMPLETION, _short_completion(model), _TRIAL)
-        return self._picture_call(model)
+        return self._media_call(model, self._takes)
 
-    def _picture_call(self, model: str) -> VllmCall:
-        return self.call(
-            vllm_chat.CHAT, vllm_chat.picture_body(model, is_new=self.target.features != "file"), _TRIAL
-        )
+    def _media_call(self, model: str, modality: Modality) -> VllmCall:
+        body = vllm_chat.trial_body(model, modality, is_new=self.target.features != "file")
+        return self.call(vllm_chat.CHAT, body, _TRIAL)
 
     async def model_name(self) -> str:
         return str((await self.ask_json("/v1/models"))["data"][0]["id"])

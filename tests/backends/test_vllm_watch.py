@@ -242,7 +242,7 @@ async def test_an_idle_instance_that_is_lost_is_asked_anew(monkeypatch: pytest.M
 
 
 def test_a_picture_to_warm_up_with_is_none_of_a_client() -> None:
-    bodies = [vllm_chat.picture_body("m", is_new=is_new) for is_new in (True, True, False, False)]
+    bodies = [vllm_chat.trial_body("m", "image", is_new=is_new) for is_new in (True, True, False, False)]
     names = [body["messages"][0]["content"][0]["uuid"] for body in bodies]
     assert len(set(names)) == 3, "where it stays for good, there is one"
     assert all(body["ec_transfer_params"]["trial"] for body in bodies)
