@@ -33,7 +33,7 @@ from benchmarks.models import make_shape
 from device.base import Device
 from device.registry import get_device
 from epd_serve.engine.step import StepExecutor
-from epd_serve.engine.step_inputs import StepInputs
+from epd_serve.engine.step_inputs import StepInputs, block_table
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
@@ -233,7 +233,7 @@ class _Model:
             slots=slots,
             rows=rows,
             decode_context_lens=lengths[:decodes],
-            decode_blocks=blocks[:decodes],
+            decode_blocks=block_table(blocks[:decodes]),
             prefill_query_lens=prefill,
             prefill_context_lens=prefill,
             prefill_blocks=blocks[decodes:],

@@ -115,6 +115,8 @@ def _encode_tensor(value: Any) -> tuple[str, list[int], bytes]:
 def _decode_tensor(kind: type, value: Any) -> Tensor:
     assert kind is Tensor
     dtype, shape, data = value
+    if not data:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape)
 
 

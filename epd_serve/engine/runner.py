@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from epd_serve.sequence import PLACEHOLDER, Sequence
 
 
 class LanguageRunner:
-    """Turns a schedule into a step and its logits into tokens. Holds no state of any request."""
+    """Turns a schedule into a step and its logits into tokens."""
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class LanguageRunner:
         self._block_size = block_size
         self._num_position_axes = num_position_axes
         self._followers = followers
+        self._tables = DecodeTables(block_size)
 
     def activate(self) -> None:
         """Make its device that of this thread, which is to launch steps."""
@@ -66,11 +69,10 @@ class LanguageRunner:
             before: has chosen the tokens for which placeholders stand.
         """
         batch = _Batch(self._block_size)
-        for sequence in output.decodes:
-            batch.add_decode(sequence)
+        batch.add_decodes(output.decodes, self._tables, self._num_position_axes)
         for sequence, count in output.prefills:
             batch.add_prefill(sequence, count, features_by_hash)
-        inputs = batch.inputs(self._num_position_axes)
+        inputs = batch.inputs()
         fed = None
         if batch.fed:
             assert before is not None and self._followers is None, "nobody can feed the other ranks"
@@ -147,6 +149,57 @@ class LaunchedStep:
         return result
 
 
+class DecodeTables:
+    """The block tables of the sequences of the last step that decode; what is new of each is written alone."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._table = np.zeros((0, 0), np.int64)
+        self._decodes: list[Sequence] = []
+        self._places: dict[Sequence, int] = {}  # rows of the table
+        self._index = np.zeros(0, np.int64)  # the same, in the order of the decodes
+        self._written: list[tuple[list[int], int]] = []  # by row: a list of blocks that only grows, how much of it
+
+    def blocks_of(self, decodes: list[Sequence], lens: list[int]) -> npt.NDArray[np.int64]:
+        """[decodes, widest]: the blocks that the first ``lens`` tokens of each are in, then 0."""
+        if decodes is not self._decodes:
+            self._seat(decodes)
+        size = self._block_size
+        width = -(-max(lens, default=0) // size)
+        if width > self._table.shape[1]:
+            self._table = np.pad(self._table, ((0, 0), (0, 2 * width - self._table.shape[1])))
+        written = self._written
+        for row, sequence, length in zip(self._index.tolist(), decodes, lens, strict=True):
+            blocks, count = written[row]
+            if blocks is not sequence.blocks or (length + size - 1) // size != count:
+                self._write(row, sequence.blocks, (length + size - 1) // size)
+        return np.ascontiguousarray(self._table[self._index, :width])
+
+    def _write(self, row: int, blocks: list[int], count: int) -> None:
+        known, start = self._written[row]
+        if known is not blocks or start > count:
+            start = 0
+            self._table[row] = 0
+        self._table[row, start:count] = blocks[start:count]
+        self._written[row] = blocks, count
+
+    def _seat(self, decodes: list[Sequence]) -> None:
+        """Keep the rows of those that go on, and give the others' to new ones."""
+        staying = set(decodes)
+        self._places = {sequence: row for sequence, row in self._places.items() if sequence in staying}
+        more = len(decodes) - len(self._table)
+        if more > 0:
+            self._table = np.pad(self._table, ((0, more), (0, 0)))
+            self._written += [([], 0)] * more
+        taken = set(self._places.values())
+        free = [row for row in range(len(self._table)) if row not in taken]
+        for sequence in decodes:
+            if sequence not in self._places:
+                self._places[sequence] = free.pop()
+        self._decodes = decodes
+        self._index = np.array([self._places[sequence] for sequence in decodes], np.int64)
+
+
 class _Batch:
     """The packed tokens of one step: decodes first, then prefill chunks."""
 
@@ -156,9 +209,9 @@ class _Batch:
         self.fed: dict[int, Sequence] = {}  # rows whose tokens the host does not know
         self.rows: list[int] = []
         self._slots: list[int] = []
-        self._decode_positions: list[int] = []
-        self._prompt_positions: list[Tensor] = []
-        self._decodes: list[Sequence] = []
+        self._positions: list[Tensor] = []
+        self._decode_lens: list[int] = []
+        self._decode_blocks = torch.zeros(0, 0, dtype=torch.long)
         self._prefills: list[tuple[Sequence, int]] = []
         self._features: list[Tensor] = []
         self.scored: list[tuple[Sequence, int]] = []
@@ -166,14 +219,22 @@ class _Batch:
         self._scored_ids: list[int] = []
         self._feature_rows: list[int] = []
 
-    def add_decode(self, sequence: Sequence) -> None:
-        index = sequence.num_tokens - 1
-        self.rows.append(len(self.ids))
-        self.ids.append(sequence.output_ids[-1])
-        self._mark_fed(sequence)
-        self._decode_positions.append(index + sequence.position_delta)
-        self._add_slots(sequence, index, index + 1)
-        self._decodes.append(sequence)
+    def add_decodes(self, decodes: list[Sequence], tables: DecodeTables, num_axes: int) -> None:
+        """The decodes of the step, before anything else."""
+        ids = [sequence.output_ids[-1] for sequence in decodes]
+        self.fed = {row: decodes[row] for row, token in enumerate(ids) if token == PLACEHOLDER}
+        self.ids = [0 if token == PLACEHOLDER else token for token in ids] if self.fed else ids
+        self.rows = list(range(len(ids)))
+        lens = self._decode_lens = [len(one.prompt_ids) + len(one.output_ids) for one in decodes]
+        last = np.array(lens, np.int64) - 1
+        blocks = tables.blocks_of(decodes, lens)
+        if len(lens):
+            self._slots = (
+                blocks[np.arange(len(lens)), last // self._block_size] * self._block_size + last % self._block_size
+            ).tolist()
+        positions = last + np.array([sequence.position_delta for sequence in decodes], np.int64)
+        self._positions.append(torch.from_numpy(positions).expand(num_axes, -1))
+        self._decode_blocks = torch.from_numpy(blocks)
 
     def add_prefill(self, sequence: Sequence, count: int, features: Mapping[str, Tensor]) -> None:
         start, end = sequence.num_computed, sequence.num_computed + count
@@ -186,11 +247,11 @@ class _Batch:
                 self._feature_rows += range(first_row + low, first_row + high)
         length = sequence.num_prompt_tokens
         self.ids += sequence.prompt_ids[start:end]
-        self._prompt_positions.append(sequence.positions[:, start:end])
+        self._positions.append(sequence.positions[:, start:end])
         if end > length:  # output that is computed again
             self.ids += sequence.output_ids[max(start - length, 0) : end - length]
             index = torch.arange(max(start, length), end) + sequence.position_delta
-            self._prompt_positions.append(index.expand(len(sequence.positions), -1))
+            self._positions.append(index.expand(len(sequence.positions), -1))
             self._mark_fed(sequence)
         self._add_slots(sequence, start, end)
         self._prefills.append((sequence, end))
@@ -205,15 +266,14 @@ class _Batch:
                 sequence.prompt_ids[place] if is_prompt else sequence.output_ids[place - length]
             )
 
-    def inputs(self, num_axes: int) -> StepInputs:
-        decode_positions = torch.tensor(self._decode_positions, dtype=torch.long).expand(num_axes, -1)
+    def inputs(self) -> StepInputs:
         return StepInputs(
             ids=self.ids,
-            positions=torch.cat([decode_positions, *self._prompt_positions], dim=1),
+            positions=torch.cat(self._positions, dim=1),
             slots=self._slots,
             rows=self.rows,
-            decode_context_lens=[sequence.num_tokens for sequence in self._decodes],
-            decode_blocks=[self._used(sequence, sequence.num_tokens) for sequence in self._decodes],
+            decode_context_lens=self._decode_lens,
+            decode_blocks=self._decode_blocks,
             prefill_query_lens=[end - sequence.num_computed for sequence, end in self._prefills],
             prefill_context_lens=[end for _, end in self._prefills],
             prefill_blocks=[self._used(sequence, end) for sequence, end in self._prefills],

@@ -181,7 +181,7 @@ class DecodeGraphs:
         return (
             not inputs.prefill_query_lens
             and 0 < len(inputs.ids) <= self._sizes[-1]
-            and max(map(len, inputs.decode_blocks)) <= self._max_blocks
+            and inputs.decode_blocks.shape[1] <= self._max_blocks
         )
 
     def run(self, inputs: StepInputs, fed: Fed | None = None) -> Tensor:
@@ -196,14 +196,14 @@ class DecodeGraphs:
         self._fill(self._slots[:size], inputs.slots + padding)
         self._fill(self._context_lens[:size], context_lens)
         self._positions[:, :count].copy_(inputs.positions, non_blocking=True)
-        width = max(map(len, inputs.decode_blocks))
-        rows = [blocks + [0] * (width - len(blocks)) for blocks in inputs.decode_blocks]
-        rows += [[0] * width] * (size - count)
-        self._fill(self._table[:size, :width], rows)
+        width = inputs.decode_blocks.shape[1]
+        blocks = self._device.pin_memory(inputs.decode_blocks)
+        self._table[:count, :width].copy_(blocks, non_blocking=True)
+        self._table[count:size, :width].zero_()
         self._graphs.update(size, context_lens)
         return self._graphs.replay(size)[:count]
 
-    def _fill(self, buffer: Tensor, values: list[int] | list[list[int]]) -> None:
+    def _fill(self, buffer: Tensor, values: list[int]) -> None:
         buffer.copy_(self._device.pin_memory(torch.tensor(values, dtype=torch.long)), non_blocking=True)
 
     def _step(self, size: int) -> Tensor:

@@ -20,7 +20,8 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
         slots: [T], where each token's K and V go.
         rows: tokens whose logits are wanted. scored_rows: tokens behind which the log-probabilities of
             ``scored_ids``, those that follow them, are wanted, with ``num_top`` alternatives.
-        decode_blocks, prefill_blocks: the blocks in use of each sequence, as many as its context fills.
+        decode_blocks: [decodes, widest] int64, the blocks in use of each sequence, then 0 (:func:`block_table`).
+        prefill_blocks: the blocks in use of each sequence, as many as its context fills.
         prefill_both_ways: for each prefill, the runs of its sequence's tokens that see all of themselves.
         features: [F, (1 + deepstack levels) * hidden], in batch order; None without media.
         feature_rows: [F], the tokens that they replace.
@@ -31,7 +32,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     slots: list[int]
     rows: list[int]
     decode_context_lens: list[int]
-    decode_blocks: list[list[int]]
+    decode_blocks: Tensor
     prefill_query_lens: list[int]
     prefill_context_lens: list[int]
     prefill_blocks: list[list[int]]
@@ -47,12 +48,12 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
             block_size=block_size,
             slot_mapping=integers(self.slots, device),
             num_decodes=len(self.decode_context_lens),
-            decode_block_table=_table(self.decode_blocks, device),
+            decode_block_table=to_device(self.decode_blocks, device),
             decode_context_lens=integers(self.decode_context_lens, device),
             decode_context_lens_host=self.decode_context_lens,
             prefill_query_lens=self.prefill_query_lens,
             prefill_context_lens=self.prefill_context_lens,
-            prefill_block_table=_table(self.prefill_blocks, device),
+            prefill_block_table=to_device(block_table(self.prefill_blocks), device),
         )
 
 
@@ -76,8 +77,8 @@ def integers(values: list[int], device: torch.device) -> Tensor:
     return to_device(torch.tensor(values, dtype=torch.long), device)
 
 
-def _table(rows: list[list[int]], device: torch.device) -> Tensor:
-    """[len(rows), longest row], padded with 0."""
+def block_table(rows: list[list[int]]) -> Tensor:
+    """[len(rows), longest row] int64 on the host, padded with 0."""
     width = max(map(len, rows), default=0)
     padded = [row + [0] * (width - len(row)) for row in rows]
-    return to_device(torch.tensor(padded, dtype=torch.long).view(len(rows), width), device)
+    return torch.tensor(padded, dtype=torch.long).view(len(rows), width)

@@ -27,7 +27,7 @@ from device.base import (  # noqa: E402
 from device.cpu import CpuDevice  # noqa: E402
 from device.ops.ascend import AscendOps, Layout  # noqa: E402
 from epd_serve.engine.step import StepExecutor  # noqa: E402
-from epd_serve.engine.step_inputs import StepInputs  # noqa: E402
+from epd_serve.engine.step_inputs import StepInputs, block_table  # noqa: E402
 from epd_serve.models.family import picture  # noqa: E402
 from epd_serve.models.language import LanguageModel  # noqa: E402
 from epd_serve.models.loader import load_family  # noqa: E402
@@ -147,7 +147,9 @@ class Instance:
             slots=slots,
             rows=rows,
             decode_context_lens=lengths,
-            decode_blocks=[r.blocks[: -(-n // BLOCK_SIZE)] for n, r in zip(lengths, decodes, strict=True)],
+            decode_blocks=block_table(
+                [r.blocks[: -(-n // BLOCK_SIZE)] for n, r in zip(lengths, decodes, strict=True)]
+            ),
             prefill_query_lens=[end - start] if waiting else [],
             prefill_context_lens=[end] if waiting else [],
             prefill_blocks=[waiting.blocks[: -(-end // BLOCK_SIZE)]] if waiting else [],

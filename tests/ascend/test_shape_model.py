@@ -26,7 +26,7 @@ from transformers import (  # noqa: E402
 from device.ascend import AscendDevice  # noqa: E402
 from device.base import EagerRunner, GraphRunner  # noqa: E402
 from epd_serve.engine.step import StepExecutor  # noqa: E402
-from epd_serve.engine.step_inputs import StepInputs  # noqa: E402
+from epd_serve.engine.step_inputs import StepInputs, block_table  # noqa: E402
 from epd_serve.models import language  # noqa: E402
 from epd_serve.models.language import LanguageModel  # noqa: E402
 
@@ -121,7 +121,7 @@ def inputs_of(decodes: list[int], chunks: list[tuple[int, int]], features: torch
         slots=[BLOCK_SIZE] * tokens,
         rows=list(range(len(decodes) + len(chunks))),
         decode_context_lens=decodes,
-        decode_blocks=blocks[: len(decodes)],
+        decode_blocks=block_table(blocks[: len(decodes)]),
         prefill_query_lens=[query for query, _ in chunks],
         prefill_context_lens=[context for _, context in chunks],
         prefill_blocks=blocks[len(decodes) :],

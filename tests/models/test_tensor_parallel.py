@@ -19,7 +19,7 @@ from device.distributed import Alone, Group
 from device.registry import get_device
 from epd_serve.engine.kv_memory import KVCache, block_nbytes
 from epd_serve.engine.step import StepExecutor
-from epd_serve.engine.step_inputs import StepInputs
+from epd_serve.engine.step_inputs import StepInputs, block_table
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.protocol.wire import KVLayout
@@ -124,7 +124,7 @@ def steps(path: Path, model: LanguageModel) -> list[StepInputs]:
                 slots=[BLOCK_SIZE + token for token in range(start, end)],
                 rows=[end - start - 1],
                 decode_context_lens=[end] if decodes else [],
-                decode_blocks=[blocks] if decodes else [],
+                decode_blocks=block_table([blocks] if decodes else []),
                 prefill_query_lens=[] if decodes else [end - start],
                 prefill_context_lens=[] if decodes else [end],
                 prefill_blocks=[] if decodes else [blocks],
