@@ -2,17 +2,22 @@
 
     python -m benchmarks.elastic simulated [--requests 200] [--rate 3]
     python -m benchmarks.elastic live [--requests 100] [--seed 1]
+    python -m benchmarks.elastic emulated [--seconds 360] [--seed 1] [--output FILE]
 
 It writes its figures and the roles over time to ``benchmarks/results/elastic-*``. ``simulated``: 8 instances of
 the simulator, driven by the controller that runs live; also with half the requests, and with the opposite load
 (images behind long answers). ``live``: 8 processes on this machine's CPU with parts of its cores, for which it
-needs to be root; a row for each seed.
+needs to be root; a row for each seed. ``emulated``: 8 emulated devices under an hour of a trace whose mix changes
+twice (text-heavy, image-heavy, long answers), ten times as fast; requests that were lost and answers that differ
+are counted, and make the command fail.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS, argument_parser, write
@@ -69,6 +74,16 @@ def live(count: int, seed: int) -> None:
     publish("elastic-live", sorted(rows, key=lambda one: one["seed"]), drawing)
 
 
+def emulated(seconds: float, seed: int, output: Path) -> None:
+    from benchmarks.elastic.emulated import measure
+
+    row = measure(seconds, seed)
+    print(write(output, row))
+    num_lost = row["with"]["lost"] + row["without"]["lost"]
+    if num_lost or row["wrong"]:
+        sys.exit(f"{num_lost} requests were lost, {row['wrong']} answers are wrong")
+
+
 def publish(name: str, found: Any, drawing: Any) -> None:
     """Write the figures and the picture; print the figures."""
     print(write(RESULTS / f"{name}.json", found))
@@ -77,13 +92,17 @@ def publish(name: str, found: Any, drawing: Any) -> None:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("what", choices=["simulated", "live"])
+    parser.add_argument("what", choices=["simulated", "live", "emulated"])
     parser.add_argument("--requests", type=int, help="200 simulated ones, 100 live ones")
     parser.add_argument("--rate", type=float, default=3.0, help="simulated: requests a second")
     parser.add_argument("--seed", type=int, default=1, help="live: its row takes the place of an older one's")
+    parser.add_argument("--seconds", type=float, default=360.0, help="emulated: of the compressed trace")
+    parser.add_argument("--output", type=Path, default=RESULTS / "elastic-emulated.json", help="emulated")
     wanted = parser.parse_args()
     if wanted.what == "live":
         live(wanted.requests or 100, wanted.seed)
+    elif wanted.what == "emulated":
+        emulated(wanted.seconds, wanted.seed, wanted.output)
     else:
         simulated(wanted.requests or 200, wanted.rate)
 

@@ -10,8 +10,10 @@ import psutil
 import pytest
 
 from benchmarks.deployed import Timing
+from benchmarks.elastic.emulated import PHASES, ChangingMix, figures, num_wrong
 from benchmarks.elastic.live import SHIFT, Watcher, ratios, summary, together_per_s
 from benchmarks.elastic.quotas import ROOT, limited
+from epd_serve.bench.types import Record
 
 
 def test_a_process_gets_its_part_of_a_core_and_all_of_it_back() -> None:
@@ -30,6 +32,32 @@ def test_a_process_gets_its_part_of_a_core_and_all_of_it_back() -> None:
             assert process.poll() is None
         finally:
             process.kill()
+
+
+def test_a_changing_mix_counts_answers_that_differ_and_requests_without_one() -> None:
+    mix = ChangingMix(3.0, seed=1)
+    assert list(dict.fromkeys(phase for _, phase in mix.arrivals)) == list(PHASES)
+    assert [item.max_tokens for item in mix.items(1)] == [phase.num_output_tokens for _, phase in mix.arrivals]
+
+    def answered(text: str) -> list[Record]:
+        return [
+            Record(
+                index=index,
+                workload="",
+                modality="",
+                scheduled_s=0.0,
+                first_token_s=0.1,
+                finish_s=0.2,
+                num_output_tokens=phase.num_output_tokens,
+                text=text if index == 2 else "same",
+            )
+            for index, (_, phase) in enumerate(mix.arrivals)
+        ]
+
+    assert num_wrong(mix, answered("same"), answered("same")) == 0
+    assert num_wrong(mix, answered("same"), answered("other")) == 1
+    found = figures(answered("same")[1:], mix, 3.0)
+    assert found["lost"] == 1 and found["goodput"] == (len(mix.arrivals) - 1) / 3.0
 
 
 def test_figures_are_of_answers_and_errors_are_counted() -> None:
