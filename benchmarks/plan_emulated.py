@@ -1,17 +1,29 @@
 """The planner's simulator against deployments on emulated devices: the real gateway, scheduler, engine loop,
-transfers and router, with the data sheet's times in place of the chips.
+transfers and router, with a profile's times in place of the chips.
 
-    python -m benchmarks.plan_emulated --topologies 3EPD,E-P-D,E-2PD,EP-2D --rates 2,4
+    python -m benchmarks.plan_emulated [--minutes 10] [--topologies 3EPD,E-P-D] [--bound 6]
 
-Each deployment is the file that ``epd-serve plan`` would write, and the simulator gets the requests that were
-sent. Both have the same device times, so that a difference is of queues, hand-overs or the host, of which the
-simulator knows nothing here: not HTTP, not the decoding of pictures. ``host_busy`` is the share of its cores that
-were busy: where it comes near 1 the run shows the host, not the deployment.
+Each deployment is the file that ``epd-serve plan`` would write. Its goodput, the highest rate at which nine in
+ten requests keep both limits, is found by bisection; so is the simulator's, with requests that are as many. At
+each rate the simulator also gets the very requests that were sent. Both sides have the same device times, so
+that a difference is of queues, hand-overs or the host, of which the simulator knows nothing here: not HTTP, not
+the decoding of pictures. ``host_busy`` is the share of its cores that were busy: where it comes near 1 the run
+shows the host, not the deployment. So devices are slower than their data sheets, limits as much wider and links
+as much slower: by the factor that brings the bound of monolithic instances down to ``--bound`` requests a
+second.
+
+Each run is in the output when it is done, and is not made again: called again, the command goes on. With
+``--minutes`` no run begins behind them.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,16 +33,19 @@ import psutil
 from rich.console import Console
 
 from benchmarks.common import argument_parser, machine, typed, write
+from benchmarks.planner import kendall_tau
 from benchmarks.planner_measured import sim_requests
 from benchmarks.planner_runs import Asked, kept
 from epd_serve.bench.deployed import Candidate as Deployed
 from epd_serve.bench.deployed import deployed
-from epd_serve.bench.run_directory import RunDirectory, new_directory
+from epd_serve.bench.run_directory import new_directory
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import RunSettings
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import load_config
-from epd_serve.plan.evaluate import Evaluation, Evaluator, Goal
+from epd_serve.cost.device_time import DeviceTime
+from epd_serve.cost.profile import Profile
+from epd_serve.plan.evaluate import TARGET, Evaluation, Evaluator, Goal
 from epd_serve.plan.explain import deployment_yaml
 from epd_serve.plan.pools import read_fleet
 from epd_serve.plan.space import Candidate
@@ -41,17 +56,94 @@ from epd_serve.topology import parse_topology
 
 #: Up to this share of the bound a point counts as below saturation.
 BELOW = 0.75
+#: Two rates that are closer are the same to a search of goodput.
+PRECISION = 0.07
+#: Limits on TTFT and TPOT at the speed of the data sheet, in seconds: some times what an idle device needs.
+LIMITS_S = {"ascend-910b3": (0.5, 0.05), "h200": (0.2, 0.025)}
+OTHERS_S = (0.5, 0.05)
+TOPOLOGIES = "3EPD,E-P-D,E-2PD,EP-2D,ED-2P,2E-PD,2EP-D,2ED-P,3(E-PD)"
 
 
-def deployment_of(line: str, device: str, model: str, workload: str) -> tuple[Evaluator, Candidate, str]:
-    """The simulated deployment and the file of the same."""
-    count = parse_topology(line).num_devices
-    fleet = read_fleet(f"emulated:{device} x {count}", model)
-    goal = Goal(ttft_s=2.0, tpot_s=0.1)
-    judge = Evaluator(fleet, goal, read_load(workload, rate=1.0, count=200, seed=0).requests)
-    plan = Candidate(line=line, pools=((0, count),))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """One deployment under one workload."""
+
+    topology: str
+    device: str
+    workload: str
+    model: str
+    bound: float
+    num_requests: int
+
+    def __str__(self) -> str:
+        return f"{self.device} {self.workload} {self.topology}"
+
+
+def slowed(profile: Profile, slowness: float) -> Profile:
+    """The profile of a device that takes ``slowness`` times as long for everything."""
+
+    def slower(line: Any) -> Any:
+        seconds = {name: getattr(line, name) * slowness for name in line.__struct_fields__ if name.endswith("_s")}
+        return msgspec.structs.replace(line, **seconds)
+
+    return msgspec.structs.replace(
+        profile,
+        step=tuple(map(slower, profile.step)),
+        encode=tuple(map(slower, profile.encode)),
+        link_bytes_per_s=profile.link_bytes_per_s / slowness,
+        handshake_s=profile.handshake_s * slowness,
+    )
+
+
+def deployment_of(cell: Cell, directory: Path) -> tuple[float, Evaluator, Candidate, str]:
+    """The factor by which devices are slower, the simulated deployment, and the file of the same."""
+    count = parse_topology(cell.topology).num_devices
+    ttft_s, tpot_s = LIMITS_S.get(cell.device, OTHERS_S)
+    requests = read_load(cell.workload, rate=1.0, count=400, seed=0).requests
+    real = Evaluator(
+        read_fleet(f"emulated:{cell.device} x {count}", cell.model), Goal(ttft_s=ttft_s, tpot_s=tpot_s), requests
+    )
+    monolithic = Candidate(line=f"{count}EPD", pools=((0, count),))
+    slowness = max(real.bound(monolithic).rate / cell.bound, 1.0)
+    profile = directory / f"{cell.device}.json"
+    profile.write_bytes(slowed(DeviceTime.of(cell.model, cell.device).profile, slowness).to_json())
+    fleet = read_fleet(f"emulated:{profile} x {count}", cell.model)
+    judge = Evaluator(fleet, Goal(ttft_s=ttft_s * slowness, tpot_s=tpot_s * slowness, target=TARGET), requests)
+    plan = Candidate(line=cell.topology, pools=((0, count),))
     found = Evaluation(candidate=plan, goodput=0.0, objective=0.0, cost=0.0, bound=judge.bound(plan))
-    return judge, plan, deployment_yaml(judge, found)
+    return slowness, judge, plan, deployment_yaml(judge, found)
+
+
+def next_rate(attained: dict[float, float], bound: float) -> float | None:
+    """The rate to look at next; None where the goodput is known.
+
+    Args:
+        attained: share of requests that kept the limits, by rate.
+        bound: where the first device is always busy; no more lasts, whatever a short run says.
+    """
+    good = goodput(attained)
+    bad = min((rate for rate, share in attained.items() if share < TARGET and rate > good), default=bound)
+    if not attained:
+        return 0.7 * bound
+    if not good:
+        return bad / 1.5 if bad > 0.01 * bound else None
+    return math.sqrt(good * bad) if bad / good > 1 + PRECISION else None
+
+
+def goodput(attained: dict[float, float]) -> float:
+    return max((rate for rate, share in attained.items() if share >= TARGET), default=0.0)
+
+
+def num_requests(cell: Cell, judge: Evaluator, rate: float) -> int:
+    """Of a run: queues must have time to grow."""
+    return max(cell.num_requests, math.ceil(rate * judge.horizon_s))
+
+
+def searched(share: Callable[[float], float], bound: float) -> float:
+    attained: dict[float, float] = {}
+    while (rate := next_rate(attained, bound)) is not None:
+        attained[rate] = share(rate)
+    return goodput(attained)
 
 
 def figures(ttft_s: list[float], tpot_s: list[float], tokens: int, seconds: float) -> dict[str, float]:
@@ -59,8 +151,7 @@ def figures(ttft_s: list[float], tpot_s: list[float], tokens: int, seconds: floa
 
 
 def measured(requests: list[Asked]) -> dict[str, float]:
-    failed = [one for one in requests if not one.num_output_tokens]
-    assert not failed, f"{len(failed)} requests failed"
+    """Of requests that were answered."""
     tokens = sum(one.num_output_tokens for one in requests)
     seconds = max(one.finish_s for one in requests)
     return figures([one.ttft_s for one in requests], [one.tpot_s for one in requests], tokens, seconds)
@@ -76,87 +167,150 @@ def simulated(jobs: list[Job]) -> dict[str, float]:
     return figures(ttft_s, tpot_s, tokens, max(job.finish_s or 0.0 for job in jobs))
 
 
-def cell(
-    line: str, device: str, model: str, workload: str, rates: list[float], num_requests: int, directory: Path
-) -> list[dict[str, Any]]:
-    """One deployment under one workload at all rates."""
-    judge, plan, text = deployment_of(line, device, model, workload)
-    file = directory / f"{line}.yaml"
-    file.write_text(text, encoding="utf-8")
-    profile = judge.fleet.pools[0].profile(1)
-    limit = judge.bound(plan).rate
-    session = Session(console=Console(stderr=True))
-    rows: list[dict[str, Any]] = []
-    with deployed(Deployed(file=file, label=line, config=load_config(file)), directory / f"{line}.log") as url:
-        for number, rate in enumerate(rates):
-            settings = RunSettings(
-                base_url=url,
-                model="",
-                workload=workload,
-                num_requests=num_requests,
-                seed=number,
-                arrivals="poisson",
-                rate=rate,
-                num_warmups=2,
-                label=line,
+def one_run(
+    cell: Cell, judge: Evaluator, plan: Candidate, url: str, rate: float, directory: Path
+) -> dict[str, Any]:
+    """One rate, measured and simulated."""
+    settings = RunSettings(
+        base_url=url,
+        model="",
+        workload=cell.workload,
+        num_requests=num_requests(cell, judge, rate),
+        seed=round(1e3 * rate),
+        arrivals="poisson",
+        rate=rate,
+        num_warmups=2,
+        label=cell.topology,
+    )
+    psutil.cpu_percent()
+    path = new_directory(directory / "runs")
+    found, _ = Session(console=Console(stderr=True)).begin(path, settings, load_workload(cell.workload))
+    busy = psutil.cpu_percent() / 100
+    if len(found.records()) < settings.num_requests:
+        raise SystemExit("interrupted; what is done is kept")
+    run = kept(found, cell.topology)
+    outcome = simulate(judge.deployment(plan), sim_requests(run, judge.fleet.pools[0].profile(1)))
+    answered = [one for one in run.requests if one.num_output_tokens]
+    sides = {"measured": measured(answered), "simulated": simulated(outcome.jobs)}
+    ttft_s, tpot_s = judge.goal.ttft_s or math.inf, judge.goal.tpot_s or math.inf
+    return {
+        "rate": rate,
+        "below_saturation": rate <= BELOW * judge.bound(plan).rate,
+        "failed": len(run.requests) - len(answered),
+        "attained": sum(one.ttft_s <= ttft_s and one.tpot_s <= tpot_s for one in answered) / len(run.requests),
+        "host_busy": busy,
+        **sides,
+        "error": {name: sides["simulated"][name] / value - 1 for name, value in sides["measured"].items()},
+    }
+
+
+def go_on(cell: Cell, row: dict[str, Any], until_s: float, save: Callable[[], object]) -> None:
+    """Make the runs that a cell lacks, until its goodput is known or the time is up."""
+    with tempfile.TemporaryDirectory(prefix="epd-serve-plan-") as name:
+        directory = Path(name)
+        row["slowness"], judge, plan, text = deployment_of(cell, directory)
+        bound = judge.bound(plan).rate
+        if "simulated" not in row["goodput"]:
+            row["goodput"]["simulated"] = searched(
+                lambda rate: judge.attainment(plan, rate, num_requests(cell, judge, rate)).value, bound
             )
-            psutil.cpu_percent()
-            path = new_directory(directory / "runs")
-            session.begin(path, settings, load_workload(workload))
-            busy = psutil.cpu_percent() / 100
-            run = kept(RunDirectory.open(path), line)
-            outcome = simulate(judge.deployment(plan), sim_requests(run, profile))
-            sides = {"measured": measured(run.requests), "simulated": simulated(outcome.jobs)}
-            rows.append(
-                {
-                    "topology": line,
-                    "device": f"emulated {device}",
-                    "workload": workload,
-                    "rate": rate,
-                    "of_bound": rate / limit,
-                    "below_saturation": rate <= BELOW * limit,
-                    "host_busy": busy,
-                    **sides,
-                    "error": {
-                        name: sides["simulated"][name] / value - 1 for name, value in sides["measured"].items()
-                    },
-                    "requests": [msgspec.to_builtins(one) for one in run.requests],
-                }
-            )
-    return rows
+        attained = {run["rate"]: run["attained"] for run in row["runs"]}
+        file = directory / "deployment.yaml"
+        file.write_text(text, encoding="utf-8")
+        candidate = Deployed(file=file, label=cell.topology, config=load_config(file))
+        with deployed(candidate, directory / "up.log") as url:
+            while (rate := next_rate(attained, bound)) is not None:
+                if time.monotonic() > until_s:
+                    return
+                run = one_run(cell, judge, plan, url, rate, directory)
+                attained[rate] = run["attained"]
+                row["runs"].append(run)
+                save()
+                errors = ", ".join(f"{name} {value:+.1%}" for name, value in run["error"].items())
+                print(
+                    f"{cell} {rate:.2f}/s ({rate / bound:.0%} of the bound, host {run['host_busy']:.0%}): "
+                    f"{run['attained']:.0%} attained; simulated {errors}",
+                    flush=True,
+                )
+        row["goodput"]["measured"] = goodput(attained)
+        save()
+
+
+def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each device and workload all of whose cells are done: the rankings against each other."""
+    found = []
+    for device, workload in sorted({(row["device"], row["workload"]) for row in rows}):
+        cells = [row for row in rows if (row["device"], row["workload"]) == (device, workload)]
+        done = [row for row in cells if "measured" in row["goodput"]]
+        if len(done) < len(cells) or len(done) < 2:
+            continue
+        real, sim = ([row["goodput"][side] for row in done] for side in ("measured", "simulated"))
+        found.append(
+            {
+                "device": device,
+                "workload": workload,
+                "topologies": len(done),
+                "kendall_tau": kendall_tau(real, sim),
+                "advised": done[sim.index(max(sim))]["topology"],
+                "advised_of_best": real[sim.index(max(sim))] / max(real),
+                "largest_goodput_error": max(
+                    abs(b / a - 1) if a else math.inf for a, b in zip(real, sim, strict=True)
+                ),
+            }
+        )
+    return found
 
 
 def main() -> None:
     parser = argument_parser(__doc__, "plan-emulated.json")
-    parser.add_argument("--topologies", default="3EPD,E-P-D,E-2PD,EP-2D,ED-2P,2E-PD,2EP-D,2ED-P,3(E-PD)")
+    parser.add_argument("--topologies", default=TOPOLOGIES)
     parser.add_argument("--devices", default="ascend-910b3,h200")
     parser.add_argument("--workloads", default="sharegpt4o-like,visualwebinstruct-like")
     parser.add_argument("--model", default="qwen2.5-vl-7b")
-    parser.add_argument("--rates", default="2,4")
-    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--bound", type=float, default=6.0, help="of monolithic instances, in requests a second")
+    parser.add_argument("--requests", type=int, default=100, help="of each run, at least")
+    parser.add_argument("--minutes", type=float, default=math.inf)
     wanted = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as directory:
-        for device in wanted.devices.split(","):
-            for workload in wanted.workloads.split(","):
-                for line in wanted.topologies.split(","):
-                    rates = [float(rate) for rate in wanted.rates.split(",")]
-                    work_dir = Path(directory) / device / workload
-                    work_dir.mkdir(parents=True, exist_ok=True)
-                    for row in cell(line, device, wanted.model, workload, rates, wanted.requests, work_dir):
-                        rows.append(row)
-                        errors = ", ".join(f"{name} {value:+.1%}" for name, value in row["error"].items())
-                        ttft, tpot = (1e3 * row["measured"][name] for name in ("ttft_s", "tpot_s"))
-                        print(
-                            f"{device} {workload} {line} {row['rate']:g}/s ({row['of_bound']:.0%} of the bound, "
-                            f"host {row['host_busy']:.0%}): TTFT {ttft:.1f} ms, TPOT {tpot:.2f} ms; "
-                            f"simulated {errors}",
-                            flush=True,
-                        )
-    write(
-        wanted.output,
-        {"command": typed("plan_emulated"), "machine": machine(), "model": wanted.model, "rows": rows},
-    )
+    until_s = time.monotonic() + 60 * wanted.minutes
+    about = {"model": wanted.model, "bound": wanted.bound, "requests": wanted.requests}
+    content: dict[str, Any] = {**about, "cells": []}
+    if wanted.output.exists():
+        content = json.loads(wanted.output.read_text(encoding="utf-8"))
+        if {name: content.get(name) for name in about} != about:
+            raise SystemExit(f"{wanted.output} is of other options than {about}: take them, or another --output")
+    rows = {(row["device"], row["workload"], row["topology"]): row for row in content["cells"]}
+    cells = [
+        Cell(
+            topology=line,
+            device=device,
+            workload=workload,
+            model=wanted.model,
+            bound=wanted.bound,
+            num_requests=wanted.requests,
+        )
+        for device in wanted.devices.split(",")
+        for workload in wanted.workloads.split(",")
+        for line in wanted.topologies.split(",")
+    ]
+    for cell in cells:
+        key = {"device": cell.device, "workload": cell.workload, "topology": cell.topology}
+        rows.setdefault((cell.device, cell.workload, cell.topology), {**key, "runs": [], "goodput": {}})
+
+    def save() -> None:
+        content.update(command=typed("plan_emulated"), machine=machine(), cells=list(rows.values()))
+        content["verdicts"] = verdicts(content["cells"])
+        unfinished = wanted.output.with_suffix(".part")
+        write(unfinished, content)
+        unfinished.replace(wanted.output)
+
+    for cell in cells:
+        row = rows[cell.device, cell.workload, cell.topology]
+        if "measured" not in row["goodput"] and time.monotonic() < until_s:
+            go_on(cell, row, until_s, save)
+    num_left = sum("measured" not in row["goodput"] for row in rows.values())
+    print(f"{len(rows) - num_left} of {len(rows)} cells are done")
+    for verdict in verdicts(list(rows.values())):
+        print(json.dumps(verdict))
 
 
 if __name__ == "__main__":
