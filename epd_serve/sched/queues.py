@@ -425,10 +425,9 @@ class Queues:
         if self._turns is None and len(self._running) < 2:
             self._turns = list(self._running)
         elif self._turns is None:
-            claims = in_turn(map(_claim, self._running))
-            self._turns = sorted((claim.item for claim in claims), key=_priority)
+            self._turns = sorted(sequences_in_turn(self._running), key=_priority)
         most, turns = self._budget.max_num_seqs, self._turns
-        if len(turns) + len(waiting) <= most and not self._num_over:
+        if not self._num_over and (len(turns) + len(waiting) <= most or self._are_older(turns, waiting[:most])):
             return turns, []
         coming: list[Sequence] = []
         free = self._pool.num_free - self._watermark
@@ -437,12 +436,19 @@ class Queues:
             if free < 0:
                 break
             coming.append(sequence)
-        places = [claim.item for claim in in_turn(map(_claim, (*turns, *coming)))]
+        places = sequences_in_turn([*turns, *coming])
         decoding = [s for s in places if s.is_decoding and s.state is SequenceState.RUNNING]
         most -= sum(1 for s in places[:most] if not s.is_decoding)  # prompts, and preempted ones that come back
         resting = decoding[max(1, min(most, len(decoding) - self._num_over)) :]
         out = set(resting)
         return [s for s in turns if s not in out], resting
+
+    def _are_older(self, turns: list[Sequence], waiting: AbstractSequence[Sequence]) -> bool:
+        """Whether all of ``turns`` have places, before any of ``waiting`` has one: none has to rest."""
+        if len(turns) > self._budget.max_num_seqs or not _has_each_a_turn([*turns, *waiting]):
+            return False
+        newest_s = max((s.arrival_s for s in turns), default=-math.inf)
+        return all(s.arrival_s > newest_s for s in waiting)
 
     def _give_way(self) -> list[Sequence]:
         """Take blocks of the last in turn for a reservation that lacks them and comes before these."""
@@ -524,6 +530,20 @@ def _asker(sequence: Sequence) -> Asker:
 
 def _claim(sequence: Sequence) -> Claim:
     return Claim(_asker(sequence), (sequence.arrival_s, sequence.index), sequence.num_tokens, sequence)
+
+
+def _has_each_a_turn(sequences: AbstractSequence[Sequence]) -> bool:
+    """Whether all are of one key and each of a request of its own: in turn is by age then."""
+    if len({s.sampling.key for s in sequences}) > 1:
+        return False
+    return len({s.sampling.group or s.request_id for s in sequences}) == len(sequences)
+
+
+def sequences_in_turn(sequences: AbstractSequence[Sequence]) -> list[Sequence]:
+    """See :func:`in_turn`."""
+    if _has_each_a_turn(sequences):
+        return sorted(sequences, key=attrgetter("arrival_s", "index"))
+    return [claim.item for claim in in_turn(map(_claim, sequences))]
 
 
 def _priority(sequence: Sequence) -> int:

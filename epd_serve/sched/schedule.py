@@ -120,6 +120,7 @@ def schedule(
             seqs -= 1
     if output.preempted:
         return output  # what is left of their blocks is for those that run
+    num_decodes = context = -1  # counted where they are needed
     for sequence in waiting:
         if not tokens or not seqs:
             break
@@ -129,8 +130,11 @@ def schedule(
         needed = blocks_needed(sequence)
         if needed + (watermark if running or output.admitted else 0) > free_blocks:
             break  # first come, first served: what fits behind it would starve it
-        if pace and not sequence.hand_off and not pace.has_room((*running, *output.admitted), sequence.num_tokens):
-            break
+        if pace and not sequence.hand_off:
+            if num_decodes < 0:
+                num_decodes, context = _decodes((*running, *output.admitted))
+            if not pace.has_room(num_decodes, context, sequence.num_tokens):
+                break
         count = 1
         if sequence.is_decoding:  # it was preempted and its KV saved
             meter.take_decode(sequence.num_tokens)
@@ -140,10 +144,18 @@ def schedule(
         else:
             break
         output.admitted.append(sequence)
+        if num_decodes >= 0 and not sequence.hand_off:
+            num_decodes, context = num_decodes + 1, context + sequence.num_tokens
         free_blocks -= needed
         tokens -= count
         seqs -= 1
     return output
+
+
+def _decodes(running: Iterable[Sequence]) -> tuple[int, int]:
+    """The number of sequences that decode here, or will, and their tokens."""
+    contexts = [sequence.num_tokens for sequence in running if not sequence.hand_off]
+    return len(contexts), sum(contexts)
 
 
 def missing_span(sequence: Sequence, start: int, end: int, has: Callable[[str], bool]) -> MediaSpan | None:

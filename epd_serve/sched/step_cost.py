@@ -157,16 +157,19 @@ class StepPace:
             count += 1
         return max(count, 1)
 
-    def has_room(self, running: Iterable[Sequence], num_tokens: int, reserved: Iterable[int] = ()) -> bool:
+    def has_room(self, num_decodes: int, context: int, num_tokens: int) -> bool:
         """Whether one more sequence of ``num_tokens`` may join those that decode here, or will.
 
-        A step of all of them has to leave a prefill its share. A sequence that is alone has room. ``reserved`` are
-        the contexts, in tokens, of sequences that are on their way.
+        A step of all of them has to leave a prefill its share. A sequence that is alone has room.
+
+        Args:
+            num_decodes, context: those that are here, and the tokens that they read together.
         """
-        contexts = [*(sequence.num_tokens for sequence in running if not sequence.hand_off), *reserved]
-        together = StepWork.of([*contexts, num_tokens], ())
+        together = StepWork(
+            num_tokens=num_decodes + 1, num_sequences=num_decodes + 1, decode_context=context + num_tokens
+        )
         limit_s = (1 - PREFILL_SHARE) * self.limit_s / self.correction
-        return not contexts or self.cost.seconds(together) <= limit_s
+        return not num_decodes or self.cost.seconds(together) <= limit_s
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step with prefills. A single outlier counts as four times too long at most."""
