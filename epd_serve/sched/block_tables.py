@@ -52,7 +52,8 @@ class BlockTables:
     def num_needed(self, sequence: Sequence) -> int:
         """Blocks that a sequence takes from the pool to be admitted, or, where it has some, to go on."""
         if blocks := sequence.blocks:
-            if sequence.num_tokens <= len(blocks) * self._pool.block_size:
+            # num_tokens, asked of each sequence in each step
+            if len(sequence.prompt_ids) + len(sequence.output_ids) <= len(blocks) * self._pool.block_size:
                 return 0
             # admitted with room for one more token, it may have a block to spare
             return max(num_blocks_for(sequence.num_tokens, self._pool.block_size) - len(blocks), 0)
@@ -94,7 +95,8 @@ class BlockTables:
 
     def grow(self, sequence: Sequence) -> bool:
         """Let a sequence have a block for its newest token; False: there is none."""
-        if sequence.blocks and sequence.num_tokens <= len(sequence.blocks) * self._pool.block_size:
+        room = len(sequence.blocks) * self._pool.block_size
+        if len(sequence.prompt_ids) + len(sequence.output_ids) <= room:
             return True  # as it mostly is
         needed = self.num_needed(sequence)
         if needed > self._pool.num_free:
