@@ -119,8 +119,9 @@ class FeatureCache(Generic[T]):
         if not held:
             self._held.pop(owner, None)
         self._evict_down_to(self.capacity_bytes)
-        for _ in range(0 if self.max_idle is None else self._num_idle() - self.max_idle):
-            self.evict_one()
+        if self.max_idle is not None and len(self._entries) > self.max_idle:
+            for _ in range(self._num_idle() - self.max_idle):
+                self.evict_one()
 
     def owners(self) -> list[str]:
         return list(self._held)
