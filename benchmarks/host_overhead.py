@@ -144,7 +144,7 @@ async def cell(deployment: LocalDeployment, options: Any, number: int, context: 
         after = await moment(deployment, streams)
     seconds, steps = after.at_s - before.at_s, after.num_steps - before.num_steps
     events = after.num_events - before.num_events
-    context_then = context + (min(streams.counts) + max(streams.counts)) // 2
+    context_then = context + (before.num_events + after.num_events) // (2 * number)  # in the window's middle
     device_s, _ = time_of.step(number, number, number * context_then, 0)
     await _until_idle(deployment)
     return {

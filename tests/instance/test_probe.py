@@ -55,7 +55,7 @@ async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> Non
         try:
             for pid in (server.pid, *map(int, workers)):
                 os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(ServeError, match="no image could be prepared") as error:
+            with pytest.raises(ServeError, match="no item could be prepared") as error:
                 await instance.probe(0.3)
             assert error.value.code == WEDGED
         finally:
