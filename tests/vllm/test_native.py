@@ -1,4 +1,7 @@
-"""The two engines compute the same, of prompts in words and of pictures."""
+"""The two engines compute the same, of prompts in words and of pictures.
+
+Videos are held against transformers alone: vLLM reads and samples them by its own rules.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ async def test_native_instances_give_the_tokens_of_vllm_in_float32(
         gateway={"port": 0},
         instances={"base_port": 0, "threads": 1},
     )
+    still = [i for i, one in enumerate(asked) if "video_url" not in str(one["messages"])]
     async with LocalDeployment(config, ready_timeout_s=300) as deployment:
-        answers = await asyncio.to_thread(ask_all, deployment.gateway_url, asked)
-    wrong = [i for i, (a, b) in enumerate(zip(answers, expected, strict=True)) if not alike(a, b)]
+        found = await asyncio.to_thread(ask_all, deployment.gateway_url, [asked[i] for i in still])
+    answers = dict(zip(still, found, strict=True))
+    wrong = [i for i, answer in answers.items() if not alike(answer, expected[i])]
     assert not wrong, [(i, answers[i], expected[i]) for i in wrong]
