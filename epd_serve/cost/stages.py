@@ -77,14 +77,13 @@ class StageCosts:
     def room_s(self, num_missing: float, num_held: float, num_active: float) -> float:
         """Seconds until ``num_missing`` KV tokens are free.
 
-        ``num_held`` tokens become free as ``num_active`` sequences end.
+        ``num_held`` tokens become free as ``num_active`` sequences end. Where KV is missing and none is held, or
+        nobody holds it, the report contradicts itself, and one token of one sequence is taken.
         """
         if num_missing <= 0:
             return 0.0
-        if num_held <= 0 or num_active <= 0:
-            return math.inf
-        remaining_s = self.mean_output_tokens / 2 * self.step_s(num_active)
-        return remaining_s * num_missing / num_held
+        remaining_s = self.mean_output_tokens / 2 * self.step_s(max(num_active, 1))
+        return remaining_s * num_missing / max(num_held, 1)
 
     @property
     def _sequence_s(self) -> float:

@@ -41,7 +41,7 @@ def test_a_sequence_costs_more_the_more_there_are(num_sequences, num_active):
 def test_room_comes_as_sequences_end():
     costs = StageCosts(decode=StageRate(0.01, 0.0), mean_output_tokens=100)
     assert costs.room_s(0, 0, 0) == 0.0
-    assert costs.room_s(1, 0, 0) == math.inf
+    assert 0 < costs.room_s(1, 0, 0) == costs.room_s(1, 1, 1) < math.inf
     assert 0 < costs.room_s(50, 500, 10) < costs.room_s(100, 500, 10)
 
 

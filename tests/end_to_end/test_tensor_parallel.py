@@ -17,7 +17,7 @@ from identity import start_fleet
     ("kind", "topology"),
     [
         pytest.param("qwen3_vl", "EP@tp2-D@tp4", marks=pytest.mark.slow),
-        ("qwen2_5_vl", "EP-D@tp4"),
+        pytest.param("qwen2_5_vl", "EP-D@tp4", marks=pytest.mark.slow),
         ("llava", "EP@tp2-D"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -73,6 +74,7 @@ def test_facts_and_frames_of_each_container(codec: str, container: str) -> None:
     for index, frame in zip((0, 7, 7, 32), read_frames(data, facts, (0, 7, 7, 32)), strict=True):
         errors = [np.abs(one.astype(int) - frame).mean() for one in expected]
         assert int(np.argmin(errors)) == index
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "processes of later tests would take it on"
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3])

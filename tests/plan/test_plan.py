@@ -55,7 +55,7 @@ def lasts(judge: Evaluator, candidate: Candidate) -> None:
     assert share.value >= judge.goal.target, f"{candidate}: {share.value:.0%} at {found.goodput:.2f}"
 
 
-@pytest.mark.parametrize("line", ["2E-PD", "2(E-D)-P"])
+@pytest.mark.parametrize("line", ["2E-PD", pytest.param("2(E-D)-P", marks=pytest.mark.slow)])
 def test_a_rate_that_is_reported_lasts(line: str) -> None:
     """A run as short as the search's ends before queues that grow break the limits: 2E-PD had 33.0 of 25.6."""
     lasts(npus(3, SHAREGPT_4O, Goal(ttft_s=2.0, tpot_s=0.05)), Candidate(line=line, pools=((0, 3),)))

@@ -10,7 +10,7 @@ import math
 import msgspec
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from instance_info import instance_info
 
@@ -98,6 +98,7 @@ NUMBERS = st.one_of(
 )
 
 
+@example({"total_blocks": 1}, {}, "E")  # no block is free, and nobody holds one
 @given(
     st.dictionaries(st.sampled_from(wire.Load.__struct_fields__[:-1]), NUMBERS, max_size=6),
     st.dictionaries(

@@ -50,6 +50,7 @@ def test_the_gateways_history(tmp_path: Path) -> None:
         modality="image",
         images=2,
         videos=0,
+        sounds=0,
         pixels=(640 * 480, 28 * 28),
         media_bytes=1,
         stream=True,
