@@ -1,17 +1,16 @@
 """The planner's simulator against deployments on emulated devices: the real gateway, scheduler, engine loop,
 transfers and router, with a profile's times in place of the chips.
 
-    python -m benchmarks.plan_emulated [--minutes 10] [--topologies 3EPD,E-P-D] [--bound 6]
+    python -m benchmarks.plan_emulated [--minutes 10] [--topologies 3EPD,E-P-D] [--bound 8]
 
 Each deployment is the file that ``epd-serve plan`` would write. Its goodput, the highest rate at which nine in
 ten requests keep both limits, is found by bisection, which begins at the simulator's; so is the simulator's, with
 requests that are as many. At each rate, and at half the simulated goodput, the simulator also gets the very
-requests that were sent. Both sides have the same device times, so
-that a difference is of queues, hand-overs or the host, of which the simulator knows nothing here: not HTTP, not
-the decoding of pictures. ``host_busy`` is the share of its cores that were busy: where it comes near 1 the run
-shows the host, not the deployment. So devices are slower than their data sheets, limits as much wider and links
-as much slower: by the factor that brings the bound of monolithic instances down to ``--bound`` requests a
-second.
+requests that were sent. Both sides have the same device times, so that a difference is of queues, hand-overs or
+the host, of which the simulator knows nothing here: not HTTP, not the decoding of pictures. ``host_busy`` is the
+share of its cores that were busy, without what ran at a lower priority: where it comes near 1 the run shows the
+host, not the deployment. So devices are slower than their data sheets, limits as much wider and links as much
+slower: by the factor that brings the bound of monolithic instances down to ``--bound`` requests a second.
 
 Each run is in the output when it is done, and is not made again: called again, the command goes on. With
 ``--minutes`` no run begins behind them.
@@ -186,10 +185,11 @@ def one_run(
         num_warmups=2,
         label=cell.topology,
     )
-    psutil.cpu_percent()
+    psutil.cpu_times_percent()
     path = new_directory(directory / "runs")
     found, _ = Session(console=Console(stderr=True)).begin(path, settings, load_workload(cell.workload))
-    busy = psutil.cpu_percent() / 100
+    times = psutil.cpu_times_percent()
+    busy = (times.user + times.system) / 100
     if len(found.records()) < settings.num_requests:
         raise SystemExit("interrupted; what is done is kept")
     run = kept(found, cell.topology)
@@ -284,8 +284,8 @@ def main() -> None:
     parser.add_argument("--devices", default="ascend-910b3,h200")
     parser.add_argument("--workloads", default="sharegpt4o-like,visualwebinstruct-like")
     parser.add_argument("--model", default="qwen2.5-vl-7b")
-    parser.add_argument("--bound", type=float, default=6.0, help="of monolithic instances, in requests a second")
-    parser.add_argument("--requests", type=int, default=100, help="of each run, at least")
+    parser.add_argument("--bound", type=float, default=8.0, help="of monolithic instances, in requests a second")
+    parser.add_argument("--requests", type=int, default=80, help="of each run, at least")
     parser.add_argument("--minutes", type=float, default=math.inf)
     wanted = parser.parse_args()
     until_s = time.monotonic() + 60 * wanted.minutes
