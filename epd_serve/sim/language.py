@@ -7,7 +7,7 @@ contexts grow and free blocks only get fewer; where neither holds for sure, step
 a queue or the pool from outside first calls :meth:`LanguageSide.settle`, which brings the state to that of the
 step under way.
 
-An instance that runs ahead has planned the next step when one begins: what comes meanwhile is in the step after it.
+An instance that runs ahead plans a step when the one before it begins: what comes meanwhile is in a later one.
 """
 
 from __future__ import annotations
