@@ -1,16 +1,16 @@
 """The planner's simulator against deployments on emulated devices: the real gateway, scheduler, engine loop,
 transfers and router, with a profile's times in place of the chips.
 
-    python -m benchmarks.plan_emulated [--minutes 10] [--topologies 3EPD,E-P-D] [--bound 6]
+    python -m benchmarks.plan_emulated [--minutes 10] [--topologies 3EPD,E-P-D] [--bound 8]
 
 Each deployment is the file that ``epd-serve plan`` would write. Its goodput, the highest rate at which nine in
-ten requests keep both limits, is found by bisection; so is the simulator's, with requests that are as many. At
-each rate the simulator also gets the very requests that were sent. Both sides have the same device times, so
-that a difference is of queues, hand-overs or the host, of which the simulator knows nothing here: not HTTP, not
-the decoding of pictures. ``host_busy`` is the share of its cores that were busy: where it comes near 1 the run
-shows the host, not the deployment. So devices are slower than their data sheets, limits as much wider and links
-as much slower: by the factor that brings the bound of monolithic instances down to ``--bound`` requests a
-second.
+ten requests keep both limits, is found by bisection, which begins at the simulator's; so is the simulator's, with
+requests that are as many. At each rate, and at half the simulated goodput, the simulator also gets the very
+requests that were sent. Both sides have the same device times, so that a difference is of queues, hand-overs or
+the host, of which the simulator knows nothing here: not HTTP, not the decoding of pictures. ``host_busy`` is the
+share of its cores that were busy, without what ran at a lower priority: where it comes near 1 the run shows the
+host, not the deployment. So devices are slower than their data sheets, limits as much wider and links as much
+slower: by the factor that brings the bound of monolithic instances down to ``--bound`` requests a second.
 
 Each run is in the output when it is done, and is not made again: called again, the command goes on. With
 ``--minutes`` no run begins behind them.
@@ -56,8 +56,8 @@ from epd_serve.topology import parse_topology
 
 #: Up to this share of the bound a point counts as below saturation.
 BELOW = 0.75
-#: Two rates that are closer are the same to a search of goodput.
-PRECISION = 0.07
+#: Two rates whose ratio is smaller are the same to a search of goodput.
+PRECISION = 1.07
 #: Limits on TTFT and TPOT at the speed of the data sheet, in seconds: some times what an idle device needs.
 LIMITS_S = {"ascend-910b3": (0.5, 0.05), "h200": (0.2, 0.025)}
 OTHERS_S = (0.5, 0.05)
@@ -114,20 +114,23 @@ def deployment_of(cell: Cell, directory: Path) -> tuple[float, Evaluator, Candid
     return slowness, judge, plan, deployment_yaml(judge, found)
 
 
-def next_rate(attained: dict[float, float], bound: float) -> float | None:
-    """The rate to look at next; None where the goodput is known.
+def next_rate(attained: dict[float, float], bound: float, guess: float) -> float | None:
+    """The rate to look at next; None where the goodput is known. A right guess costs two looks.
 
     Args:
         attained: share of requests that kept the limits, by rate.
         bound: where the first device is always busy; no more lasts, whatever a short run says.
+        guess: of the goodput.
     """
+    if not attained:
+        return guess / math.sqrt(PRECISION)
     good = goodput(attained)
     bad = min((rate for rate, share in attained.items() if share < TARGET and rate > good), default=bound)
-    if not attained:
-        return 0.7 * bound
     if not good:
-        return bad / 1.5 if bad > 0.01 * bound else None
-    return math.sqrt(good * bad) if bad / good > 1 + PRECISION else None
+        return bad / 1.2 if bad > 0.01 * bound else None
+    if bad < 1.01 * PRECISION * good:
+        return None
+    return PRECISION * good if len(attained) == 1 else math.sqrt(good * bad)
 
 
 def goodput(attained: dict[float, float]) -> float:
@@ -141,7 +144,7 @@ def num_requests(cell: Cell, judge: Evaluator, rate: float) -> int:
 
 def searched(share: Callable[[float], float], bound: float) -> float:
     attained: dict[float, float] = {}
-    while (rate := next_rate(attained, bound)) is not None:
+    while (rate := next_rate(attained, bound, 0.7 * bound)) is not None:
         attained[rate] = share(rate)
     return goodput(attained)
 
@@ -182,10 +185,11 @@ def one_run(
         num_warmups=2,
         label=cell.topology,
     )
-    psutil.cpu_percent()
+    psutil.cpu_times_percent()
     path = new_directory(directory / "runs")
     found, _ = Session(console=Console(stderr=True)).begin(path, settings, load_workload(cell.workload))
-    busy = psutil.cpu_percent() / 100
+    times = psutil.cpu_times_percent()
+    busy = (times.user + times.system) / 100
     if len(found.records()) < settings.num_requests:
         raise SystemExit("interrupted; what is done is kept")
     run = kept(found, cell.topology)
@@ -215,25 +219,37 @@ def go_on(cell: Cell, row: dict[str, Any], until_s: float, save: Callable[[], ob
                 lambda rate: judge.attainment(plan, rate, num_requests(cell, judge, rate)).value, bound
             )
         attained = {run["rate"]: run["attained"] for run in row["runs"]}
+        guess = row["goodput"]["simulated"] or 0.7 * bound
         file = directory / "deployment.yaml"
         file.write_text(text, encoding="utf-8")
         candidate = Deployed(file=file, label=cell.topology, config=load_config(file))
         with deployed(candidate, directory / "up.log") as url:
-            while (rate := next_rate(attained, bound)) is not None:
-                if time.monotonic() > until_s:
-                    return
+
+            def look(rate: float) -> dict[str, Any]:
                 run = one_run(cell, judge, plan, url, rate, directory)
-                attained[rate] = run["attained"]
-                row["runs"].append(run)
-                save()
                 errors = ", ".join(f"{name} {value:+.1%}" for name, value in run["error"].items())
                 print(
                     f"{cell} {rate:.2f}/s ({rate / bound:.0%} of the bound, host {run['host_busy']:.0%}): "
                     f"{run['attained']:.0%} attained; simulated {errors}",
                     flush=True,
                 )
+                return run
+
+            while (rate := next_rate(attained, bound, guess)) is not None:
+                if time.monotonic() > until_s:
+                    return
+                row["runs"].append(look(rate))
+                attained[rate] = row["runs"][-1]["attained"]
+                save()
+            row["light"] = look(guess / 2)
         row["goodput"]["measured"] = goodput(attained)
         save()
+
+
+def mean_errors(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Means of the simulator's errors, without their signs, over the runs below saturation."""
+    runs = [run for row in rows for run in (*row["runs"], row["light"]) if run["below_saturation"]]
+    return {name: fmean(abs(run["error"][name]) for run in runs) for name in runs[0]["error"]}
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -250,6 +266,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "device": device,
                 "workload": workload,
                 "topologies": len(done),
+                "errors_below_saturation": mean_errors(done),
                 "kendall_tau": kendall_tau(real, sim),
                 "advised": done[sim.index(max(sim))]["topology"],
                 "advised_of_best": real[sim.index(max(sim))] / max(real),
@@ -267,8 +284,8 @@ def main() -> None:
     parser.add_argument("--devices", default="ascend-910b3,h200")
     parser.add_argument("--workloads", default="sharegpt4o-like,visualwebinstruct-like")
     parser.add_argument("--model", default="qwen2.5-vl-7b")
-    parser.add_argument("--bound", type=float, default=6.0, help="of monolithic instances, in requests a second")
-    parser.add_argument("--requests", type=int, default=100, help="of each run, at least")
+    parser.add_argument("--bound", type=float, default=8.0, help="of monolithic instances, in requests a second")
+    parser.add_argument("--requests", type=int, default=80, help="of each run, at least")
     parser.add_argument("--minutes", type=float, default=math.inf)
     wanted = parser.parse_args()
     until_s = time.monotonic() + 60 * wanted.minutes

@@ -128,11 +128,10 @@ class SimInstance:
                 rates=self._rates,
             )
         language.settle(cut=False)
-        queues = language.queues
         return Load(
-            num_running=queues.num_running,
-            num_waiting=queues.num_waiting,
-            num_waiting_tokens=queues.num_waiting_tokens if self.spec.role.prefills else 0,
+            num_running=language.num_running,
+            num_waiting=language.num_waiting,
+            num_waiting_tokens=language.num_waiting_tokens if self.spec.role.prefills else 0,
             num_waiting_encodes=tower.num_waiting,
             num_waiting_pixels=tower.num_waiting_pixels,
             num_expected=self.num_expected,
@@ -191,7 +190,7 @@ class SimInstance:
         """A feature has come for a request."""
         self.features.put(key, nbytes, nbytes, owner, beyond=True)
         if self.language is not None:
-            self.language.wake()
+            self.language.take_feature(key)
 
     def reserve(self, reservation: Reservation) -> None:
         self._waiting.append(reservation)

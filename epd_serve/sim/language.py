@@ -6,6 +6,8 @@ sequence comes, goes or lacks a block, each plan names the same decodes. What wo
 contexts grow and free blocks only get fewer; where neither holds for sure, steps are taken singly. Whoever changes
 a queue or the pool from outside first calls :meth:`LanguageSide.settle`, which brings the state to that of the
 step under way.
+
+An instance that runs ahead plans a step when the one before it begins: what comes meanwhile is in a later one.
 """
 
 from __future__ import annotations
@@ -80,11 +82,13 @@ class LanguageSide:
         self.pool = BlockPool(spec.num_blocks, spec.block_size)
         self.budget, self._cost = size_steps_of(spec)
         self._jumps = spec.batching.order != "slack"
-        self._has_feature = has_feature
+        self._has_feature = lambda key: key not in self._unseen_features and has_feature(key)
         self.queues = self._new_queues()
         self._run: StepRun | None = None
         self._activity: Activity | None = None
         self._leaving: list[Sequence] = []  # ABORTED, and in the step under way
+        self._unseen: list[Sequence] = []  # came since the next step was planned
+        self._unseen_features: set[str] = set()
         self.num_steps = 0
         self.num_preempted = 0
 
@@ -94,10 +98,34 @@ class LanguageSide:
 
     # ------------------------------------------------------------------ from outside
 
+    @property
+    def num_running(self) -> int:
+        return self.queues.num_running + sum(one.state is SequenceState.RUNNING for one in self._unseen)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.queues.num_waiting + sum(one.state is SequenceState.WAITING for one in self._unseen)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        new = (one for one in self._unseen if one.state is SequenceState.WAITING)
+        return self.queues.num_waiting_tokens + sum(one.num_uncomputed for one in new)
+
     def submit(self, sequence: Sequence) -> None:
         self.settle()
-        self.queues.submit(sequence)
+        self._unseen.append(sequence)
+        if self._run is None or not self._spec.runs_ahead:
+            self._see()
         self.kick()
+
+    def _see(self) -> None:
+        for sequence in self._unseen:
+            if sequence.state is SequenceState.RUNNING:
+                self.queues.run(sequence)
+            else:
+                self.queues.submit(sequence)
+        self._unseen = []
+        self._unseen_features.clear()
 
     def reserve(self, num_tokens: int, hashes: list[bytes], arrival_s: float) -> Any:
         """Blocks for a prompt whose KV comes from elsewhere; None: not now."""
@@ -120,9 +148,9 @@ class LanguageSide:
         if len(sequence.output_ids) >= sequence.max_tokens:
             self._retire(sequence)
             self._on_end(sequence)
+            self.kick()
         else:
-            self.queues.run(sequence)
-        self.kick()
+            self.submit(sequence)
 
     def unreserve(self, blocks: Any) -> None:
         self.settle(cut=self.queues.num_waiting > 0)
@@ -139,6 +167,7 @@ class LanguageSide:
     def abort(self, request_id: str) -> None:
         """Blocks of its sequences are free when the step under way has ended."""
         self.settle()
+        self._see()
         for sequence in self.queues.remove(request_id):
             sequence.move_to(SequenceState.ABORTED)
             if self._run is not None and sequence in self._run.output.sequences:
@@ -147,10 +176,12 @@ class LanguageSide:
                 self._retire(sequence)
         self._freed()
 
-    def wake(self) -> None:
+    def take_feature(self, key: str) -> None:
         """A feature has come."""
-        if self.queues.num_waiting or self.queues.num_running:
+        if self.num_waiting or self.num_running:
             self.settle()
+            if self._run is not None and self._spec.runs_ahead:
+                self._unseen_features.add(key)
             self.kick()
 
     def drop_all(self) -> None:
@@ -160,24 +191,32 @@ class LanguageSide:
             self._device.stop(self._activity)
         self._run = self._activity = None
         self._leaving = []
+        self._unseen = []
+        self._unseen_features.clear()
         self.pool = BlockPool(self._spec.num_blocks, self._spec.block_size)
         self.queues = self._new_queues()
 
     def kick(self) -> None:
         """Begin a step if none is under way and there is something to compute."""
-        if self._run is None and (self.queues.num_running or self.queues.num_waiting) and self._may_start():
+        if self._run is None and (self.num_running or self.num_waiting) and self._may_start():
             self._begin()
 
     # ------------------------------------------------------------------ steps
 
     def _begin(self) -> None:
         output = self.queues.plan(self._clock.now)
+        if not output and (self._unseen or self._unseen_features):
+            self._see()
+            output = self.queues.plan(self._clock.now)
         self.num_preempted += len(output.preempted)
         if output.admitted:
             self._on_free()  # a place in the queue
         if not output:
             return
-        run = StepRun(self._spec.profile, output, self._length(output))
+        run = StepRun(
+            self._spec.profile, output, 1 if self._unseen or self._unseen_features else self._length(output)
+        )
+        self._see()
         self._run = run
         stage = "P" if output.prefills else "D"
         self._activity = Activity(

@@ -317,6 +317,7 @@ def build(
             batching=batching(one.role) if callable(batching) else batching,
             cores=float(threads or max(cores / len(placed), 1.0)) if device == CPU and cores is not None else 1.0,
             dual_stream=dual_stream,
+            runs_ahead=device != CPU and one.tensor_parallel == 1,
             steals=steals and str(one.role) == "EPD",
             is_grouped=is_grouped,
         )

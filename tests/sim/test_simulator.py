@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -95,6 +96,26 @@ def test_a_request_alone_takes_what_its_stages_take(deployed: Deploy, ascend: Pr
     assert apart.first_token_s is not None
     feature_s = ascend.handshake_s + 500 * ascend.feature_token_bytes / ascend.link_bytes_per_s
     assert apart.first_token_s == pytest.approx(job.first_token_s + feature_s)
+
+
+def test_what_comes_while_a_step_runs_waits_for_one_more_where_the_engine_runs_ahead(deployed: Deploy) -> None:
+    ahead = deployed("EPD")
+    (spec,) = ahead.instances
+    assert spec.runs_ahead, "on an accelerator"
+    plain = replace(ahead, instances=(replace(spec, runs_ahead=False),))
+    first = SimRequest(at_s=1.0, num_text_tokens=512, num_output_tokens=400)
+    (alone,) = simulate(ahead, [first], gaps=True).jobs
+    begun, ended, after = alone.token_times_s[100:103]
+
+    def waits_longer(**what: Any) -> float:
+        other = SimRequest(at_s=(begun + ended) / 2, num_output_tokens=1, **what)
+        late, early = (simulate(one, [first, other]).jobs[1].first_token_s for one in (ahead, plain))
+        assert late is not None and early is not None
+        return late - early
+
+    assert waits_longer(num_text_tokens=512) == pytest.approx(after - ended, rel=0.01)
+    pictured = waits_longer(num_text_tokens=1, images=(("cat", 784 * 500),))
+    assert pictured == pytest.approx(after - ended, rel=0.05), "its feature comes during a step, too"
 
 
 def test_an_image_seen_before_is_not_encoded_again(deployed: Deploy) -> None:
