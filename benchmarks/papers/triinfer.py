@@ -79,21 +79,19 @@ def deployments() -> list[Deployment]:
     ]
 
 
-def goodput(attained: Mapping[float, float]) -> tuple[float, str]:
-    """The rate at which :data:`TARGET` is crossed, on the straight line between two measured ones; and in words.
+def goodput(attained: Mapping[float, float]) -> tuple[float, bool]:
+    """The rate at which :data:`TARGET` is crossed, on a line between two measured ones, and whether it is.
 
-    Beyond the measured rates it is only known to be below the lowest or not below the highest.
+    Where it is not, the rate is the lowest, and goodput is below it, or the highest, and goodput is not below it.
     """
     rates = sorted(attained)
     good = [rate for rate in rates if attained[rate] >= TARGET]
-    if not good:
-        return rates[0], f"< {rates[0]:g}"
+    if not good or good[-1] == rates[-1]:
+        return (good or rates[:1])[-1], False
     low = good[-1]
-    if low == rates[-1]:
-        return low, f">= {low:g}"
     high = rates[rates.index(low) + 1]
     part = (attained[low] - TARGET) / (attained[low] - attained[high])
-    return low + part * (high - low), f"{low + part * (high - low):.1f}"
+    return low + part * (high - low), True
 
 
 def _curves(rows: Rows, limits: Limits) -> dict[str, dict[float, float]]:
@@ -109,15 +107,15 @@ def report(rows: Rows) -> str:
     lines = []
     for name, attained in curves.items():
         wide = papers[name]
-        found, said = goodput(attained)
-        before = goodput(curves[VLLM])[0] if VLLM in curves else 0.0
+        found, is_known = goodput(attained)
+        before, was_known = goodput(curves[VLLM]) if VLLM in curves else (0.0, False)
         idle = [row["host_idle"] for (one, _), row in rows.items() if one == name]
         lines.append(
             [
                 f"`{name}`",
                 *(f"{attained[rate]:.0%}, {wide[rate]:.0%}" if rate in attained else "-" for rate in RATES),
-                said,
-                f"{found / before:.2f}" if before else "-",
+                f"{found:.1f}" if is_known else f"{'<' if attained[found] < TARGET else '>='} {found:g}",
+                f"{found / before:.2f}" if is_known and was_known else "-",
                 f"{min(idle):.0%}",
             ]
         )
