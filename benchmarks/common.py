@@ -1,4 +1,5 @@
-"""Shared by the benchmarks: options, result files, chats with pictures, and workers that answer over pipes."""
+"""Shared by the benchmarks: options, result files, slower devices, chats with pictures, workers that answer over
+pipes."""
 
 from __future__ import annotations
 
@@ -14,9 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import numpy as np
 import psutil
 from PIL import Image
+
+from epd_serve.cost.profile import Profile
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,6 +50,22 @@ def write(path: Path, content: object) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")
     return text
+
+
+def slowed(profile: Profile, slowness: float) -> Profile:
+    """The profile of a device that takes ``slowness`` times as long for everything."""
+
+    def slower(line: Any) -> Any:
+        seconds = {name: getattr(line, name) * slowness for name in line.__struct_fields__ if name.endswith("_s")}
+        return msgspec.structs.replace(line, **seconds)
+
+    return msgspec.structs.replace(
+        profile,
+        step=tuple(map(slower, profile.step)),
+        encode=tuple(map(slower, profile.encode)),
+        link_bytes_per_s=profile.link_bytes_per_s / slowness,
+        handshake_s=profile.handshake_s * slowness,
+    )
 
 
 def noise(seed: int, width: int, height: int, form: str = "PNG") -> bytes:

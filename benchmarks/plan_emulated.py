@@ -28,11 +28,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import msgspec
 import psutil
 from rich.console import Console
 
-from benchmarks.common import argument_parser, machine, typed, write
+from benchmarks.common import argument_parser, machine, slowed, typed, write
 from benchmarks.planner import kendall_tau
 from benchmarks.planner_measured import sim_requests
 from benchmarks.planner_runs import Asked, kept
@@ -44,7 +43,6 @@ from epd_serve.bench.types import RunSettings
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import load_config
 from epd_serve.cost.device_time import DeviceTime
-from epd_serve.cost.profile import Profile
 from epd_serve.plan.evaluate import TARGET, Evaluation, Evaluator, Goal
 from epd_serve.plan.explain import deployment_yaml
 from epd_serve.plan.pools import read_fleet
@@ -77,22 +75,6 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.device} {self.workload} {self.topology}"
-
-
-def slowed(profile: Profile, slowness: float) -> Profile:
-    """The profile of a device that takes ``slowness`` times as long for everything."""
-
-    def slower(line: Any) -> Any:
-        seconds = {name: getattr(line, name) * slowness for name in line.__struct_fields__ if name.endswith("_s")}
-        return msgspec.structs.replace(line, **seconds)
-
-    return msgspec.structs.replace(
-        profile,
-        step=tuple(map(slower, profile.step)),
-        encode=tuple(map(slower, profile.encode)),
-        link_bytes_per_s=profile.link_bytes_per_s / slowness,
-        handshake_s=profile.handshake_s * slowness,
-    )
 
 
 def deployment_of(cell: Cell, directory: Path) -> tuple[float, Evaluator, Candidate, str]:

@@ -96,12 +96,11 @@ def cheapest(
     return None
 
 
-def algorithm_2(evaluator: Evaluator, num_instances: int) -> Found:
-    """TriInfer's algorithm 2, unchanged.
+def three_layouts(evaluator: Evaluator, num_instances: int) -> list[Candidate]:
+    """The layouts that TriInfer's algorithm 2 replays: E, P and D apart, EP and D, ED and P.
 
-    Counts of E, P and D by the time that the trace takes each of them at full batches (lines 1 to 12), then one
-    replay of the trace for each of three methods (lines 13 to 22). Raises ValueError for less than three
-    instances: the partition gives each stage one.
+    Their counts go by the time that the trace takes each stage at full batches (lines 1 to 12). Raises ValueError
+    for less than three instances: the partition gives each stage one.
     """
     if num_instances < 3:
         raise ValueError(f"algorithm 2 gives each stage an instance, and {num_instances} are too few for three")
@@ -109,7 +108,12 @@ def algorithm_2(evaluator: Evaluator, num_instances: int) -> Found:
     loads = evaluator.bound(whole).loads
     e, p, d = partition(num_instances, [loads.get(stage, 0.0) for stage in Stage])
     lines = [f"{e}E-{p}P-{d}D", f"{e + p}EP-{d}D", f"{e + d}ED-{p}P"]
-    plans = [Candidate(line=str(Candidate(line=line, pools=()).topology), pools=whole.pools) for line in lines]
+    return [Candidate(line=str(Candidate(line=line, pools=()).topology), pools=whole.pools) for line in lines]
+
+
+def algorithm_2(evaluator: Evaluator, num_instances: int) -> Found:
+    """TriInfer's algorithm 2, unchanged: a replay of the trace for each of its layouts (lines 13 to 22)."""
+    plans = three_layouts(evaluator, num_instances)
     return _found(evaluator, "algorithm 2", [evaluator.evaluate(one) for one in plans], len(plans))
 
 

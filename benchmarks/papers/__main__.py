@@ -1,0 +1,101 @@
+"""The papers' tables with the real gateway, schedulers and transfers over emulated devices that compute nothing.
+
+    python -m benchmarks.papers table5        # EPD-Serve (003): deployments under load
+    python -m benchmarks.papers figures       # EPD-Serve: figures 8 to 17
+    python -m benchmarks.papers goodput       # TriInfer, HydraInfer (000, 002): figure 9
+    python -m benchmarks.papers encoders      # EPD (001): tables 1 and 4
+    python -m benchmarks.papers tiers         # HeteroServe (004): tables 4 and 5
+    python -m benchmarks.papers all --minutes 10
+
+Nothing is tuned: devices take the times of their data sheets (:mod:`device.datasheets`) unless a row says that
+they have the paper's. All but the chips is real and runs on this machine's cores; how these are kept out of the
+figures, :mod:`benchmarks.papers.measure` says, and the idle part of their time stands beside them.
+
+Each run is in the output when it is done, and is not made again: called again, the command goes on. With
+``--minutes`` no run begins behind them. ``--report`` makes no run: it prints what is there beside the paper's
+figures and puts it into docs/reports/papers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.common import RESULTS, ROOT, argument_parser
+from benchmarks.papers import epd, epdserve, heteroserve, triinfer
+from benchmarks.papers.measure import Deployment, Rows, go_on, read
+
+PAGE = ROOT / "docs" / "reports" / "papers.md"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    deployments: Callable[[], list[Deployment]]
+    report: Callable[[Rows], str]
+    plot: Callable[[Rows, Path], None] | None = None
+
+
+EXPERIMENTS = {
+    "table5": Experiment(deployments=epdserve.table5, report=epdserve.table5_report),
+    "figures": Experiment(
+        deployments=epdserve.figures, report=epdserve.figures_report, plot=epdserve.figures_plot
+    ),
+    "goodput": Experiment(deployments=triinfer.deployments, report=triinfer.report, plot=triinfer.plot),
+    "encoders": Experiment(deployments=epd.deployments, report=epd.report),
+    "tiers": Experiment(deployments=heteroserve.deployments, report=heteroserve.report),
+}
+
+
+def filled(page: str, name: str, text: str) -> str:
+    """The page with ``text`` between the comments ``<!-- name -->`` and ``<!-- end of name -->``."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    pattern = f"(?<={re.escape(begin)}).*?(?={re.escape(end)})"
+    return re.sub(pattern, lambda _: f"\n{text}\n", page, flags=re.DOTALL)
+
+
+def section(name: str, output: Path) -> str:
+    """The tables of an experiment as markdown, with the files that they are from; its plot is made."""
+    experiment, rows = EXPERIMENTS[name], read(output)
+    files = [output]
+    if experiment.plot is not None:
+        files.append(output.with_suffix(".png"))
+        experiment.plot(rows, files[-1])
+    links = ", ".join(f"[{file.name}](../../benchmarks/results/{file.name})" for file in files)
+    return f"{experiment.report(rows)}\n{len(rows)} runs: {links}.\n"
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("what", choices=[*EXPERIMENTS, "all"])
+    parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="deployments whose names have one of these in them"
+    )
+    parser.add_argument("--report", action="store_true", help="make no runs")
+    wanted: argparse.Namespace = parser.parse_args()
+    until_s = time.monotonic() + 60 * wanted.minutes
+    for name in EXPERIMENTS if wanted.what == "all" else [wanted.what]:
+        output = RESULTS / f"papers-{name}.json"
+        if not wanted.report:
+            deployments = [
+                one
+                for one in EXPERIMENTS[name].deployments()
+                if wanted.only is None or any(part in one.name for part in wanted.only)
+            ]
+            num_left = go_on(deployments, output, f"python -m benchmarks.papers {name}", until_s)
+            print(f"{name}: {num_left} runs are left")
+        if not output.exists():
+            continue
+        text = section(name, output)
+        print(text)
+        if wanted.report:
+            PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), name, text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

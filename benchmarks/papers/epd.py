@@ -1,0 +1,117 @@
+"""EPD (001): time to first token with the images of a request on one encoder, and shared out over two and four.
+
+Table 1: the frames of a video, eight to 64, against monolithic (vLLM) and prefill-decode (DistServe) instances,
+on A100s by their data sheet. Table 4: two to eight pictures of ten slices each, by the data sheet and with the
+stage times that the table implies (:mod:`benchmarks.parallel_encode`). Requests come one after the other: at the
+paper's 1 and 0.25 a second they hardly meet on eight GPUs. Table 6 is ``python -m benchmarks.elastic emulated``.
+
+MiniCPM-V 2.6 has the language model of Qwen2-VL-7B. So pictures here have such a size that Qwen2-VL makes as many
+tokens of them as MiniCPM-V of the paper's, and an encode takes what MiniCPM-V's tower takes for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.papers.measure import Deployment, Load, Rows, markdown
+from benchmarks.parallel_encode import (
+    MINICPM_V,
+    NUM_IMAGES,
+    NUM_OUTPUT_TOKENS,
+    NUM_TEXT_TOKENS,
+    TABLE_4,
+    paper_profile,
+)
+from device.datasheets import spec_of
+from epd_serve.cost.profile import Profile
+from epd_serve.cost.roofline import analytic_profile
+from epd_serve.topology import parse_topology
+
+SHAPE, SLOWNESS = "qwen2-vl-7b", 3.0
+#: Table 1: seconds with so many frames.
+FRAMES = (8, 16, 32, 64)
+TABLE_1 = {
+    "vLLM": (0.42, 0.82, 1.59, 3.11),
+    "DistServe": (0.42, 0.81, 1.54, 3.08),
+    "EPD": (0.24, 0.30, 0.49, 1.00),
+}
+#: The first stands for vLLM and the second for DistServe: with requests one after the other, one instance of the
+#: paper's eight, or one P, has each of them.
+VIDEO_LINES = ("EPD", "EP-D", "E-P-D", "2E-P-D", "4E-P-D")
+ENCODERS = ("2E-P-D", "4E-P-D")
+#: All pictures of a request go to one encoder, whichever has least to do.
+TOGETHER = "4E-P-D, together"
+SHEET, IMPLIED = "data sheet", "times of the paper"
+NUM_REQUESTS = 3
+#: A frame is one slice of 448 pixels square, a picture of 4032x3024 pixels ten: 64 tokens each. In Qwen2-VL a
+#: token has 28x28 pixels.
+FRAME, FRAME_SIZE = 64, (224, 224)
+PICTURE, PICTURE_SIZE = 640, (896, 560)
+
+
+def data_sheet(num_tokens: int) -> Profile:
+    """The times of an A100 for pictures of so many of the tower's tokens, whatever their size here."""
+    assert MINICPM_V.vision is not None
+    shape = replace(MINICPM_V, vision=replace(MINICPM_V.vision, tokens_per_image=num_tokens))
+    return analytic_profile(shape, replace(spec_of("a100"), launch_s=0.0))
+
+
+def _deployment(
+    name: str, topology: str, profile: Profile, loads: Sequence[Load], slowness: float, *, parallel: bool = True
+) -> Deployment:
+    return Deployment(
+        name=name,
+        topology=topology,
+        devices=(profile,) * parse_topology(topology).num_devices,
+        shape=SHAPE,
+        slowness=slowness,
+        loads=tuple(loads),
+        options={"gateway": {"parallel_encode": parallel}},
+    )
+
+
+def _load(num_images: int, size: tuple[int, int]) -> Load:
+    workload = (
+        f"synthetic,image_share=1,images={num_images},image_size={size[0]}x{size[1]},"
+        f"text_tokens={NUM_TEXT_TOKENS},output_tokens={NUM_OUTPUT_TOKENS}"
+    )
+    return Load(name=f"{num_images} images", workload=workload, num_requests=NUM_REQUESTS)
+
+
+def deployments() -> list[Deployment]:
+    frames = [_load(count, FRAME_SIZE) for count in FRAMES]
+    pictures = [_load(count, PICTURE_SIZE) for count in NUM_IMAGES]
+    found = [_deployment(f"frames: {line}", line, data_sheet(FRAME), frames, SLOWNESS) for line in VIDEO_LINES]
+    for times, profile, slowness in ((SHEET, data_sheet(PICTURE), SLOWNESS), (IMPLIED, paper_profile(), 1.0)):
+        for line in ENCODERS:
+            found.append(_deployment(f"{times}: {line}", line, profile, pictures, slowness))
+        name = f"{times}: {TOGETHER}"
+        found.append(_deployment(name, ENCODERS[-1], profile, pictures, slowness, parallel=False))
+    return found
+
+
+def report(rows: Rows) -> str:
+    """Seconds to the first token, ours and the paper's."""
+
+    def seconds(name: str, counts: Sequence[int]) -> list[str]:
+        found = [rows.get((name, f"{count} images")) for count in counts]
+        idle = [row["host_idle"] for row in found if row is not None]
+        times = ["-" if row is None else f"{row['ttft_ms'] / 1e3:.2f}" for row in found]
+        return [*times, f"{min(idle):.0%}" if idle else "-"]
+
+    lines = [[f"`{line}`", *seconds(f"frames: {line}", FRAMES)] for line in VIDEO_LINES]
+    lines += [[f"{name}, paper", *(f"{value:.2f}" for value in row), "-"] for name, row in TABLE_1.items()]
+    head = ["table 1: seconds to the first token", *(f"{count} frames" for count in FRAMES), "least host idle"]
+    parts = [markdown(head, lines)]
+    lines = [
+        [f"`{line}`, {times}", *seconds(f"{times}: {line}", NUM_IMAGES)]
+        for times in (SHEET, IMPLIED)
+        for line in (*ENCODERS, TOGETHER)
+    ]
+    for name, label in (("parallel", "EPD, paper"), ("together", "EPD without IRP, paper")):
+        lines.append([label, *(f"{value:.2f}" for value in TABLE_4[name]), "-"])
+    head = ["table 4: seconds to the first token", *(f"{count} images" for count in NUM_IMAGES), "least host idle"]
+    parts.append(markdown(head, lines))
+    constant = f"Table 4 implies {paper_profile().request_s:.2f} s more for each request, whatever its pictures."
+    return "\n".join([*parts, f"{constant}\n"])
