@@ -333,9 +333,9 @@ def _known(tokens: list[int]) -> list[int]:
         return tokens
     if least == _NO_TOKEN:
         raise FloatingPointError(
-            f"no token can be chosen: the logits of {tokens.count(_NO_TOKEN)} of {len(tokens)} rows are no numbers. "
-            "Something was read before the device had computed it, for want of an event, or the model's numbers "
-            "are too large for its dtype"
+            f"no token can be chosen: the logits of {tokens.count(_NO_TOKEN)} of {len(tokens)} rows are no "
+            "numbers. Something was read before the device had computed it, for want of an event, or the "
+            "model's numbers are too large for its dtype"
         )
     raise FloatingPointError("tokens were read before the device had chosen them, for want of an event")
 
