@@ -20,11 +20,11 @@ from epd_serve.cost.economics import (
     read_prices,
     show_cost,
 )
-from epd_serve.cost.shape import shape_of
+from epd_serve.plan.pools import planned_shape
 
 
 def cost(
-    model: Annotated[str, typer.Argument(help="A model's directory, config.json, or name: llava-1.5-7b ...")],
+    model: Annotated[str, typer.Argument(help="'demo', a directory, config.json, or name: qwen2.5-vl-7b ...")],
     encoder: Annotated[str, typer.Option(help="Device that encodes.")] = "rtx-4090",
     language: Annotated[str, typer.Option(help="Device that prefills and decodes.")] = "a100",
     prices: Annotated[Path | None, typer.Option(help="YAML of 'device: price'.")] = None,
@@ -46,7 +46,7 @@ def cost(
     bandwidth = parse_rate(link)
     if not isinstance(bandwidth, int) or bandwidth <= 0:
         raise ValueError(f"--link {link}: write bytes per second, as in 25GB/s")
-    shape = shape_of(model)
+    shape = planned_shape(model)
     size = RequestSize(
         num_vision_tokens=vision_tokens, num_text_tokens=text_tokens, num_output_tokens=output_tokens
     )

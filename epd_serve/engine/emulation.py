@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from torch import Tensor
 
 from device.base import Device
 from device.datasheets import emulated_kind, is_measured
@@ -12,7 +15,7 @@ from device.emulated import EmulatedDevice
 from epd_serve.config import InstanceOptions
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.shape import shape_of
-from epd_serve.engine.step_inputs import StepInputs
+from epd_serve.engine.step_inputs import StepInputs, integers
 from epd_serve.sched.step_cost import StepWork
 from epd_serve.transfer.shaped import over_emulated_links
 from epd_serve.transfer.transport import Transport
@@ -57,15 +60,26 @@ class Emulation:
         return over_emulated_links(inner, profile, scales)
 
     @contextmanager
-    def step(self, inputs: StepInputs, num_parts: int) -> Iterator[Callable[[], None]]:
-        """A context in which a step is launched; as :meth:`~device.emulated.EmulatedDevice.timed`."""
+    def step(self, inputs: StepInputs, kv: Tensor, num_parts: int) -> Iterator[Callable[[], None]]:
+        """A context in which a step is launched; as :meth:`~device.emulated.EmulatedDevice.timed`.
+
+        Args:
+            kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim], of which what the step writes is unknown
+                until it has.
+        """
+        slots, places = kv.flatten(2, 3), integers(inputs.slots, kv.device)
+        slots.index_fill_(2, places, math.nan)
         chunks = zip(inputs.prefill_query_lens, inputs.prefill_context_lens, strict=True)
         work = StepWork.of(inputs.decode_context_lens, [(end - count, count) for count, end in chunks])
         cost_s, demand = self._time.step(
             work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs
         )
-        with self._device.timed(cost_s, demand, num_parts) as next_part:
-            yield next_part
+        try:
+            with self._device.timed(cost_s, demand, num_parts) as next_part:
+                yield next_part
+        except BaseException:
+            slots.index_fill_(2, places, 0.0)  # nothing has written them: who has them next needs numbers
+            raise
 
     @contextmanager
     def encode(self, pixels: Sequence[int]) -> Iterator[None]:

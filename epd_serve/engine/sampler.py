@@ -39,6 +39,8 @@ _MASKED = float("-inf")
 _MIN_TEMPERATURE = 1.2e-38
 #: From here on logits are divided by it before the largest is taken off.
 _MIN_SCALED = 0.1
+#: Stands for a token where there is none to choose.
+_NO_TOKEN = -1
 _WORD = 0xFFFF_FFFF_FFFF_FFFF
 
 
@@ -240,8 +242,8 @@ class Sampler:
         counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
         if counts:
             return _with_logprobs(logits, tokens, counts)
-        ids = Readback(tokens)
-        return Sampling(tokens, lambda: [SampledToken(token) for token in ids.wait().tolist()])
+        ids = Readback(_marked(logits, tokens))
+        return Sampling(tokens, lambda: [SampledToken(token) for token in _known(ids.wait().tolist())])
 
     def _work(self, logits: Tensor, rows: AbstractSequence[Row], worked: list[int]) -> Tensor:
         """Tokens of rows of which ``worked`` are more than greedy."""
@@ -319,6 +321,25 @@ def _is_constrained(row: Row) -> bool:
     return row.sampling.penalised or _is_held_back(row) or is_restricted(row.sequence)
 
 
+def _marked(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Tokens [rows] with -1 in place of those whose logits [rows, vocab] are no numbers."""
+    chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return torch.where(chosen.isnan(), _NO_TOKEN, tokens)
+
+
+def _known(tokens: list[int]) -> list[int]:
+    """Tokens as they are on the host. Raises FloatingPointError where one is none."""
+    if (least := min(tokens)) >= 0:
+        return tokens
+    if least == _NO_TOKEN:
+        raise FloatingPointError(
+            f"no token can be chosen: the logits of {tokens.count(_NO_TOKEN)} of {len(tokens)} rows are no "
+            "numbers. Something was read before the device had computed it, for want of an event, or the "
+            "model's numbers are too large for its dtype"
+        )
+    raise FloatingPointError("tokens were read before the device had chosen them, for want of an event")
+
+
 def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities of one token a row, then of the likeliest ones, best first.
 
@@ -342,12 +363,12 @@ def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> Sa
     values, indices = log_probabilities(some, tokens[rows], max(counts.values()))
     # one copy for all: float32 as it is, in the bits of int32
     floats = values.view(torch.int32)
-    readback = Readback(torch.cat([tokens.int(), indices.int().flatten(), floats.flatten()]))
+    readback = Readback(torch.cat([_marked(logits, tokens).int(), indices.int().flatten(), floats.flatten()]))
     count_ids, count_top = len(tokens), indices.numel()
 
     def read() -> list[SampledToken]:
         packed = readback.wait()
-        sampled = [SampledToken(token) for token in packed[:count_ids].tolist()]
+        sampled = [SampledToken(token) for token in _known(packed[:count_ids].tolist())]
         top_ids = packed[count_ids : count_ids + count_top].view(len(counts), -1).tolist()
         values = packed[count_ids + count_top :].view(torch.float32).view(len(counts), -1).tolist()
         details = zip(counts.items(), top_ids, values, strict=True)

@@ -99,10 +99,10 @@ class StepExecutor:
         if self._emulation is None:
             return self._compute(inputs, on_layer, fed, logprobs)
         if on_layer is None:
-            with self._emulation.step(inputs, 1):
+            with self._emulation.step(inputs, self._kv, 1):
                 return self._compute(inputs, None, fed, logprobs)
         tell = on_layer
-        with self._emulation.step(inputs, self._model.num_layers + 1) as next_part:
+        with self._emulation.step(inputs, self._kv, self._model.num_layers + 1) as next_part:
 
             def after_layer(layer: int) -> None:
                 next_part()

@@ -380,14 +380,14 @@ class Instance:
         old, options = self.options, in_role(self.options, role)
         remember(options)
         if self.language is not None:
-            await asyncio.to_thread(self.language.close)
+            await _close([self.language])
             self.language = None
         lends = old.feature_store == "mooncake" and old.role.stages != role.stages
         self.options = options
         if self._weights is not None and not (role.has_language_model and not self._weights.is_split):
             self._weights.forget(self.transport)
             if self.device.type != "cpu" or self._weights.is_split:
-                await asyncio.to_thread(self._weights.close)
+                await _close([self._weights])
                 self._weights = None
         if self.device.type != "cpu" and not role.encodes:
             self.encode.unload()
@@ -429,6 +429,14 @@ class Instance:
                     self.language.expire()
                 except Exception:  # without housekeeping the instance would leak from now on
                     logger.exception("housekeeping failed")
+
+
+async def _close(part: list[Any]) -> None:
+    """Close one part of an instance on a thread which does not refer to it any more when this returns.
+
+    It would keep the part's memory on the device from the collection that follows.
+    """
+    await asyncio.to_thread(lambda: part.pop().close())
 
 
 def _may_encode(instance: Instance) -> bool:

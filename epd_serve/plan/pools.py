@@ -142,7 +142,7 @@ def read_fleet(devices: str, model: str = "") -> Fleet:
             f"{where}there is no model; give --model {DEMO_MODEL}, a directory, a name on the hub, or one of "
             f"{', '.join(KNOWN_SHAPES)}"
         )
-    shape = _shape(model)
+    shape = planned_shape(model)
     pools: list[Pool] = []
     used: dict[str, int] = {}
     prices = [one.price if one.price is not None else _sheet_price(one) for one in file.pools]
@@ -213,7 +213,8 @@ def _read_line(text: str) -> list[_PoolFile]:
     return pools
 
 
-def _shape(model: str) -> ModelShape:
+def planned_shape(model: str) -> ModelShape:
+    """The shape of ``demo``, a directory, a name on the hub, or a known name. Raises ValueError for others."""
     if model == DEMO_MODEL:
         return shape_of(str(model_path(model)))
     named = HubModel.parse(model)

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+from emulated import DEVICES, EMULATED, little_memory
 from engine_bench import BLOCK_SIZE, EngineBench
 from pictures import noise
 from PIL import Image
 from reference import Reference
 
+from device.emulated import EmulatedDevice
+from device.registry import get_device
 from epd_serve.cache.block_pool import num_blocks_for
+from epd_serve.cost.device_time import DeviceTime
+from epd_serve.engine.emulation import Emulation
 from epd_serve.engine.hooks import EngineEvent, PromptEvent, TokenEvent
 from epd_serve.sched.schedule import Budget
 from epd_serve.sequence import Sequence
@@ -51,11 +56,16 @@ def expected(tiny_model: Path) -> list[list[int]]:
     return [reference.generate(text, images, max_tokens=MAX_TOKENS) for text, images in QUESTIONS]
 
 
-@pytest.fixture
-def bench(tiny_model: Path) -> Iterator[EngineBench]:
-    bench = EngineBench(tiny_model, Budget(max_num_tokens=64, max_num_seqs=8))
-    yield bench
-    bench.close()
+@pytest.fixture(params=DEVICES)
+def bench(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[EngineBench]:
+    device = get_device(request.param)
+    is_emulated = isinstance(device, EmulatedDevice)
+    emulation = Emulation(device, DeviceTime.of(str(tiny_model), "h200")) if is_emulated else None
+    budget = Budget(max_num_tokens=64, max_num_seqs=8)
+    bench = EngineBench(tiny_model, budget, device=device, runs_ahead=is_emulated, emulation=emulation)
+    with little_memory(request.param, 2.0):
+        yield bench
+        bench.close()
 
 
 def longest(sequences: list[Sequence]) -> int:
@@ -63,7 +73,16 @@ def longest(sequences: list[Sequence]) -> int:
     return max(num_blocks_for(s.num_prompt_tokens + s.max_tokens, BLOCK_SIZE) for s in sequences)
 
 
-@pytest.mark.parametrize("tiny_model", [*tiny_models.KINDS, "gemma3"], indirect=True)
+@pytest.mark.parametrize(
+    ("tiny_model", "bench"),
+    [*((kind, "cpu") for kind in (*tiny_models.KINDS, "gemma3")), ("llava", EMULATED)]
+    + [
+        pytest.param(kind, EMULATED, marks=pytest.mark.slow)
+        for kind in (*tiny_models.KINDS, "gemma3")
+        if kind != "llava"
+    ],
+    indirect=True,
+)
 def test_concurrent_requests_in_a_tiny_pool(bench: EngineBench, expected: list[list[int]]) -> None:
     Held(bench)
     sequences = [

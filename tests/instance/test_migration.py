@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import tiny_models
+from emulated import EMULATED, little_memory
 from fleet import Books
 from frame_bodies import whole_frames
 from services import language_of, serving
@@ -119,13 +120,16 @@ def msgspec_reply(first: list[Frame], rest: Reply) -> Reply:
 
 
 @asynccontextmanager
-async def fleet(path: Path, target: str = "D", kv_mode: str = "grouped", **options: Any) -> AsyncIterator[Fleet]:
+async def fleet(
+    path: Path, target: str = "D", kv_mode: str = "grouped", device: str = "cpu", **options: Any
+) -> AsyncIterator[Fleet]:
     async with (
-        serving(path, "EP") as prefill,
-        serving(path, "D", kv_transfer={"mode": kv_mode}, name="source") as source,
-        serving(path, target, **({"name": "target"} | options)) as second,
+        serving(path, "EP", device=device) as prefill,
+        serving(path, "D", kv_transfer={"mode": kv_mode}, name="source", device=device) as source,
+        serving(path, target, **({"name": "target", "device": device} | options)) as second,
     ):
-        yield Fleet(prefill, source, second)
+        with little_memory(device, 1.5):
+            yield Fleet(prefill, source, second)
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +141,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SCHEMA = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 9, "maxItems": 9}
 
 
-@pytest.mark.parametrize(("kv_mode", "target"), [("grouped", "D"), ("pull", "PD")])
-async def test_it_goes_on_as_if_it_had_stayed(model: Path, kv_mode: str, target: str) -> None:
-    async with fleet(model, target, kv_mode) as here:
+@pytest.mark.parametrize(
+    ("kv_mode", "target", "device", "num_kinds"),
+    [
+        ("grouped", "D", "cpu", 4),
+        ("pull", "PD", "cpu", 4),
+        ("grouped", "D", EMULATED, 1),
+        pytest.param("grouped", "D", EMULATED, 4, marks=pytest.mark.slow),
+        pytest.param("pull", "PD", EMULATED, 4, marks=pytest.mark.slow),
+    ],
+)
+async def test_it_goes_on_as_if_it_had_stayed(
+    model: Path, kv_mode: str, target: str, device: str, num_kinds: int
+) -> None:
+    async with fleet(model, target, kv_mode, device) as here:
         wanted = [
             request(temperature=0.0, max_tokens=40),
             request(temperature=1.5, presence_penalty=0.5, frequency_penalty=1.0, min_tokens=5),
@@ -151,7 +166,7 @@ async def test_it_goes_on_as_if_it_had_stayed(model: Path, kv_mode: str, target:
                 grammar=Grammar(kind="json", text=json.dumps(SCHEMA), param="response_format"),
             ),
         ]
-        for one in wanted:
+        for one in wanted[:num_kinds]:
             _, reply = await here.begin(one)
             whole = await read(reply)
             assert whole[-1][0] == frames.END

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import tiny_models
+from emulated import DEVICES, EMULATED, little_memory
 from fleet import Books
 from frame_bodies import whole_frames
 from pictures import png
@@ -74,28 +76,48 @@ async def draining(instance: Instance) -> None:
         await asyncio.sleep(0)
 
 
-async def test_every_role_is_reached_from_every_other(tmp_path: Path) -> None:
+ROLES = ("P", "D", "E", "PD", "E", "EPD", "D", "EP", "ED", "P")
+
+
+@pytest.mark.parametrize(
+    ("device", "roles"),
+    [
+        ("cpu", ROLES),
+        pytest.param(EMULATED, ("P", "D", "E", "P"), id="emulated, some"),
+        pytest.param(EMULATED, ROLES, id="emulated", marks=pytest.mark.slow),
+    ],
+)
+async def test_every_role_is_reached_from_every_other(device: str, roles: Sequence[str], tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
-    roles = ("P", "D", "E", "PD", "E", "EPD", "D", "EP", "ED", "P")
-    async with serving(model, "P", num_blocks=40) as instance:
-        for epoch, role in enumerate(roles[1:], start=1):
-            changed = await instance.lifecycle.switch(order(role))
-            assert (changed.old, changed.new, changed.epoch) == (roles[epoch - 1], role, epoch)
-            info = instance.info()
-            assert (info.role, info.epoch, info.ready, info.state) == (role, epoch, True, "SERVING")
-            assert (info.block_size > 0) == (role != "E")
-            await instance.probe(60)
-            if set("PD") <= set(role):
-                async with answering(instance, request(f"r{epoch}", max_tokens=5)) as answer:
-                    assert len(tokens(await read(answer))) == 5
-            await Books({"i": instance.url}).check()
-        with pytest.raises(InvalidRequest, match="no stage"):
-            await instance.lifecycle.switch(order("X"))
+    async with serving(model, "P", num_blocks=512, max_num_seqs=4, device=device) as instance:
+        # room for all stages of one role, with what a step of it needs, and not for those of two
+        with little_memory(device, 1.7):
+            await switched(instance, roles)
 
 
-async def test_running_answers_go_on_elsewhere_token_by_token(tmp_path: Path) -> None:
+async def switched(instance: Instance, roles: Sequence[str]) -> None:
+    for epoch, role in enumerate(roles[1:], start=1):
+        changed = await instance.lifecycle.switch(order(role))
+        assert (changed.old, changed.new, changed.epoch) == (roles[epoch - 1], role, epoch)
+        info = instance.info()
+        assert (info.role, info.epoch, info.ready, info.state) == (role, epoch, True, "SERVING")
+        assert (info.block_size > 0) == (role != "E")
+        await instance.probe(60)
+        if set("PD") <= set(role):
+            async with answering(instance, request(f"r{epoch}", max_tokens=5)) as answer:
+                assert len(tokens(await read(answer))) == 5
+        await Books({"i": instance.url}).check()
+    with pytest.raises(InvalidRequest, match="no stage"):
+        await instance.lifecycle.switch(order("X"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+async def test_running_answers_go_on_elsewhere_token_by_token(device: str, tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
-    async with serving(model, "PD", num_blocks=100) as leaving, serving(model, "EPD", num_blocks=100) as staying:
+    async with (
+        serving(model, "PD", num_blocks=100, device=device) as leaving,
+        serving(model, "EPD", num_blocks=100, device=device) as staying,
+    ):
         async with answering(staying, request("whole")) as answer:
             whole = tokens(await read(answer))
         async with answering(leaving, request("first")) as answer:

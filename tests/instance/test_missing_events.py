@@ -1,0 +1,50 @@
+"""Where an event is not waited for, an emulated device leaves no numbers: an error that says so, and no answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from chat import chat
+from in_process import deployment
+from services import language_of
+
+from device.copies import Readback
+from device.emulated import EmulatedDevice
+from device.registry import get_device
+
+DEVICE = "emulated:h200:15"
+LAUNCH_S = 4e-4  # nothing is ready by chance
+
+
+async def test_no_answer_comes_of_what_was_read_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    device = get_device(DEVICE)
+    assert isinstance(device, EmulatedDevice)
+    options: dict[str, Any] = {"device": DEVICE, "max_num_seqs": 2, "kv_transfer": {"group_layers": 1}}
+    health = {"probe_interval_s": None}
+    async with deployment(model, "P", "D", options=options, health=health, failover={"wait_s": 0}) as here:
+        body = chat("What is this?", model="demo", max_tokens=4, temperature=0, ignore_eos=True)
+
+        async def refusal() -> str:
+            status, answer = await here.post("/v1/chat/completions", body)
+            assert status == 500, answer
+            message: str = answer["error"]["message"]
+            return message
+
+        _, right = await here.post("/v1/chat/completions", body)
+        monkeypatch.setattr(device, "launch_s", LAUNCH_S)
+        loop = language_of(here.instances["p0"])._loop
+        assert loop._push is not None
+        with monkeypatch.context() as patch:  # groups of layers go out while they are computed
+            patch.setattr(loop, "_push", replace(loop._push, record_event=lambda: lambda: None))
+            assert "the logits of 1 of 1 rows are no numbers. Something was read before" in await refusal()
+        with monkeypatch.context() as patch:  # tokens are taken while the step after theirs is launched
+            patch.setattr(Readback, "wait", lambda readback: readback._copy)
+            assert "tokens were read before the device had chosen them" in await refusal()
+        _, again = await here.post("/v1/chat/completions", body)
+        assert again["choices"] == right["choices"]
+        await here.settle()
