@@ -12,7 +12,7 @@ import torch
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.commands import Command, CopyBlock, Land
+from epd_serve.engine.commands import Command, CopyBlock
 from epd_serve.engine.kv_memory import KVCache, KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
@@ -31,16 +31,14 @@ class OtherRank:
     def send(self, command: Command) -> None:
         assert self.cache is not None
         match command:
-            case Land():
-                self.cache.land(command.blocks)
             case CopyBlock():
                 self.cache.copy_block(command.source, command.target)
 
     @contextmanager
-    def staging(self, layers: range, blocks: Sequence[int]) -> Iterator[None]:
+    def copying(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> Iterator[None]:
         assert self.cache is not None
         yield
-        self.cache.stage(layers, blocks)
+        self.cache.copy(layers, blocks, first_cell, lands=lands)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -50,7 +48,7 @@ def test_saved_blocks_come_back_elsewhere(num_ranks: int) -> None:
     memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, heads=range(2) if other else None, followers=other)
     caches = [memory.tensor]
     if other:
-        other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory._bytes, heads=range(2, 4))
+        other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, heads=range(2, 4))
         caches.append(other.cache.tensor)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape))

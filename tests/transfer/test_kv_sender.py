@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -18,24 +20,44 @@ from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.transfer.transport import Piece, Slab, TransferError
 
 
-class Source:
-    """One byte per block. Block 13 cannot be read, as on an accelerator whose copy fails."""
+@dataclass
+class Staged:
+    """One byte per block and layer, which is the number of the block."""
 
-    def stage(self, layers: range, blocks: Sequence[int]) -> None:
+    layers: range
+    blocks: Sequence[int]
+
+    def spans(self, first: int, count: int) -> list[tuple[int, int]]:
+        return [(layer * 100 + block, 1) for layer in self.layers for block in self.blocks[first : first + count]]
+
+    def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
+        local = self.blocks[first : first + len(remote)]
+        return [
+            (layer * remote_num_blocks + there, memoryview(bytes([here])))
+            for layer in self.layers
+            for here, there in zip(local, remote, strict=True)
+        ]
+
+
+class Source:
+    """Block 13 cannot be read, as on an accelerator whose copy fails."""
+
+    region = Region(name="kv", nbytes=1000, host_id="h", pid=1, fd=1, host="", port=0)
+    buffer = memoryview(b"")
+
+    def __init__(self, staged_cells: int | None = None) -> None:
+        self.staged_cells = staged_cells
+        self.most_staged = 0
+
+    @contextmanager
+    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[Staged]:
+        self.most_staged = max(self.most_staged, len(layers) * len(blocks))
         if 13 in blocks:
             raise RuntimeError("out of memory")
+        yield Staged(layers, blocks)
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
         return num_layers * num_blocks
-
-    def pieces(
-        self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
-    ) -> list[Piece]:
-        return [
-            (layer * remote_num_blocks + there, memoryview(bytes([here])))
-            for layer in layers
-            for here, there in zip(local, remote, strict=True)
-        ]
 
 
 class Counting:
