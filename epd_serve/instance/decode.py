@@ -323,8 +323,8 @@ class DecodeService:
     async def take_offered(self, offer: wire.KVOffer) -> wire.KVTaken:
         """Read KV that P offers into the blocks of its transfers, but for those that have ended here.
 
-        Raises InstanceFailed where it cannot be read. Blocks are kept while they are read into, even where the call
-        ends before.
+        Raises InstanceFailed where it cannot be read. Blocks are kept while they are read into, even where the
+        call ends before.
         """
         parts = [part for part in offer.parts if self._reservations.begin_read(part.transfer_id, part.block_ids)]
         reading = asyncio.create_task(asyncio.to_thread(self._read, offer, parts))
@@ -347,8 +347,9 @@ class DecodeService:
         for part in parts:
             with self._memory.land(layers, part.block_ids) as spans:
                 pairs = paired(part.spans, spans)
+                pieces = [(there, buffer[here : here + count]) for there, here, count in pairs]
                 start = time.monotonic()
-                self._transport.read(offer.region, [(there, buffer[here : here + n]) for there, here, n in pairs])
+                self._transport.read(offer.region, pieces)
                 seconds = time.monotonic() - start
             self._on_read(self._memory.nbytes(len(layers), len(part.block_ids)), seconds)
 

@@ -16,7 +16,8 @@ from epd_serve.cost.device_time import DeviceTime
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0")}
 CASES: dict[str, dict[str, Any]] = {
     "pushed KV, steps launched ahead": {"async_scheduling": "on"},
-    "pulled KV, small pool": {"kv_transfer": {"mode": "pull"}, "num_blocks": 20},
+    "pushed KV, little host memory": {"kv_transfer": {"staging_bytes": "64KiB"}},
+    "pulled KV, small pool": {"kv_transfer": {"mode": "pull", "staging_bytes": "64KiB"}, "num_blocks": 20},
 }
 
 

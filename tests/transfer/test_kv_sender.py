@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd_serve.protocol.wire import Region, ReserveReply
+from epd_serve.protocol.wire import KVOffer, KVTaken, Region, ReserveReply
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
@@ -161,6 +162,44 @@ def test_a_step_is_one_write_without_those_that_may_not_write(transport: Countin
     assert one.transfer_s == pytest.approx(2 * two.transfer_s)
     assert late.error is not None
     assert gone.error is None
+    sender.close()
+
+
+def test_what_is_larger_than_the_staging_memory_of_either_side_goes_in_rounds(transport: Counting) -> None:
+    slab = transport.allocate("kv", 80)
+    source, offers = Source(staged_cells=4), list[KVOffer]()
+
+    def offer(one: KVOffer) -> KVTaken:
+        offers.append(one)
+        return KVTaken([part.transfer_id for part in one.parts if part.transfer_id != "given up"])
+
+    sender = KVSender(transport, source, GroupSizer(num_layers=3), time.monotonic)
+    one, two, gone = (outgoing(name, slab) for name in ("one", "two", "given up"))
+    for transfer in (one, two, gone):
+        transfer.target = msgspec.structs.replace(target(slab), staged_cells=3)
+        transfer.offer = offer
+    parts = [Part(one, [5, 6], [1, 2]), Part(gone, [8], [4]), Part(two, [9, 7], [3, 6])]
+    sender.push(range(3), parts, nothing)
+    assert passed(sender, two)
+    assert transport.writes == [], "nobody writes there"
+    assert source.most_staged <= 3
+    found = [
+        (
+            part.transfer_id,
+            message.first_layer + i // len(part.block_ids),
+            part.block_ids[i % len(part.block_ids)],
+            at,
+        )
+        for message in offers
+        for part in message.parts
+        for i, (at, _) in enumerate(part.spans)
+    ]
+    places = {("one", 1): 5, ("one", 2): 6, ("two", 3): 9, ("two", 6): 7}
+    due = [(name, layer, to, 100 * layer + of) for layer in range(3) for (name, to), of in places.items()]
+    assert sorted(one for one in found if one[0] != "given up") == sorted(due)
+    assert [one for one in found if one[0] == "given up"] == [("given up", 0, 4, 8)], "it is not offered again"
+    assert gone.cancelled and not one.cancelled
+    assert (one.num_bytes, two.num_bytes, gone.num_bytes) == (6, 6, 0)
     sender.close()
 
 
