@@ -216,7 +216,7 @@ async def test_processes_that_die_and_change_roles(
             "served_model_name": "demo",
             "devices": ["emulated:h200 x 3"],
             "gateway": {"port": 0, "admin": {"port": admin_port}},
-            "instances": {"num_blocks": 2048, "max_model_len": 8192},
+            "instances": {"num_blocks": 2048, "max_model_len": 8192, "kv_transfer": {"staging_bytes": "4MiB"}},
         }
     )
     backoff = lambda: Backoff(first_s=0.1)  # noqa: E731
