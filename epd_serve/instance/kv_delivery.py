@@ -171,7 +171,7 @@ class PushDelivery:
 
     def _offer(self, loop: asyncio.AbstractEventLoop, offer: wire.KVOffer) -> wire.KVTaken:
         """Return when D has read it, on a thread of the sender. Raises TransferError."""
-        call = self._peers.call(self._url, "/kv/offer", offer, self._reserve.lease_s)
+        call = _while_it_answers(self._peers, self._url, "/kv/offer", offer, self._ref, self._reserve.lease_s)
         try:
             return wire.decode(asyncio.run_coroutine_threadsafe(call, loop).result(), wire.KVTaken)
         except ServeError as error:
@@ -260,7 +260,7 @@ def _blamed(url: str, error: Unavailable) -> ServeError:
 async def _while_it_answers(
     peers: Peers, url: str, path: str, message: wire.Message, ref: wire.TransferRef, lease_s: float
 ) -> bytes:
-    """A call in which D may wait for blocks for as long as it likes, so long as it answers others.
+    """A call in which D may wait for blocks, or read, for as long as it likes, so long as it answers others.
 
     Raises InstanceFailed where it has not for half a lease.
     """

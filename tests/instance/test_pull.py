@@ -104,6 +104,7 @@ class Memory:
 
     @contextmanager
     def land(self, layers: range, blocks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+        assert threading.current_thread() is not threading.main_thread(), "never on the event loop"
         yield [(block, 1) for block in blocks]
         self.landed += blocks
 
