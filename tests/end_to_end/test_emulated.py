@@ -48,7 +48,7 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(mode: str, tmp_pa
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
     fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
-    transfer = {"mode": mode, "staging_bytes": "16KiB"}
+    transfer = {"mode": mode, "staging_bytes": "32KiB"}
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
     async with deployment(model, "EP", "D", options=options) as one:
         answers = await asyncio.gather(
@@ -64,10 +64,10 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(mode: str, tmp_pa
         for instance in one.instances.values():
             assert instance.language is not None
             memory: Any = instance.language.weights.memory
-            assert memory.region.nbytes <= 1 << 14
+            assert memory.region.nbytes <= 1 << 15
             moved = await figures(instance.url)
             if instance.options.role.decodes:
-                assert moved["kv_bytes_total"] > 5 * memory.region.nbytes
+                assert moved["kv_bytes_total"] > 3 * memory.region.nbytes
 
 
 async def test_instances_on_one_device_share_its_memory(tmp_path: Path) -> None:
