@@ -58,6 +58,11 @@ class InstanceOptions(SharedConfig, InstanceSettings):
         return tokens_per_block(self.block_size, self.device)
 
     @property
+    def kv_memory_sizes(self) -> tuple[int | None, ...]:
+        """The options of which any makes the KV memory another."""
+        return self.num_blocks, self.kv_cache_bytes, self.tokens_per_block, self.kv_transfer.staging_bytes
+
+    @property
     def runs_ahead(self) -> bool:
         """Raises ValueError where it is to be on and cannot."""
         if self.async_scheduling == "on" and len(self.devices) > 1:

@@ -91,6 +91,11 @@ class KVTransferConfig(Section):
     group_layers: LanguageRebuild[Annotated[Literal["auto"] | int, BeforeValidator(_check_group_layers)]] = Field(
         default="auto", description="Layers sent together in mode grouped; auto chooses from measured times."
     )
+    staging_bytes: LanguageRebuild[Bytes] = Field(
+        default=256 * MEBIBYTE,
+        description="Host memory through which the KV of an accelerator, or of ranks that share a model, comes "
+        "and goes; what is larger goes in rounds.",
+    )
 
     @model_validator(mode="after")
     def _groups_are_of_one_mode(self) -> KVTransferConfig:

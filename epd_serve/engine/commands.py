@@ -38,7 +38,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 
 
 class CreateCache(msgspec.Struct, frozen=True, kw_only=True, tag="cache"):
-    """Allocate the KV cache; ``slab`` is the leader's, in which KV of all heads comes and goes.
+    """Allocate the KV cache; ``slab`` is the leader's, in whose cells KV of all heads comes and goes.
 
     The rest is as in :class:`~epd_serve.engine.step.StepExecutor`.
     """
@@ -56,22 +56,18 @@ class CopyBlock(msgspec.Struct, frozen=True, tag="copy"):
     target: int
 
 
-class Stage(msgspec.Struct, frozen=True, tag="stage"):
-    """Copy blocks of layers ``first_layer`` ... ``end_layer - 1`` into the slab; answered by :class:`Done`.
+class CopyCells(msgspec.Struct, frozen=True, tag="cells"):
+    """Copy blocks of layers ``first_layer`` ... ``end_layer - 1`` to cells of the slab; with ``lands`` from there.
 
-    ``number`` tells this staging from all others.
+    Answered by :class:`Done`; ``number`` tells this copy from all others.
     """
 
     number: int
     first_layer: int
     end_layer: int
     blocks: list[int]
-
-
-class Land(msgspec.Struct, frozen=True, tag="land"):
-    """Copy blocks of all layers from the slab into the cache."""
-
-    blocks: list[int]
+    first_cell: int
+    lands: bool
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -80,13 +76,12 @@ class Joined(msgspec.Struct, frozen=True, tag="joined"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The :class:`Stage` with this number has been carried out."""
+    """The :class:`CopyCells` with this number has been carried out."""
 
     number: int
 
 
-KVCommand = CopyBlock | Stage | Land
-Command = Join | CreateCache | StepInputs | KVCommand
+Command = Join | CreateCache | StepInputs | CopyBlock | CopyCells
 Answer = Joined | Done
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
-from epd_serve.protocol.wire import KVLayout, Region, TokenLogprob
+from epd_serve.protocol.wire import KVLayout, TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sequence import Sequence
 from epd_serve.transfer.kv_sender import KVSource
+from epd_serve.transfer.staging import Span
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
@@ -71,16 +73,27 @@ class Runner(Protocol):
 
 
 class KVCacheMemory(BlockMemory, KVSource, Protocol):
-    """The KV of an instance: blocks on the device, and a slab with the same blocks for the transport.
+    """The KV of an instance: blocks, where the model computes, and a slab by which peers reach them.
 
     Attributes:
-        region: the slab, as peers name it.
+        region: the slab, as peers name it. buffer: the same, here.
+        staged_cells: the most layers × blocks that can be landed at once, where the slab is not the cache itself.
+        num_staged: layers × blocks that are on their way through the slab.
     """
 
     layout: KVLayout
     num_blocks: int
-    region: Region
 
-    def land(self, blocks: AbstractSequence[int]) -> None:
-        """Bring blocks that a peer wrote into the slab to where the model reads them."""
+    @property
+    def num_staged(self) -> int: ...
+
+    def land(self, layers: range, blocks: AbstractSequence[int]) -> AbstractContextManager[list[Span]]:
+        """A context for writing blocks of some layers where its value says in the slab.
+
+        At its end, unless that is an error, the model can read them. It may wait for others' to end.
+        """
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books of the slab balance."""
         ...

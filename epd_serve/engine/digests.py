@@ -11,7 +11,8 @@ from __future__ import annotations
 import mmap
 import weakref
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +29,8 @@ from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.step_cost import StepWork, work_done
 from epd_serve.sequence import PLACEHOLDER
 from epd_serve.sequence import Sequence as TokenSequence
-from epd_serve.transfer.transport import Piece, Transport
+from epd_serve.transfer.staging import Span, StagingArea
+from epd_serve.transfer.transport import Piece, TransferError, Transport
 from epd_serve.types import MediaSpan, SamplingParams
 
 #: Bytes that stand for a token of a picture; for a block in one layer, a digest of all up to there; and those in
@@ -105,22 +107,31 @@ class DigestTower:
 
 
 class DigestMemory:
-    """Fills the KVCacheMemory protocol: the blocks on the device, and a slab of them that the transport knows.
+    """Fills the KVCacheMemory protocol: the blocks on the device, and a slab of cells that the transport knows.
 
     Args:
         token_bytes: KV of a token in all layers, on the device whose time copies take.
+        staging_bytes: of the slab, as large as the cells of that device are.
     """
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, device: TimedDevice, transport: Transport, token_bytes: int
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: TimedDevice,
+        transport: Transport,
+        token_bytes: int,
+        staging_bytes: int,
     ) -> None:
         self.layout, self.num_blocks = layout, num_blocks
         self._device, self._token_bytes = device, token_bytes
         self.block_bytes = layout.num_layers * LAYER_BYTES
         self._held = Held(device, self.nbytes(layout.num_layers, num_blocks))
-        self.slab = transport.allocate("kv", num_blocks * self.block_bytes)
-        self.region = self.slab.region
-        self._shared = self.slab.buffer
+        block_nbytes = self.nbytes(layout.num_layers, 1)
+        num_cells = staging_bytes * layout.num_layers // block_nbytes
+        self._area = StagingArea(num_cells, num_blocks * layout.num_layers, quarantine_s=0.0)
+        self.slab = transport.allocate("kv", self._area.num_cells * LAYER_BYTES)
+        self.region, self.buffer = self.slab.region, self.slab.buffer
         self._cache = mmap.mmap(-1, num_blocks * self.block_bytes)
 
     def read(self, block: int) -> bytes:
@@ -140,14 +151,31 @@ class DigestMemory:
         layers = range(self.layout.num_layers)
         self._device.current_stream().launch(0.0, lambda: self.write(target, self.read(source), layers))
 
-    def stage(self, layers: range, blocks: Sequence[int]) -> None:
-        """Bring blocks of some layers to the slab. The transport takes the time of the link."""
-        for place in self._places(layers, blocks):
-            self._shared[place] = self._cache[place]
+    @property
+    def staged_cells(self) -> int | None:
+        return self._area.round_cells
 
-    def land(self, blocks: Sequence[int]) -> None:
-        for place in self._places(range(self.layout.num_layers), blocks):
-            self._cache[place] = self._shared[place]
+    @property
+    def num_staged(self) -> int:
+        return self._area.num_lent
+
+    def check_integrity(self) -> None:
+        self._area.check_integrity()
+
+    @contextmanager
+    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedDigests]:
+        """The transport takes the time of the link."""
+        with self._area.leaving.lend(len(layers) * len(blocks)) as first:
+            for here, place in self._places(layers, blocks, first):
+                self.buffer[here] = self._cache[place]
+            yield StagedDigests(first * LAYER_BYTES, len(layers) * LAYER_BYTES)
+
+    @contextmanager
+    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[list[Span]]:
+        with self._area.arriving.lend(len(layers) * len(blocks)) as first:
+            yield StagedDigests(first * LAYER_BYTES, len(layers) * LAYER_BYTES).spans(0, len(blocks))
+            for here, place in self._places(layers, blocks, first):
+                self._cache[place] = self.buffer[here]
 
     def save(self, blocks: Sequence[int]) -> list[bytes]:
         """The contents of blocks, in the time that the link takes for them."""
@@ -161,15 +189,27 @@ class DigestMemory:
         for block, content in zip(blocks, saved[first : first + len(blocks)], strict=True):
             self.write(block, content, layers)
 
-    def pieces(
-        self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
-    ) -> list[Piece]:
-        here, there = self._places(layers, local), self._places(layers, remote)
-        return [(to.start, self._shared[place]) for place, to in zip(here, there, strict=True)]
+    def _places(self, layers: range, blocks: Sequence[int], first_cell: int) -> Iterator[tuple[slice, slice]]:
+        """(in the cells, in the cache) of some layers of each block."""
+        count, here = len(layers) * LAYER_BYTES, first_cell * LAYER_BYTES
+        for block in blocks:
+            there = block * self.block_bytes + layers.start * LAYER_BYTES
+            yield slice(here, here + count), slice(there, there + count)
+            here += count
 
-    def _places(self, layers: range, blocks: Sequence[int]) -> list[slice]:
-        size, first, stop = self.block_bytes, layers.start * LAYER_BYTES, layers.stop * LAYER_BYTES
-        return [slice(block * size + first, block * size + stop) for block in blocks]
+
+@dataclass(frozen=True, slots=True)
+class StagedDigests:
+    """Blocks in cells, each with its ``block_bytes`` of some layers, from offset ``start`` on."""
+
+    start: int
+    block_bytes: int
+
+    def spans(self, first: int, count: int) -> list[Span]:
+        return [(self.start + first * self.block_bytes, count * self.block_bytes)]
+
+    def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
+        raise TransferError("a decode instance without weights reads what it is offered; nobody writes to it")
 
 
 @dataclass(slots=True)

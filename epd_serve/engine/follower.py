@@ -24,12 +24,11 @@ from device.registry import get_device
 from epd_serve.engine.commands import (
     Command,
     CopyBlock,
+    CopyCells,
     CreateCache,
     Done,
     Join,
     Joined,
-    Land,
-    Stage,
     follower_end,
 )
 from epd_serve.engine.device_board import apply_share
@@ -46,7 +45,7 @@ logger = logging.getLogger(__name__)
 class Follower:
     """Carries the leader's commands out, one after the other; the cache is created before it is used.
 
-    Staging alone goes on beside the steps, on a thread of its own: the KV of the first layers is sent while the
+    Cells alone are copied beside the steps, on a thread of its own: the KV of the first layers is sent while the
     next ones are computed.
     """
 
@@ -71,18 +70,17 @@ class Follower:
                 self._executor.compute(command, self._progress.passed)
             case CopyBlock():
                 self._cache.copy_block(command.source, command.target)
-            case Land():
-                self._cache.land(command.blocks)
-            case Stage():
-                raise ValueError("a staging has a thread of its own")
+            case CopyCells():
+                raise ValueError("copies of cells have a thread of their own")
             case _:
                 assert_never(command)
         self._progress.finished()
 
-    def stage(self, command: Stage, number: int) -> None:
-        """Carry a staging out that came after ``number`` other commands: it reads what any of them wrote."""
+    def copy(self, command: CopyCells, number: int) -> None:
+        """Carry a copy out that came after ``number`` other commands: any of them may use the blocks."""
         self._progress.wait(number, command.end_layer - 1)
-        self._cache.stage(range(command.first_layer, command.end_layer), command.blocks)
+        layers = range(command.first_layer, command.end_layer)
+        self._cache.copy(layers, command.blocks, command.first_cell, lands=command.lands)
         self._link.send(Done(command.number))
 
     def _create(self, command: CreateCache) -> None:
@@ -100,16 +98,16 @@ def main(fd: int) -> None:
     assert isinstance(join, Join), "the first command is to join"
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {join.name} %(levelname)s %(message)s")
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    stagings: queue.SimpleQueue[tuple[Stage, int]] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(link, commands, stagings), daemon=True).start()
+    copies: queue.SimpleQueue[tuple[CopyCells, int]] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(link, commands, copies), daemon=True).start()
     follower = Follower(join, link)
-    threading.Thread(target=_stage, args=(follower, stagings), name="stage", daemon=True).start()
+    threading.Thread(target=_copy, args=(follower, copies), name="cells", daemon=True).start()
     while True:
         follower.execute(commands.get())
 
 
 def _receive(
-    link: Link[Command], commands: queue.SimpleQueue[Command], stagings: queue.SimpleQueue[tuple[Stage, int]]
+    link: Link[Command], commands: queue.SimpleQueue[Command], copies: queue.SimpleQueue[tuple[CopyCells, int]]
 ) -> None:
     """Receive on a thread of its own: the leader's end is noticed even while a collective waits for it."""
     num_commands = 0
@@ -118,19 +116,19 @@ def _receive(
             command = link.receive()
         except LinkClosed:
             os._exit(0)
-        if isinstance(command, Stage):
-            stagings.put((command, num_commands))
+        if isinstance(command, CopyCells):
+            copies.put((command, num_commands))
             continue
         num_commands += 1
         commands.put(command)
 
 
-def _stage(follower: Follower, stagings: queue.SimpleQueue[tuple[Stage, int]]) -> None:
+def _copy(follower: Follower, copies: queue.SimpleQueue[tuple[CopyCells, int]]) -> None:
     while True:
         try:
-            follower.stage(*stagings.get())
+            follower.copy(*copies.get())
         except Exception:  # the leader waits for it: the instance is whole or gone
-            logger.exception("staging failed")
+            logger.exception("a copy of KV failed")
             logging.shutdown()
             os._exit(1)
 

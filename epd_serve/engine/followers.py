@@ -20,7 +20,7 @@ import torch
 from device.base import Device
 from device.distributed import ProcessGroup
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.commands import Answer, Command, Done, Join, Joined, Stage, leader_end, packed
+from epd_serve.engine.commands import Answer, Command, CopyCells, Done, Join, Joined, leader_end, packed
 from epd_serve.engine.device_board import rank_share
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.rpc.link import Link, LinkClosed
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 #: A rank that does not come to a collective for this long is taken for dead.
 COLLECTIVE_TIMEOUT_S = 60.0
 #: Nor does one live that has not copied some blocks by then; it may have to end a step first.
-STAGING_TIMEOUT_S = 180.0
+COPY_TIMEOUT_S = 180.0
 _EXIT_GRACE_S = 3.0
 
 _A = TypeVar("_A", Joined, Done)
@@ -50,8 +50,8 @@ class Followers:
         self._links: list[Link[Answer]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._answers: list[queue.SimpleQueue[Answer]] = []
-        self._staging = threading.Lock()
-        self._num_stagings = 0
+        self._copying = threading.Lock()
+        self._num_copies = 0
         self._closing = False
         for rank, device in enumerate(options.devices[1:], start=1):
             self._start(
@@ -101,23 +101,23 @@ class Followers:
             self._end("its ranks are out of step")
 
     @contextlib.contextmanager
-    def staging(self, layers: range, blocks: Sequence[int]) -> Iterator[None]:
-        """A context for this rank's share of a staging; all ranks are done at its end."""
-        with self._staging:
-            self._num_stagings += 1
-            self.send(Stage(self._num_stagings, layers.start, layers.stop, list(blocks)))
+    def copying(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> Iterator[None]:
+        """A context for this rank's share of a copy between cache and slab; all ranks are done at its end."""
+        with self._copying:
+            self._num_copies += 1
+            self.send(CopyCells(self._num_copies, layers.start, layers.stop, list(blocks), first_cell, lands))
             try:
                 yield
             finally:  # also after a failure here: the blocks may be another's as soon as this returns
                 for answers in self._answers:
-                    self._wait_staged(answers)
+                    self._wait_copied(answers)
 
-    def _wait_staged(self, answers: queue.SimpleQueue[Answer]) -> None:
+    def _wait_copied(self, answers: queue.SimpleQueue[Answer]) -> None:
         try:
-            while self._answer(answers, Done, STAGING_TIMEOUT_S).number != self._num_stagings:
+            while self._answer(answers, Done, COPY_TIMEOUT_S).number != self._num_copies:
                 pass
         except queue.Empty:
-            self._end(f"a follower has not staged KV within {STAGING_TIMEOUT_S:g} s")
+            self._end(f"a follower has not copied KV within {COPY_TIMEOUT_S:g} s")
 
     def close(self) -> None:
         """End them."""

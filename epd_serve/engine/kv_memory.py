@@ -1,21 +1,26 @@
-"""The KV cache itself: one registered slab, seen as a tensor by the model and as byte ranges by the transport."""
+"""The KV cache itself, a tensor for the model, and the registered slab by which peers reach it."""
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from device.base import Device
+from device.base import Device, Event
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
-from epd_serve.engine.commands import CopyBlock, Land
+from epd_serve.engine.commands import CopyBlock
 from epd_serve.engine.followers import Followers
 from epd_serve.protocol.wire import KVLayout, Region
+from epd_serve.transfer.kv_sender import StagedKV
+from epd_serve.transfer.staging import Span, StagingArea, paired, rounds, slab_spans
 from epd_serve.transfer.transport import Piece, Transport
 
 
@@ -28,11 +33,9 @@ def block_nbytes(layout: KVLayout) -> int:
 class KVCache:
     """One rank's KV, [layers, 2, num_blocks, block_size, its kv_heads, head_dim]: block 0 is scratch.
 
-    The slab has the same shape with all KV heads; it is where peers land bytes (:meth:`land`) and where outgoing
-    bytes are staged (:meth:`stage`). On a CPU that is not shared with other ranks the slab *is* the cache.
-
     Args:
-        slab: bytes of all heads' KV.
+        slab: on a CPU that is not shared with other ranks, the memory of the cache itself; else cells of all heads
+            (:mod:`epd_serve.transfer.staging`), between which and the cache :meth:`copy` moves blocks.
         heads: this rank's, among the layout's; None where there is no other rank.
     """
 
@@ -44,45 +47,67 @@ class KVCache:
         slab: memoryview | mmap.mmap,
         heads: range | None = None,
     ) -> None:
-        dtype: torch.dtype = getattr(torch, layout.dtype)
-        shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        host = torch.frombuffer(slab, dtype=dtype).view(shape)
-        self._host = host if heads is None else host[..., heads.start : heads.stop, :]
-        self._is_slab = device.type == "cpu" and heads is None
+        self._layout, self._device, self._slab = layout, device, slab
+        self._dtype: torch.dtype = getattr(torch, layout.dtype)
+        self._heads = slice(None) if heads is None else slice(heads.start, heads.stop)
         self._copies = device.stream()
-        self._staging = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
-        self.tensor: Tensor = self._host
-        if not self._is_slab:
-            self.tensor = torch.zeros(self._host.shape, dtype=dtype, device=device.torch_device)
+        self._forked: Event | None = None
+        self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
+        num_heads = layout.num_kv_heads if heads is None else len(heads)
+        shape = (layout.num_layers, 2, num_blocks, layout.block_size, num_heads, layout.head_dim)
+        if is_its_own_slab(device, heads):
+            self.tensor = torch.frombuffer(slab, dtype=self._dtype).view(shape)
+        else:
+            self.tensor = torch.zeros(shape, dtype=self._dtype, device=device.torch_device)
 
     def copy_block(self, source: int, target: int) -> None:
         self.tensor[:, :, target] = self.tensor[:, :, source]
+        self._forked = self._device.record_event()
 
-    def stage(self, layers: range, blocks: Sequence[int]) -> None:
-        """Bring blocks of some layers from the cache into the slab, once the device has written them.
+    def cells(self, first: int, num_layers: int, num_blocks: int) -> Tensor:
+        """The cells from ``first`` on: [num_layers, 2, num_blocks, block_size, kv_heads, head_dim], all heads."""
+        layout = self._layout
+        shape = (num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        size = math.prod(shape[2:]) * 2 // num_blocks
+        offset = first * size * self._dtype.itemsize
+        flat = torch.frombuffer(self._slab, dtype=self._dtype, count=math.prod(shape), offset=offset)
+        return flat.view(shape)
 
-        On a stream of its own: else it would wait for all layers that were launched since.
+    def copy(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> None:
+        """Copy blocks of some layers, which no step writes now, to cells; with ``lands`` from cells.
+
+        It is done on return. On a stream of its own: else it would wait for all layers that were launched since.
         """
-        if not self._is_slab:
-            host_blocks = torch.tensor(blocks)
-            with self._staging, self._copies:
-                part = self.tensor[layers.start : layers.stop, :, host_blocks.to(self.tensor.device)]
-                self._host[layers.start : layers.stop, :, host_blocks] = part.cpu()
+        host = self.cells(first_cell, len(layers), len(blocks))[..., self._heads, :]
+        with self._copying, self._copies:
+            numbers = torch.tensor(blocks).to(self.tensor.device)
+            part = self.tensor[layers.start : layers.stop]
+            if lands:
+                if self._forked is not None:  # a copy within the cache does not hold its blocks until it is done
+                    self._copies.wait_event(self._forked)
+                part[:, :, numbers] = host.to(self.tensor.device)
+                self._copies.synchronize()
+            else:
+                host.copy_(part[:, :, numbers].cpu())
 
-    def land(self, blocks: Sequence[int]) -> None:
-        """Bring blocks that a peer wrote into the slab to where the model reads them."""
-        if not self._is_slab:
-            host_blocks = torch.tensor(blocks)
-            landed = self._host[:, :, host_blocks].to(self.tensor.device)
-            self.tensor[:, :, host_blocks.to(self.tensor.device)] = landed
+
+def is_its_own_slab(device: Device, heads: range | None) -> bool:
+    """Whether peers reach the cache itself."""
+    return device.type == "cpu" and heads is None
 
 
 class KVMemory:
     """The KV of an instance: its slab, seen by the transport, and the cache of its only or first rank.
 
+    On a CPU that is not shared with other ranks the slab *is* the cache, and peers write right into it. Else the
+    slab is a bounded area of cells through which KV comes and goes (:mod:`epd_serve.transfer.staging`), on the
+    threads of those who move it and on a stream of its own.
+
     Args:
         heads: the first rank's, where ``followers`` keep the others.
         followers: the other ranks, which do to their heads what is done here.
+        staging_bytes: of that area, at most.
+        lease_s: for which cells are kept that a peer may still copy to.
     """
 
     def __init__(
@@ -94,14 +119,24 @@ class KVMemory:
         *,
         heads: range | None = None,
         followers: Followers | None = None,
+        staging_bytes: int = 0,
+        lease_s: float = 0.0,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         nbytes = block_nbytes(layout)
         self.block_bytes = nbytes // (2 * layout.num_layers)  # K or V of one layer
-        self.slab = slab = transport.allocate("kv", num_blocks * nbytes)
+        self._area: StagingArea | None = None
+        if not is_its_own_slab(device, heads):
+            self._area = StagingArea(
+                staging_bytes // (2 * self.block_bytes), num_blocks * layout.num_layers, lease_s
+            )
+            nbytes, num_cells = 2 * self.block_bytes, self._area.num_cells
+        else:
+            num_cells = num_blocks
+        self.slab = slab = transport.allocate("kv", num_cells * nbytes)
         self.region: Region = slab.region
-        self._bytes = slab.buffer
+        self.buffer = slab.buffer
         self._device = device
         try:
             self._cache = KVCache(layout, num_blocks, device, slab.buffer, heads)
@@ -115,74 +150,112 @@ class KVMemory:
         """[layers, 2, num_blocks, block_size, kv_heads of this rank, head_dim]"""
         return self._cache.tensor
 
-    def copy_block(self, source: int, target: int) -> None:
-        if self._followers is not None:
-            self._followers.send(CopyBlock(source, target))
-        self._cache.copy_block(source, target)
-
-    def land(self, blocks: Sequence[int]) -> None:
-        """Bring blocks that a peer wrote into the slab to where the model reads them."""
-        if self._followers is not None:
-            self._followers.send(Land(list(blocks)))
-        self._cache.land(blocks)
-
-    def save(self, blocks: Sequence[int]) -> Tensor:
-        """A copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim], all heads."""
-        self._device.record_event().synchronize()  # the device may not have written them yet
-        for layer in range(self.layout.num_layers):  # one by one: the device has little memory to spare
-            self.stage(range(layer, layer + 1), blocks)
-        return self._slab[:, :, torch.tensor(blocks)]
-
-    def restore(self, saved: Tensor, first: int, blocks: Sequence[int]) -> None:
-        """Bring saved blocks, from number ``first`` on, back to other places."""
-        self._slab[:, :, torch.tensor(blocks)] = saved[:, :, first : first + len(blocks)]
-        self.land(blocks)
+    @property
+    def staged_cells(self) -> int | None:
+        return None if self._area is None else self._area.round_cells
 
     @property
-    def _slab(self) -> Tensor:
-        """[layers, 2, num_blocks, block_size, kv_heads, head_dim], all heads."""
-        layout = self.layout
-        shape = (layout.num_layers, 2, self.num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        return torch.frombuffer(self._bytes, dtype=getattr(torch, layout.dtype)).view(shape)
+    def num_staged(self) -> int:
+        return 0 if self._area is None else self._area.num_lent
 
-    def pieces(
-        self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
-    ) -> list[Piece]:
-        """Slab bytes of ``local`` blocks in ``layers``, and where a slab of ``remote_num_blocks`` has its own."""
-        runs = _merge_runs(local, remote)
-        size = self.block_bytes
-        pieces: list[Piece] = []
-        for layer in layers:
-            for half in (0, 1):
-                here = (layer * 2 + half) * self.num_blocks
-                there = (layer * 2 + half) * remote_num_blocks
-                for local_block, remote_block, count in runs:
-                    start = (here + local_block) * size
-                    pieces.append(((there + remote_block) * size, self._bytes[start : start + count * size]))
-        return pieces
+    def check_integrity(self) -> None:
+        if self._area is not None:
+            self._area.check_integrity()
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
         """Bytes of so many blocks in so many layers."""
         return 2 * self.block_bytes * num_layers * num_blocks
 
-    def stage(self, layers: range, blocks: Sequence[int]) -> None:
-        """Bring blocks of some layers from the cache into the slab."""
+    def copy_block(self, source: int, target: int) -> None:
+        if self._followers is not None:
+            self._followers.send(CopyBlock(source, target))
+        self._cache.copy_block(source, target)
+
+    @contextmanager
+    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedKV]:
+        if self._area is None:
+            yield _InSlab(self, layers, blocks, self.num_blocks)
+            return
+        with self._area.leaving.lend(len(layers) * len(blocks)) as first:
+            self._copy(layers, blocks, first, lands=False)
+            yield self._in_cells(layers, len(blocks), first)
+
+    @contextmanager
+    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[list[Span]]:
+        if self._area is None:
+            yield _InSlab(self, layers, blocks, self.num_blocks).spans(0, len(blocks))
+            return
+        with self._area.arriving.lend(len(layers) * len(blocks)) as first:
+            yield self._in_cells(layers, len(blocks), first).spans(0, len(blocks))
+            self._copy(layers, blocks, first, lands=True)
+
+    def save(self, blocks: Sequence[int]) -> Tensor:
+        """A copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim], all heads."""
+        self._device.record_event().synchronize()  # the device may not have written them yet
+        if self._area is None:
+            return self.tensor[:, :, torch.tensor(blocks)]
+        layout = self.layout
+        saved = torch.empty(
+            (layout.num_layers, 2, len(blocks), layout.block_size, layout.num_kv_heads, layout.head_dim),
+            dtype=getattr(torch, layout.dtype),
+        )
+        for layers, part in rounds(range(self.layout.num_layers), len(blocks), self.staged_cells):
+            self._copy(layers, blocks[part.start : part.stop], self._area.saved, lands=False)
+            cells = self._cache.cells(self._area.saved, len(layers), len(part))
+            saved[layers.start : layers.stop, :, part.start : part.stop] = cells
+        return saved
+
+    def restore(self, saved: Tensor, first: int, blocks: Sequence[int]) -> None:
+        """Bring saved blocks, from number ``first`` on, back to other places."""
+        saved = saved[:, :, first : first + len(blocks)]
+        if self._area is None:
+            self.tensor[:, :, torch.tensor(blocks)] = saved
+            return
+        for layers, part in rounds(range(self.layout.num_layers), len(blocks), self.staged_cells):
+            cells = self._cache.cells(self._area.saved, len(layers), len(part))
+            cells.copy_(saved[layers.start : layers.stop, :, part.start : part.stop])
+            self._copy(layers, blocks[part.start : part.stop], self._area.saved, lands=True)
+
+    def _copy(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> None:
+        """On all ranks: see :meth:`KVCache.copy`."""
         if self._followers is None:
-            self._cache.stage(layers, blocks)
+            self._cache.copy(layers, blocks, first_cell, lands=lands)
         else:
-            with self._followers.staging(layers, blocks):
-                self._cache.stage(layers, blocks)
+            with self._followers.copying(layers, blocks, first_cell, lands=lands):
+                self._cache.copy(layers, blocks, first_cell, lands=lands)
+
+    def _in_cells(self, layers: range, num_blocks: int, first: int) -> _InSlab:
+        start = first * 2 * self.block_bytes
+        return _InSlab(self, layers, range(num_blocks), num_blocks, start=start, first_layer=layers.start)
 
 
-def _merge_runs(local: Sequence[int], remote: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(local block, remote block, count) of the runs that are consecutive on both sides."""
-    runs: list[tuple[int, int, int]] = []
-    for here, there in zip(local, remote, strict=True):
-        if runs and (here, there) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
-            runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + 1)
-        else:
-            runs.append((here, there, 1))
-    return runs
+@dataclass(frozen=True, slots=True)
+class _InSlab:
+    """Blocks of some layers in the slab: see :func:`~epd_serve.transfer.staging.slab_spans`."""
+
+    memory: KVMemory
+    layers: range
+    blocks: Sequence[int]
+    num_blocks: int
+    start: int = 0
+    first_layer: int = 0
+
+    def spans(self, first: int, count: int) -> list[Span]:
+        return slab_spans(
+            self.layers,
+            self.blocks[first : first + count],
+            self.num_blocks,
+            self.memory.block_bytes,
+            start=self.start,
+            first_layer=self.first_layer,
+        )
+
+    def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
+        there = slab_spans(self.layers, remote, remote_num_blocks, self.memory.block_bytes)
+        return [
+            (to, self.memory.buffer[here : here + count])
+            for here, to, count in paired(self.spans(first, len(remote)), there)
+        ]
 
 
 _DEFAULT_KV_BYTES = 1 << 28

@@ -11,7 +11,6 @@ import msgspec
 
 from epd_serve.errors import ServeError
 from epd_serve.instance.http import JSON, Handler, Reply
-from epd_serve.instance.kv_delivery import confirm_pulled
 from epd_serve.instance.metrics import CONTENT_TYPE
 from epd_serve.protocol import wire
 from epd_serve.types import Stage
@@ -47,8 +46,7 @@ class ControlCalls:
             ("POST", "/kv/renew", self._kv_renew),
             ("POST", "/kv/complete", self._kv_complete),
             ("POST", "/kv/cancel", self._kv_cancel),
-            ("POST", "/kv/pull", self._kv_pull),
-            ("POST", "/kv/pulled", self._kv_pulled),
+            ("POST", "/kv/offer", self._kv_offer),
         ]
 
     async def _encode(self, body: bytes) -> Reply:
@@ -139,14 +137,9 @@ class ControlCalls:
         self._instance.decodes().cancel(wire.decode(body, wire.TransferRef))
         return _DONE
 
-    async def _kv_pull(self, body: bytes) -> Reply:
-        self._instance.check_accepting()
-        await self._instance.decodes().pull(wire.decode(body, wire.PullRequest))
-        return _DONE
-
-    async def _kv_pulled(self, body: bytes) -> Reply:
-        confirm_pulled(self._instance.pulls, wire.decode(body, wire.TransferRef))
-        return _DONE
+    async def _kv_offer(self, body: bytes) -> Reply:
+        taken = await self._instance.decodes().take_offered(wire.decode(body, wire.KVOffer))
+        return Reply(body=wire.encode(taken))
 
     # ------------------------------------------------------------------ how it is
 

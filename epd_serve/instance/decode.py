@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from epd_serve.sequence import Sequence
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
 from epd_serve.transfer.shared_memory import is_being_written
+from epd_serve.transfer.staging import paired
 from epd_serve.transfer.transport import PeerGone, TransferError, Transport
 from epd_serve.types import Grammar
 
@@ -115,7 +115,6 @@ class DecodeService:
         self._unclaimed: dict[str, tuple[Generation, float]] = {}
         self.generations: dict[str, Generation] = {}
         self._ended: Tombstones[bool] = Tombstones()
-        self._pulling: set[str] = set()
 
     @property
     def num_reservations(self) -> int:
@@ -214,6 +213,7 @@ class DecodeService:
             num_cached_blocks=reservation.blocks.num_cached,
             region=self._memory.region,
             num_blocks=self._memory.num_blocks,
+            staged_cells=self._memory.staged_cells,
         )
 
     async def _granted(self, reservation: Reservation, request: wire.ReserveRequest) -> None:
@@ -305,13 +305,6 @@ class DecodeService:
         if handoff.request_id in self._ended:
             self._engine.unreserve(reservation.blocks)
             raise _ended(handoff.request_id)
-        num_blocks = num_blocks_for(handoff.num_tokens, self._layout.block_size)
-        # what was cached here was not written: it must not be replaced by what lies in the slab
-        try:
-            self._memory.land(reservation.blocks.root[reservation.blocks.num_cached : num_blocks])
-        except Exception:  # the device has no memory for it, say; the blocks are nobody's any more
-            self._engine.unreserve(reservation.blocks)
-            raise
         generation = Generation(answer, self._engine, lambda: self._timeline.finished(handoff.request_id))
         self._timeline.decode_received(handoff.request_id)
         self.generations[handoff.request_id] = generation
@@ -327,72 +320,44 @@ class DecodeService:
         elif not expected.done():
             expected.set_result(generation)
 
-    async def pull(self, request: wire.PullRequest) -> None:
-        """Read a computed prompt's KV from P once there are blocks for it, and take the request over.
+    async def take_offered(self, offer: wire.KVOffer) -> wire.KVTaken:
+        """Read KV that P offers into the blocks of its transfers, but for those that have ended here.
 
-        What P says after the read decides: where it had to free the blocks meanwhile, anything may have been read.
-        Raises InvalidRequest and Unavailable like :meth:`reserve`, Unavailable where P has given the request up,
-        InstanceFailed where it cannot be read or asked.
+        Raises InstanceFailed where it cannot be read. Blocks are kept while they are read into, even where the
+        call ends before.
         """
-        handoff = request.handoff
-        if self._reservations.is_completed(handoff.transfer_id):
-            return
-        ref = wire.TransferRef(transfer_id=handoff.transfer_id, request_id=handoff.request_id)
-        reply = await self.reserve(
-            wire.ReserveRequest(
-                transfer_id=handoff.transfer_id,
-                request_id=handoff.request_id,
-                num_prompt_tokens=handoff.num_tokens,
-                max_tokens=handoff.max_tokens - len(handoff.generated),
-                num_sequences=request.num_sequences,
-                priority=handoff.sampling.priority,
-                key=handoff.sampling.key,
-                group=handoff.sampling.group,
-                block_hashes=request.block_hashes,
-                layout=request.layout,
-                lease_s=math.inf,  # the writer is this instance, so it ends by itself
-            )
-        )
-        if handoff.transfer_id in self._pulling:
-            raise InvalidRequest(f"transfer {handoff.transfer_id} is being read already")
-        reading = asyncio.create_task(asyncio.to_thread(self._read, request, reply))
-        self._pulling.add(handoff.transfer_id)
-        reading.add_done_callback(lambda _: self._pulling.discard(handoff.transfer_id))
+        parts = [part for part in offer.parts if self._reservations.begin_read(part.transfer_id, part.block_ids)]
+        reading = asyncio.create_task(asyncio.to_thread(self._read, offer, parts))
+        reading.add_done_callback(lambda done: self._end_read(done, parts))
         try:
             await asyncio.shield(reading)
-            await self._peers.call(request.source_url, "/kv/pulled", ref, request.lease_s)
-            await self.take(handoff)
-        except BaseException as error:
-            # blocks go back only when nothing is written to them any more
-            reading.add_done_callback(lambda done: self._give_back(request, done))
-            if isinstance(error, TransferError):
-                code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
-                message = f"the KV cannot be read from {request.source_url}: {error}"
-                raise InstanceFailed(message, code=code) from error
-            raise
+        except TransferError as error:
+            code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
+            raise InstanceFailed(f"the KV cannot be read: {error}", code=code) from error
+        return wire.KVTaken([part.transfer_id for part in parts])
 
-    def _give_back(self, request: wire.PullRequest, reading: asyncio.Task[None]) -> None:
-        if reading.cancelled() or reading.exception() is not None:  # parts of it may still arrive
-            self._reservations.quarantine(request.handoff.transfer_id, time.monotonic(), request.lease_s)
-        else:
-            self._reservations.stop_writing(request.handoff.transfer_id)
+    def _end_read(self, reading: asyncio.Task[None], parts: list[wire.OfferedKV]) -> None:
+        if not reading.cancelled():
+            reading.exception()  # whoever offers it hears of it, if it still listens
+        for part in parts:
+            self._reservations.end_read(part.transfer_id)
 
-    def _read(self, request: wire.PullRequest, reply: wire.ReserveReply) -> None:
-        first = reply.num_cached_blocks
-        layers = range(self._layout.num_layers)
-        pieces = self._memory.pieces(
-            layers, reply.block_ids[first:], request.block_ids[first:], request.num_blocks
-        )
-        start = time.monotonic()
-        self._transport.read(request.region, pieces)
-        num_bytes = self._memory.nbytes(len(layers), len(reply.block_ids) - first)
-        self._on_read(num_bytes, time.monotonic() - start)
+    def _read(self, offer: wire.KVOffer, parts: list[wire.OfferedKV]) -> None:
+        layers, buffer = range(offer.first_layer, offer.end_layer), self._memory.buffer
+        for part in parts:
+            with self._memory.land(layers, part.block_ids) as spans:
+                pairs = paired(part.spans, spans)
+                pieces = [(there, buffer[here : here + count]) for there, here, count in pairs]
+                start = time.monotonic()
+                self._transport.read(offer.region, pieces)
+                seconds = time.monotonic() - start
+            self._on_read(self._memory.nbytes(len(layers), len(part.block_ids)), seconds)
 
     def cancel(self, ref: wire.TransferRef) -> None:
         """P has stopped writing; with a reason, the request has failed. Idempotent."""
         if ref.may_arrive:
             self._reservations.quarantine(ref.transfer_id, time.monotonic())
-        elif ref.transfer_id not in self._pulling:
+        else:
             self._reservations.stop_writing(ref.transfer_id)
         if ref.reason:
             self._fail(ref.request_id, InstanceFailed(ref.reason))

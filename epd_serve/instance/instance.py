@@ -74,7 +74,6 @@ class Instance:
         for subscriber in (self.metrics, self._trace, self._export):
             if subscriber is not None:
                 self.spans.subscribe(subscriber.put)
-        self.pulls: set[str] = set()  # transfers that decode instances may be reading now
         self.rates = StageRates(time.monotonic)
         self.refusals = Refusals(options.name)
         self.lifecycle = Lifecycle(self, options.role)

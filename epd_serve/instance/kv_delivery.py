@@ -6,16 +6,17 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
-from epd_serve.engine.computing import KVCacheMemory
+from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.engine.hooks import EngineEvent, FailureEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.http import Peers, unreachable
 from epd_serve.protocol import wire
 from epd_serve.sequence import Sequence
-from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
-from epd_serve.transfer.transport import PeerGone
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
+from epd_serve.transfer.transport import PeerGone, TransferError
 
 _CANCEL_TIMEOUT_S = 5.0
 
@@ -23,8 +24,7 @@ _CANCEL_TIMEOUT_S = 5.0
 class Delivery(Protocol):
     """One request's KV: ``open`` before its prompt is computed, then ``hand_over`` or ``stop``, ``withdraw``."""
 
-    @property
-    def transfer(self) -> OutgoingTransfer: ...
+    transfer: OutgoingTransfer
 
     async def open(self, feed: Callable[[EngineEvent], None]) -> None:
         """Prepare; ``feed`` is told if the decode instance gives up meanwhile. Raises ServeError."""
@@ -95,9 +95,10 @@ def handoff_of(
 
 
 class PushDelivery:
-    """Reserve blocks there, let the sender write while the prompt is computed, complete.
+    """Reserve blocks there, let the sender write or offer while the prompt is computed, complete.
 
     Args:
+        reads: the decode instance reads even where it could be written to.
         abort: ends the request in the engine.
         spawn: runs a clean-up in the background, owned by the instance.
     """
@@ -109,6 +110,7 @@ class PushDelivery:
         sender: KVSender,
         peers: Peers,
         *,
+        reads: bool = False,
         abort: Callable[[str], None],
         spawn: Callable[[asyncio.Task[None]], None],
     ) -> None:
@@ -116,16 +118,12 @@ class PushDelivery:
         self._url = decode_url
         self._sender = sender
         self._peers = peers
+        self._reads = reads
         self._abort = abort
         self._spawn = spawn
         self._ref = wire.TransferRef(transfer_id=reserve.transfer_id, request_id=reserve.request_id)
         self._renewal: asyncio.Task[None] | None = None
-        self._transfer: OutgoingTransfer | None = None
-
-    @property
-    def transfer(self) -> OutgoingTransfer:
-        assert self._transfer is not None, "used before it was opened"
-        return self._transfer
+        self.transfer = OutgoingTransfer(reserve.transfer_id, target=None, deadline=0.0)
 
     async def open(self, feed: Callable[[EngineEvent], None]) -> None:
         lease_s = self._reserve.lease_s
@@ -141,15 +139,14 @@ class PushDelivery:
         except BaseException:
             self._spawn(asyncio.create_task(self._cancel("")))  # D may have granted what we never heard of
             raise
-        target = wire.decode(body, wire.ReserveReply)
-        self._transfer = OutgoingTransfer(
-            transfer_id=self._reserve.transfer_id,
-            target=target,
-            deadline=granted_after + lease_s / 2,
-            next_block=target.num_cached_blocks,
-        )
-        self._sender.connect(target.region)
-        self._renewal = asyncio.create_task(self._renew(self._transfer, feed))
+        target, transfer = wire.decode(body, wire.ReserveReply), self.transfer
+        transfer.deadline, transfer.next_block = granted_after + lease_s / 2, target.num_cached_blocks
+        if self._reads or target.staged_cells is not None:
+            transfer.offer = partial(self._offer, asyncio.get_running_loop())
+        else:
+            self._sender.connect(target.region)
+        transfer.target = target
+        self._renewal = asyncio.create_task(self._renew(transfer, feed))
 
     async def hand_over(self, handoff: wire.Handoff) -> None:
         await self._fenced()
@@ -171,6 +168,14 @@ class PushDelivery:
     async def withdraw(self, reason: str) -> None:
         await self._fenced()
         await self._cancel(reason, may_arrive=self.transfer.error is not None)
+
+    def _offer(self, loop: asyncio.AbstractEventLoop, offer: wire.KVOffer) -> wire.KVTaken:
+        """Return when D has read it, on a thread of the sender. Raises TransferError."""
+        call = _while_it_answers(self._peers, self._url, "/kv/offer", offer, self._ref, self._reserve.lease_s)
+        try:
+            return wire.decode(asyncio.run_coroutine_threadsafe(call, loop).result(), wire.KVTaken)
+        except ServeError as error:
+            raise (PeerGone if error.code == PEER_UNREACHABLE else TransferError)(error.message) from error
 
     def _end_renewal(self) -> None:
         if self._renewal is not None:
@@ -214,90 +219,35 @@ class PushDelivery:
         await tell_cancelled(self._peers, self._url, ref)
 
 
-class PullDelivery:
-    """Compute first; then the decode instance takes blocks as it has them and reads (TriInfer section 4.3).
+class PullDelivery(PushDelivery):
+    """Compute first; then the decode instance takes blocks as it has them and reads (TriInfer section 4.3)."""
 
-    The source blocks are kept until D confirms. Where they had to go before that, D is told so when it confirms,
-    and throws away what it read: there is no lease, and a reader that comes late can do no harm.
-
-    Args:
-        pulls: has the ids of transfers that decode instances may be reading now.
-    """
-
-    def __init__(
-        self,
-        reserve: wire.ReserveRequest,
-        decode_url: str,
-        sequence: Sequence,
-        memory: KVCacheMemory,
-        peers: Peers,
-        pulls: set[str],
-        *,
-        source_url: str,
-    ) -> None:
-        self._reserve = reserve
-        self._url = decode_url
+    def __init__(self, sequence: Sequence, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, reads=True, **keywords)
         self._sequence = sequence
-        self._memory = memory
-        self._peers = peers
-        self._pulls = pulls
-        self._source_url = source_url
-        self.transfer = OutgoingTransfer(reserve.transfer_id, target=None, deadline=float("inf"))
 
     async def open(self, feed: Callable[[EngineEvent], None]) -> None:
-        return
+        self._feed = feed
 
     async def hand_over(self, handoff: wire.Handoff) -> None:
-        count = -(-handoff.num_tokens // self._reserve.layout.block_size)
-        blocks = self._sequence.blocks[:count]
-        self._pulls.add(self.transfer.transfer_id)
-        try:
-            await self._stage(blocks)
-            if self.transfer.cancelled:
-                raise InstanceFailed("the request was given up before its KV was read")
-            await self._pulled(
-                wire.PullRequest(
-                    handoff=handoff,
-                    source_url=self._source_url,
-                    region=self._memory.region,
-                    num_blocks=self._memory.num_blocks,
-                    block_ids=blocks,
-                    block_hashes=self._reserve.block_hashes,
-                    num_sequences=self._reserve.num_sequences,
-                    layout=self._reserve.layout,
-                    lease_s=self._reserve.lease_s,
-                )
-            )
-        finally:
-            self._pulls.discard(self.transfer.transfer_id)
-
-    async def _stage(self, blocks: list[int]) -> None:
-        """Not left before it is over: afterwards the blocks may be another's, whose bytes it would overwrite."""
-        layers = range(self._reserve.layout.num_layers)
-        staging = asyncio.create_task(asyncio.to_thread(self._memory.stage, layers, blocks))
-        try:
-            await asyncio.shield(staging)
-        finally:
-            await asyncio.wait({staging})
-
-    async def _pulled(self, request: wire.PullRequest) -> None:
-        ref = wire.TransferRef(self.transfer.transfer_id, self._reserve.request_id)
-        await _while_it_answers(self._peers, self._url, "/kv/pull", request, ref, self._reserve.lease_s)
-
-    def stop(self) -> None:
-        self.transfer.cancelled = True
-        self._pulls.discard(self.transfer.transfer_id)
-
-    async def withdraw(self, reason: str) -> None:
-        ref = wire.TransferRef(self.transfer.transfer_id, self._reserve.request_id, reason=reason)
-        await tell_cancelled(self._peers, self._url, ref)
+        await super().open(self._feed)
+        send_all(self._sender, self.transfer, self._sequence, handoff, self._reserve.layout)
+        await super().hand_over(handoff)
 
 
-def confirm_pulled(pulls: set[str], ref: wire.TransferRef) -> None:
-    """D has read all. Raises Unavailable where the blocks were free by then: it may have read anything."""
-    if ref.transfer_id not in pulls:
-        raise Unavailable(f"transfer {ref.transfer_id} has ended")
-    pulls.discard(ref.transfer_id)
+def send_all(
+    sender: KVSender,
+    transfer: OutgoingTransfer,
+    sequence: Sequence,
+    handoff: wire.Handoff,
+    layout: wire.KVLayout,
+) -> None:
+    """Queue all KV of a sequence that is computed, but for what the decode instance has."""
+    assert transfer.target is not None, "no blocks there yet"
+    own = slice(transfer.next_block, num_blocks_for(handoff.num_tokens, layout.block_size))
+    part = Part(transfer, sequence.blocks[own], transfer.target.block_ids[own])
+    if part.local:
+        sender.push(range(layout.num_layers), [part], lambda: None)
 
 
 def _blamed(url: str, error: Unavailable) -> ServeError:
@@ -310,7 +260,7 @@ def _blamed(url: str, error: Unavailable) -> ServeError:
 async def _while_it_answers(
     peers: Peers, url: str, path: str, message: wire.Message, ref: wire.TransferRef, lease_s: float
 ) -> bytes:
-    """A call in which D may wait for blocks for as long as it likes, so long as it answers others.
+    """A call in which D may wait for blocks, or read, for as long as it likes, so long as it answers others.
 
     Raises InstanceFailed where it has not for half a lease.
     """

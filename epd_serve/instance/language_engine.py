@@ -188,6 +188,7 @@ class LanguageEngine(EngineHooks):
         self.engine.check_integrity()
         self.receiver.check_integrity()
         self.decode.check_integrity()
+        self._memory.check_integrity()
 
     def in_use(self) -> dict[str, int]:
         """All zero on an idle instance."""
@@ -196,23 +197,16 @@ class LanguageEngine(EngineHooks):
             "blocks": load.total_blocks - load.free_blocks,
             "sequences": load.num_running + load.num_waiting,
             "reservations": self.decode.num_reservations,
+            "staged": self._memory.num_staged,
             "feature_owners": self.receiver.num_owners,
             "listeners": len(self.listeners),
         }
 
     def _deliver(self, reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> Delivery:
         instance = self._instance
-        if instance.options.kv_transfer.mode == "pull":
-            return PullDelivery(
-                reserve,
-                decode_url,
-                sequence,
-                self._memory,
-                instance.peers,
-                instance.pulls,
-                source_url=instance.url,
-            )
-        return PushDelivery(
+        pulled = instance.options.kv_transfer.mode == "pull"
+        make = partial(PullDelivery, sequence) if pulled else PushDelivery
+        return make(
             reserve, decode_url, self.sender, instance.peers, abort=self.engine.abort, spawn=instance.spawn
         )
 

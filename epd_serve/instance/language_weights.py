@@ -57,7 +57,7 @@ class LanguageWeights:
             generation=generation,
         )
         self._memory: KVMemory | None = None
-        self._sized_by: tuple[int | None, int | None, int] | None = None
+        self._sized_by: tuple[int | None, ...] | None = None
 
     @property
     def memory(self) -> KVMemory:
@@ -105,11 +105,10 @@ class LanguageWeights:
                 f"max_num_batched_tokens is {most}, and the {run} tokens of a picture of this model see each "
                 f"other, so that one step must take them all; make it {run} or larger"
             )
-        sized_by = (options.num_blocks, options.kv_cache_bytes, options.tokens_per_block)
-        if self._memory is None or sized_by != self._sized_by:
+        if self._memory is None or options.kv_memory_sizes != self._sized_by:
             self.forget(instance.transport)
             self._memory = self._new_memory(instance)
-            self._sized_by = sized_by
+            self._sized_by = options.kv_memory_sizes
         memory = self._memory
         # a sequence that is alone must be able to reach its end
         self.max_model_len = self.prompts.max_model_len = min(
@@ -169,4 +168,6 @@ class LanguageWeights:
             instance.transport,
             heads=language.kv_heads if self.followers else None,
             followers=self.followers,
+            staging_bytes=options.kv_transfer.staging_bytes,
+            lease_s=options.lease_s,
         )

@@ -172,11 +172,8 @@ class InstanceMetrics:
             self._kv_contact_seconds.inc(seconds)
 
     def kv_read(self, nbytes: int, seconds: float) -> None:
-        """By a decode instance that fetches KV itself: the prompt is computed, so nothing of it is hidden."""
+        """By a decode instance; who offered it counts what of that was hidden."""
         self._moved("in", nbytes, seconds)
-        self._kv_request_bytes.inc(nbytes)
-        self._kv_request_seconds.inc(seconds)
-        self._kv_exposed.inc(seconds)
 
     def kv_delivered(self, transfer: OutgoingTransfer) -> None:
         self._kv_requests.inc()

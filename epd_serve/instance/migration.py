@@ -14,18 +14,17 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.engine.engine import Engine
 from epd_serve.errors import DRAINING, KV_HELD, InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.answer import Generation
 from epd_serve.instance.http import Reply
-from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, reserve_request
+from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, reserve_request, send_all
 from epd_serve.instance.lifecycle import Refusals, left, moved
 from epd_serve.instance.prefill import NEXT_DECODE
 from epd_serve.protocol import chunks, frames, wire
 from epd_serve.rpc.stream_server import BrokenStream
 from epd_serve.sequence import Sequence
-from epd_serve.transfer.kv_sender import KVSender, Part
+from epd_serve.transfer.kv_sender import KVSender
 
 #: A gateway asks at once, if it still wants the answer.
 _UNCLAIMED_S = 5.0
@@ -135,7 +134,8 @@ class Migrations:
                 raise Unavailable(error.message, code=DRAINING) from error
             raise
         move = _Move(sequence, delivery, handoff)
-        self._push(move)
+        if delivery.transfer.target is not None:
+            send_all(self._sender, delivery.transfer, sequence, handoff, self._layout)
         return Reply(
             headers=(*(frames.HEADERS if handoff.output.stream else ()), NEXT_DECODE),
             stream=self._hand_over(move),
@@ -172,15 +172,6 @@ class Migrations:
         held = self._held.pop(request_id)
         if held.sequence is not None:
             self._engine.transferred(held.sequence)
-
-    def _push(self, move: _Move) -> None:
-        transfer = move.delivery.transfer
-        if transfer.target is None:
-            return
-        own = slice(transfer.next_block, num_blocks_for(move.handoff.num_tokens, self._layout.block_size))
-        part = Part(transfer, move.sequence.blocks[own], transfer.target.block_ids[own])
-        if part.local:
-            self._sender.push(range(self._layout.num_layers), [part], lambda: None)
 
     async def _hand_over(self, move: _Move) -> AsyncGenerator[bytes, None]:
         yield b""

@@ -178,7 +178,7 @@ class ShapeLanguage:
             generation=NoLogits(eos_token_ids=self.eos_token_ids),
         )
         self._memory: DigestMemory | None = None
-        self._sized_by: tuple[int | None, int | None, int] | None = None
+        self._sized_by: tuple[int | None, ...] | None = None
 
     @property
     def memory(self) -> DigestMemory:
@@ -201,11 +201,10 @@ class ShapeLanguage:
 
     def prepare(self, instance: Instance) -> DigestRunner:
         options = instance.options
-        sized_by = (options.num_blocks, options.kv_cache_bytes, options.tokens_per_block)
-        if self._memory is None or sized_by != self._sized_by:
+        if self._memory is None or options.kv_memory_sizes != self._sized_by:
             self.forget(instance.transport)
             self._memory = self._new_memory(instance.options, instance.transport)
-            self._sized_by = sized_by
+            self._sized_by = options.kv_memory_sizes
         # a sequence that is alone must be able to reach its end
         self.max_model_len = self.prompts.max_model_len = min(
             options.max_model_len or self._model.max_positions,
@@ -253,7 +252,8 @@ class ShapeLanguage:
             num_blocks = blocks_in(options.kv_cache_bytes, block_bytes=block_bytes, block_size=block_size)
         else:
             num_blocks = max(int(self._device.headroom() * _FREE_MEMORY_FOR_KV) // block_bytes, MIN_BLOCKS)
-        return DigestMemory(layout, num_blocks, self._device, transport, token_bytes)
+        staging_bytes = options.kv_transfer.staging_bytes
+        return DigestMemory(layout, num_blocks, self._device, transport, token_bytes, staging_bytes)
 
 
 def next_token(chain: bytes, sampling: SamplingParams, index: int, number: int) -> int:

@@ -14,9 +14,8 @@ call                    from, to   body                  answer
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
 ``/kv/renew``           P, D       TransferRef           204, or 404 when the lease is gone
 ``/kv/complete``        P, D       Handoff               204; D owns the request from here
-``/kv/cancel``          P, D       TransferRef           204; P promises to write no more
-``/kv/pull``            P, D       PullRequest           204 once D has read the KV itself and owns the request
-``/kv/pulled``          D, P       TransferRef           204 where P has kept what D read, and may drop it now
+``/kv/cancel``          P, D       TransferRef           204; P promises to write and offer no more
+``/kv/offer``           P, D       KVOffer               KVTaken once D has read KV from P's memory
 ``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
 ``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
 ``/probe``              gateway    ProbeRequest          204 once the instance has computed something
@@ -506,12 +505,45 @@ class ReserveRequest(Message, frozen=True):
 
 
 class ReserveReply(Message, frozen=True):
-    """``block_ids`` hold the prompt, in order; the first ``num_cached_blocks`` of them already do."""
+    """``block_ids`` hold the prompt, in order; the first ``num_cached_blocks`` of them already do.
+
+    ``region`` is a slab of ``num_blocks`` that P writes to. Where D's KV lies on a device that is not so: D reads
+    what P offers, at most ``staged_cells`` layers × blocks of a transfer at once.
+    """
 
     block_ids: list[int]
     num_cached_blocks: int
     region: Region
     num_blocks: int
+    staged_cells: int | None = None
+
+
+class OfferedKV(Message, frozen=True):
+    """KV of one transfer that lies in P's memory now, until D has answered.
+
+    Attributes:
+        block_ids: of D, into which it belongs.
+        spans: (offset, bytes) of it, in an order that is the same for all memory of this layout.
+    """
+
+    transfer_id: str
+    block_ids: list[int]
+    spans: list[tuple[int, int]]
+
+
+class KVOffer(Message, frozen=True):
+    """KV in ``region`` for D to read (TriInfer section 4.3), of layers ``first_layer`` ... ``end_layer - 1``."""
+
+    region: Region
+    first_layer: int
+    end_layer: int
+    parts: list[OfferedKV]
+
+
+class KVTaken(Message, frozen=True):
+    """The transfers whose KV D has read; it has given up the others."""
+
+    transfer_ids: list[str]
 
 
 class TransferRef(Message, frozen=True):
@@ -566,26 +598,6 @@ class Handoff(Message, frozen=True):
     def num_tokens(self) -> int:
         """Tokens whose KV is handed over."""
         return len(self.prompt_ids) + len(self.generated)
-
-
-class PullRequest(Message, frozen=True):
-    """A computed prompt whose KV D is to read from P's memory (TriInfer section 4.3).
-
-    Attributes:
-        source_url: P's control URL, for the confirmation.
-        block_ids: blocks of the prompt in ``region``, a slab of ``num_blocks``.
-        block_hashes, num_sequences, layout, lease_s: as in ReserveRequest.
-    """
-
-    handoff: Handoff
-    source_url: str
-    region: Region
-    num_blocks: int
-    block_ids: list[int]
-    block_hashes: list[bytes]
-    num_sequences: int
-    layout: KVLayout
-    lease_s: float
 
 
 class ProbeRequest(Message, frozen=True):

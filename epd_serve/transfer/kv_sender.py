@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
-from epd_serve.protocol.wire import Region, ReserveReply
+from epd_serve.protocol.wire import KVOffer, KVTaken, OfferedKV, Region, ReserveReply
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.shared_memory import WriteLocks
+from epd_serve.transfer.staging import Span, rounds
 from epd_serve.transfer.transport import Piece, TransferError, Transport
 
 logger = logging.getLogger(__name__)
@@ -19,17 +22,34 @@ logger = logging.getLogger(__name__)
 _IDLE_LANE_S = 60.0
 
 
+class StagedKV(Protocol):
+    """Blocks of some layers in memory that a transport can read."""
+
+    def spans(self, first: int, count: int) -> list[Span]:
+        """Where ``count`` of the blocks are, from number ``first`` on."""
+        ...
+
+    def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
+        """Bytes of the blocks from ``first`` on, and where they belong in a slab of ``remote_num_blocks``."""
+        ...
+
+
 class KVSource(Protocol):
     """The memory from which outgoing KV is sent."""
 
-    def stage(self, layers: range, blocks: Sequence[int]) -> None:
-        """Copy blocks to memory that a transport can read."""
+    @property
+    def region(self) -> Region: ...
+
+    @property
+    def buffer(self) -> memoryview: ...
+
+    @property
+    def staged_cells(self) -> int | None:
+        """The most layers × blocks that :meth:`stage` takes; None where there is no limit."""
         ...
 
-    def pieces(
-        self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
-    ) -> list[Piece]:
-        """Bytes of ``local`` blocks in ``layers``, and where they belong in a slab of ``remote_num_blocks``."""
+    def stage(self, layers: range, blocks: Sequence[int]) -> AbstractContextManager[StagedKV]:
+        """A context in which blocks that are computed can be read. It may wait for others' to end."""
         ...
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
@@ -42,8 +62,9 @@ class OutgoingTransfer:
     """One request's KV on its way to the decode instance.
 
     Attributes:
-        target: blocks reserved for it; None where the decode instance fetches it by itself.
-        deadline: end of the lease; nothing is written after it.
+        target: blocks reserved for it; None until there are some.
+        deadline: end of the lease; nothing is written or offered after it.
+        offer: has the decode instance read what is staged, and returns when it has; None: it is written to.
         next_block: index of the first prompt block that is not yet pushed in full.
         computed_at: time at which the prompt's compute had ended.
         transfer_s: time spent copying; of a write that carried several transfers, the share of this one's bytes.
@@ -55,6 +76,7 @@ class OutgoingTransfer:
     target: ReserveReply | None
     deadline: float
     next_block: int = 0
+    offer: Callable[[KVOffer], KVTaken] | None = None
     cancelled: bool = False
     error: TransferError | None = None
     computed_at: float | None = None
@@ -86,9 +108,18 @@ class Part:
     @property
     def slot(self) -> int:
         """The number of the first block there that is this transfer's alone."""
-        target = self.transfer.target
-        assert target is not None
-        return target.block_ids[target.num_cached_blocks]
+        return self.target.block_ids[self.target.num_cached_blocks]
+
+    @property
+    def target(self) -> ReserveReply:
+        assert self.transfer.target is not None
+        return self.transfer.target
+
+    def within(self, numbers: range, start: int) -> Part | None:
+        """Those of the blocks whose numbers are among ``numbers``, where its first one has number ``start``."""
+        own = slice(max(numbers.start - start, 0), max(numbers.stop - start, 0))
+        local = self.local[own]
+        return Part(self.transfer, local, self.remote[own]) if local else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +131,15 @@ class _Push:
     @property
     def region(self) -> Region:
         """The region at the decode instance to which all parts go."""
-        target = self.parts[0].transfer.target
-        assert target is not None
-        return target.region
+        return self.parts[0].target.region
+
+    def rounds(self, own_cells: int | None) -> Iterator[tuple[range, list[Part]]]:
+        """The push in parts that fit into what either side can stage at once; ``own_cells``: here."""
+        limits = [cells for cells in (own_cells, self.parts[0].target.staged_cells) if cells is not None]
+        starts = list(accumulate((len(part.local) for part in self.parts), initial=0))
+        for layers, numbers in rounds(self.layers, starts[-1], min(limits, default=None)):
+            inside = (part.within(numbers, start) for part, start in zip(self.parts, starts, strict=False))
+            yield layers, [part for part in inside if part is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,43 +263,65 @@ class KVSender:
     def _push(self, lane: _Lane, job: _Push) -> None:
         try:
             job.wait_for_compute()
-            # held from before the look at the leases until all is written: see WriteLocks
-            with self._write_locks.held(job.region, [part.slot for part in job.parts]):
-                start = self._clock()
-                parts = [part for part in job.parts if self._may_write(part.transfer, start)]
-                sizes = self._write(job.layers, parts) if parts else []
+            for layers, parts in job.rounds(self._source.staged_cells):
+                wanted = [part for part in parts if self._may_write(part.transfer, self._clock())]
+                if wanted:
+                    self._move(lane, layers, wanted)
         except TransferError as error:
             for part in job.parts:
                 part.transfer.error = part.transfer.error or error
-            return
         except Exception as error:  # such as a device that failed in the step, or has no memory for staging
             logger.exception("transfers to %s failed", lane.region_name)
             for part in job.parts:
                 part.transfer.error = part.transfer.error or TransferError(f"the copy failed: {error}")
-            return
-        if not parts:
+
+    def _move(self, lane: _Lane, layers: range, parts: Sequence[Part]) -> None:
+        """Bring parts over, as one write or one offer."""
+        start, offer = self._clock(), parts[0].transfer.offer
+        with self._source.stage(layers, [block for part in parts for block in part.local]) as staged:
+            firsts = accumulate((len(part.local) for part in parts), initial=0)
+            placed = list(zip(firsts, parts, strict=False))
+            moved = self._write(staged, placed) if offer is None else self._offer(staged, layers, placed, offer)
+        if not moved:
             return
         end = self._clock()
-        for part, nbytes in zip(parts, sizes, strict=True):
+        sizes = [self._source.nbytes(len(layers), len(part.local)) for part in moved]
+        for part, nbytes in zip(moved, sizes, strict=True):
             _account(part.transfer, nbytes, nbytes / max(sum(sizes), 1), start, end)
         self.sizer.observe_transfer(lane.region_name, sum(sizes), end - start)
-        self._on_write(sum(sizes), end - start)
+        if offer is None:
+            self._on_write(sum(sizes), end - start)
 
-    def _write(self, layers: range, parts: Sequence[Part]) -> list[int]:
-        """Write all parts; return the bytes of each."""
-        pieces: list[Piece] = []
-        sizes: list[int] = []
-        self._source.stage(layers, [block for part in parts for block in part.local])
-        for part in parts:
-            target = part.transfer.target
-            assert target is not None
-            own = self._source.pieces(layers, part.local, part.remote, target.num_blocks)
-            sizes.append(self._source.nbytes(len(layers), len(part.local)))
-            pieces += own
-        target = parts[0].transfer.target
-        assert target is not None
-        self._transport.write(target.region, pieces, [part.transfer.transfer_id for part in parts])
-        return sizes
+    def _write(self, staged: StagedKV, placed: Sequence[tuple[int, Part]]) -> list[Part]:
+        """Write what may still be written; returns it."""
+        region = placed[0][1].target.region
+        # held from before the look at the leases until all is written: see WriteLocks
+        with self._write_locks.held(region, [part.slot for _, part in placed]):
+            now = self._clock()
+            placed = [(first, part) for first, part in placed if self._may_write(part.transfer, now)]
+            pieces: list[Piece] = []
+            for first, part in placed:
+                pieces += staged.pieces(first, part.remote, part.target.num_blocks)
+            if placed:
+                self._transport.write(region, pieces, [part.transfer.transfer_id for _, part in placed])
+        return [part for _, part in placed]
+
+    def _offer(
+        self,
+        staged: StagedKV,
+        layers: range,
+        placed: Sequence[tuple[int, Part]],
+        offer: Callable[[KVOffer], KVTaken],
+    ) -> list[Part]:
+        """Have the decode instance read; returns what it wanted. The others it has given up."""
+        offered = [
+            OfferedKV(part.transfer.transfer_id, list(part.remote), staged.spans(first, len(part.local)))
+            for first, part in placed
+        ]
+        taken = offer(KVOffer(self._source.region, layers.start, layers.stop, offered)).transfer_ids
+        for _, part in placed:
+            part.transfer.cancelled |= part.transfer.transfer_id not in taken
+        return [part for _, part in placed if part.transfer.transfer_id in taken]
 
     @staticmethod
     def _may_write(transfer: OutgoingTransfer, now: float) -> bool:

@@ -18,7 +18,7 @@ from epd_serve.transfer.reservation import Tombstones
 from epd_serve.transfer.shared_memory import SharedSlab
 from epd_serve.transfer.tcp import TcpPeers
 from epd_serve.transfer.tcp_server import TcpServer
-from epd_serve.transfer.transport import Piece, Slab, TransferError, WriteGate, check_bounds
+from epd_serve.transfer.transport import Piece, Slab, StillCopying, TransferError, WriteGate, check_bounds
 
 #: A slab's name, behind its bytes: a process that came in the place of another is not mistaken for it.
 _IDENTITY_BYTES = 32
@@ -266,8 +266,9 @@ class _Batch:
                 late = time.monotonic() - started >= self._limit_s
                 for part in staged:
                     part.lost = late  # the engine gave up waiting, not copying
-                reason = f"did not finish in {self._limit_s:g} s" if late else "failed: it is gone or refuses"
-                raise TransferError(f"transfer with {self._peer} {reason}")
+                if late:
+                    raise StillCopying(f"transfer with {self._peer} did not finish in {self._limit_s:g} s")
+                raise TransferError(f"transfer with {self._peer} failed: it is gone or refuses")
             for data, memory in fills:
                 data[:] = memory
 

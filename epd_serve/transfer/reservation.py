@@ -3,13 +3,16 @@
 While a reservation is GRANTED its blocks may be written by the prefill side at any moment, so they are never
 given back on the decode side's word alone: they are QUARANTINED until the writer says that it has stopped, or its
 lease is over (a writer must not begin to write after its lease) and it is not in the middle of a write.
+
+Where KV lies on a device nobody writes there from outside: this side reads what the other offers, and blocks are
+given back when its own reads into them have ended.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Generic, TypeVar
@@ -78,6 +81,7 @@ class ReservationTable:
         self._gate = gate or WriteGate()
         self._live: dict[str, Reservation] = {}
         self._ended: Tombstones[ReservationState] = Tombstones()
+        self._reading: Counter[str] = Counter()
 
     def __len__(self) -> int:
         """Reservations that hold or wait for blocks."""
@@ -112,10 +116,29 @@ class ReservationTable:
         reservation.deadline = now + reservation.lease_s
         return True
 
+    def begin_read(self, transfer_id: str, blocks: Sequence[int]) -> bool:
+        """Whether offered KV is wanted in these blocks; then they are kept until :meth:`end_read`."""
+        reservation = self._live.get(transfer_id)
+        if reservation is None or reservation.state is not ReservationState.GRANTED:
+            return False
+        assert reservation.blocks is not None
+        if not set(reservation.blocks.root[reservation.blocks.num_cached :]).issuperset(blocks):
+            return False
+        self._reading[transfer_id] += 1
+        return True
+
+    def end_read(self, transfer_id: str) -> None:
+        self._reading[transfer_id] -= 1
+        if not self._reading[transfer_id]:
+            del self._reading[transfer_id]
+            reservation = self._live.get(transfer_id)
+            if reservation is not None and reservation.deadline == -math.inf:
+                self._release(reservation)
+
     def complete(self, transfer_id: str) -> Reservation | None:
         """End a reservation whose blocks are written; the blocks are the caller's now.
 
-        None for a reservation that is not GRANTED, or is still being written.
+        None for a reservation that is not GRANTED, or is still being written or read.
         """
         reservation = self._live.get(transfer_id)
         if reservation is None or reservation.state is not ReservationState.GRANTED or self._is_busy(reservation):
@@ -173,9 +196,14 @@ class ReservationTable:
             assert transfer_id not in self._ended, "a live reservation has a tombstone"
             holds = reservation.blocks is not None
             assert holds == (reservation.state is not ReservationState.PENDING), "blocks without a grant"
+        assert self._live.keys() >= self._reading.keys(), "blocks are read into that were given back"
 
     def _is_busy(self, reservation: Reservation) -> bool:
-        return self._gate.is_inside(reservation.transfer_id) or self._is_being_written(reservation.first_own_block)
+        return (
+            reservation.transfer_id in self._reading
+            or self._gate.is_inside(reservation.transfer_id)
+            or self._is_being_written(reservation.first_own_block)
+        )
 
     def _quarantine(self, reservation: Reservation) -> None:
         self._gate.shut(reservation.transfer_id)

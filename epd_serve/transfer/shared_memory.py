@@ -270,6 +270,11 @@ class SlabAllocator:
         self._offsets = [0]
         self._used: dict[int, int] = {}
 
+    @property
+    def num_used(self) -> int:
+        """Ranges that are handed out."""
+        return len(self._used)
+
     def allocate(self, nbytes: int) -> int | None:
         """Offset of a free range of at least ``nbytes``; None where no single hole is large enough."""
         size = -(-max(nbytes, 1) // self._alignment) * self._alignment

@@ -70,6 +70,10 @@ class PeerGone(TransferError):
     """The other process cannot be reached, or the connection to it broke."""
 
 
+class StillCopying(TransferError):
+    """Bytes were not moved in time, and may yet be: what they were meant for is not to be used for a while."""
+
+
 class Slab(Protocol):
     """Memory that peers may read and write."""
 
@@ -109,7 +113,10 @@ class Transport(Protocol):
         ...
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
-        """Fill each piece from its offset in ``region``. Raises TransferError."""
+        """Fill each piece from its offset in ``region``.
+
+        Raises TransferError; then any part may have been filled, and none is any more unless it is StillCopying.
+        """
         ...
 
     def close(self) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
+from chat import chat
 from fleet import figures
 from identity import MAX_TOKENS, start_fleet
+from in_process import deployment
+from pictures import noise
+from reference import Reference
 
 from epd_serve.cost.device_time import DeviceTime
 
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0")}
 CASES: dict[str, dict[str, Any]] = {
     "pushed KV, steps launched ahead": {"async_scheduling": "on"},
-    "pulled KV, small pool": {"kv_transfer": {"mode": "pull"}, "num_blocks": 20},
+    "pulled KV, small pool": {"kv_transfer": {"mode": "pull", "staging_bytes": "64KiB"}, "num_blocks": 20},
 }
 
 
@@ -34,6 +39,35 @@ async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pyt
             if "num_blocks" not in CASES[case] or sum(preempted):
                 return
     raise AssertionError("the pool was large enough for all")
+
+
+@pytest.mark.parametrize("mode", ["grouped", "pull"])
+async def test_kv_goes_through_host_memory_that_is_far_smaller(mode: str, tmp_path: Path) -> None:
+    """All answers at once, each through the same few cells many times."""
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    reference = Reference(model)
+    asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
+    fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
+    transfer = {"mode": mode, "staging_bytes": "32KiB"}
+    options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
+    async with deployment(model, "EP", "D", options=options) as one:
+        answers = await asyncio.gather(
+            *(one.post("/v1/chat/completions", chat(text, *images, **fields)) for text, images in asked)
+        )
+        for (status, answer), (text, images) in zip(answers, asked, strict=True):
+            assert status == 200, answer
+            chosen = answer["choices"][0]["logprobs"]["content"]
+            found = [bytes(token["bytes"]).decode(errors="replace") for token in chosen]
+            tokens = reference.generate(text, images, max_tokens=6)
+            assert found == [reference.tokenizer.decode([token]) for token in tokens], text
+        await one.settle()
+        for instance in one.instances.values():
+            assert instance.language is not None
+            memory: Any = instance.language.weights.memory
+            assert memory.region.nbytes <= 1 << 15
+            moved = await figures(instance.url)
+            if instance.options.role.decodes:
+                assert moved["kv_bytes_total"] > 3 * memory.region.nbytes
 
 
 async def test_instances_on_one_device_share_its_memory(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 from epd_serve.engine import follower as module
-from epd_serve.engine.commands import Command, Done, Land, Stage, follower_end, leader_end
+from epd_serve.engine.commands import Command, CopyBlock, CopyCells, Done, follower_end, leader_end
 from epd_serve.engine.follower import Follower, LayerProgress
 
 
@@ -20,17 +20,17 @@ class Mark:
 
 
 class Cache:
-    """Takes its time to land."""
+    """Takes its time to copy a block."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def land(self, blocks: list[int]) -> None:
+    def copy_block(self, source: int, target: int) -> None:
         time.sleep(0.1)
-        self.done.append("land")
+        self.done.append("block")
 
-    def stage(self, layers: range, blocks: list[int]) -> None:
-        self.done.append("stage")
+    def copy(self, layers: range, blocks: list[int], first_cell: int, *, lands: bool) -> None:
+        self.done.append("cells")
 
 
 def _leave(code: int) -> NoReturn:
@@ -38,8 +38,8 @@ def _leave(code: int) -> NoReturn:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_staging_waits_for_all_that_was_sent_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else KV that has just landed would be overwritten in the slab by what the blocks held before."""
+def test_a_copy_of_cells_waits_for_all_that_was_sent_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else KV that has just landed would be overwritten by a fork that an earlier user of the block began."""
     monkeypatch.setattr(module.os, "_exit", _leave)
     ours, theirs = socket.socketpair()
     leader, link = leader_end(ours), follower_end(theirs)
@@ -48,15 +48,15 @@ def test_a_staging_waits_for_all_that_was_sent_before_it(monkeypatch: pytest.Mon
     follower._progress = LayerProgress(Mark)
     follower._link = link
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    stagings: queue.SimpleQueue[tuple[Stage, int]] = queue.SimpleQueue()
-    receiving = threading.Thread(target=module._receive, args=(link, commands, stagings), daemon=True)
+    copies: queue.SimpleQueue[tuple[CopyCells, int]] = queue.SimpleQueue()
+    receiving = threading.Thread(target=module._receive, args=(link, commands, copies), daemon=True)
     receiving.start()
-    threading.Thread(target=module._stage, args=(follower, stagings), daemon=True).start()
-    leader.send(Land([1, 2]))
-    leader.send(Stage(number=1, first_layer=0, end_layer=1, blocks=[1, 2]))
+    threading.Thread(target=module._copy, args=(follower, copies), daemon=True).start()
+    leader.send(CopyBlock(1, 2))
+    leader.send(CopyCells(number=1, first_layer=0, end_layer=1, blocks=[1, 2], first_cell=0, lands=True))
     follower.execute(commands.get(timeout=300))
     assert leader.receive() == Done(1)
-    assert cache.done == ["land", "stage"]
+    assert cache.done == ["block", "cells"]
     leader.close()
     receiving.join(5)
     link.close()

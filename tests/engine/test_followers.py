@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 from epd_serve.engine import followers as module
-from epd_serve.engine.commands import Command, Done, Stage, follower_end, leader_end
+from epd_serve.engine.commands import Command, CopyCells, Done, follower_end, leader_end
 from epd_serve.engine.followers import Followers
 from epd_serve.rpc.link import Link
 
@@ -23,24 +23,24 @@ def pair() -> Iterator[tuple[Followers, Link[Command]]]:
     followers = Followers.__new__(Followers)
     followers._links = [leader_end(ours)]
     followers._answers = [queue.SimpleQueue()]
-    followers._staging = threading.Lock()
-    followers._num_stagings = 0
+    followers._copying = threading.Lock()
+    followers._num_copies = 0
     yield followers, follower_end(theirs)
     ours.close()
     theirs.close()
 
 
-def test_a_failed_staging_is_over_on_all_ranks_and_a_stale_answer_is_no_answer(
+def test_a_failed_copy_is_over_on_all_ranks_and_a_stale_answer_is_no_answer(
     pair: tuple[Followers, Link[Command]],
 ) -> None:
-    """Else the blocks would be another's, or unsent KV taken for staged, while a rank is still at it."""
+    """Else the blocks would be another's, or KV taken for copied, while a rank is still at it."""
     followers, follower = pair
     answered: list[int] = []
 
     def follow() -> None:
         for _ in range(2):
             command = follower.receive()
-            assert isinstance(command, Stage)
+            assert isinstance(command, CopyCells)
             for number in (command.number - 1, command.number):
                 follower.send(Done(number))
                 answered.append(number)
@@ -48,24 +48,24 @@ def test_a_failed_staging_is_over_on_all_ranks_and_a_stale_answer_is_no_answer(
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
-    with pytest.raises(MemoryError), followers.staging(range(1), [1]):
+    with pytest.raises(MemoryError), followers.copying(range(1), [1], 0, lands=False):
         raise MemoryError
     assert answered == [0, 1]
-    with followers.staging(range(1), [1]):
+    with followers.copying(range(1), [1], 0, lands=False):
         pass
     assert answered == [0, 1, 1, 2]
     thread.join(5)
     assert followers._answers[0].empty()
 
 
-def test_a_follower_that_does_not_stage_ends_the_instance(
+def test_a_follower_that_does_not_copy_ends_the_instance(
     pair: tuple[Followers, Link[Command]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(reason: str) -> NoReturn:
         raise SystemExit(reason)
 
     followers, _ = pair
-    monkeypatch.setattr(module, "STAGING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "COPY_TIMEOUT_S", 0.05)
     monkeypatch.setattr(followers, "_end", end)
-    with pytest.raises(SystemExit, match="has not staged"), followers.staging(range(1), [1]):
+    with pytest.raises(SystemExit, match="has not copied"), followers.copying(range(1), [1], 0, lands=False):
         pass

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.commands import Command, CopyBlock, Land
+from epd_serve.engine.commands import Command, CopyBlock
 from epd_serve.engine.kv_memory import KVCache, KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.staging import paired, rounds
 from epd_serve.types import Role
 
 LAYOUT = wire.KVLayout(num_layers=3, num_kv_heads=4, head_dim=2, block_size=2, dtype="float32", model="m")
@@ -31,16 +33,14 @@ class OtherRank:
     def send(self, command: Command) -> None:
         assert self.cache is not None
         match command:
-            case Land():
-                self.cache.land(command.blocks)
             case CopyBlock():
                 self.cache.copy_block(command.source, command.target)
 
     @contextmanager
-    def staging(self, layers: range, blocks: Sequence[int]) -> Iterator[None]:
+    def copying(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> Iterator[None]:
         assert self.cache is not None
         yield
-        self.cache.stage(layers, blocks)
+        self.cache.copy(layers, blocks, first_cell, lands=lands)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -50,7 +50,7 @@ def test_saved_blocks_come_back_elsewhere(num_ranks: int) -> None:
     memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, heads=range(2) if other else None, followers=other)
     caches = [memory.tensor]
     if other:
-        other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory._bytes, heads=range(2, 4))
+        other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, heads=range(2, 4))
         caches.append(other.cache.tensor)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape))
@@ -64,6 +64,51 @@ def test_saved_blocks_come_back_elsewhere(num_ranks: int) -> None:
         untouched = [2, 4, 6, 8]
         torch.testing.assert_close(cache[:, :, untouched], old[:, :, untouched], rtol=0, atol=0)
         assert not cache[:, :, [1, 7]].any()
+    transport.close()
+
+
+def test_the_host_keeps_no_second_copy_of_a_device_s_kv() -> None:
+    """Blocks are handed out first in, first out: all of the host's side would be touched in time."""
+    device, transport = get_device("emulated:h200:2"), EmbeddedTransport(path="shm")
+    memory = KVMemory(LAYOUT, 1 << 12, device, transport, staging_bytes=1 << 16)
+    assert memory.tensor.nbytes == (1 << 12) * block_nbytes(LAYOUT)
+    assert memory.slab.buffer.nbytes <= 1 << 16 < memory.tensor.nbytes
+    transport.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_kv_goes_from_device_to_device_through_few_cells(num_ranks: int) -> None:
+    """In rounds, from any blocks to any others, in any layers."""
+    device, transport = get_device("emulated:h200:2" if num_ranks == 1 else "cpu"), EmbeddedTransport(path="shm")
+
+    def made() -> tuple[KVMemory, list[Tensor]]:
+        other: Any = OtherRank() if num_ranks == 2 else None
+        memory = KVMemory(
+            LAYOUT, NUM_BLOCKS, device, transport, heads=range(2) if other else None, followers=other
+        )
+        if other:
+            other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, heads=range(2, 4))
+        return memory, [memory.tensor, *([other.cache.tensor] if other else [])]
+
+    (there, sources), (here, targets) = made(), made()
+    for source in sources:
+        source.copy_(torch.randn(source.shape))
+    theirs, ours = [3, 1, 7, 8, 2], [5, 8, 1, 2, 3]
+    device.synchronize()
+    assert there.staged_cells is not None and there.staged_cells < len(theirs)
+    for layers, numbers in rounds(range(1, 3), len(theirs), there.staged_cells):
+        some = slice(numbers.start, numbers.stop)
+        with there.stage(layers, theirs[some]) as staged, here.land(layers, ours[some]) as spans:
+            for start, to, count in paired(staged.spans(0, len(numbers)), spans):
+                here.buffer[to : to + count] = there.buffer[start : start + count]
+            assert (there.num_staged, here.num_staged) == (1, 1)
+    for source, target in zip(sources, targets, strict=True):
+        old, new = source.cpu(), target.cpu()
+        torch.testing.assert_close(new[1:, :, ours], old[1:, :, theirs], rtol=0, atol=0)
+        assert not new[:1].any() and not new[:, :, [4, 6, 7]].any()
+    for memory in (there, here):
+        memory.check_integrity()
+        assert memory.num_staged == 0
     transport.close()
 
 

@@ -15,7 +15,8 @@ import pytest
 import tiny_models
 
 from device.registry import get_device
-from epd_serve.config import InstanceOptions
+from epd_serve.config import InstanceOptions, ShapeConfig
+from epd_serve.engine.digests import LAYER_BYTES
 from epd_serve.instance.instance import Instance
 from epd_serve.types import Role
 
@@ -43,6 +44,29 @@ class Lingering(ThreadPoolExecutor):
     def submit(self, call: Any, /, *args: Any, **named: Any) -> Any:
         self.latest.append((call, args, named))
         return super().submit(call, *args, **named)
+
+
+@pytest.mark.parametrize("role", ["P", "D"])
+async def test_the_host_s_side_of_the_kv_is_bounded(role: str) -> None:
+    """However much KV the device has; a cell stands for K and V of a block in a layer of the model."""
+    options = InstanceOptions(
+        name="x0",
+        role=Role.parse(role),
+        model=ShapeConfig(shape_of="qwen2.5-vl-7b"),
+        served_model_name="tested",
+        port=0,
+        device="emulated:h200:0",
+    )
+    instance = Instance(options)
+    await instance.start()
+    try:
+        assert instance.language is not None
+        memory: Any = instance.language.weights.memory
+        num_cells = memory.region.nbytes // LAYER_BYTES
+        assert memory.nbytes(num_cells, 1) <= 256 * 2**20
+        assert memory.nbytes(memory.layout.num_layers, memory.num_blocks) > 64 * 2**30
+    finally:
+        await instance.close()
 
 
 @pytest.mark.parametrize("role", ["P", "PD"])

@@ -1,25 +1,27 @@
-"""KV that the decode instance reads: blocks go back exactly when nothing can be written to them any more."""
+"""KV that the decode instance reads: blocks go back exactly when nothing is read into them any more."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.errors import DECODE_DRAINING, InstanceFailed, InvalidRequest, ServeError, Unavailable
+from epd_serve.errors import DECODE_DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.decode import DecodeService
-from epd_serve.instance.kv_delivery import PullDelivery, confirm_pulled
+from epd_serve.instance.kv_delivery import PullDelivery
 from epd_serve.instance.lifecycle import left
 from epd_serve.protocol import wire
 from epd_serve.sequence import Sequence as Prompt
 from epd_serve.telemetry.timeline import Timeline
-from epd_serve.transfer.transport import Piece, TransferError, WriteGate
+from epd_serve.transfer.kv_sender import OutgoingTransfer, Part
+from epd_serve.transfer.transport import PeerGone, Piece, TransferError, WriteGate
 from epd_serve.types import SamplingParams
 
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
@@ -40,18 +42,22 @@ def handoff(num_tokens: int = 9) -> wire.Handoff:
     )
 
 
-def request(num_tokens: int = 9, lease_s: float = LEASE_S) -> wire.PullRequest:
-    return wire.PullRequest(
-        handoff=handoff(num_tokens),
-        source_url="http://p",
-        region=REGION,
-        num_blocks=100,
-        block_ids=list(range(50, 50 + -(-num_tokens // 4))),
-        block_hashes=[b"0", b"1"],
+def reserve() -> wire.ReserveRequest:
+    return wire.ReserveRequest(
+        transfer_id="t",
+        request_id="r",
+        num_prompt_tokens=9,
+        max_tokens=3,
         num_sequences=1,
+        block_hashes=[b"0", b"1"],
         layout=LAYOUT,
-        lease_s=lease_s,
+        lease_s=LEASE_S,
     )
+
+
+def offer(blocks: list[int], name: str = "t") -> wire.KVOffer:
+    spans = [(50 + block, 1) for block in blocks]
+    return wire.KVOffer(REGION, 0, 1, [wire.OfferedKV(name, blocks, spans)])
 
 
 class Engine:
@@ -90,23 +96,20 @@ class Engine:
 class Memory:
     region = REGION
     num_blocks = 11
+    staged_cells = None
+    buffer = memoryview(bytearray(11))
 
     def __init__(self) -> None:
         self.landed: list[int] = []
 
-    def land(self, blocks: list[int]) -> None:
+    @contextmanager
+    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+        assert threading.current_thread() is not threading.main_thread(), "never on the event loop"
+        yield [(block, 1) for block in blocks]
         self.landed += blocks
-
-    def pieces(
-        self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
-    ) -> list[Piece]:
-        assert remote_num_blocks == 100
-        return [(there, memoryview(bytearray([here]))) for here, there in zip(local, remote, strict=True)]
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
         return num_layers * num_blocks
-
-    def stage(self, layers: range, blocks: Sequence[int]) -> None: ...
 
 
 class Vocabulary:
@@ -144,8 +147,8 @@ class Transport:
 class Peers:
     """Another instance that answers as it is told."""
 
-    def __init__(self, answer: ServeError | Callable[[], Awaitable[bytes]] | None = None) -> None:
-        self.answers: dict[str, ServeError | Callable[[], Awaitable[bytes]] | None] = {"/kv/pulled": answer}
+    def __init__(self) -> None:
+        self.answers: dict[str, ServeError | Callable[[], Awaitable[bytes]]] = {}
         self.calls: list[str] = []
 
     async def call(self, url: str, path: str, message: wire.Message, timeout_s: float | None = None) -> bytes:
@@ -177,8 +180,10 @@ class Bench:
         self.decode.check_integrity()
         return self.engine.pool.num_free
 
-    async def begin(self, lease_s: float = LEASE_S) -> asyncio.Task[None]:
-        task = asyncio.create_task(self.decode.pull(request(lease_s=lease_s)))
+    async def begin(self) -> asyncio.Task[wire.KVTaken]:
+        """D is in the middle of reading the blocks that it lacks."""
+        reply = await self.decode.reserve(reserve())
+        task = asyncio.create_task(self.decode.take_offered(offer(reply.block_ids[reply.num_cached_blocks :])))
         assert await asyncio.to_thread(self.transport.begun.wait, 300)
         return task
 
@@ -198,71 +203,79 @@ async def bench() -> AsyncIterator[Bench]:
     bench.transport.go_on.set()
 
 
-async def test_what_was_read_and_confirmed_is_decoded(bench: Bench) -> None:
+async def test_what_was_read_is_decoded(bench: Bench) -> None:
     earlier = bench.engine.pool.allocate_request(8, 0)
     bench.engine.pool.register(earlier.root[0], b"0")
     task = await bench.begin()
-    with pytest.raises(InvalidRequest, match="being read already"):
-        await bench.decode.pull(request())
-    assert not bench.peers.calls
     bench.transport.go_on.set()
-    await task
-    assert bench.transport.read_from == [51, 52], "block 0 was cached here"
-    assert bench.peers.calls == ["/kv/pulled"]
+    assert (await task).transfer_ids == ["t"]
+    bench.decode.complete(handoff())
     (blocks,) = bench.engine.resumed
-    assert bench.memory.landed == blocks.root[1:3]
+    assert bench.memory.landed == blocks.root[1:3], "block 0 was cached here"
+    assert bench.transport.read_from == [50 + block for block in blocks.root[1:3]]
     assert bench.decode.num_reservations == 0
-    await bench.decode.pull(request())  # a repetition changes nothing
-    assert len(bench.engine.resumed) == 1
+    assert not (await bench.decode.take_offered(offer(blocks.root[1:3]))).transfer_ids, "too late"
 
 
-async def test_what_was_free_again_before_it_was_read_is_thrown_away(bench: Bench) -> None:
-    bench.peers.answers["/kv/pulled"] = Unavailable("transfer t has ended")
-    task = await bench.begin()
+async def test_nothing_is_read_into_blocks_of_others(bench: Bench) -> None:
     bench.transport.go_on.set()
-    with pytest.raises(Unavailable):
-        await task
-    assert await bench.free_within(300)
-    assert not bench.engine.resumed
+    reply = await bench.decode.reserve(reserve())
+    assert not (await bench.decode.take_offered(offer([*reply.block_ids, 9]))).transfer_ids
+    assert not (await bench.decode.take_offered(offer(reply.block_ids, "another"))).transfer_ids
+    assert not bench.memory.landed
 
 
-@pytest.mark.parametrize("end", ["P hangs up", "P cancels", "the client leaves"])
-async def test_blocks_are_kept_while_they_are_written(bench: Bench, end: str) -> None:
+@pytest.mark.parametrize("end", ["P hangs up", "P cancels", "the client leaves", "the lease ends"])
+async def test_blocks_are_kept_while_they_are_read_into(bench: Bench, end: str) -> None:
     task = await bench.begin()
     if end == "P hangs up":
         task.cancel()
     elif end == "P cancels":
         bench.decode.cancel(wire.TransferRef("t", "r", reason="it failed"))
-    else:
+    elif end == "the client leaves":
         bench.decode._end("r")
+    with pytest.raises(Unavailable):
+        bench.decode.complete(handoff())
     await asyncio.sleep(2 * LEASE_S)
     bench.decode.expire()
     assert bench.num_free == 7
     bench.transport.go_on.set()
     await asyncio.gather(task, return_exceptions=True)
-    if end == "P cancels":
-        assert task.done()
-    else:
-        assert await bench.free_within(300)
-        assert not bench.engine.resumed
+    assert await bench.free_within(300)
+    assert not bench.engine.resumed
 
 
 async def test_a_read_that_failed_may_still_arrive_until_the_lease_ends(bench: Bench) -> None:
-    task = await bench.begin(lease_s=60)
+    task = await bench.begin()
     bench.transport.error = TransferError("timed out")
     bench.transport.go_on.set()
     with pytest.raises(InstanceFailed, match="timed out"):
         await task
+    assert not bench.memory.landed
+    bench.decode.cancel(wire.TransferRef("t", "r", may_arrive=True))
     bench.decode.expire()
     assert bench.num_free == 7
-    bench.decode._reservations.expire(time.monotonic() + 60)
+    bench.decode._reservations.expire(time.monotonic() + LEASE_S)
     assert bench.num_free == 10
 
 
 # ---------------------------------------------------------------------- the prefill side
 
 
-def delivery(peers: Any, pulls: set[str]) -> PullDelivery:
+class Sender:
+    """Moves what it is given at once."""
+
+    def __init__(self) -> None:
+        self.pushed: list[Part] = []
+
+    def push(self, layers: range, parts: list[Part], wait: Callable[[], None]) -> None:
+        self.pushed += parts
+
+    def fence(self, transfer: OutgoingTransfer, passed: Callable[[OutgoingTransfer], None]) -> None:
+        passed(transfer)
+
+
+def delivery(peers: Any, sender: Any) -> PullDelivery:
     sequence = Prompt(
         request_id="r",
         prompt_ids=[1] * 9,
@@ -271,74 +284,66 @@ def delivery(peers: Any, pulls: set[str]) -> PullDelivery:
         positions=None,
         blocks=[5, 6, 7],
     )
-    reserve = wire.ReserveRequest(
-        transfer_id="t",
-        request_id="r",
-        num_prompt_tokens=9,
-        max_tokens=3,
-        num_sequences=1,
-        block_hashes=[],
-        layout=LAYOUT,
-        lease_s=LEASE_S,
+    return PullDelivery(
+        sequence, reserve(), "http://d", sender, peers, abort=lambda name: None, spawn=lambda task: None
     )
-    memory: Any = Memory()
-    return PullDelivery(reserve, "http://d", sequence, memory, peers, pulls, source_url="http://p")
 
 
-async def test_a_confirmation_counts_only_while_the_blocks_are_held() -> None:
-    ref, pulls, confirmed = wire.TransferRef("t", "r"), set[str](), []
-
-    async def pulled() -> bytes:
-        confirm_pulled(pulls, ref)
-        confirmed.append(True)
-        with pytest.raises(Unavailable):
-            confirm_pulled(pulls, ref)
-        return b""
-
-    peers = Peers()
-    peers.answers["/kv/pull"] = pulled
-    await delivery(peers, pulls).hand_over(handoff())
-    assert confirmed == [True]
-
-    async def late() -> bytes:
-        working.stop()
-        confirm_pulled(pulls, ref)
-        return b""
-
-    peers.answers["/kv/pull"] = late
-    working = delivery(peers, pulls)
-    with pytest.raises(Unavailable):
+async def handed_over(working: PullDelivery) -> None:
+    try:
+        await working.open(lambda event: None)
         await working.hand_over(handoff())
+    finally:
+        working.stop()
+
+
+async def granted() -> bytes:
+    return wire.encode(wire.ReserveReply(block_ids=[1, 2, 3], num_cached_blocks=1, region=REGION, num_blocks=9))
+
+
+async def test_blocks_are_taken_there_when_the_prompt_is_computed_and_offered_not_written() -> None:
+    peers, sender = Peers(), Sender()
+    peers.answers["/kv/reserve"] = granted
+    working = delivery(peers, sender)
+    await working.open(lambda event: None)
+    assert not peers.calls and working.transfer.target is None
+    await working.hand_over(handoff())
+    assert peers.calls == ["/kv/reserve", "/kv/complete"]
+    ((local, remote),) = [(part.local, part.remote) for part in sender.pushed]
+    assert (local, remote) == ([6, 7], [2, 3]), "block 1 was cached there"
+    assert working.transfer.offer is not None
+
+
+async def test_what_was_given_up_before_it_was_read_is_not_handed_over() -> None:
+    peers = Peers()
+    peers.answers["/kv/reserve"] = granted
+    working = delivery(peers, Sender())
+    working.transfer.cancelled = True  # its blocks here may be another's
+    with pytest.raises(InstanceFailed, match="gave up"):
+        await handed_over(working)
+    assert "/kv/complete" not in peers.calls
+
+
+async def test_an_offer_that_fails_says_whether_the_other_can_be_reached() -> None:
+    peers = Peers()
+    peers.answers["/kv/reserve"] = granted
+    working = delivery(peers, Sender())
+    await working.open(lambda event: None)
+    await working.hand_over(handoff())
+    assert working.transfer.offer is not None
+    for code, kind in ((PEER_UNREACHABLE, PeerGone), (None, TransferError)):
+        peers.answers["/kv/offer"] = InstanceFailed("no", code=code)
+        with pytest.raises(TransferError) as failed:
+            await asyncio.to_thread(working.transfer.offer, offer([2]))
+        assert type(failed.value) is kind
 
 
 async def test_a_reader_that_leaves_its_role_is_told_from_the_prefill_instance() -> None:
     peers = Peers()
-    peers.answers["/kv/pull"] = left("d0")
+    peers.answers["/kv/reserve"] = left("d0")
     with pytest.raises(InstanceFailed, match="d0 is leaving its role") as refused:
-        await delivery(peers, set()).hand_over(handoff())
+        await handed_over(delivery(peers, Sender()))
     assert refused.value.code == DECODE_DRAINING
-
-
-async def test_a_client_that_leaves_during_the_staging_frees_no_block_before_it_is_over() -> None:
-    """Else the thread writes into the staged bytes of a request that has the blocks by then."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    class Slow(Memory):
-        def stage(self, layers: range, blocks: Sequence[int]) -> None:
-            begun.set()
-            assert go_on.wait(300)
-
-    memory: Any = Slow()
-    working = delivery(Peers(), set())
-    working._memory = memory
-    task = asyncio.create_task(working.hand_over(handoff()))
-    await asyncio.to_thread(begun.wait, 300)
-    task.cancel()
-    await asyncio.sleep(0.1)
-    assert not task.done()
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 300)
 
 
 async def test_a_reader_that_waits_for_blocks_is_waited_for_and_one_that_is_gone_is_not() -> None:
@@ -346,13 +351,11 @@ async def test_a_reader_that_waits_for_blocks_is_waited_for_and_one_that_is_gone
         await asyncio.sleep(60)
         return b""
 
-    peers, pulls = Peers(), set[str]()
-    peers.answers |= {"/kv/pull": for_ever, "/kv/renew": Unavailable("nothing to renew, but it answers")}
-    working = asyncio.create_task(delivery(peers, pulls).hand_over(handoff()))
+    peers = Peers()
+    peers.answers |= {"/kv/reserve": for_ever, "/kv/renew": Unavailable("nothing to renew, but it answers")}
+    working = asyncio.create_task(handed_over(delivery(peers, Sender())))
     await asyncio.sleep(3 * LEASE_S)
     assert not working.done()
     peers.answers["/kv/renew"] = InstanceFailed("no answer")
     with pytest.raises(InstanceFailed, match="answers no more"):
         await asyncio.wait_for(working, 300)
-    with pytest.raises(Unavailable):
-        confirm_pulled(pulls, wire.TransferRef("t", "r"))

@@ -91,12 +91,19 @@ class Instance:
         return logits[0]
 
     def take_over(self, other: Instance, blocks: list[int]) -> None:
-        """As if the other's KV had been written into the slab of this one."""
-        for cache in other.caches:
-            cache.stage(range(self._layout.num_layers), blocks)
-        self.slab[:] = other.slab
-        for cache in self.caches:
-            cache.land(blocks)
+        """As if the other's KV had come through the slab of this one."""
+        self._copy(blocks, lands=False, of=other)
+        self._cells(blocks).copy_(other._cells(blocks))
+        self._copy(blocks, lands=True, of=self)
+
+    def _cells(self, blocks: list[int]) -> Tensor:
+        if len(self.caches) == 1:
+            return self.caches[0].tensor[:, :, blocks[0] : blocks[-1] + 1]
+        return self.caches[0].cells(0, self._layout.num_layers, len(blocks))
+
+    def _copy(self, blocks: list[int], *, lands: bool, of: Instance) -> None:
+        for cache in of.caches if len(of.caches) > 1 else []:
+            cache.copy(range(self._layout.num_layers), blocks, 0, lands=lands)
 
 
 def _together(calls: list[Callable[[], None]]) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 
 from epd_serve.protocol import wire
@@ -31,14 +32,20 @@ class Stalling(EmbeddedTransport):
 class Source:
     """Blocks full of ones."""
 
-    def stage(self, layers: range, blocks: Sequence[int]) -> None: ...
+    region: wire.Region
+    buffer = memoryview(b"")
+    staged_cells = None
+
+    def stage(self, layers: range, blocks: Sequence[int]) -> AbstractContextManager[Source]:
+        return nullcontext(self)
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
         return BLOCK_BYTES * num_layers * num_blocks
 
-    def pieces(
-        self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
-    ) -> list[Piece]:
+    def spans(self, first: int, count: int) -> list[tuple[int, int]]:
+        raise NotImplementedError
+
+    def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
         return [(block * BLOCK_BYTES, memoryview(b"\1" * BLOCK_BYTES)) for block in remote]
 
 

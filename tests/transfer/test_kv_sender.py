@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd_serve.protocol.wire import Region, ReserveReply
+from epd_serve.protocol.wire import KVOffer, KVTaken, Region, ReserveReply
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
@@ -18,24 +21,44 @@ from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.transfer.transport import Piece, Slab, TransferError
 
 
-class Source:
-    """One byte per block. Block 13 cannot be read, as on an accelerator whose copy fails."""
+@dataclass
+class Staged:
+    """One byte per block and layer, which is the number of the block."""
 
-    def stage(self, layers: range, blocks: Sequence[int]) -> None:
+    layers: range
+    blocks: Sequence[int]
+
+    def spans(self, first: int, count: int) -> list[tuple[int, int]]:
+        return [(layer * 100 + block, 1) for layer in self.layers for block in self.blocks[first : first + count]]
+
+    def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
+        local = self.blocks[first : first + len(remote)]
+        return [
+            (layer * remote_num_blocks + there, memoryview(bytes([here])))
+            for layer in self.layers
+            for here, there in zip(local, remote, strict=True)
+        ]
+
+
+class Source:
+    """Block 13 cannot be read, as on an accelerator whose copy fails."""
+
+    region = Region(name="kv", nbytes=1000, host_id="h", pid=1, fd=1, host="", port=0)
+    buffer = memoryview(b"")
+
+    def __init__(self, staged_cells: int | None = None) -> None:
+        self.staged_cells = staged_cells
+        self.most_staged = 0
+
+    @contextmanager
+    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[Staged]:
+        self.most_staged = max(self.most_staged, len(layers) * len(blocks))
         if 13 in blocks:
             raise RuntimeError("out of memory")
+        yield Staged(layers, blocks)
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
         return num_layers * num_blocks
-
-    def pieces(
-        self, layers: range, local: Sequence[int], remote: Sequence[int], remote_num_blocks: int
-    ) -> list[Piece]:
-        return [
-            (layer * remote_num_blocks + there, memoryview(bytes([here])))
-            for layer in layers
-            for here, there in zip(local, remote, strict=True)
-        ]
 
 
 class Counting:
@@ -139,6 +162,44 @@ def test_a_step_is_one_write_without_those_that_may_not_write(transport: Countin
     assert one.transfer_s == pytest.approx(2 * two.transfer_s)
     assert late.error is not None
     assert gone.error is None
+    sender.close()
+
+
+def test_what_is_larger_than_the_staging_memory_of_either_side_goes_in_rounds(transport: Counting) -> None:
+    slab = transport.allocate("kv", 80)
+    source, offers = Source(staged_cells=4), list[KVOffer]()
+
+    def offer(one: KVOffer) -> KVTaken:
+        offers.append(one)
+        return KVTaken([part.transfer_id for part in one.parts if part.transfer_id != "given up"])
+
+    sender = KVSender(transport, source, GroupSizer(num_layers=3), time.monotonic)
+    one, two, gone = (outgoing(name, slab) for name in ("one", "two", "given up"))
+    for transfer in (one, two, gone):
+        transfer.target = msgspec.structs.replace(target(slab), staged_cells=3)
+        transfer.offer = offer
+    parts = [Part(one, [5, 6], [1, 2]), Part(gone, [8], [4]), Part(two, [9, 7], [3, 6])]
+    sender.push(range(3), parts, nothing)
+    assert passed(sender, two)
+    assert transport.writes == [], "nobody writes there"
+    assert source.most_staged <= 3
+    found = [
+        (
+            part.transfer_id,
+            message.first_layer + i // len(part.block_ids),
+            part.block_ids[i % len(part.block_ids)],
+            at,
+        )
+        for message in offers
+        for part in message.parts
+        for i, (at, _) in enumerate(part.spans)
+    ]
+    places = {("one", 1): 5, ("one", 2): 6, ("two", 3): 9, ("two", 6): 7}
+    due = [(name, layer, to, 100 * layer + of) for layer in range(3) for (name, to), of in places.items()]
+    assert sorted(one for one in found if one[0] != "given up") == sorted(due)
+    assert [one for one in found if one[0] == "given up"] == [("given up", 0, 4, 8)], "it is not offered again"
+    assert gone.cancelled and not one.cancelled
+    assert (one.num_bytes, two.num_bytes, gone.num_bytes) == (6, 6, 0)
     sender.close()
 
 

@@ -32,6 +32,7 @@ class ReservationMachine(RuleBasedStateMachine):
         self.pool = BlockPool(16, 4)
         self.first_blocks: dict[str, int] = {}
         self.in_a_write: set[str] = set()
+        self.in_a_read: set[str] = set()
         self.table = ReservationTable(
             free=lambda blocks: self.pool.release(blocks.all()),
             is_being_written=lambda block: block in {self.first_blocks[name] for name in self.in_a_write},
@@ -62,10 +63,37 @@ class ReservationMachine(RuleBasedStateMachine):
         self.in_a_write.discard(transfer_id)
         self.pass_time(0.0)
 
+    @rule(transfer_id=IDS, data=st.data())
+    def begin_to_read(self, transfer_id: str, data: st.DataObject) -> None:
+        """This side reads itself, into the blocks of that transfer alone."""
+        reservation = self.table._live.get(transfer_id)
+        if reservation is None or reservation.blocks is None or transfer_id in self.in_a_read:
+            assert not self.table.begin_read("nobody's", [])
+            return
+        others = [block for block in range(1, 16) if block not in reservation.blocks.root]
+        assert not self.table.begin_read(transfer_id, [data.draw(st.sampled_from(others))])
+        granted = reservation.state is ReservationState.GRANTED
+        assert self.table.begin_read(transfer_id, reservation.blocks.root[1:]) == granted
+        if granted:
+            self.in_a_read.add(transfer_id)
+
+    @rule(transfer_id=IDS)
+    def end_a_read(self, transfer_id: str) -> None:
+        if transfer_id in self.in_a_read:
+            self.in_a_read.discard(transfer_id)
+            self.table.end_read(transfer_id)
+            self.pass_time(0.0)
+            if transfer_id not in self.table._live:
+                self.ended.add(transfer_id)
+                self.may_write.pop(transfer_id, None)
+
     @rule(transfer_id=IDS)
     def complete(self, transfer_id: str) -> None:
         if transfer_id in self.in_a_write:
             return  # a writer says so when it is through
+        if transfer_id in self.in_a_read:
+            assert self.table.complete(transfer_id) is None
+            return
         reservation = self.table.complete(transfer_id)
         if reservation is not None:
             assert reservation.blocks is not None
@@ -88,8 +116,9 @@ class ReservationMachine(RuleBasedStateMachine):
         if transfer_id in self.in_a_write:
             return
         self.table.stop_writing(transfer_id)
-        self.ended.add(transfer_id)
-        self.may_write.pop(transfer_id, None)
+        if transfer_id not in self.in_a_read:
+            self.ended.add(transfer_id)
+            self.may_write.pop(transfer_id, None)
 
     @rule(transfer_id=IDS)
     def abandon(self, transfer_id: str) -> None:
@@ -108,7 +137,7 @@ class ReservationMachine(RuleBasedStateMachine):
         self.now += seconds
         self.table.expire(self.now)
         for transfer_id in [t for t, deadline in self.may_write.items() if deadline <= self.now]:
-            if transfer_id in self.in_a_write:
+            if transfer_id in self.in_a_write | self.in_a_read:
                 continue
             del self.may_write[transfer_id]
             self.ended.add(transfer_id)
