@@ -32,6 +32,7 @@ class StepTimer:
         num_blocks: int,
         block_size: int,
         num_position_axes: int,
+        state_blocks: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._clock = clock
@@ -39,6 +40,7 @@ class StepTimer:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._num_position_axes = num_position_axes
+        self._states = [list(range(num_blocks - state_blocks, num_blocks))] if state_blocks else []
 
     def seconds(self, shape: StepShape, least_s: float = 0.0) -> float:
         """The median time of a step (see :func:`median_s`). The pool must have blocks for all contexts."""
@@ -64,6 +66,7 @@ class StepTimer:
             positions=torch.arange(length).expand(self._num_position_axes, -1),
             num_computed=num_computed,
             blocks=[next(blocks) for _ in range(-(-length // self._block_size))],
+            states=self._states,  # one for all: nobody reads what is written there
             state=SequenceState.RUNNING,
         )
 

@@ -210,7 +210,7 @@ class DecodeService:
             raise _ended(request.request_id)
         num_blocks = num_blocks_for(request.num_prompt_tokens, self._layout.block_size)
         return wire.ReserveReply(
-            block_ids=reservation.blocks.root[:num_blocks],
+            block_ids=reservation.blocks.written(num_blocks),
             num_cached_blocks=reservation.blocks.num_cached,
             region=self._memory.region,
             num_blocks=self._memory.num_blocks,
@@ -308,7 +308,7 @@ class DecodeService:
         num_blocks = num_blocks_for(handoff.num_tokens, self._layout.block_size)
         # what was cached here was not written: it must not be replaced by what lies in the slab
         try:
-            self._memory.land(reservation.blocks.root[reservation.blocks.num_cached : num_blocks])
+            self._memory.land(reservation.blocks.written(num_blocks)[reservation.blocks.num_cached :])
         except Exception:  # the device has no memory for it, say; the blocks are nobody's any more
             self._engine.unreserve(reservation.blocks)
             raise

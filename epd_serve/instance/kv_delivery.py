@@ -249,7 +249,7 @@ class PullDelivery:
 
     async def hand_over(self, handoff: wire.Handoff) -> None:
         count = -(-handoff.num_tokens // self._reserve.layout.block_size)
-        blocks = self._sequence.blocks[:count]
+        blocks = self._sequence.blocks[:count] + self._sequence.state_blocks
         self._pulls.add(self.transfer.transfer_id)
         try:
             await self._stage(blocks)

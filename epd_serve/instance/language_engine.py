@@ -75,7 +75,7 @@ class LanguageEngine(EngineHooks):
         fixed = None if group_layers == "auto" else group_layers
         sizer = GroupSizer(num_layers=self._layout.num_layers, fixed=fixed)
         self.sender = KVSender(instance.transport, memory, sizer, time.monotonic, instance.metrics.kv_written)
-        pool = BlockPool(memory.num_blocks, options.tokens_per_block)
+        pool = BlockPool(memory.num_blocks, options.tokens_per_block, state_blocks=self._layout.state_blocks)
         self.engine = factory("engine", Engine)(
             pool,
             memory,

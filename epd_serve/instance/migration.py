@@ -177,8 +177,9 @@ class Migrations:
         transfer = move.delivery.transfer
         if transfer.target is None:
             return
-        own = slice(transfer.next_block, num_blocks_for(move.handoff.num_tokens, self._layout.block_size))
-        part = Part(transfer, move.sequence.blocks[own], transfer.target.block_ids[own])
+        num_blocks, first = num_blocks_for(move.handoff.num_tokens, self._layout.block_size), transfer.next_block
+        local = move.sequence.blocks[first:num_blocks] + move.sequence.state_blocks
+        part = Part(transfer, local, transfer.target.block_ids[first:])
         if part.local:
             self._sender.push(range(self._layout.num_layers), [part], lambda: None)
 

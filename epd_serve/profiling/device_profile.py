@@ -264,6 +264,7 @@ def step_timer(
             num_blocks=options.num_blocks,
             block_size=options.block_size,
             num_position_axes=family.num_position_axes,
+            state_blocks=language.state_blocks(options.block_size),
             clock=clock,
         )
         yield timer, language

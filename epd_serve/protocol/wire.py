@@ -483,6 +483,8 @@ class KVLayout(Message, frozen=True):
     block_size: int
     dtype: str
     model: str
+    state_blocks: int = 0
+    """Blocks of a sequence's recurrent state, which come behind those of its tokens."""
 
 
 class ReserveRequest(Message, frozen=True):
@@ -506,7 +508,7 @@ class ReserveRequest(Message, frozen=True):
 
 
 class ReserveReply(Message, frozen=True):
-    """``block_ids`` hold the prompt, in order; the first ``num_cached_blocks`` of them already do."""
+    """``block_ids`` hold the prompt, in order, then its state; the first ``num_cached_blocks`` already do."""
 
     block_ids: list[int]
     num_cached_blocks: int

@@ -63,13 +63,13 @@ def longest(sequences: list[Sequence]) -> int:
     return max(num_blocks_for(s.num_prompt_tokens + s.max_tokens, BLOCK_SIZE) for s in sequences)
 
 
-@pytest.mark.parametrize("tiny_model", [*tiny_models.KINDS, "gemma3"], indirect=True)
+@pytest.mark.parametrize("tiny_model", [*tiny_models.KINDS, "gemma3", "qwen3_5"], indirect=True)
 def test_concurrent_requests_in_a_tiny_pool(bench: EngineBench, expected: list[list[int]]) -> None:
     Held(bench)
     sequences = [
         bench.sequence(str(i), text, images, max_tokens=MAX_TOKENS) for i, (text, images) in enumerate(QUESTIONS)
     ]
-    bench.shrink(longest(sequences) + 4)
+    bench.shrink(longest(sequences) + 4 + 2 * bench.pool.state_blocks)
     for _, images in QUESTIONS:
         if images:
             bench.encode(images)

@@ -68,6 +68,8 @@ _OTHERS: dict[str, list[Any]] = {
         ["full_attention", "sliding_attention"],
         ["chunked_attention"] * 2,
         ["linear_attention"] * 2,
+        ["full_attention"] * 2,
+        ["full_attention", "linear_attention"],
     ],
     "sliding_window": [40, None],
     "max_window_layers": [1],
