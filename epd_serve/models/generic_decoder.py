@@ -2,8 +2,8 @@
 
 Attention goes through transformers' registry of attention functions: K and V are written into pages, then each
 sequence of a step attends to its own. Masks are ours, as transformers knows neither pages nor packed sequences.
-Layers of a sliding window keep all K and V in pages, and mask what lies outside their window. Layers without K and V
-have states (:mod:`~epd_serve.models.recurrent_states`).
+Layers of a sliding window keep all K and V in pages, and mask what lies outside their window. Layers without K and
+V have states (:mod:`~epd_serve.models.recurrent_states`).
 """
 
 from __future__ import annotations

@@ -35,11 +35,13 @@ KINDS = ("qwen2_5_vl", "qwen3_vl", "llava")
 VIDEO_KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 #: Those that take sounds.
 AUDIO_KINDS = ("qwen2_audio",)
+#: Those with recurrent states.
+STATE_KINDS = ("qwen3_5", "qwen3_5_moe")
 #: With those whose pictures are tiles or rows.
 ALL_KINDS = (
     *KINDS,
-    "qwen3_5",
-    pytest.param("qwen3_5_moe", marks=pytest.mark.slow),
+    STATE_KINDS[0],
+    pytest.param(STATE_KINDS[1], marks=pytest.mark.slow),
     *(pytest.param(kind, marks=[pytest.mark.slow] if kind in LIKE_ANOTHER else []) for kind in TINY),
 )
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -164,7 +166,7 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
                 **vision_tokens,
             )
         )
-    elif kind in ("qwen3_5", "qwen3_5_moe"):
+    elif kind in STATE_KINDS:
         fields = _QWEN3_5 if kind == "qwen3_5" else _QWEN3_5_MOE
         config = AutoConfig.for_model(
             kind,

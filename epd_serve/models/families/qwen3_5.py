@@ -11,7 +11,8 @@ from epd_serve.models.family import names
 _TEXT = names(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
     "hidden_act max_position_embeddings rms_norm_eps rope_parameters attention_bias tie_word_embeddings",
-    "layer_types linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads",
+    "layer_types linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads",
+    "linear_num_value_heads",
 )
 _EXPERTS = names("num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size")
 _TOWER = names(
