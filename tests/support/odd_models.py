@@ -138,7 +138,7 @@ def _text(model_type: str) -> dict[str, Any]:
     if model_type.startswith("qwen3"):
         text["head_dim"] = 24
     if model_type.startswith("qwen3_5"):
-        text |= {"layer_types": ["linear_attention", "full_attention"]}
+        text |= {"full_attention_interval": 2}
         text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
         text |= {"linear_key_head_dim": 12, "linear_value_head_dim": 16}
     if model_type == "qwen3_5_moe_text":
