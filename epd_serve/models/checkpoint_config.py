@@ -148,10 +148,6 @@ def _check_text(where: str, text: Any, family: type[Family]) -> None:
     _check_activation(f"{where}{activation}", getattr(text, activation))
     if family.decoder == "generic":
         _check_generic_rope(f"{where}rope_parameters", text.rope_parameters)
-        if not set(getattr(text, "layer_types", None) or ("full_attention",)) - {"linear_attention"}:
-            raise ValueError(
-                f"{where}layer_types has no layer with K and V; the native engine runs models with one"
-            )
         return
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     _check_rope(f"{where}rope_parameters", text.rope_parameters)
