@@ -7,6 +7,7 @@ admitted: so states are counted, forked, saved, sent and freed as KV is, and the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +39,7 @@ class RecurrentStates:
         self.layers = [index for index, kind in enumerate(kinds) if kind in _MODULES]
         self._num_planes = 2 * (config.num_hidden_layers - len(self.layers))  # K and V of each other layer
         self._kv_dtype = kv_dtype
+        self._parts: list[_Part] = []
         self._places: tuple[Tensor, Tensor] | None = None
         self._memory: Tensor
         self._groups: list[_Group]
@@ -51,15 +53,14 @@ class RecurrentStates:
     @property
     def num_words(self) -> int:
         """Of one layer's state."""
-        return sum(part.num_words for part in self._parts) if self.layers else 0
+        return sum(part.num_words for part in self._parts)
 
     def num_blocks(self, token_values: int, block_size: int) -> int:
         """Blocks for the state of one sequence, where one token has ``token_values`` in K of one layer."""
         if not self.layers:
             return 0
-        return -(
-            -len(self.layers) * self._num_pieces(self._piece_words(token_values * block_size)) // self._num_planes
-        )
+        num_pieces = len(self.layers) * self._num_pieces(self._piece_words(token_values * block_size))
+        return -(-num_pieces // self._num_planes)
 
     def begin(self, context: StepContext) -> None:
         """Prepare for the layers of a step."""
@@ -67,8 +68,8 @@ class RecurrentStates:
         meta = context.plan.meta
         planes = context.kv.flatten(0, 1).flatten(2)
         self._memory = planes.view(_WORD)
-        if self._places is None:
-            count = self._num_pieces(self._memory.shape[2])
+        count = self._num_pieces(self._memory.shape[2])
+        if self._places is None or self._places[0].shape[1] != count:  # or in memory of another block size
             pieces = torch.arange(len(self.layers) * count, device=planes.device).view(-1, count)
             self._places = pieces % self._num_planes, pieces // self._num_planes
         self._groups = []
@@ -100,7 +101,7 @@ class RecurrentStates:
             where = planes, group.blocks[:, places]
             state = self._memory[where]  # [sequences, pieces, words]: a copy, which the layer writes to
             arguments[argument] = self._cache(index, state.flatten(1), is_new=group.is_new)
-            rows = hidden_states[0, group.rows].unflatten(0, (len(state), -1))
+            rows = hidden_states[0, group.rows].view(len(state), -1, hidden_states.shape[2])
             outputs.append(forward(rows, **arguments).flatten(0, 1))
             self._memory[where] = state
         return torch.cat(outputs)[None]
@@ -110,8 +111,8 @@ class RecurrentStates:
         layer = LinearAttentionLayer()
         start = 0
         for part in self._parts:
-            words = states[:, start : start + part.num_words].view(part.dtype)[:, : part.shape.numel()]
-            part.put(layer, words.unflatten(1, part.shape))
+            values = states[:, start : start + part.num_words].view(part.dtype)[:, : math.prod(part.shape)]
+            part.put(layer, values.view(-1, *part.shape))
             start += part.num_words
         layer.has_previous_state[0] = not is_new
         return Cache(layers=[layer] * (index + 1))
@@ -150,7 +151,7 @@ class _Part:
 
     @property
     def num_words(self) -> int:
-        return -(-self.shape.numel() * self.dtype.itemsize // _WORD.itemsize)
+        return -(-math.prod(self.shape) * self.dtype.itemsize // _WORD.itemsize)
 
     def put(self, layer: LinearAttentionLayer, states: Tensor) -> None:
         """Let it be the layer's, which writes to it in place."""

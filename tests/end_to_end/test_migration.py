@@ -92,7 +92,9 @@ async def counted(here: Deployment) -> dict[str, float]:
     [
         pytest.param("demo", [body(prompt, 300) for prompt in PROMPTS], id="plain"),
         pytest.param("demo", [colours(1), colours(2)], id="json_schema"),
-        pytest.param("qwen3_5", [body(prompt, 300) for prompt in PROMPTS], id="states", marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_5", [body(prompt, 120) for prompt in PROMPTS[:2]], id="states", marks=pytest.mark.slow
+        ),
     ],
 )
 async def test_streams_and_whole_answers_move_with_their_kv(
