@@ -37,7 +37,7 @@ class RecurrentStates:
         config = model.config
         kinds = getattr(config, "layer_types", None) or ()
         self.layers = [index for index, kind in enumerate(kinds) if kind in _MODULES]
-        self._num_planes = 2 * (config.num_hidden_layers - len(self.layers))  # K and V of each other layer
+        self._num_planes: int = 2 * (config.num_hidden_layers - len(self.layers))  # K and V of each other layer
         self._kv_dtype = kv_dtype
         self._parts: list[_Part] = []
         self._places: tuple[Tensor, Tensor] | None = None
