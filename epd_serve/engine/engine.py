@@ -180,7 +180,7 @@ class Engine:
     def unreserve(self, blocks: RequestBlocks) -> None:
         with self._changed:
             self._queues.settle(blocks)
-            self._pool.release(blocks.all())
+            self._tables.give_back(blocks.all(), blocks.states)
             self._tell_free()
 
     @property

@@ -23,7 +23,11 @@ _RUNS = 3
 
 
 class StepTimer:
-    """Measures steps in blocks of a pool that nobody uses yet; what it writes there belongs to no sequence."""
+    """Measures steps in blocks of a pool that nobody uses yet; what it writes there belongs to no sequence.
+
+    Args:
+        num_blocks: for tokens. state_blocks: those behind them, for a recurrent state.
+    """
 
     def __init__(
         self,
@@ -40,7 +44,7 @@ class StepTimer:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._num_position_axes = num_position_axes
-        self._states = [list(range(num_blocks - state_blocks, num_blocks))] if state_blocks else []
+        self._states = [list(range(num_blocks, num_blocks + state_blocks))] if state_blocks else []
 
     def seconds(self, shape: StepShape, least_s: float = 0.0) -> float:
         """The median time of a step (see :func:`median_s`). The pool must have blocks for all contexts."""

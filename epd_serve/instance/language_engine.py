@@ -54,9 +54,11 @@ class LanguageEngine(EngineHooks):
         self.max_model_len = weights.max_model_len
         instance.limits.find_budget(
             weights.step_seconds(runner),
-            num_blocks=self._memory.num_blocks,
+            num_blocks=self._memory.num_blocks - self._layout.state_blocks,
             max_model_len=self.max_model_len,
         )
+        for block in range(self._memory.num_blocks - self._layout.state_blocks, self._memory.num_blocks):
+            self._memory.copy_block(0, block)  # the steps that were measured had their state there
         self._start_engine(runner)
         self.receiver = factory("features", FeatureReceiver)(
             instance.options.feature_cache_bytes,

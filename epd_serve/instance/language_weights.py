@@ -92,7 +92,7 @@ class LanguageWeights:
     def step_seconds(self, runner: LanguageRunner) -> Callable[[StepShape], float]:
         return StepTimer(
             runner,
-            num_blocks=self.memory.num_blocks,
+            num_blocks=self.memory.num_blocks - self.layout.state_blocks,
             block_size=self.layout.block_size,
             num_position_axes=self._model.family.num_position_axes,
             state_blocks=self.layout.state_blocks,

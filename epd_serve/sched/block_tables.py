@@ -140,8 +140,15 @@ class BlockTables:
         self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        self._pool.release(_blocks(sequence))
+        self.give_back(_blocks(sequence), sequence.states)
         sequence.blocks, sequence.forks, sequence.states = [], [], []
+
+    def give_back(self, blocks: list[int], states: list[list[int]]) -> None:
+        """Release blocks, among them those of states."""
+        for state in states:
+            for block in state:
+                self._memory.copy_block(0, block)  # as K and V half of a state's word may be no number
+        self._pool.release(blocks)
 
 
 def _blocks(sequence: Sequence) -> list[int]:

@@ -374,6 +374,13 @@ class StatesMachine(AheadMachine):
 
     state_blocks = 2
 
+    @invariant()
+    def free_blocks_hold_no_state(self) -> None:
+        for block, content in enumerate(self.cells.blocks):
+            assert not isinstance(content[1], list) or self.pool.num_owned([block]), (
+                "what is no K and no V is left"
+            )
+
 
 SETTINGS = settings(
     max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
