@@ -59,6 +59,7 @@ class Sequence:
         arrival_s: time at which this engine got the request, monotonic seconds; 0 before.
         hand_off: whether another instance decodes; then the sequence needs blocks for its prompt alone.
         blocks: block table. forks: the first own block of each choice to be forked.
+        states: blocks of its recurrent state, then of that of each choice to be forked; empty: the model has none.
         constraint: the grammar of its answer and its position there, opaque here; None where there is none.
         output_ids: generated tokens; a sequence that goes on from elsewhere begins with some.
         wanted_logprobs: known tokens, by index, whose log-probabilities are wanted; never the first.
@@ -84,6 +85,7 @@ class Sequence:
     num_registered: int = 0
     blocks: list[int] = field(default_factory=list)
     forks: list[list[int]] = field(default_factory=list)
+    states: list[list[int]] = field(default_factory=list)
     constraint: Any = None
     saved: Any = None
     wanted_logprobs: range = range(0)
@@ -102,6 +104,11 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
+
+    @property
+    def state_blocks(self) -> list[int]:
+        """The blocks of its own recurrent state; none where the model has none."""
+        return self.states[0] if self.states else []
 
     @property
     def num_sampled(self) -> int:
@@ -180,6 +187,7 @@ class Sequence:
             num_computed=self.num_computed,
             num_registered=self.num_registered,
             blocks=blocks,
+            states=self.states[index : index + 1],
             constraint=None if self.constraint is None else self.constraint.fork(),
             state=SequenceState.RUNNING,
             stop_token_ids=self.stop_token_ids,

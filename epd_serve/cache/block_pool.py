@@ -27,15 +27,21 @@ class RequestBlocks:
         root: the first sequence's block table: its known tokens, then room for what comes.
         forks: for each further sequence (``n`` > 1), the blocks that replace the root's from the first block on
             that is not full of prompt.
+        states: for each sequence the blocks of its recurrent state; empty where the model has none.
         num_cached: number of the first root blocks that held the prompt's KV already.
     """
 
     root: list[int]
     forks: list[list[int]] = field(default_factory=list)
+    states: list[list[int]] = field(default_factory=list)
     num_cached: int = 0
 
     def all(self) -> list[int]:
-        return self.root + [block for fork in self.forks for block in fork]
+        return self.root + [block for own in (*self.forks, *self.states) for block in own]
+
+    def written(self, num_blocks: int) -> list[int]:
+        """Those that hold a computed prompt of so many blocks: its KV, then its state."""
+        return self.root[:num_blocks] + (self.states[0] if self.states else [])
 
 
 class BlockPool:
@@ -52,6 +58,9 @@ class BlockPool:
     So a prefix is found again by the next ``idle_requests`` requests wherever the pool has room for it, and
     a load without common prefixes touches what these requests and the running ones need. A pool that is smaller
     than that is a plain LRU cache.
+
+    Args:
+        state_blocks: blocks that each sequence takes for its recurrent state, beside those of its tokens.
     """
 
     __slots__ = (
@@ -65,14 +74,18 @@ class BlockPool:
         "block_size",
         "idle_requests",
         "num_blocks",
+        "state_blocks",
     )
 
-    def __init__(self, num_blocks: int, block_size: int, idle_requests: int = IDLE_REQUESTS) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, idle_requests: int = IDLE_REQUESTS, *, state_blocks: int = 0
+    ) -> None:
         if num_blocks < 2 or block_size < 1:
             raise ValueError(f"a pool needs two blocks of one token at least, not {num_blocks} of {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.idle_requests = idle_requests
+        self.state_blocks = state_blocks
         self._refs = [0] * num_blocks
         self._blank: list[int] = []
         self._cached: OrderedDict[int, int] = OrderedDict()  # block → num_requests at its release
@@ -103,7 +116,8 @@ class BlockPool:
     def num_needed(self, num_tokens: int, num_more: int, num_sequences: int = 1) -> int:
         """Blocks that :meth:`allocate_request` takes for a request without any cached prefix."""
         total = num_blocks_for(num_tokens + num_more, self.block_size)
-        return total + (num_sequences - 1) * (total - num_tokens // self.block_size)
+        own = total - num_tokens // self.block_size
+        return total + (num_sequences - 1) * own + num_sequences * self.state_blocks
 
     def num_missing(
         self, num_tokens: int, num_more: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()
@@ -129,7 +143,8 @@ class BlockPool:
         root = root + self.allocate(total - num_cached)
         own = total - num_tokens // self.block_size
         forks = [self.allocate(own) for _ in range(num_sequences - 1)]
-        return RequestBlocks(root=root, forks=forks, num_cached=num_cached)
+        states = [self.allocate(self.state_blocks) for _ in range(num_sequences)] if self.state_blocks else []
+        return RequestBlocks(root=root, forks=forks, states=states, num_cached=num_cached)
 
     def _usable_prefix(self, num_tokens: int, hashes: Sequence[bytes]) -> list[int]:
         return self.match(hashes[: (num_tokens - 1) // self.block_size])
@@ -177,9 +192,12 @@ class BlockPool:
         return sum(1 for block in blocks if self._refs[block] == 1)
 
     def register(self, block: int, digest: bytes) -> None:
-        """Make a held block's content findable. A hash that another block carries already stays with that one."""
+        """Make a held block's content findable. A hash that another block carries already stays with that one.
+
+        Where sequences have recurrent states nothing is: KV of a prefix is of no use without the state behind it.
+        """
         assert self._refs[block] > 0, f"block {block} is not held"
-        if digest not in self._by_hash and block not in self._hash_of:
+        if not self.state_blocks and digest not in self._by_hash and block not in self._hash_of:
             self._by_hash[digest] = block
             self._hash_of[block] = digest
 

@@ -99,7 +99,7 @@ class Engine:
         with self._changed:
             self._queues.settle(blocks)
             sequence.arrival_s = self._clock()
-            sequence.blocks, sequence.forks = blocks.root, blocks.forks
+            sequence.blocks, sequence.forks, sequence.states = blocks.root, blocks.forks, blocks.states
             sequence.num_computed = sequence.num_tokens
             sequence.move_to(SequenceState.RUNNING)
             self._tables.register(sequence)
@@ -180,7 +180,7 @@ class Engine:
     def unreserve(self, blocks: RequestBlocks) -> None:
         with self._changed:
             self._queues.settle(blocks)
-            self._pool.release(blocks.all())
+            self._tables.give_back(blocks.all(), blocks.states)
             self._tell_free()
 
     @property
@@ -193,9 +193,9 @@ class Engine:
             return self._queues.load()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books of the pool balance."""
+        """Raise AssertionError unless the books of the pool balance, and each sequence has a state of its own."""
         with self._changed:
-            self._pool.check_integrity()
+            self._queues.check_integrity()
 
     # ------------------------------------------------------------------ steps
 

@@ -210,6 +210,7 @@ class _Batch:
         self.rows: list[int] = []
         self._slots: list[int] = []
         self._positions: list[Tensor] = []
+        self._decodes: list[Sequence] = []
         self._decode_lens: list[int] = []
         self._decode_blocks = torch.zeros(0, 0, dtype=torch.long)
         self._prefills: list[tuple[Sequence, int]] = []
@@ -221,6 +222,7 @@ class _Batch:
 
     def add_decodes(self, decodes: list[Sequence], tables: DecodeTables, num_axes: int) -> None:
         """The decodes of the step, before anything else."""
+        self._decodes = decodes
         ids = [sequence.output_ids[-1] for sequence in decodes]
         self.fed = {row: decodes[row] for row, token in enumerate(ids) if token == PLACEHOLDER}
         self.ids = [0 if token == PLACEHOLDER else token for token in ids] if self.fed else ids
@@ -267,6 +269,7 @@ class _Batch:
             )
 
     def inputs(self) -> StepInputs:
+        sequences = [*self._decodes, *(sequence for sequence, _ in self._prefills)]
         return StepInputs(
             ids=self.ids,
             positions=torch.cat(self._positions, dim=1),
@@ -286,6 +289,7 @@ class _Batch:
                 for sequence, end in self._prefills
             ],
             num_top=max((s.sampling.logprobs or 0 for s, _ in self.scored), default=0),
+            states=[one.state_blocks for one in sequences] if sequences and sequences[0].states else [],
         )
 
     def _used(self, sequence: Sequence, num_tokens: int) -> list[int]:

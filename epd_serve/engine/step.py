@@ -129,7 +129,13 @@ class StepExecutor:
         return self._model.forward(
             ids,
             to_device(inputs.positions, target),
-            StepContext(plan=plan, kv=self._kv, on_layer=on_layer, both_ways=inputs.prefill_both_ways),
+            StepContext(
+                plan=plan,
+                kv=self._kv,
+                on_layer=on_layer,
+                both_ways=inputs.prefill_both_ways,
+                states=to_device(torch.tensor(inputs.states), target) if inputs.states else None,
+            ),
             integers(inputs.rows, target),
             None if features is None else features.to(target),
             None if features is None else integers(inputs.feature_rows, target),

@@ -25,6 +25,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
         prefill_both_ways: for each prefill, the runs of its sequence's tokens that see all of themselves.
         features: [F, (1 + deepstack levels) * hidden], in batch order; None without media.
         feature_rows: [F], the tokens that they replace.
+        states: the blocks of the recurrent state of each sequence, decodes first; empty where there are none.
     """
 
     ids: list[int]
@@ -42,6 +43,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     scored_ids: list[int] = []
     num_top: int = 0
     prefill_both_ways: list[list[tuple[int, int]]] = []
+    states: list[list[int]] = []
 
     def meta(self, block_size: int, device: torch.device) -> AttnMeta:
         return AttnMeta(

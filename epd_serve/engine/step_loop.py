@@ -176,6 +176,7 @@ class LayerGroups:
         self._push = push
         self._finished: list[OutgoingTransfer] = []
         parts: defaultdict[str, list[Part]] = defaultdict(list)
+        states: defaultdict[str, list[Part]] = defaultdict(list)
         for sequence, count in output.prefills:
             transfer = transfers.get(sequence)
             if transfer is None:
@@ -183,6 +184,9 @@ class LayerGroups:
             end = sequence.num_computed + count
             if end == sequence.num_tokens:
                 self._finished.append(transfer)
+                if transfer.target is not None and (state := sequence.state_blocks):
+                    part = Part(transfer, state, transfer.target.block_ids[-len(state) :])
+                    states[transfer.target.region.name].append(part)
             first, stop = transfer.next_block, -(-end // push.block_size)
             if transfer.target is not None and first < stop:
                 part = Part(transfer, sequence.blocks[first:stop], transfer.target.block_ids[first:stop])
@@ -193,6 +197,8 @@ class LayerGroups:
             SendLane(of_lane, self._ends(region_name, of_lane, output.num_tokens))
             for region_name, of_lane in parts.items()
         ]
+        # all of a state's blocks hold parts of the last layer's
+        self._lanes += [SendLane(of_lane, frozenset({push.num_layers - 1})) for of_lane in states.values()]
 
     def on_layer(self, layer: int) -> None:
         """The layer's K and V are in the cache, or will be when the device's work so far is done."""

@@ -23,7 +23,11 @@ _RUNS = 3
 
 
 class StepTimer:
-    """Measures steps in blocks of a pool that nobody uses yet; what it writes there belongs to no sequence."""
+    """Measures steps in blocks of a pool that nobody uses yet; what it writes there belongs to no sequence.
+
+    Args:
+        num_blocks: for tokens. state_blocks: those behind them, for a recurrent state.
+    """
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class StepTimer:
         num_blocks: int,
         block_size: int,
         num_position_axes: int,
+        state_blocks: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._clock = clock
@@ -39,6 +44,7 @@ class StepTimer:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._num_position_axes = num_position_axes
+        self._states = [list(range(num_blocks, num_blocks + state_blocks))] if state_blocks else []
 
     def seconds(self, shape: StepShape, least_s: float = 0.0) -> float:
         """The median time of a step (see :func:`median_s`). The pool must have blocks for all contexts."""
@@ -64,6 +70,7 @@ class StepTimer:
             positions=torch.arange(length).expand(self._num_position_axes, -1),
             num_computed=num_computed,
             blocks=[next(blocks) for _ in range(-(-length // self._block_size))],
+            states=self._states,  # one for all: nobody reads what is written there
             state=SequenceState.RUNNING,
         )
 

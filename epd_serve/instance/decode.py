@@ -209,7 +209,7 @@ class DecodeService:
             raise _ended(request.request_id)
         num_blocks = num_blocks_for(request.num_prompt_tokens, self._layout.block_size)
         return wire.ReserveReply(
-            block_ids=reservation.blocks.root[:num_blocks],
+            block_ids=reservation.blocks.written(num_blocks),
             num_cached_blocks=reservation.blocks.num_cached,
             region=self._memory.region,
             num_blocks=self._memory.num_blocks,

@@ -244,8 +244,9 @@ def send_all(
 ) -> None:
     """Queue all KV of a sequence that is computed, but for what the decode instance has."""
     assert transfer.target is not None, "no blocks there yet"
-    own = slice(transfer.next_block, num_blocks_for(handoff.num_tokens, layout.block_size))
-    part = Part(transfer, sequence.blocks[own], transfer.target.block_ids[own])
+    first, num_blocks = transfer.next_block, num_blocks_for(handoff.num_tokens, layout.block_size)
+    local = sequence.blocks[first:num_blocks] + sequence.state_blocks
+    part = Part(transfer, local, transfer.target.block_ids[first:])
     if part.local:
         sender.push(range(layout.num_layers), [part], lambda: None)
 

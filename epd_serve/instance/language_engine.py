@@ -54,9 +54,11 @@ class LanguageEngine(EngineHooks):
         self.max_model_len = weights.max_model_len
         instance.limits.find_budget(
             weights.step_seconds(runner),
-            num_blocks=self._memory.num_blocks,
+            num_blocks=self._memory.num_blocks - self._layout.state_blocks,
             max_model_len=self.max_model_len,
         )
+        for block in range(self._memory.num_blocks - self._layout.state_blocks, self._memory.num_blocks):
+            self._memory.copy_block(0, block)  # the steps that were measured had their state there
         self._start_engine(runner)
         self.receiver = factory("features", FeatureReceiver)(
             instance.options.feature_cache_bytes,
@@ -75,7 +77,7 @@ class LanguageEngine(EngineHooks):
         fixed = None if group_layers == "auto" else group_layers
         sizer = GroupSizer(num_layers=self._layout.num_layers, fixed=fixed)
         self.sender = KVSender(instance.transport, memory, sizer, time.monotonic, instance.metrics.kv_written)
-        pool = BlockPool(memory.num_blocks, options.tokens_per_block)
+        pool = BlockPool(memory.num_blocks, options.tokens_per_block, state_blocks=self._layout.state_blocks)
         self.engine = factory("engine", Engine)(
             pool,
             memory,

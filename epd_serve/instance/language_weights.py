@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from epd_serve.config import decode_graph_sizes
+from epd_serve.config.sizes import in_binary_units
 from epd_serve.engine.commands import CreateCache
 from epd_serve.engine.followers import Followers
 from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from epd_serve.instance.checkpoint import CheckpointModel
     from epd_serve.instance.instance import Instance
     from epd_serve.instance.model import Compile
+
+
+logger = logging.getLogger(__name__)
 
 
 class LanguageWeights:
@@ -87,9 +92,10 @@ class LanguageWeights:
     def step_seconds(self, runner: LanguageRunner) -> Callable[[StepShape], float]:
         return StepTimer(
             runner,
-            num_blocks=self.memory.num_blocks,
+            num_blocks=self.memory.num_blocks - self.layout.state_blocks,
             block_size=self.layout.block_size,
             num_position_axes=self._model.family.num_position_axes,
+            state_blocks=self.layout.state_blocks,
         ).seconds
 
     def compiler(self, instance: Instance) -> Compile:
@@ -114,7 +120,7 @@ class LanguageWeights:
         self.max_model_len = self.prompts.max_model_len = min(
             options.max_model_len or self._model.max_positions,
             self.language.max_model_len,
-            (memory.num_blocks - 1) * options.tokens_per_block,
+            (memory.num_blocks - 1 - memory.layout.state_blocks) * options.tokens_per_block,
         )
         create = CreateCache(
             layout=memory.layout,
@@ -157,13 +163,28 @@ class LanguageWeights:
             block_size=options.tokens_per_block,
             dtype=self._model.dtype,
             model=self._model.fingerprint,
+            state_blocks=language.state_blocks(options.tokens_per_block),
         )
         free_bytes = self._model.device.headroom()
         if self.followers is not None:
             free_bytes = min(free_bytes, self.followers.wait_joined())
+        num_blocks = num_kv_blocks(options, layout, self._model.device.type, free_bytes)
+        if layout.state_blocks:
+            state_bytes = in_binary_units(layout.state_blocks * block_nbytes(layout))
+            if num_blocks < layout.state_blocks + 2:
+                raise ValueError(
+                    f"the recurrent state of one sequence takes {state_bytes}, {layout.state_blocks} blocks of KV "
+                    f"memory, which has {num_blocks}; raise num_blocks or kv_cache_bytes"
+                )
+            logger.info(
+                "a sequence's recurrent state takes %s, %d of %d KV blocks; prefixes are not cached",
+                state_bytes,
+                layout.state_blocks,
+                num_blocks,
+            )
         return KVMemory(
             layout,
-            num_kv_blocks(options, layout, self._model.device.type, free_bytes),
+            num_blocks,
             self._model.device,
             instance.transport,
             heads=language.kv_heads if self.followers else None,

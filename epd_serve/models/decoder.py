@@ -30,12 +30,14 @@ class StepContext:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
         on_layer: called with the layer index once that layer's K and V are in the cache.
         both_ways: for each prefill, the runs of its sequence's tokens that see all of themselves; empty: none do.
+        states: [sequences, blocks of a recurrent state], decodes first; None where there are no such states.
     """
 
     plan: AttentionPlan
     kv: Tensor
     on_layer: Callable[[int], None] | None = None
     both_ways: Sequence[Sequence[tuple[int, int]]] = ()
+    states: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +81,10 @@ class Decoder:
             self._layers.append(self._convert(layer))
             model.layers[index] = nn.Identity()
         self._final_norm = model.norm.weight.to(device)
+
+    def state_blocks(self, block_size: int) -> int:
+        """No layer has a recurrent state."""
+        return 0
 
     def forward(
         self,

@@ -2,7 +2,8 @@
 
 Attention goes through transformers' registry of attention functions: K and V are written into pages, then each
 sequence of a step attends to its own. Masks are ours, as transformers knows neither pages nor packed sequences.
-Layers of a sliding window keep all K and V in pages, and mask what lies outside their window.
+Layers of a sliding window keep all K and V in pages, and mask what lies outside their window. Layers without K and
+V have states (:mod:`~epd_serve.models.recurrent_states`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from device.distributed import Group
 from device.ops.linear import pack_modules
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.loader import attend_by
+from epd_serve.models.recurrent_states import RecurrentStates
 
 
 class GenericDecoder:
@@ -28,6 +30,7 @@ class GenericDecoder:
 
     Attributes:
         kv_heads: all of the model's KV heads.
+        num_layers: those with K and V.
         capturable: False; masks are made on the host.
     """
 
@@ -41,13 +44,20 @@ class GenericDecoder:
         self._ops = ops
         self._model: Any = model.to(device)
         pack_modules(model)
-        self.num_layers: int = config.num_hidden_layers
+        self._states = RecurrentStates(model, model.dtype)
+        others = [index for index in range(config.num_hidden_layers) if index not in self._states.layers]
+        self._kv_layers = {index: number for number, index in enumerate(others)}
+        self.num_layers = len(others)
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.kv_heads = range(config.num_key_value_heads)
         self._step: _Step
         name = f"epd_paged_{id(self):x}"  # masks of an implementation that transformers does not know are None
         ALL_ATTENTION_FUNCTIONS.register(name, self._attend)
         attend_by(model, name)
+
+    def state_blocks(self, block_size: int) -> int:
+        """Blocks for the recurrent state of one sequence; 0: there is none."""
+        return self._states.num_blocks(len(self.kv_heads) * self.head_dim, block_size)
 
     def forward(
         self,
@@ -60,9 +70,13 @@ class GenericDecoder:
         """Hidden states [T, hidden] after the final norm of embeddings [T, hidden] at positions [axes, T]."""
         assert not deepstack, "no model of this decoder adds features to its layers"
         self._step = _Step(context)
+        if self._states.layers:
+            self._states.begin(context)
         positions = positions if len(positions) == 1 else positions[:, None]
         output = self._model(inputs_embeds=embeddings[None], position_ids=positions, use_cache=False)
         hidden: Tensor = output.last_hidden_state[0]
+        if self._states.layers and context.on_layer is not None:
+            context.on_layer(self.num_layers - 1)
         return hidden
 
     def _attend(
@@ -77,12 +91,12 @@ class GenericDecoder:
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Attention in transformers' convention: [1, heads, T, head_dim] each → [1, T, heads, head_dim]."""
-        step, context, index = self._step, self._step.context, module.layer_idx
+        step, context, index = self._step, self._step.context, self._kv_layers[module.layer_idx]
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
         kv_layer = context.kv[index]
         self._ops.write_kv(key, value, kv_layer, context.plan.meta.slot_mapping)
-        if context.on_layer is not None:
-            context.on_layer(index)
+        if context.on_layer is not None and not (self._states.layers and index == self.num_layers - 1):
+            context.on_layer(index)  # the last one is told when all states are written, which go with it
         scale = self.head_dim**-0.5 if scaling is None else scaling
         if step.is_plain(sliding_window):
             return self._ops.attend(query, key, value, kv_layer, context.plan, scale)[None], None

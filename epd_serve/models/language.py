@@ -38,6 +38,7 @@ class LanguageModel:
 
     Attributes:
         num_layers, num_kv_heads, head_dim: the shape of one token's KV, all ranks together.
+        state_blocks: of a block size, how many blocks the recurrent state of a sequence takes; 0: there is none.
         kv_heads: those that this rank keeps.
         capturable: whether a step may be captured as a graph.
         feature_width: (1 + deepstack levels) * hidden, what a feature has for each token.
@@ -87,6 +88,7 @@ class LanguageModel:
         self.kv_heads = self._decoder.kv_heads
         self.head_dim = self._decoder.head_dim
         self.capturable = self._decoder.capturable
+        self.state_blocks = self._decoder.state_blocks
         self.inner = None
         if language_model is not model.model:
             self.inner = model.model

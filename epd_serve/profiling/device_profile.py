@@ -242,12 +242,13 @@ def step_timer(
         dtype=str(options.dtype).removeprefix("torch."),
         model="profile",
     )
+    state_blocks = language.state_blocks(options.block_size)
     transport = EmbeddedTransport(path="shm")
     try:
         executor = StepExecutor(
             language,
             device,
-            KVMemory(layout, options.num_blocks, device, transport).tensor.zero_(),
+            KVMemory(layout, options.num_blocks + state_blocks, device, transport).tensor.zero_(),
             num_position_axes=family.num_position_axes,
             graph_sizes=decode_graph_sizes(max(DECODES)),
             max_model_len=min(language.max_model_len, (options.num_blocks - 1) * options.block_size),
@@ -264,6 +265,7 @@ def step_timer(
             num_blocks=options.num_blocks,
             block_size=options.block_size,
             num_position_axes=family.num_position_axes,
+            state_blocks=state_blocks,
             clock=clock,
         )
         yield timer, language

@@ -482,6 +482,8 @@ class KVLayout(Message, frozen=True):
     block_size: int
     dtype: str
     model: str
+    state_blocks: int = 0
+    """Blocks of a sequence's recurrent state, which come behind those of its tokens."""
 
 
 class ReserveRequest(Message, frozen=True):
@@ -505,7 +507,7 @@ class ReserveRequest(Message, frozen=True):
 
 
 class ReserveReply(Message, frozen=True):
-    """``block_ids`` hold the prompt, in order; the first ``num_cached_blocks`` of them already do.
+    """``block_ids`` hold the prompt, in order, then its state; the first ``num_cached_blocks`` already do.
 
     ``region`` is a slab of ``num_blocks`` that P writes to. Where D's KV lies on a device that is not so: D reads
     what P offers, at most ``staged_cells`` layers × blocks of a transfer at once.

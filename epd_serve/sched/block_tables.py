@@ -76,16 +76,17 @@ class BlockTables:
             sequence.num_forked,
             sequence.reusable_hashes(self._pool.block_size),
         )
-        sequence.blocks, sequence.forks = taken.root, taken.forks
+        sequence.blocks, sequence.forks, sequence.states = taken.root, taken.forks, taken.states
         sequence.num_registered = taken.num_cached
         if sequence.saved is None:
-            self._num_looked_up += sequence.num_tokens
+            self._num_looked_up += 0 if self._pool.state_blocks else sequence.num_tokens
             self._num_found += taken.num_cached * self._pool.block_size
             sequence.num_computed = taken.num_cached * self._pool.block_size
             return
         end = num_blocks_for(sequence.num_computed, self._pool.block_size)
         if taken.num_cached < end:
-            self._memory.restore(sequence.saved, taken.num_cached, sequence.blocks[taken.num_cached : end])
+            lacking = sequence.blocks[taken.num_cached : end] + sequence.state_blocks
+            self._memory.restore(sequence.saved, taken.num_cached, lacking)
         sequence.saved = None
         self.register(sequence)
 
@@ -106,16 +107,19 @@ class BlockTables:
         return True
 
     def fork(self, root: Sequence) -> list[Sequence]:
-        """All choices of a computed prompt: full prompt blocks shared, the last partial one copied."""
+        """All choices of a computed prompt: full blocks shared, the last partial one and the state copied."""
         shared = root.num_prompt_tokens // self._pool.block_size
         choices = [root]
         if root.num_prompt_tokens % self._pool.block_size:
             for own in root.forks:  # before anything is taken: it may fail
                 self._memory.copy_block(root.blocks[shared], own[0])
+        for state in root.states[1:]:
+            for source, target in zip(root.state_blocks, state, strict=True):
+                self._memory.copy_block(source, target)
         for index, own in enumerate(root.forks, start=1):
             self._pool.acquire(root.blocks[:shared])
             choices.append(root.fork(index, root.blocks[:shared] + own))
-        root.forks = []
+        root.forks, root.states = [], root.states[:1]
         return choices
 
     def register(self, sequence: Sequence) -> None:
@@ -132,13 +136,20 @@ class BlockTables:
             sequence.num_computed = 0
         else:
             end = num_blocks_for(sequence.num_computed, self._pool.block_size)
-            sequence.saved = self._memory.save(sequence.blocks[:end])
+            sequence.saved = self._memory.save(sequence.blocks[:end] + sequence.state_blocks)
         self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        self._pool.release(_blocks(sequence))
-        sequence.blocks, sequence.forks = [], []
+        self.give_back(_blocks(sequence), sequence.states)
+        sequence.blocks, sequence.forks, sequence.states = [], [], []
+
+    def give_back(self, blocks: list[int], states: list[list[int]]) -> None:
+        """Release blocks, among them those of states."""
+        for state in states:
+            for block in state:
+                self._memory.copy_block(0, block)  # as K and V half of a state's word may be no number
+        self._pool.release(blocks)
 
 
 def _blocks(sequence: Sequence) -> list[int]:
-    return sequence.blocks + [block for fork in sequence.forks for block in fork]
+    return sequence.blocks + [block for own in (*sequence.forks, *sequence.states) for block in own]

@@ -210,6 +210,19 @@ class Queues:
             total_blocks=self._pool.capacity,
         )
 
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books of the pool balance, and each sequence has a state of its own."""
+        self._pool.check_integrity()
+        size, taken = self._pool.state_blocks, set[int]()
+        for sequence in (*self._running, *self._held):
+            own = {block for state in sequence.states for block in state}
+            assert len(own) == (size and size * (1 + len(sequence.forks))), (
+                "a state has too few or too many blocks"
+            )
+            assert not own & taken and not own & set(sequence.blocks), "a state's block is another's as well"
+            taken |= own
+        assert not any((*s.blocks, *s.states) for s in self._waiting), "a sequence that waits holds blocks"
+
     def submit(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
 

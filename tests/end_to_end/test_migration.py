@@ -17,6 +17,7 @@ import pytest
 from fleet import Books
 from in_process import Deployment, deployment
 from services import language_of
+from tiny_models import make_tiny_model
 
 from benchmarks.ablations.processes import ablated
 from epd_serve.config import DeploymentConfig
@@ -87,12 +88,20 @@ async def counted(here: Deployment) -> dict[str, float]:
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize(
-    "questions",
-    [[body(prompt, 300) for prompt in PROMPTS], [colours(1), colours(2)]],
-    ids=["plain", "json_schema"],
+    ("kind", "questions"),
+    [
+        pytest.param("demo", [body(prompt, 300) for prompt in PROMPTS], id="plain"),
+        pytest.param("demo", [colours(1), colours(2)], id="json_schema"),
+        pytest.param(
+            "qwen3_5", [body(prompt, 120) for prompt in PROMPTS[:2]], id="states", marks=pytest.mark.slow
+        ),
+    ],
 )
-async def test_streams_and_whole_answers_move_with_their_kv(questions: list[dict[str, Any]]) -> None:
-    async with deployment(weights_dir(), "P", "D", "D") as here, asyncio.timeout(400):
+async def test_streams_and_whole_answers_move_with_their_kv(
+    kind: str, questions: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    model = weights_dir() if kind == "demo" else make_tiny_model(kind, tmp_path / "model")
+    async with deployment(model, "P", "D", "D") as here, asyncio.timeout(400):
         texts = [await ask(here, question, stream=True) for question in questions]
         assert "prompt" in questions[0] or len(json.loads(texts[0])) == 60
         mover, moved = here.instances["d1"], 0.0

@@ -93,13 +93,14 @@ class Hooks(EngineHooks):
 
 class EngineMachine(RuleBasedStateMachine):
     runs_ahead = False
+    state_blocks = 0
     may_hold = frozenset({SequenceState.TRANSFERRING})
 
     def __init__(self) -> None:
         super().__init__()
-        num_blocks = 13
+        num_blocks = 13 + 3 * self.state_blocks
         self.cells = Cells(num_blocks)
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE, state_blocks=self.state_blocks)
         self.requests: dict[str, Request] = {}
         self.spans: dict[str, AbstractSequence[MediaSpan]] = {}
         self.sequences: dict[tuple[str, int], Sequence] = {}
@@ -257,6 +258,8 @@ class EngineMachine(RuleBasedStateMachine):
         for position in range(request.reserved.num_cached * BLOCK_SIZE, len(known)):
             self.cells.write(request.reserved.root, position, known[position])
         self.cells.check(request.reserved.root, known)
+        for state in request.reserved.states[:1]:
+            self.cells.advance(state, known, 0, len(known))
         tokens = [(ids[0], ids == request.alone(i)) for i, ids in enumerate(request.tokens)]
         request.finished = {index for index, (_, last) in enumerate(tokens) if last}
         self.engine.resume(request.root, request.reserved, tokens)
@@ -297,7 +300,9 @@ class EngineMachine(RuleBasedStateMachine):
         """Another instance could go on with what it finds in the blocks."""
         request = self.requests[sequence.request_id]
         assert not request.over and request.tokens == [sequence.output_ids]
-        self.cells.check(sequence.blocks, contents(request.prompt + sequence.output_ids[:-1], request.spans))
+        known = contents(request.prompt + sequence.output_ids[:-1], request.spans)
+        self.cells.check(sequence.blocks, known)
+        self.cells.advance(sequence.state_blocks, known, len(known), len(known))
         request.held = True
         event("held")
 
@@ -364,6 +369,19 @@ class AheadMachine(EngineMachine):
     may_hold = frozenset({SequenceState.TRANSFERRING, SequenceState.ABORTED})  # a launched step may use its blocks
 
 
+class StatesMachine(AheadMachine):
+    """Each sequence has a recurrent state, which must be that of its tokens."""
+
+    state_blocks = 2
+
+    @invariant()
+    def free_blocks_hold_no_state(self) -> None:
+        for block, content in enumerate(self.cells.blocks):
+            assert not isinstance(content[1], list) or self.pool.num_owned([block]), (
+                "what is no K and no V is left"
+            )
+
+
 SETTINGS = settings(
     max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -371,6 +389,8 @@ TestEngine = EngineMachine.TestCase
 TestEngine.settings = SETTINGS
 TestAhead = AheadMachine.TestCase
 TestAhead.settings = SETTINGS
+TestStates = StatesMachine.TestCase
+TestStates.settings = settings(SETTINGS, max_examples=30)
 
 
 def test_a_lost_sequence_in_flight_keeps_its_blocks_from_the_others_for_a_step() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ class Sender:
         self.pushes.append((layers, list(parts)))
 
 
-def prompt(name: str, num_tokens: int, first_block: int) -> Prompt:
+def prompt(name: str, num_tokens: int, first_block: int, state_blocks: int = 0) -> Prompt:
     blocks = list(range(first_block, first_block + -(-num_tokens // BLOCK_SIZE)))
     return Prompt(
         request_id=name,
@@ -44,12 +45,14 @@ def prompt(name: str, num_tokens: int, first_block: int) -> Prompt:
         positions=torch.empty(0),
         hand_off=True,
         blocks=blocks,
+        states=[list(range(first_block + 50, first_block + 50 + state_blocks))] if state_blocks else [],
     )
 
 
 def outgoing(sequence: Prompt, region_name: str, num_cached: int) -> OutgoingTransfer:
     region = Region(name=region_name, nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
-    target = ReserveReply([block + 1000 for block in sequence.blocks], num_cached, region, 4000)
+    blocks = sequence.blocks + sequence.state_blocks
+    target = ReserveReply([block + 1000 for block in blocks], num_cached, region, 4000)
     return OutgoingTransfer(sequence.request_id, target, 1e9, next_block=num_cached)
 
 
@@ -59,15 +62,17 @@ def outgoing(sequence: Prompt, region_name: str, num_cached: int) -> OutgoingTra
     chunk=st.integers(1, 20),
     num_layers=st.integers(1, 7),
     group=st.integers(1, 8),
+    state_blocks=st.sampled_from([0, 0, 3]),
 )
 def test_what_arrives(
-    mode: str, lengths: list[tuple[int, int, int]], chunk: int, num_layers: int, group: int
+    mode: str, lengths: list[tuple[int, int, int]], chunk: int, num_layers: int, group: int, state_blocks: int
 ) -> None:
     sender: Any = Sender(num_layers, group)
-    sequences = [prompt(f"s{i}", length, 100 * i) for i, (length, _, _) in enumerate(lengths)]
+    sequences = [prompt(f"s{i}", length, 100 * i, state_blocks) for i, (length, _, _) in enumerate(lengths)]
     transfers: dict[Prompt, OutgoingTransfer] = {}
     for sequence, (_, lane, cached) in zip(sequences, lengths, strict=True):
-        transfers[sequence] = outgoing(sequence, f"d{lane}", min(cached, len(sequence.blocks) - 1))
+        num_cached = 0 if state_blocks else min(cached, len(sequence.blocks) - 1)
+        transfers[sequence] = outgoing(sequence, f"d{lane}", num_cached)
         if mode == "pull":
             transfers[sequence].target = None
     events: list[int] = []
@@ -95,9 +100,12 @@ def test_what_arrives(
             assert (transfers[sequence].computed_at == 5.0) == done
         for layers, parts in sender.pushes:
             assert len({part.transfer.target.region.name for part in parts}) == 1, "one write, one region"
-            assert mode != "layerwise" or (len(parts), len(layers)) == (1, 1)
-            assert mode != "oneshot" or layers == range(num_layers)
-            assert mode != "grouped" or len(layers) <= group
+            if any(part.local == one.state_blocks for part in parts for one in sequences):
+                assert layers == range(num_layers) and sequences[0].num_computed, "a state is whole at the end"
+            else:
+                assert mode != "layerwise" or (len(parts), len(layers)) == (1, 1)
+                assert mode != "oneshot" or layers == range(num_layers)
+                assert mode != "grouped" or len(layers) <= group
             for part in parts:
                 assert [block + 1000 for block in part.local] == list(part.remote)
                 for layer in layers:
@@ -106,12 +114,14 @@ def test_what_arrives(
             sender.pushes.clear()
     for sequence in sequences:
         target = transfers[sequence].target
-        due = set() if target is None else set(sequence.blocks[target.num_cached_blocks :])
+        own = sequence.blocks + sequence.state_blocks
+        due = set() if target is None else set(own[target.num_cached_blocks :])
         for layer in range(num_layers):
             assert written.get((sequence.request_id, layer), set()) == due
     if mode == "oneshot":
         per_transfer = [part.transfer.transfer_id for _, parts in sender.pushes for part in parts]
-        assert len(per_transfer) == len(set(per_transfer)), "a prompt goes out in one piece"
+        pieces = Counter(per_transfer).values()
+        assert set(pieces) <= {2 if state_blocks else 1}, "a prompt goes out in one piece, its state in another"
 
 
 def test_a_step_that_sends_nothing_marks_nothing() -> None:

@@ -75,10 +75,10 @@ def longest(sequences: list[Sequence]) -> int:
 
 @pytest.mark.parametrize(
     ("tiny_model", "bench"),
-    [*((kind, "cpu") for kind in (*tiny_models.KINDS, "gemma3")), ("llava", EMULATED)]
+    [*((kind, "cpu") for kind in (*tiny_models.KINDS, "gemma3", "qwen3_5")), ("llava", EMULATED)]
     + [
         pytest.param(kind, EMULATED, marks=pytest.mark.slow)
-        for kind in (*tiny_models.KINDS, "gemma3")
+        for kind in (*tiny_models.KINDS, "gemma3", "qwen3_5")
         if kind != "llava"
     ],
     indirect=True,
@@ -88,7 +88,7 @@ def test_concurrent_requests_in_a_tiny_pool(bench: EngineBench, expected: list[l
     sequences = [
         bench.sequence(str(i), text, images, max_tokens=MAX_TOKENS) for i, (text, images) in enumerate(QUESTIONS)
     ]
-    bench.shrink(longest(sequences) + 4)
+    bench.shrink(longest(sequences) + 4 + 2 * bench.pool.state_blocks)
     for _, images in QUESTIONS:
         if images:
             bench.encode(images)

@@ -87,6 +87,13 @@ async def test_by_pictures_larger_than_a_step(tmp_path: Path) -> None:
         await started(tmp_path, "PD", lambda path: None, kind="gemma3", max_num_batched_tokens=8)
 
 
+async def test_by_a_state_larger_than_the_pool(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"state of one sequence takes 26KiB, 26 blocks of KV memory, which has 8"
+    ):
+        await started(tmp_path, "PD", lambda path: None, kind="qwen3_5", block_size=1)
+
+
 async def started(
     path: Path, role: str, change: Callable[[Path], None], kind: str = "qwen2_5_vl", **others: Any
 ) -> None:

@@ -68,6 +68,8 @@ _OTHERS: dict[str, list[Any]] = {
         ["full_attention", "sliding_attention"],
         ["chunked_attention"] * 2,
         ["linear_attention"] * 2,
+        ["full_attention"] * 2,
+        ["full_attention", "linear_attention"],
     ],
     "sliding_window": [40, None],
     "max_window_layers": [1],
@@ -75,6 +77,8 @@ _OTHERS: dict[str, list[Any]] = {
     "decoder_sparse_step": [2],
     "num_experts": [6],
     "moe_intermediate_size": [48],
+    "linear_num_key_heads": [1, 4],
+    "linear_num_value_heads": [2, 8],
     "dtype": ["bfloat16", "float16"],
     "architectures": [["SomethingElse"]],
     "transformers_version": ["4.0.0"],
@@ -169,7 +173,7 @@ def _changes(family: str) -> Iterator[tuple[str, list[list[odd_models.Change]]]]
         for field in dataclasses.fields(owner):
             if field.name not in ("text_config", "vision_config"):
                 others = _others(part, field, getattr(owner, field.name))
-                along = [(part, name, value) for name, value in _WITH.get(field.name, {}).items()]
+                along = [(part, name, v) for name, v in _WITH.get(field.name, {}).items() if hasattr(owner, name)]
                 yield f"{part}.{field.name}".lstrip("."), [[(part, field.name, other), *along] for other in others]
 
 

@@ -38,7 +38,8 @@ def test_a_family_that_is_not_run_is_refused_with_the_reason() -> None:
 
 
 def test_a_tiny_model_of_each_family_is_held_against_generate() -> None:
-    configs = [AutoConfig.for_model(kind) for kind in (*tiny_models.KINDS, *tiny_models.AUDIO_KINDS)]
+    kinds = (*tiny_models.KINDS, *tiny_models.STATE_KINDS, *tiny_models.AUDIO_KINDS)
+    configs = [AutoConfig.for_model(kind) for kind in kinds]
     configs += [AutoConfig.for_model(one.model_type, vision_config=one.vision) for one in TINY.values()]
     tried = {family_of(config) for config in configs}
     assert tried == {family for families in FAMILIES.values() for family in families if family.modalities}

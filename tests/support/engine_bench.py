@@ -66,6 +66,7 @@ class EngineBench(EngineHooks):
             block_size=BLOCK_SIZE,
             dtype="float32",
             model="m",
+            state_blocks=language.state_blocks(BLOCK_SIZE),
         )
         self.transport = EmbeddedTransport(path="shm")
         self.memory = memory = KVMemory(layout, self.num_blocks, device, self.transport)
@@ -92,7 +93,7 @@ class EngineBench(EngineHooks):
             max_model_len=language.max_model_len,
             block_size=BLOCK_SIZE,
         )
-        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
+        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, state_blocks=layout.state_blocks)
         self.engine = Engine(self.pool, memory, self.budget, self, eos_token_ids=frozenset({2}))
         self.loop = StepLoop(self.engine, runner, self, runs_ahead=self.runs_ahead)
         self.loop.start()

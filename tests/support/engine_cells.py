@@ -45,6 +45,14 @@ class Cells:
     def write(self, blocks: AbstractSequence[int], position: int, content: Any) -> None:
         self.blocks[blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE] = (position, content)
 
+    def advance(
+        self, blocks: AbstractSequence[int], contents: AbstractSequence[Any], start: int, end: int
+    ) -> None:
+        """Let a state, which must be that of the tokens before ``start``, be that of those before ``end``."""
+        for part, block in enumerate(blocks):
+            assert not start or self.blocks[block] == [part, contents[:start]], "a state of other tokens"
+            self.blocks[block] = [part, contents[:end]]
+
     def check(self, blocks: AbstractSequence[int], contents: AbstractSequence[Any]) -> None:
         for position, content in enumerate(contents):
             found = self.blocks[blocks[position // BLOCK_SIZE]][position % BLOCK_SIZE]
@@ -103,6 +111,7 @@ class Step:
                 assert span.end <= start or span.start >= end or span.mm_hash in features
             self.known[sequence], self.used[sequence] = tokens, list(sequence.blocks)
             content = self.content(sequence)
+            runner.cells.advance(sequence.state_blocks, content, start, end)
             for position in range(start, end):
                 runner.cells.write(sequence.blocks, position, content[position])
             runner.cells.check(sequence.blocks, content[:end])

@@ -53,6 +53,8 @@ FAMILIES = {
     "smolvlm": ("smolvlm", "llama", "smolvlm_vision"),
     "gemma3": ("gemma3", "gemma3_text", "siglip_vision_model"),
     "glm4v": ("glm4v", "glm4v_text", "glm4v_vision"),
+    "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
+    "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
     **{name: (name, name, "") for name in TEXT},
 }
 #: Families whose pictures are tiles or rows. Their language models are other families'.
@@ -88,8 +90,10 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         if ("vision_config", width) not in changed:
             vision[width] = text["hidden_size"]
         half = (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
+        turned = {"partial_rotary_factor": 0.5} if model_type.startswith("qwen3_5") else {}
+        half = half // 2 if turned else half
         sections = [half - 2 * (half // 3), half // 3, half // 3]
-        text["rope_parameters"] = {"mrope_section": sections, **text["rope_parameters"]}
+        text["rope_parameters"] = {"mrope_section": sections, **turned, **text["rope_parameters"]}
         tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
         tokens |= {"vision_start_token_id": START, "vision_end_token_id": END}
     elif model_type == "glm4v":
@@ -133,6 +137,13 @@ def _text(model_type: str) -> dict[str, Any]:
     }
     if model_type.startswith("qwen3"):
         text["head_dim"] = 24
+    if model_type.startswith("qwen3_5"):
+        text |= {"full_attention_interval": 2}
+        text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        text |= {"linear_key_head_dim": 12, "linear_value_head_dim": 16}
+    if model_type == "qwen3_5_moe_text":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        text |= {"shared_expert_intermediate_size": 24}
     if model_type == "gemma3_text":
         text |= {"head_dim": 24, "sliding_window": 12, "sliding_window_pattern": 2, "rope_parameters": None}
     if model_type in ("qwen3_vl_moe_text", "qwen3_moe"):
@@ -154,7 +165,8 @@ def _vision(model_type: str) -> dict[str, Any]:
     vision |= {"intermediate_size": 48}
     if model_type == "qwen2_5_vl_vision":
         return vision | {"window_size": 56, "fullatt_block_indexes": [1]}
-    return vision | {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+    vision |= {"num_position_embeddings": 64}
+    return vision if model_type.startswith("qwen3_5") else vision | {"deepstack_visual_indexes": [0, 1]}
 
 
 def _preprocessor(config: Any) -> dict[str, Any]:
@@ -273,7 +285,9 @@ def answer(path: Path, reference: Answer) -> Tensor:
     positions = torch.cat((positions, rest.expand(len(positions), -1)), dim=1)
     assert len(ids) <= model.max_model_len
     num_blocks = -(-len(ids) // _BLOCK_SIZE) + 1
-    kv = torch.zeros(model.num_layers, 2, num_blocks, _BLOCK_SIZE, model.num_kv_heads, model.head_dim)
+    state = torch.arange(model.state_blocks(_BLOCK_SIZE)) + num_blocks
+    num_all = num_blocks + len(state)
+    kv = torch.zeros(model.num_layers, 2, num_all, _BLOCK_SIZE, model.num_kv_heads, model.head_dim)
     meta = AttnMeta(
         block_size=_BLOCK_SIZE,
         slot_mapping=torch.arange(len(ids)) + _BLOCK_SIZE,
@@ -290,7 +304,7 @@ def answer(path: Path, reference: Answer) -> Tensor:
     return model.forward(
         ids,
         positions,
-        StepContext(plan=device.ops.prepare(meta, torch.float32), kv=kv, both_ways=[runs]),
+        StepContext(plan=device.ops.prepare(meta, torch.float32), kv=kv, both_ways=[runs], states=state[None]),
         rows=torch.arange(len(prompt) - 1, len(ids)),
         features=features,
         feature_rows=feature_rows,

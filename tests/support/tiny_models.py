@@ -17,6 +17,7 @@ from tiny_families import GEMMA3, LIKE_ANOTHER, TINY, make_tiny_family
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     GenerationConfig,
     LlavaConfig,
@@ -31,14 +32,36 @@ from epd_serve.demo import weights_dir
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "llava")
 #: Those that take videos.
-VIDEO_KINDS = ("qwen2_5_vl", "qwen3_vl")
+VIDEO_KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 #: Those that take sounds.
 AUDIO_KINDS = ("qwen2_audio",)
+#: Those with recurrent states.
+STATE_KINDS = ("qwen3_5", "qwen3_5_moe")
 #: With those whose pictures are tiles or rows.
 ALL_KINDS = (
     *KINDS,
+    STATE_KINDS[0],
+    pytest.param(STATE_KINDS[1], marks=pytest.mark.slow),
     *(pytest.param(kind, marks=[pytest.mark.slow] if kind in LIKE_ANOTHER else []) for kind in TINY),
 )
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+#: Most layers have a recurrent state, the last one among them.
+_QWEN3_5: dict[str, Any] = {
+    "head_dim": 32,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "full", "linear")],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {
+        "rope_type": "default",
+        "mrope_interleaved": True,
+        "mrope_section": [4, 2, 2],
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1e6,
+    },
+}
+_QWEN3_5_MOE = {**_QWEN3_5, **_EXPERTS, "shared_expert_intermediate_size": 32}
 #: Kinds without a tower, with fields that differ from their text config's usual ones.
 TEXT_KINDS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},
@@ -47,13 +70,13 @@ TEXT_KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 48},
     "qwen3_moe": {
         "head_dim": 48,
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
+        **_EXPERTS,
         "mlp_only_layers": [1],
         "norm_topk_prob": True,
     },
     "gemma3_text": GEMMA3,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
 }
 _INIT = {"initializer_range": 0.2}
 #: transformers has these where a model's file has nothing; vLLM then leaves pixels as they are.
@@ -143,6 +166,15 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
                 **vision_tokens,
             )
         )
+    elif kind in STATE_KINDS:
+        fields = _QWEN3_5 if kind == "qwen3_5" else _QWEN3_5_MOE
+        config = AutoConfig.for_model(
+            kind,
+            text_config=_text(vocab, **fields, **text),
+            vision_config={**vision, "patch_size": 14, "num_position_embeddings": 256},
+            **vision_tokens,
+        )
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     else:
         model = LlavaForConditionalGeneration(
             LlavaConfig(
@@ -186,7 +218,7 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
 
 def _video_preprocessor(kind: str) -> dict[str, Any]:
     """Bounds of a frame, or of all frames together."""
-    is_whole = kind == "qwen3_vl"
+    is_whole = kind != "qwen2_5_vl"
     return {
         "video_processor_type": "Qwen3VLVideoProcessor" if is_whole else "Qwen2VLVideoProcessor",
         "size": {"shortest_edge": 56 * 56, "longest_edge": (12 if is_whole else 1) * 84 * 84},

@@ -38,7 +38,7 @@ NOT_RUN = {
     "mllama": "pictures reach its language model by cross-attention",
     "phi4_multimodal": "transformers has no function that makes its features alone",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k25"), _LATENT),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "minicpmv4_6", "lfm2_vl"), _STATE),
+    **dict.fromkeys(("minicpmv4_6", "lfm2_vl"), _STATE),
     "gemma4": "its layers have heads of several widths and share KV",
     "paligemma": "all of a prompt attends both ways",
     "glm4v_moe": "its layers are mixtures of experts",

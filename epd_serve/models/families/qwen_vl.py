@@ -133,7 +133,7 @@ class Qwen3VL(QwenVL):
 
     title = "Qwen3-VL"
     model_types = ("qwen3_vl", "qwen3_vl_moe")
-    mixtures = ("qwen3_vl_moe",)
+    mixtures: ClassVar[tuple[str, ...]] = ("qwen3_vl_moe",)
 
     @staticmethod
     def read_video(settings: Mapping[str, Any]) -> VideoProcessor:

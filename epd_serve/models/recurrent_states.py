@@ -1,0 +1,173 @@
+"""The recurrent and convolution states of a language model's layers, in KV blocks that belong to a sequence.
+
+A layer that keeps a state instead of K and V sees one sequence at a time, or one token of each of several. Its
+state is read from the sequence's blocks before, and written there afterwards. These are taken when the sequence is
+admitted: so states are counted, forked, saved, sent and freed as KV is, and there is no memory beside that of KV.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from epd_serve.models.decoder import StepContext
+
+#: Kinds of layers with a state: the name of their module, and of its argument for the cache.
+_MODULES = {"linear_attention": ("linear_attn", "cache_params"), "conv": ("conv", "past_key_values")}
+#: Of the numbers as which blocks are copied.
+_WORD = torch.float32
+
+
+class RecurrentStates:
+    """Lets the layers of a transformers model that keep states find them in the blocks of each sequence.
+
+    Attributes:
+        layers: their indices.
+    """
+
+    def __init__(self, model: Any, kv_dtype: torch.dtype) -> None:
+        """Take over these layers of a model that is on its device."""
+        config = model.config
+        kinds = getattr(config, "layer_types", None) or ()
+        self.layers = [index for index, kind in enumerate(kinds) if kind in _MODULES]
+        self._num_planes: int = 2 * (config.num_hidden_layers - len(self.layers))  # K and V of each other layer
+        self._kv_dtype = kv_dtype
+        self._parts: list[_Part] = []
+        self._places: tuple[Tensor, Tensor] | None = None
+        self._memory: Tensor
+        self._groups: list[_Group]
+        for number, index in enumerate(self.layers):
+            name, argument = _MODULES[kinds[index]]
+            module = getattr(model.layers[index], name)
+            if not number:
+                self._parts = _parts(module, argument, index, config.hidden_size)
+            module.forward = partial(self._forward, module.forward, argument, number, index)
+
+    @property
+    def num_words(self) -> int:
+        """Of one layer's state."""
+        return sum(part.num_words for part in self._parts)
+
+    def num_blocks(self, token_values: int, block_size: int) -> int:
+        """Blocks for the state of one sequence, where one token has ``token_values`` in K of one layer."""
+        if not self.layers:
+            return 0
+        num_pieces = len(self.layers) * self._num_pieces(self._piece_words(token_values * block_size))
+        return -(-num_pieces // self._num_planes)
+
+    def begin(self, context: StepContext) -> None:
+        """Prepare for the layers of a step."""
+        assert context.states is not None, "a sequence without a state"
+        meta = context.plan.meta
+        planes = context.kv.flatten(0, 1).flatten(2)
+        self._memory = planes.view(_WORD)
+        count = self._num_pieces(self._memory.shape[2])
+        if self._places is None or self._places[0].shape[1] != count:  # or in memory of another block size
+            pieces = torch.arange(len(self.layers) * count, device=planes.device).view(-1, count)
+            self._places = pieces % self._num_planes, pieces // self._num_planes
+        self._groups = []
+        if meta.num_decodes:
+            self._groups.append(
+                _Group(slice(0, meta.num_decodes), context.states[: meta.num_decodes], is_new=False)
+            )
+        row = meta.num_decodes
+        chunks = zip(meta.prefill_query_lens, meta.prefill_context_lens, strict=True)
+        for number, (count, length) in enumerate(chunks, start=meta.num_decodes):
+            blocks = context.states[number : number + 1]
+            self._groups.append(_Group(slice(row, row + count), blocks, is_new=count == length))
+            row += count
+
+    def _forward(
+        self,
+        forward: Callable[..., Tensor],
+        argument: str,
+        number: int,
+        index: int,
+        hidden_states: Tensor,
+        **arguments: Any,
+    ) -> Tensor:
+        """Replace the forward of a layer's module: [1, tokens, hidden] of several sequences → the same."""
+        assert self._places is not None, "begin() comes first"
+        planes, places = (of_layers[number] for of_layers in self._places)
+        outputs: list[Tensor] = []
+        for group in self._groups:
+            where = planes, group.blocks[:, places]
+            state = self._memory[where]  # [sequences, pieces, words]: a copy, which the layer writes to
+            arguments[argument] = self._cache(index, state.flatten(1), is_new=group.is_new)
+            rows = hidden_states[0, group.rows].view(len(state), -1, hidden_states.shape[2])
+            outputs.append(forward(rows, **arguments).flatten(0, 1))
+            self._memory[where] = state
+        return torch.cat(outputs)[None]
+
+    def _cache(self, index: int, states: Tensor, *, is_new: bool) -> Cache:
+        """A cache of transformers' whose layer of that index reads and writes ``states`` [sequences, words]."""
+        layer = LinearAttentionLayer()
+        start = 0
+        for part in self._parts:
+            values = states[:, start : start + part.num_words].view(part.dtype)[:, : math.prod(part.shape)]
+            part.put(layer, values.view(-1, *part.shape))
+            start += part.num_words
+        layer.has_previous_state[0] = not is_new
+        return Cache(layers=[layer] * (index + 1))
+
+    def _piece_words(self, block_values: int) -> int:
+        """Words of a block's K in one layer."""
+        words, rest = divmod(block_values * self._kv_dtype.itemsize, _WORD.itemsize)
+        if rest:
+            raise ValueError(
+                f"block_size: K of a block has {block_values} values, where a state needs an even number"
+            )
+        return words
+
+    def _num_pieces(self, piece_words: int) -> int:
+        """Pieces of blocks that one layer's state fills."""
+        return -(-self.num_words // piece_words)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Sequences of a step with one number of tokens: their rows in the batch, and [sequences, blocks] of their
+    states, which hold nothing yet where they are new."""
+
+    rows: slice
+    blocks: Tensor
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of a layer's state; ``shape`` is that of one sequence."""
+
+    is_convolution: bool
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def num_words(self) -> int:
+        return -(-math.prod(self.shape) * self.dtype.itemsize // _WORD.itemsize)
+
+    def put(self, layer: LinearAttentionLayer, states: Tensor) -> None:
+        """Let it be the layer's, which writes to it in place."""
+        if self.is_convolution:
+            layer.conv_states[0], layer.is_conv_states_initialized[0] = states, True
+            layer.conv_kernel_size[0] = states.shape[-1]
+        else:
+            layer.recurrent_states[0], layer.is_recurrent_states_initialized[0] = states, True
+
+
+def _parts(module: Any, argument: str, index: int, hidden_size: int) -> list[_Part]:
+    """The tensors that a layer's module keeps, found by its computing a token."""
+    weight = next(module.parameters())
+    layer = LinearAttentionLayer()
+    token = torch.zeros(1, 1, hidden_size, dtype=weight.dtype, device=weight.device)
+    with torch.inference_mode():
+        module(token, **{argument: Cache(layers=[layer] * (index + 1))})
+    kept = ((True, layer.conv_states[0]), (False, layer.recurrent_states[0]))
+    return [_Part(is_convolution, one.shape[1:], one.dtype) for is_convolution, one in kept if one is not None]
