@@ -60,6 +60,7 @@ class Family:
         title: names of its models.
         model_types: the ``model_type`` of the config.json of its models.
         mixtures: those of them whose experts are not split over several devices.
+        other_parts: of a checkpoint beside the model that is run: the beginnings of their weights' names.
         modalities: that its tower takes; a family of text alone has none, and no other part of a tower.
         fields: what the engine honours at the top level of its configuration.
         towers: what it honours of each tower's configuration, by the tower's ``model_type``.
@@ -84,6 +85,7 @@ class Family:
     title: ClassVar[str] = ""
     model_types: ClassVar[tuple[str, ...]] = ()
     mixtures: ClassVar[tuple[str, ...]] = ()
+    other_parts: ClassVar[tuple[str, ...]] = ()
     modalities: ClassVar[tuple[str, ...]] = ("image",)
     fields: ClassVar[frozenset[str]] = frozenset()
     towers: ClassVar[dict[str, frozenset[str]]] = {}

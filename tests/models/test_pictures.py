@@ -15,7 +15,7 @@ from pictures import noise
 from processors import processor_of
 from reference import Reference
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForMultimodalLM
 
 from device.registry import get_device
 from epd_serve.errors import InvalidRequest
@@ -118,7 +118,7 @@ def test_chunks_of_any_size_give_the_tokens_of_generate(path: Path, num_tokens: 
 
 def _features(path: Path, inputs: dict[str, Any]) -> Tensor:
     """transformers' own features of one picture."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         output = model.get_image_features(**inputs, return_dict=True)
     rows = [part.reshape(-1, part.shape[-1]) for part in output.pooler_output]

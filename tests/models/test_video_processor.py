@@ -69,7 +69,7 @@ def inputs_of(processor: VideoProcessor, item: MediaRef, frames: NDArray[np.uint
     return inputs.finish()
 
 
-@pytest.mark.parametrize("kind", tiny_models.VIDEO_KINDS)
+@pytest.mark.parametrize("kind", tiny_models.ALL_VIDEO_KINDS)
 def test_tokens_and_pixels_of_fifty_videos_equal_the_processors(kind: str, tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model(kind, tmp_path / kind)
     family, processor = load_family(path), processor_of(path)
@@ -79,7 +79,8 @@ def test_tokens_and_pixels_of_fifty_videos_equal_the_processors(kind: str, tmp_p
         clip = drawn(seed)
         frames, _ = clip.frames()
         processor.video_processor = PlainVideoProcessor(path, [clip])
-        expected = processor(text=["<|video_pad|>"], videos=[frames], return_tensors="pt")
+        asked = {} if clip.fps is None else {"fps": clip.fps}
+        expected = processor(text=[processor.video_token], videos=[frames], return_tensors="pt", **asked)
         assert layouts.of(clip.item).ids == expected["input_ids"][0].tolist(), clip
         made = inputs_of(family.video, clip.item, frames)
         assert torch.equal(made["pixel_values"], expected["pixel_values_videos"]), clip

@@ -130,7 +130,7 @@ async def start_fleet(
     expected = {}
     asked = [one for one in QUESTIONS if reference.takes_images or not one.images]
     template = path / "chat_template.jinja"
-    if template.exists() and "<|video_pad|>" in template.read_text():
+    if template.exists() and "'video'" in template.read_text():
         asked += VIDEO_QUESTIONS
     if reference.takes_sounds:
         asked += SOUND_QUESTIONS

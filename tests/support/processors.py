@@ -43,6 +43,7 @@ def processor_of(path: Path) -> Any:
 
 
 _PACKAGES = {
+    "qwen2_5_omni",
     "qwen2_audio",
     "qwen2_vl",
     "qwen2_5_vl",

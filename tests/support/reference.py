@@ -54,6 +54,8 @@ class Reference:
         if videos:
             read.video_processor = PlainVideoProcessor(self._path, videos)
             media["videos"] = [clip.frames()[0] for clip in videos]
+            if (fps := next((clip.fps for clip in videos if clip.fps), None)) is not None:
+                media["fps"] = fps
         if sounds:
             media["audio"] = [sound.samples() for sound in sounds]
         inputs = read(text=[prompt], **media, return_tensors="pt", add_special_tokens=False)
