@@ -71,6 +71,7 @@ class Family:
         input_names: what the tower takes of the image processor's output.
         joins: whether the tower takes several items in one call, their inputs joined along dimension 0.
         tokens: special ones in the text between the rows of a picture's feature.
+        shown: the text by which a chat template shows a picture, where that is no token.
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
         image_token_id: the token that stands for a picture in a chat.
@@ -95,6 +96,7 @@ class Family:
     input_names: ClassVar[tuple[str, ...]] = ("pixel_values",)
     joins: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
+    shown: ClassVar[str] = ""
 
     video: VideoProcessor | None = None
     both_ways_tokens: int = 0
