@@ -8,13 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import (
-    AutoConfig,
-    AutoModelForMultimodalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    WhisperFeatureExtractor,
-)
+import transformers
+from transformers import AutoConfig, AutoModelForMultimodalLM, AutoTokenizer, GenerationConfig
 
 from epd_serve.demo import weights_dir
 
@@ -38,7 +33,7 @@ class TinyAudio:
         text, audio, top: fields of the parts of its configuration; of the top, ids of the tokens that are named.
         vision: of its tower for pictures and videos, if it has one. image: of their processor.
         shown: what a chat shows of an item, by its modality. named: tokens that the processor asks for.
-        processor: of processor_config.json.
+        processor: of processor_config.json. extractor: the class of its feature extractor.
     """
 
     model_type: str
@@ -50,7 +45,48 @@ class TinyAudio:
     vision: dict[str, Any] = field(default_factory=dict)
     image: dict[str, Any] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
+    extractor: str = "WhisperFeatureExtractor"
 
+
+_VISION = {
+    "depth": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 4,
+    "out_hidden_size": 128,
+    **_INIT,
+}
+_AROUND = {
+    "vision_start_token_id": "<|vision_bos|>",
+    "vision_end_token_id": "<|vision_eos|>",
+    "audio_start_token_id": "<|audio_bos|>",
+    "audio_end_token_id": "<|audio_eos|>",
+}
+#: Tokens and pictures of models that hear and see.
+_OMNI: dict[str, Any] = {
+    "image": {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "min_pixels": 56 * 56,
+        "max_pixels": 140 * 140,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    },
+    "shown": {
+        "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+        "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
+        "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+    },
+    "named": {
+        "image_token": "<|IMAGE|>",
+        "video_token": "<|VIDEO|>",
+        "audio_token": "<|AUDIO|>",
+        "vision_bos_token": "<|vision_bos|>",
+        "vision_eos_token": "<|vision_eos|>",
+        "audio_bos_token": "<|audio_bos|>",
+        "audio_eos_token": "<|audio_eos|>",
+    },
+}
 
 TINY_AUDIO = {
     "qwen2_audio": TinyAudio(
@@ -60,6 +96,34 @@ TINY_AUDIO = {
         top={"audio_token_index": "<|AUDIO|>"},
         shown={"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"},
     ),
+    "voxtral": TinyAudio(
+        model_type="voxtral",
+        text={"model_type": "llama", "head_dim": 32},
+        audio={
+            "num_mel_bins": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 256,
+            "hidden_size": 64,
+            "max_source_positions": 200,
+            **_INIT,
+        },
+        top={"audio_token_id": "[AUDIO]"},
+        shown={"audio": "<|audio_bos|>[AUDIO]"},
+    ),
+    "qwen3_asr": TinyAudio(
+        model_type="qwen3_asr",
+        text={"model_type": "qwen3", "head_dim": 32},
+        audio={"downsample_hidden_size": 16, "n_window_infer": 200, "output_dim": 128, **_TOWER},
+        top={"audio_token_id": "<|audio_pad|>"},
+        shown={"audio": "<|audio_bos|><|audio_pad|><|audio_eos|>"},
+        named={
+            "audio_token": "<|audio_pad|>",
+            "audio_bos_token": "<|audio_bos|>",
+            "audio_eos_token": "<|audio_eos|>",
+        },
+        extractor="Qwen3ASRFeatureExtractor",
+    ),
     "qwen2_5_omni": TinyAudio(
         model_type="qwen2_5_omni_thinker",
         text={
@@ -67,48 +131,15 @@ TINY_AUDIO = {
             "max_position_embeddings": 4096,
         },
         audio={"n_window": 20, "output_dim": 128, **_TOWER},
-        vision={
-            "depth": 4,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_heads": 4,
-            "out_hidden_size": 128,
-            "window_size": 112,
-            "fullatt_block_indexes": [3],
-            **_INIT,
-        },
-        image={
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "min_pixels": 56 * 56,
-            "max_pixels": 140 * 140,
-            "patch_size": 14,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-        },
+        vision={**_VISION, "window_size": 112, "fullatt_block_indexes": [3]},
         top={
             "image_token_index": "<|IMAGE|>",
             "video_token_index": "<|VIDEO|>",
             "audio_token_index": "<|AUDIO|>",
-            "vision_start_token_id": "<|vision_bos|>",
-            "vision_end_token_id": "<|vision_eos|>",
-            "audio_start_token_id": "<|audio_bos|>",
-            "audio_end_token_id": "<|audio_eos|>",
-        },
-        shown={
-            "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
-            "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
-            "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
-        },
-        named={
-            "image_token": "<|IMAGE|>",
-            "video_token": "<|VIDEO|>",
-            "audio_token": "<|AUDIO|>",
-            "vision_bos_token": "<|vision_bos|>",
-            "vision_eos_token": "<|vision_eos|>",
-            "audio_bos_token": "<|audio_bos|>",
-            "audio_eos_token": "<|audio_eos|>",
+            **_AROUND,
         },
         processor={"processor_class": "Qwen2_5OmniProcessor"},
+        **_OMNI,
     ),
 }
 
@@ -116,7 +147,7 @@ TINY_AUDIO = {
 def make_tiny_audio(
     tiny: TinyAudio, path: Path, text: Callable[..., dict[str, Any]], normalisation: dict[str, Any]
 ) -> None:
-    """Build a model in ``path`` that hears up to 4 seconds. ``text`` makes the fields of its text config."""
+    """Build a model in ``path`` that hears 4 seconds at a time. ``text`` makes the fields of its text config."""
     tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir(), extra_special_tokens=tiny.named)
     tokenizer.add_tokens([*tiny.top.values(), "<|audio_bos|>", "<|audio_eos|>"], special_tokens=True)
     tokenizer.chat_template = _template(tiny.shown)
@@ -133,7 +164,7 @@ def make_tiny_audio(
     tokenizer.save_pretrained(path)
     if tiny.processor:
         (path / "processor_config.json").write_text(json.dumps(tiny.processor))
-    WhisperFeatureExtractor(feature_size=32, chunk_length=4).save_pretrained(path)
+    getattr(transformers, tiny.extractor)(feature_size=32, chunk_length=4).save_pretrained(path)
     if tiny.image:
         file = path / "preprocessor_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **normalisation, **tiny.image}))
