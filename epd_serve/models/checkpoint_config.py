@@ -33,7 +33,13 @@ from epd_serve.models.family import Family, names
 
 #: Their heads are as wide as they fit into the hidden states.
 _NARROW_HEADS = ("qwen2_vl_text", "qwen2_5_vl_text")
-_MROPE_MODELS = (*_NARROW_HEADS, "qwen2_5_omni_text", "qwen3_vl_text", "qwen3_vl_moe_text")
+_MROPE_MODELS = (
+    *_NARROW_HEADS,
+    "qwen2_5_omni_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+    "qwen3_omni_moe_text",
+)
 #: Language models that the fused decoder runs.
 _FUSED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", *_MROPE_MODELS)
 #: What it honours, whichever class of the above declares it. Layers of experts are transformers' own.

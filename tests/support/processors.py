@@ -77,6 +77,7 @@ def processor_of(path: Path) -> Any:
 
 _PACKAGES = {
     "qwen2_5_omni",
+    "qwen3_omni_moe",
     "qwen3_asr",
     "qwen2_audio",
     "qwen2_vl",

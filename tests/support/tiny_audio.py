@@ -141,6 +141,39 @@ TINY_AUDIO = {
         processor={"processor_class": "Qwen2_5OmniProcessor"},
         **_OMNI,
     ),
+    "qwen3_omni": TinyAudio(
+        model_type="qwen3_omni_moe_thinker",
+        text={
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [4, 6, 6],
+                "mrope_interleaved": True,
+                "rope_theta": 1e6,
+            },
+            "max_position_embeddings": 4096,
+            "head_dim": 32,
+            "initializer_range": 0.3,  # for answers of many tokens
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "mlp_only_layers": [1],
+        },
+        audio={"downsample_hidden_size": 16, "n_window_infer": 200, "output_dim": 128, **_TOWER},
+        vision={
+            **_VISION,
+            "patch_size": 14,
+            "num_position_embeddings": 256,
+            "deepstack_visual_indexes": [0, 1, 2],
+        },
+        top={
+            "image_token_id": "<|IMAGE|>",
+            "video_token_id": "<|VIDEO|>",
+            "audio_token_id": "<|AUDIO|>",
+            **_AROUND,
+        },
+        processor={"processor_class": "Qwen3OmniMoeProcessor"},
+        **_OMNI,
+    ),
 }
 
 

@@ -31,14 +31,11 @@ class QwenOmni(QwenVL):
         "qwen2_5_omni_audio_encoder": AUDIO_TOWER | names("n_window output_dim"),
     }
     modalities = ("image", "video", "audio")
+    usual_fps: ClassVar[float] = 2.0
 
     @staticmethod
     def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
-        """Whatever size the file says, transformers' processor asks for this one."""
-        from epd_serve.models.video_processor import qwen2_video
-
-        size = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
-        return qwen2_video({**settings, "size": size, "min_pixels": None, "max_pixels": None})
+        return omni_video(settings, 28)
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
@@ -62,15 +59,23 @@ class QwenOmni(QwenVL):
         self.check_width("audio_config.output_dim", self.config.audio_config.output_dim)
 
     def position_facts(self, tokens: Tensor, items: Sequence[MediaRef]) -> dict[str, Tensor]:
-        """A video's rate counts as the one that is asked for, or 2 frames a second."""
+        """A video's rate counts as the one that is asked for, or the usual one."""
         import torch
 
         assert self.audio is not None
         frames = [self.audio.num_frames(item) for item in items if item.modality == "audio"]
-        rates = [item.sampling.processor_fps or 2.0 for item in items if item.modality == "video"]
+        rates = [item.sampling.processor_fps or self.usual_fps for item in items if item.modality == "video"]
         step: int = self.config.vision_config.temporal_patch_size
         return {
             "attention_mask": torch.ones_like(tokens),
             "audio_seqlens": torch.tensor(frames),
             "second_per_grids": torch.tensor([step / rate for rate in rates]),
         }
+
+
+def omni_video(settings: Mapping[str, Any], side: int) -> VideoProcessor:
+    """Whatever size the file says, transformers' processor asks for 128 to 768 squares of that side."""
+    from epd_serve.models.video_processor import qwen2_video
+
+    size = {"shortest_edge": 128 * side * side, "longest_edge": 768 * side * side}
+    return qwen2_video({**settings, "size": size, "min_pixels": None, "max_pixels": None})

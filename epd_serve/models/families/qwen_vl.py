@@ -124,7 +124,7 @@ class QwenVL(Family):
             **{name: torch.tensor(grid) for name, grid in grids.items()},
             **self.position_facts(tokens, items),
         )
-        return positions[:, 0], int(delta[0, 0])
+        return positions[:, 0].long(), int(delta[0, 0])
 
     def position_facts(self, tokens: Tensor, items: Sequence[MediaRef]) -> dict[str, Tensor]:
         """What transformers' ``get_rope_index`` is told of a prompt besides the grids of its items."""
