@@ -132,7 +132,7 @@ class Tower:
         self.uses_device_attention = True
         if family is not None:
             self._try(family, attention)
-        towers = [_layers(part) for part in self._model.model.children()]
+        towers = [_layers(part) for part in model.get_submodule("model").children()]
         self.num_layers = max(map(len, towers))
         if before_layer is not None:
             for layer in chain.from_iterable(towers):

@@ -34,7 +34,8 @@ class Qwen3Asr(SoundFamily):
     @staticmethod
     def features(model: Any, inputs: TowerInputs) -> Any:
         output = Family.features(model, inputs)
-        lengths = inputs["input_features_mask"].unflatten(1, (-1, 2 * model.config.audio_config.n_window)).sum(-1)
+        mask = inputs["input_features_mask"]
+        lengths = mask.view(len(mask), -1, 2 * model.config.audio_config.n_window).sum(-1)
         counts = model.model.audio_tower._post_cnn_length(lengths).sum(-1)
         output.pooler_output = output.pooler_output.split(counts.tolist())
         return output
