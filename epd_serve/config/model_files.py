@@ -70,8 +70,14 @@ _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read_model_config(path: Path) -> dict[str, Any]:
-    """The content of config.json. Raises ValueError where it cannot be read."""
-    return _read_json(path / "config.json")
+    """The content of config.json; of a model that also speaks, of the part that answers in text.
+
+    Raises ValueError where it cannot be read.
+    """
+    content = _read_json(path / "config.json")
+    if thinker := content.get("thinker_config"):
+        content |= {**thinker, "architectures": content.get("architectures")}
+    return content
 
 
 def check_model_files(path: Path) -> dict[str, int]:

@@ -268,6 +268,7 @@ def shape_of(model: str) -> ModelShape:
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape in the content of a config.json. Raises ValueError for a size that is missing."""
+    config = config.get("thinker_config") or config
     text = config.get("text_config") or config.get("llm_config") or config
     read = _Reader(name, text)
     hidden, heads = read("hidden_size"), read("num_attention_heads")

@@ -27,11 +27,15 @@ def read_texts(path: Path, family: Family, eos_token_ids: frozenset[int] = froze
             "tokens; the model must have them all"
         )
     literals = MediaLiterals(tokenizer, family.config, family.tokens)
+    template = ChatTemplate(tokenizer, path, literals)
+    if family.shown and isinstance(tokenizer.chat_template, str):
+        token = tokenizer.convert_ids_to_tokens(family.image_token_id)
+        tokenizer.chat_template = tokenizer.chat_template.replace(family.shown, token)
     return Texts(
         tokenizer=tokenizer,
         vocabulary=Vocabulary(tokenizer),
         grammars=Grammars(tokenizer, eos_token_ids),
         bounded=BoundedTokenizer(tokenizer),
-        template=ChatTemplate(tokenizer, path, literals),
+        template=template,
         literals=literals,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from device.shares import share_environment
 from device.weight_files import COPIES, VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig, InstanceOptions, ShapeConfig, decode_graph_sizes
 from epd_serve.config.keys import CLUSTER_KEY
+from epd_serve.config.model_files import read_model_config
 from epd_serve.config.shares import DeviceShare
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.launch.ports import Ports
@@ -299,7 +299,7 @@ def _use(options: InstanceOptions) -> InstanceUse:
     if not options.role.has_language_model:
         return InstanceUse(num_streams=1)
     assert isinstance(options.model, Path), "an NPU is no emulated device"
-    config = json.loads((options.model / "config.json").read_text())
+    config = read_model_config(options.model)
     text = config.get("text_config", config)
     return InstanceUse(
         num_streams=2,  # the default one, and the one on which graphs are updated

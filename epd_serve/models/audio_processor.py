@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import WhisperFeatureExtractor
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import TowerInputs
@@ -21,12 +21,13 @@ class AudioProcessor:
     Two frames of the spectrum make a position of the tower, two positions a row of the feature.
 
     Attributes:
-        extractor: transformers' own.
+        extractor: transformers' own. kind: its class.
         padded_positions: the tower computes padding, too; else the sound's own positions alone.
     """
 
     extractor: Any
     padded_positions: bool
+    kind: str = "WhisperFeatureExtractor"
 
     @property
     def rate(self) -> int:
@@ -40,9 +41,9 @@ class AudioProcessor:
 
     def check(self, tower: Any) -> None:
         """Raise ValueError for an extractor that is not the tower's."""
-        found = type(self.extractor)
-        if found is not WhisperFeatureExtractor:
-            raise ValueError(f"the feature extractor is a {found.__name__}; only WhisperFeatureExtractor is run")
+        found = type(self.extractor).__name__
+        if found != self.kind:
+            raise ValueError(f"the feature extractor is a {found}; only {self.kind} is run")
         if self.extractor.dither:
             raise ValueError(f"the feature extractor has dither {self.extractor.dither}; only 0 is supported")
         if self.extractor.feature_size != tower.num_mel_bins:
@@ -58,7 +59,7 @@ class AudioProcessor:
 
     def check_length(self, item: MediaRef) -> None:
         """Raise InvalidRequest for a sound that the model cannot take: nothing is cut off unasked."""
-        if item.audio.count_at(self.rate) > self.extractor.n_samples:
+        if item.audio.count_at(self.rate) > self.max_seconds * self.rate:
             raise InvalidRequest(
                 f"the audio has {item.audio.duration_s:.2f} s; the model takes at most {self.max_seconds:g} s at "
                 "a time: cut it into parts",
@@ -73,7 +74,7 @@ class AudioProcessor:
 
     def num_tokens(self, item: MediaRef) -> int:
         """Rows of the feature. Raises InvalidRequest for a sound that is too short or too long."""
-        count = self._num_positions(self.num_frames(item)) // 2
+        count = self._num_rows(self.num_frames(item))
         if not count:
             raise InvalidRequest(
                 f"the audio has {item.audio.duration_s:.3f} s; the model needs 0.03 s at least",
@@ -100,3 +101,90 @@ class AudioProcessor:
     @staticmethod
     def _num_positions(num_frames: int) -> int:
         return -(-num_frames // 2)
+
+    def _num_rows(self, num_frames: int) -> int:
+        return self._num_positions(num_frames) // 2
+
+
+class LongAudio(AudioProcessor):
+    """Sounds of any length in blocks of the extractor's, the last of them padded. Four positions make a row."""
+
+    __slots__ = ()
+
+    @property
+    def max_seconds(self) -> float:
+        return math.inf
+
+    def num_blocks(self, item: MediaRef) -> int:
+        return -(-item.audio.count_at(self.rate) // int(self.extractor.n_samples))
+
+    def num_frames(self, item: MediaRef) -> int:
+        return self.num_blocks(item) * int(self.extractor.nb_max_frames)
+
+    def num_pixels(self, item: MediaRef) -> int:
+        return self._num_positions(self.num_frames(item)) * PIXELS_PER_POSITION
+
+    def _num_rows(self, num_frames: int) -> int:
+        return self._num_positions(num_frames) // 4
+
+    def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
+        """Samples of one channel at :attr:`rate` → spectra of the whole [blocks, bins, frames]."""
+        spectrum = self.extractor(
+            samples,
+            sampling_rate=self.rate,
+            padding=True,
+            truncation=False,
+            pad_to_multiple_of=self.extractor.n_samples,
+            return_tensors="pt",
+        )["input_features"]
+        blocks = spectrum.reshape(spectrum.shape[1], -1, self.extractor.nb_max_frames)
+        return {"input_features": blocks.transpose(0, 1).contiguous()}
+
+
+@dataclass(frozen=True, slots=True)
+class UnpaddedAudio(AudioProcessor):
+    """Sounds of any length as they are. Blocks of 100 frames become 13 rows each, the last one fewer.
+
+    Attributes:
+        mask: the name of the mask among the tower's inputs.
+    """
+
+    mask: str = "feature_attention_mask"
+
+    @property
+    def max_seconds(self) -> float:
+        return math.inf
+
+    def check(self, tower: Any) -> None:
+        AudioProcessor.check(self, tower)
+        for where, owner in (("audio_config", tower), ("preprocessor_config.json", self.extractor)):
+            if (found := getattr(owner, "n_window", _HALF_BLOCK)) != _HALF_BLOCK:
+                raise ValueError(f"n_window of {where} is {found}; transformers' processor runs {_HALF_BLOCK}")
+
+    def num_frames(self, item: MediaRef) -> int:
+        count = max(item.audio.count_at(self.rate), getattr(self.extractor, "min_length", 0))
+        return int(count // self.extractor.hop_length)
+
+    def num_pixels(self, item: MediaRef) -> int:
+        return self.num_tokens(item) * PIXELS_PER_POSITION
+
+    def _num_rows(self, num_frames: int) -> int:
+        blocks, rest = divmod(num_frames, 2 * _HALF_BLOCK)
+        for _ in range(3):  # convolutions, every second position of which is taken
+            rest = self._num_positions(rest)
+        return 13 * blocks + rest
+
+    def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
+        batch = self.extractor(
+            samples,
+            sampling_rate=self.rate,
+            return_attention_mask=True,
+            padding=True,
+            truncation=False,
+            return_tensors="pt",
+        )
+        return {"input_features": batch["input_features"], self.mask: batch["attention_mask"]}
+
+
+#: Frames of half a block of Qwen3's towers that hear.
+_HALF_BLOCK = 50

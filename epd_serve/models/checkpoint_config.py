@@ -33,7 +33,13 @@ from epd_serve.models.family import Family, names
 
 #: Their heads are as wide as they fit into the hidden states.
 _NARROW_HEADS = ("qwen2_vl_text", "qwen2_5_vl_text")
-_MROPE_MODELS = (*_NARROW_HEADS, "qwen3_vl_text", "qwen3_vl_moe_text")
+_MROPE_MODELS = (
+    *_NARROW_HEADS,
+    "qwen2_5_omni_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+    "qwen3_omni_moe_text",
+)
 #: Language models that the fused decoder runs.
 _FUSED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", *_MROPE_MODELS)
 #: What it honours, whichever class of the above declares it. Layers of experts are transformers' own.
@@ -57,12 +63,13 @@ _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
 def read_config(path: Path) -> Any:
-    """The configuration of the checkpoint in ``path``.
+    """The configuration of the checkpoint in ``path``; of one that also speaks, of the part that answers in text.
 
     Raises ValueError that names the field, its value and what is supported, where the engine would not compute
     what transformers computes.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = getattr(config, "thinker_config", config)
     try:
         _check(config)
     except ValueError as error:

@@ -19,7 +19,7 @@ from device.ops.linear import Linear, fused, gated_linear, linear
 from device.ops.rotary import rotary_tables
 from epd_serve.models.sharding import Heads, split
 
-_INTERLEAVED_MROPE = ("qwen3_vl_text", "qwen3_vl_moe_text")
+_INTERLEAVED_MROPE = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,6 +60,7 @@ class Family:
         title: names of its models.
         model_types: the ``model_type`` of the config.json of its models.
         mixtures: those of them whose experts are not split over several devices.
+        other_parts: of a checkpoint beside the model that is run: the beginnings of their weights' names.
         modalities: that its tower takes; a family of text alone has none, and no other part of a tower.
         fields: what the engine honours at the top level of its configuration.
         towers: what it honours of each tower's configuration, by the tower's ``model_type``.
@@ -70,6 +71,7 @@ class Family:
         input_names: what the tower takes of the image processor's output.
         joins: whether the tower takes several items in one call, their inputs joined along dimension 0.
         tokens: special ones in the text between the rows of a picture's feature.
+        shown: the text by which a chat template shows a picture, where that is no token.
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
         image_token_id: the token that stands for a picture in a chat.
@@ -84,6 +86,7 @@ class Family:
     title: ClassVar[str] = ""
     model_types: ClassVar[tuple[str, ...]] = ()
     mixtures: ClassVar[tuple[str, ...]] = ()
+    other_parts: ClassVar[tuple[str, ...]] = ()
     modalities: ClassVar[tuple[str, ...]] = ("image",)
     fields: ClassVar[frozenset[str]] = frozenset()
     towers: ClassVar[dict[str, frozenset[str]]] = {}
@@ -93,6 +96,7 @@ class Family:
     input_names: ClassVar[tuple[str, ...]] = ("pixel_values",)
     joins: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
+    shown: ClassVar[str] = ""
 
     video: VideoProcessor | None = None
     both_ways_tokens: int = 0

@@ -78,6 +78,7 @@ class LanguageModel:
         language_model = getattr(model.model, language_name(model.model), model.model)
         self._embed: nn.Module = language_model.embed_tokens.to(self._device)  # some scale what they look up
         self._vocab_size: int = text.vocab_size
+        self._logit_scale: float = getattr(text, "logit_scale", 1.0)
         key = f"{path} {dtype} {self._group.rank}/{self._group.size}"
         with shared_weights(ModelPart.LANGUAGE_MODEL.value, key, at_once=at_once):
             self._head, self._head_rows = self._load_head(model.lm_head.weight, text.vocab_size)
@@ -138,6 +139,8 @@ class LanguageModel:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._head(hidden)
+        if self._logit_scale != 1.0:
+            logits = logits * self._logit_scale
         if self._group.size == 1:
             return logits
         part = -(-self._vocab_size // self._group.size)

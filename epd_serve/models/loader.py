@@ -158,7 +158,8 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
             delattr(owner, child)
             # transformers fills all weights that it knows of, but no module that is not there
             setattr(owner, child, torch.empty(0) if is_weight else None)
-        self._keys_to_ignore_on_load_unexpected |= {f"^{re.escape(name)}([.]|$)" for name in dropped}
+        unread = (*dropped, *family_of(config).other_parts)
+        self._keys_to_ignore_on_load_unexpected |= {f"^{re.escape(name)}([.]|$)" for name in unread}
 
     members: dict[str, Any] = {
         "__init__": init,

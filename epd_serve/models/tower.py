@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +132,10 @@ class Tower:
         self.uses_device_attention = True
         if family is not None:
             self._try(family, attention)
-        layers = max((one for one in model.modules() if isinstance(one, nn.ModuleList)), key=len, default=())
-        self.num_layers = len(layers)
+        towers = [_layers(part) for part in model.get_submodule("model").children()]
+        self.num_layers = max(map(len, towers))
         if before_layer is not None:
-            for layer in layers:
+            for layer in chain.from_iterable(towers):
                 layer.register_forward_pre_hook(lambda module, arguments: before_layer())
 
     def _try(self, family: Family, attention: TowerAttention) -> None:
@@ -219,6 +219,12 @@ def _agree(feature: Tensor, expected: Tensor) -> bool:
     most = 1e-3 if feature.dtype == torch.float32 else 0.05
     feature, expected = feature.float(), expected.float()
     return bool((feature - expected).abs().mean() <= most * expected.abs().mean())
+
+
+def _layers(part: nn.Module) -> Sequence[nn.Module]:
+    """The layers of a tower; none where it is a projector."""
+    lists = (list(one) for one in part.modules() if isinstance(one, nn.ModuleList))
+    return max(lists, key=len, default=[])
 
 
 def _shapes(inputs: TowerInputs) -> dict[str, torch.Size]:

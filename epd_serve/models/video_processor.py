@@ -29,6 +29,9 @@ _SILENT = names(
     "return_tensors device default_to_square do_convert_rgb do_sample_frames video_metadata model_input_names",
     "min_pixels max_pixels max_image_size max_duration do_pad pad_size do_center_crop crop_size",
     "use_token_compression auto_map",
+    # of a feature extractor, where one file is for pictures, videos and sounds
+    "feature_extractor_type chunk_length dither feature_size hop_length n_fft n_samples nb_max_frames",
+    "padding_side padding_value return_attention_mask sampling_rate",
 )
 _BICUBIC = 3
 

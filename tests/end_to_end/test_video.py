@@ -153,6 +153,11 @@ async def test_hostile_videos_are_refused_by_part(deployment: LocalDeployment, k
         ({"media_io_kwargs": {"video": {"num_frames": 25}}}, "messages[0].content[0].video_url.url", "at most 24"),
         ({"mm_processor_kwargs": {"fps": 1, "num_frames": 4}}, "mm_processor_kwargs", "exclude each other"),
         ({"media_io_kwargs": {"video": {"fps": 0}}}, "media_io_kwargs.video.fps", "greater than 0"),
+        (
+            {"mm_processor_kwargs": {"use_audio_in_video": True}},
+            "mm_processor_kwargs.use_audio_in_video",
+            "unknown field",
+        ),
         ({"mm_processor_kwargs": {"min_pixels": 1}}, "mm_processor_kwargs.min_pixels", "unknown field"),
         ({"media_io_kwargs": {"video": {"num_frames": 1}}}, None, "needs at least 2"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+from tiny_audio import TINY_AUDIO
 from tiny_families import TINY
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -26,7 +27,8 @@ from epd_serve.protocol.wire import MediaRef
 
 def test_a_model_type_is_of_one_family() -> None:
     towers = [(name, tower) for name, families in FAMILIES.items() for one in families for tower in one.towers]
-    assert {*tiny_models.KINDS, *tiny_models.AUDIO_KINDS, *tiny_models.TEXT_KINDS} <= set(FAMILIES)
+    kinds = {*tiny_models.KINDS, *(tiny.model_type for tiny in TINY_AUDIO.values()), *tiny_models.TEXT_KINDS}
+    assert kinds <= set(FAMILIES)
     assert set(Counter(towers).values()) == {1}
     assert set(TEXT) == set(tiny_models.TEXT_KINDS)
 
@@ -38,7 +40,8 @@ def test_a_family_that_is_not_run_is_refused_with_the_reason() -> None:
 
 
 def test_a_tiny_model_of_each_family_is_held_against_generate() -> None:
-    kinds = (*tiny_models.KINDS, *tiny_models.STATE_KINDS, *tiny_models.AUDIO_KINDS)
+    sounds = (tiny.model_type for tiny in TINY_AUDIO.values())
+    kinds = (*tiny_models.KINDS, *tiny_models.STATE_KINDS, *sounds)
     configs = [AutoConfig.for_model(kind) for kind in kinds]
     configs += [AutoConfig.for_model(one.model_type, vision_config=one.vision) for one in TINY.values()]
     tried = {family_of(config) for config in configs}

@@ -15,6 +15,7 @@ from pictures import noise
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
+from epd_serve.config.model_files import check_model_files, read_model_config
 from epd_serve.models.family import blank
 from epd_serve.models.loader import ModelPart, load_family, load_part, media_fingerprint, num_parameters
 
@@ -55,7 +56,8 @@ def test_weights_are_those_of_the_configuration(tmp_path: Path, kind: str, part:
     """One too few, one too many, one of another shape: refused by name, by the instance whose part it is."""
     path = tiny_models.make_tiny_model(kind, tmp_path / "model")
     whole = load_file(path / "model.safetensors")
-    towers = ("visual.", "vision_tower.", "multi_modal_projector.", "image_newline", "vision_model.", "connector.")
+    towers = ("visual.", "audio_tower.", "vision_tower.", "multi_modal_projector.", "image_newline")
+    towers += ("vision_model.", "connector.")
     victims = [
         name
         for name in whole
@@ -82,6 +84,24 @@ def test_a_weight_of_no_part_is_refused_by_all(tmp_path: Path) -> None:
     for part in ModelPart:
         with pytest.raises(ValueError, match=r"a weight mtp\.fc\.weight"):
             load_part(path, part, torch.float32)
+
+
+def test_of_a_model_that_also_speaks_the_thinker_is_read(tmp_path: Path) -> None:
+    """As Qwen publishes it: in a checkpoint of all parts."""
+    path = tiny_models.make_tiny_model("qwen2_5_omni", tmp_path / "model")
+    parts = {part: load_part(path, part, torch.float32).state_dict() for part in ModelPart}
+    thinker = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni", "thinker_config": thinker}))
+    weights = {f"thinker.{name}": weight for name, weight in load_file(path / "model.safetensors").items()}
+    weights |= {"talker.model.norm.weight": torch.ones(2), "token2wav.dit.proj.weight": torch.ones(2)}
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    for part, expected in parts.items():
+        found = load_part(path, part, torch.float32).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert set(load_family(path).token_ids) == {"image", "video", "audio"}
+    assert read_model_config(path)["model_type"] == "qwen2_5_omni_thinker"
+    assert check_model_files(path)["tower"] > 0
 
 
 @pytest.mark.parametrize("size", [(448, 448), (50, 200), (1000, 30)])

@@ -15,7 +15,7 @@ from pictures import noise
 from processors import processor_of
 from reference import Reference
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForMultimodalLM
 
 from device.registry import get_device
 from epd_serve.errors import InvalidRequest
@@ -50,15 +50,16 @@ def test_expanded_ids_are_the_processor_s(path: Path) -> None:
     processor, family = processor_of(path), load_family(path)
     layouts = MediaLayouts(family, processor.tokenizer)
     token = processor.tokenizer.convert_ids_to_tokens(family.image_token_id)
+    shown = family.shown or token
     for first, second in zip(_sizes(50), reversed(_sizes(50)), strict=True):
         sizes = [size for size in (first, second) if _is_taken(family, size)]
-        text = "What is " + " or\n".join(token for _ in sizes) + "?"
+        text = "What is " + " or\n".join(shown for _ in sizes) + "?"
         expected = processor(
             text=[text], images=[noise(1, size) for size in sizes], return_tensors="pt", add_special_tokens=False
         )
         ids: list[int] = []
         rest = iter(sizes)
-        for one in processor.tokenizer.encode(text, add_special_tokens=False):
+        for one in processor.tokenizer.encode(text.replace(shown, token), add_special_tokens=False):
             ids += layouts.of(picture(next(rest))).ids if one == family.image_token_id else [one]
         assert ids == expected["input_ids"][0].tolist(), sizes
 
@@ -118,7 +119,7 @@ def test_chunks_of_any_size_give_the_tokens_of_generate(path: Path, num_tokens: 
 
 def _features(path: Path, inputs: dict[str, Any]) -> Tensor:
     """transformers' own features of one picture."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         output = model.get_image_features(**inputs, return_dict=True)
     rows = [part.reshape(-1, part.shape[-1]) for part in output.pooler_output]

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers import AutoTokenizer
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.media_layout import MediaLayouts
+from epd_serve.models.families.qwen_vl import QwenVL
 from epd_serve.models.loader import load_family
 from epd_serve.models.video_processor import VideoProcessor, qwen2_video, qwen3_video
 from epd_serve.protocol.wire import MediaRef
@@ -69,7 +71,7 @@ def inputs_of(processor: VideoProcessor, item: MediaRef, frames: NDArray[np.uint
     return inputs.finish()
 
 
-@pytest.mark.parametrize("kind", tiny_models.VIDEO_KINDS)
+@pytest.mark.parametrize("kind", tiny_models.ALL_VIDEO_KINDS)
 def test_tokens_and_pixels_of_fifty_videos_equal_the_processors(kind: str, tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model(kind, tmp_path / kind)
     family, processor = load_family(path), processor_of(path)
@@ -79,7 +81,8 @@ def test_tokens_and_pixels_of_fifty_videos_equal_the_processors(kind: str, tmp_p
         clip = drawn(seed)
         frames, _ = clip.frames()
         processor.video_processor = PlainVideoProcessor(path, [clip])
-        expected = processor(text=["<|video_pad|>"], videos=[frames], return_tensors="pt")
+        asked = {} if clip.fps is None else {"fps": clip.fps}
+        expected = processor(text=[processor.video_token], videos=[frames], return_tensors="pt", **asked)
         assert layouts.of(clip.item).ids == expected["input_ids"][0].tolist(), clip
         made = inputs_of(family.video, clip.item, frames)
         assert torch.equal(made["pixel_values"], expected["pixel_values_videos"]), clip
@@ -164,3 +167,12 @@ def test_a_video_of_one_frame_is_refused(make: Any) -> None:
     item = MediaRef.of_video(VideoFacts(64, 64, 1, 25.0), VideoSampling())
     with pytest.raises(InvalidRequest, match=r"frames of the video|needs at least 2"):
         make({}).grid(item)
+
+
+def test_a_rate_at_which_positions_are_fractions_is_refused(tmp_path: Path) -> None:
+    family = load_family(tiny_models.make_tiny_model("qwen3_omni", tmp_path / "model"))
+    assert isinstance(family, QwenVL)
+    for fps in (None, 1.0, 2.0, 1.5):
+        item = MediaRef.of_video(VideoFacts(64, 64, 24, 6.0), VideoSampling(processor_fps=fps))
+        with pytest.raises(InvalidRequest, match="in fractions") if fps == 1.5 else nullcontext():
+            family.position_facts(torch.tensor([[1]]), [item])

@@ -88,6 +88,16 @@ SOUND_QUESTIONS = (
     Question("What is said?", sounds=(Sound(sound(4, 2.2, 24_000, 1, "mp3"), "mp3", as_url=True),)),
 )
 
+#: For models that take all of these.
+OMNI_QUESTIONS = (
+    Question(
+        "What do you see and hear?",
+        (noise(1),),
+        (Clip(clip(5, 12, (70, 60), fps=6)), Clip(clip(6, 9, fps=3))),
+        (Sound(sound(5, 1.2)), Sound(sound(6, 2.3, kind="ogg"), "ogg")),
+    ),
+)
+
 
 @dataclass(frozen=True)
 class Fleet:
@@ -130,10 +140,13 @@ async def start_fleet(
     expected = {}
     asked = [one for one in QUESTIONS if reference.takes_images or not one.images]
     template = path / "chat_template.jinja"
-    if template.exists() and "<|video_pad|>" in template.read_text():
+    if template.exists() and "'video'" in template.read_text():
         asked += VIDEO_QUESTIONS
     if reference.takes_sounds:
         asked += SOUND_QUESTIONS
+    if reference.takes_sounds and reference.takes_images:
+        asked += OMNI_QUESTIONS
+    asked = [one for one in asked if reference.takes(one.videos, one.sounds)]
     for question in asked:
         media = question.images, question.videos, question.sounds
         ids = reference.generate(question.text, *media, max_tokens=MAX_TOKENS)

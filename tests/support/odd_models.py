@@ -19,8 +19,9 @@ from transformers import (
     AutoConfig,
     AutoImageProcessor,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     GenerationConfig,
+    WhisperFeatureExtractor,
 )
 
 from device.base import AttnMeta
@@ -55,10 +56,21 @@ FAMILIES = {
     "glm4v": ("glm4v", "glm4v_text", "glm4v_vision"),
     "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
+    "glm4v_moe": ("glm4v_moe", "glm4v_moe_text", "glm4v_moe_vision"),
+    "aya_vision": ("aya_vision", "cohere2", "siglip_vision_model"),
+    "qwen2_5_omni": ("qwen2_5_omni_thinker", "qwen2_5_omni_text", "qwen2_5_omni_vision_encoder"),
     **{name: (name, name, "") for name in TEXT},
 }
 #: Families whose pictures are tiles or rows. Their language models are other families'.
 TILED = ("internvl", "mistral3", "pixtral", "next-clip", "next-siglip", "onevision", "idefics3", "smolvlm")
+#: Of a tower that hears.
+_EARS = {
+    "num_mel_bins": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "d_model": 32,
+}
 IMAGE_TOKEN, VIDEO_TOKEN, START, END = 5, 6, 7, 8
 NUM_NEW_TOKENS = 4
 _BLOCK_SIZE = 16
@@ -96,7 +108,9 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         text["rope_parameters"] = {"mrope_section": sections, **turned, **text["rope_parameters"]}
         tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
         tokens |= {"vision_start_token_id": START, "vision_end_token_id": END}
-    elif model_type == "glm4v":
+        if model_type == "qwen2_5_omni_thinker":
+            top["audio_config"] = {"output_dim": text["hidden_size"], **_EARS}
+    elif model_type.startswith("glm4v"):
         if ("vision_config", "out_hidden_size") not in changed:
             vision["out_hidden_size"] = text["hidden_size"]
         quarter = text["hidden_size"] // text["num_attention_heads"] // 4
@@ -109,6 +123,9 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
     elif model_type == "gemma3":
         tokens = {"image_token_index": IMAGE_TOKEN, "boi_token_index": START, "eoi_token_index": END}
         top.setdefault("mm_tokens_per_image", 4)
+        vision.setdefault("vision_use_head", False)
+    elif model_type == "aya_vision":
+        tokens = {"image_token_index": IMAGE_TOKEN}
         vision.setdefault("vision_use_head", False)
     else:
         tokens = {"image_token_index": IMAGE_TOKEN}
@@ -146,6 +163,10 @@ def _text(model_type: str) -> dict[str, Any]:
         text |= {"shared_expert_intermediate_size": 24}
     if model_type == "gemma3_text":
         text |= {"head_dim": 24, "sliding_window": 12, "sliding_window_pattern": 2, "rope_parameters": None}
+    if model_type == "cohere2":
+        text |= {"sliding_window": 12, "sliding_window_pattern": 2}
+    if model_type == "glm4v_moe_text":
+        text |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     if model_type in ("qwen3_vl_moe_text", "qwen3_moe"):
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
     return text
@@ -153,7 +174,7 @@ def _text(model_type: str) -> dict[str, Any]:
 
 def _vision(model_type: str) -> dict[str, Any]:
     vision: dict[str, Any] = {"model_type": model_type, "hidden_size": 32, "initializer_range": 0.2}
-    if model_type == "glm4v_vision":
+    if model_type.startswith("glm4v"):
         sides = {"image_size": 56, "patch_size": 14}
         return vision | {"intermediate_size": 48, "depth": 2, "num_heads": 2} | sides
     if not model_type.startswith("qwen"):
@@ -163,7 +184,7 @@ def _vision(model_type: str) -> dict[str, Any]:
     if model_type == "qwen2_vl_vision":
         return vision | {"embed_dim": 32, "mlp_ratio": 2}
     vision |= {"intermediate_size": 48}
-    if model_type == "qwen2_5_vl_vision":
+    if model_type in ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder"):
         return vision | {"window_size": 56, "fullatt_block_indexes": [1]}
     vision |= {"num_position_embeddings": 64}
     return vision if model_type.startswith("qwen3_5") else vision | {"deepstack_visual_indexes": [0, 1]}
@@ -181,8 +202,8 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         return {"image_processor_type": "Gemma3ImageProcessor", "size": square, **normalised}
     if config.model_type == "llava":
         return {"image_processor_type": "SiglipImageProcessor", "size": square, **normalised}
-    if config.model_type == "internvl":
-        square = dict(zip(("height", "width"), side, strict=True))
+    if config.model_type in ("internvl", "aya_vision"):
+        square = square if isinstance(side, int) else dict(zip(("height", "width"), side, strict=True))
         return {"image_processor_type": "GotOcr2ImageProcessor", "size": square, "max_patches": 4, **normalised}
     if config.model_type in ("llava_next", "llava_onevision"):
         kind = {"llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}[config.model_type]
@@ -192,8 +213,10 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         kind = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[config.model_type]
         sizes = {"size": {"longest_edge": 2 * side}, "max_image_size": {"longest_edge": side}}
         return {"image_processor_type": f"{kind}ImageProcessor", **sizes, **normalised}
-    kind, frames = ("Glm4v", 2) if config.model_type == "glm4v" else ("Qwen2VL", 1)
+    kind, frames = ("Glm4v", 2) if config.model_type.startswith("glm4v") else ("Qwen2VL", 1)
+    ears = WhisperFeatureExtractor(feature_size=16).to_dict() if hasattr(config, "audio_config") else {}
     return {
+        **ears,
         "image_processor_type": f"{kind}ImageProcessor",
         "size": {"shortest_edge": frames * 28 * 28, "longest_edge": frames * 112 * 112},
         "patch_size": vision.patch_size,
@@ -205,7 +228,7 @@ def _preprocessor(config: Any) -> dict[str, Any]:
 
 def _options(config: Any) -> dict[str, Any]:
     """What a family's processor tells its image processor."""
-    if config.model_type == "internvl":
+    if config.model_type in ("internvl", "aya_vision"):
         return {"crop_to_patches": True}
     if config.vision_config.model_type == "pixtral":
         return {"patch_size": config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)}
@@ -228,7 +251,7 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
     try:
         read = AutoConfig.from_pretrained(path)
         torch.manual_seed(0)
-        auto: Any = AutoModelForImageTextToText if hasattr(read, "vision_config") else AutoModelForCausalLM
+        auto: Any = AutoModelForMultimodalLM if hasattr(read, "vision_config") else AutoModelForCausalLM
         model: Any = auto.from_config(read, dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -251,7 +274,7 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
             tokens = torch.tensor([ids])
             if read.model_type == "gemma3":
                 inputs["token_type_ids"] = (tokens == _image_token(read)).int()
-            if "image_grid_thw" in inputs:
+            if "image_grid_thw" in inputs and not hasattr(read, "audio_config"):
                 inputs["mm_token_type_ids"] = (tokens == _image_token(read)).int()
             output = model.generate(
                 input_ids=tokens,
@@ -264,7 +287,8 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
             )
     except Exception as error:
         raise CannotBuild(f"{type(error).__name__}: {str(error)[:200]}") from error
-    return Answer(ids, output.sequences[0, len(ids) :].tolist(), torch.cat(output.logits))
+    scale = getattr(read.get_text_config(), "logit_scale", 1.0)  # which transformers' Aya Vision leaves out
+    return Answer(ids, output.sequences[0, len(ids) :].tolist(), torch.cat(output.logits) * scale)
 
 
 def answer(path: Path, reference: Answer) -> Tensor:

@@ -58,17 +58,24 @@ class Clip:
             return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]), rate
 
 
+_DEFAULTS = {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 2, "min_frames": 4, "max_frames": 768}
+
+
 class PlainVideoProcessor:
     """Stands in a processor of transformers in the place of its video processor, for these clips."""
 
     merge_size = temporal_patch_size = 2
 
     def __init__(self, path: Path, clips: Sequence[Clip]) -> None:
-        self._settings = json.loads((path / "video_preprocessor_config.json").read_text())
+        file = path / "video_preprocessor_config.json"
+        if not file.exists():  # one file for pictures and videos, as Qwen2-VL's processors had
+            file = path / "preprocessor_config.json"
+        self._settings = {**_DEFAULTS, **json.loads(file.read_text())}
         self._is_qwen3 = self._settings["video_processor_type"].startswith("Qwen3")
         self._clips = clips
 
-    def __call__(self, videos: Any, **_: Any) -> BatchFeature:
+    def __call__(self, videos: Any, *, size: dict[str, int] | None = None, **_: Any) -> BatchFeature:
+        self._size = size or self._settings["size"]
         made = [self._one(clip) for clip in self._clips]
         return BatchFeature(
             {
@@ -95,7 +102,7 @@ class PlainVideoProcessor:
         frames, rate = clip.frames()
         height, width = frames.shape[1:3]
         indices = self._indices(clip, len(frames), rate)
-        least, most = self._settings["size"]["shortest_edge"], self._settings["size"]["longest_edge"]
+        least, most = self._size["shortest_edge"], self._size["longest_edge"]
         if self._is_qwen3:
             size = volume_resize(len(indices), height, width, 2, 28, least, most)
         else:

@@ -10,9 +10,40 @@ from typing import Any
 from unittest import mock
 
 from transformers import AutoConfig, AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
+from transformers.feature_extraction_utils import BatchFeature
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.pixtral import image_processing_pil_pixtral
+from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
 from transformers.processing_utils import ProcessorMixin
+
+
+class PlainVoxtralProcessor:
+    """VoxtralProcessor with a tokenizer of transformers: its own takes mistral-common's alone."""
+
+    audio_token = "[AUDIO]"
+
+    def __init__(self, path: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.feature_extractor = AutoFeatureExtractor.from_pretrained(path)
+
+    def __call__(self, text: list[str], audio: Any = (), **options: Any) -> BatchFeature:
+        extractor = self.feature_extractor
+        block, num_frames = extractor.n_samples, extractor.nb_max_frames
+        first, *rest = text[0].split(self.audio_token)
+        for sound, words in zip(audio, rest, strict=True):
+            first += self.audio_token * (num_frames // 8 * -(-len(sound) // block)) + words
+        ids = self.tokenizer([first], **options)
+        features = VoxtralProcessor._retrieve_input_features(
+            self,
+            audio,
+            num_frames,
+            sampling_rate=16000,
+            padding=True,
+            truncation=False,
+            pad_to_multiple_of=block,
+            return_tensors="pt",
+        )
+        return BatchFeature({**ids, "input_features": features})
 
 
 def processor_of(path: Path) -> Any:
@@ -21,6 +52,8 @@ def processor_of(path: Path) -> Any:
     content = json.loads(file.read_text()) if file.exists() else {}
     name = content.pop("processor_class", None)
     config = AutoConfig.from_pretrained(path)
+    if config.model_type == "voxtral":
+        return PlainVoxtralProcessor(path)
     name = name or PROCESSOR_MAPPING_NAMES[config.model_type]
     # Pixtral's imports a function of the image processor for torchvision, which the other one has as well
     replaced = {"transformers.models.pixtral.image_processing_pixtral": image_processing_pil_pixtral}
@@ -43,6 +76,9 @@ def processor_of(path: Path) -> Any:
 
 
 _PACKAGES = {
+    "qwen2_5_omni",
+    "qwen3_omni_moe",
+    "qwen3_asr",
     "qwen2_audio",
     "qwen2_vl",
     "qwen2_5_vl",
@@ -56,4 +92,6 @@ _PACKAGES = {
     "smolvlm",
     "gemma3",
     "glm4v",
+    "glm4v_moe",
+    "aya_vision",
 }

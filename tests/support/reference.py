@@ -32,6 +32,18 @@ class Reference:
         self._path = path
         self.prompt: list[int] = []
 
+    def takes(self, videos: Sequence[Clip], sounds: Sequence[Sound]) -> bool:
+        """Whether its answer is one that ours can be.
+
+        Qwen3-ASR's processor takes one sound. Qwen3-Omni's makes fractions of positions at some rates, and its
+        tower other features of a sound below a second where a longer one stands beside it.
+        """
+        name = type(self._processor).__name__
+        if name == "Qwen3OmniMoeProcessor":
+            is_short = len(sounds) > 1 and any(len(sound.samples()) < 16_000 for sound in sounds)
+            return not is_short and not any(clip.fps for clip in videos)
+        return name != "Qwen3ASRProcessor" or len(sounds) < 2
+
     def generate(
         self,
         text: str,
@@ -49,11 +61,14 @@ class Reference:
         prompt = self.tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
-        read = self._processor or self.tokenizer
+        has_processor = self._processor is not None and (self.takes_images or sounds)
+        read = self._processor if has_processor else self.tokenizer
         media: dict[str, Any] = {"images": list(images)} if images else {}
         if videos:
             read.video_processor = PlainVideoProcessor(self._path, videos)
             media["videos"] = [clip.frames()[0] for clip in videos]
+            if (fps := next((clip.fps for clip in videos if clip.fps), None)) is not None:
+                media["fps"] = fps
         if sounds:
             media["audio"] = [sound.samples() for sound in sounds]
         inputs = read(text=[prompt], **media, return_tensors="pt", add_special_tokens=False)

@@ -108,6 +108,41 @@ def _pixtral(name: str, merge: int, top: dict[str, Any]) -> Tiny:
     )
 
 
+def _glm4v(name: str, **text: Any) -> Tiny:
+    return Tiny(
+        model_type=name,
+        text={
+            "rope_parameters": {
+                "rope_type": "default",
+                "mrope_section": [4, 2, 2],
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 1e4,
+            },
+            **text,
+        },
+        vision={
+            "depth": 3,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "out_hidden_size": 128,
+            "intermediate_size": 128,
+            "image_size": 112,
+            **_INIT,
+        },
+        top={"image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>"},
+        image="<|image|>",
+        shown="<|begin_of_image|><|image|><|end_of_image|>",
+        image_field="image_token_id",
+        tokens=["<|begin_of_image|>", "<|end_of_image|>"],
+        named={"image_token": "<|image|>", "video_token": "<|video|>"},
+        preprocessor={
+            "image_processor_type": "Glm4vImageProcessor",
+            "size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 140 * 140},
+        },
+        processor={"processor_class": "Glm4vProcessor"},
+    )
+
+
 TINY = {
     "internvl": Tiny(
         model_type="internvl",
@@ -193,43 +228,50 @@ TINY = {
         preprocessor={"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 84, "width": 84}},
         processor={"processor_class": "Gemma3Processor", "image_seq_length": 9},
     ),
-    "glm4v": Tiny(
-        model_type="glm4v",
+    "glm4v": _glm4v("glm4v"),
+    "glm4v_moe": _glm4v(
+        "glm4v_moe",
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        n_group=2,
+        routed_scaling_factor=1.5,
+        head_dim=32,
+    ),
+    "aya_vision": Tiny(
+        model_type="aya_vision",
         text={
-            "rope_parameters": {
-                "rope_type": "default",
-                "mrope_section": [4, 2, 2],
-                "partial_rotary_factor": 0.5,
-                "rope_theta": 1e4,
-            },
+            "model_type": "cohere2",
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_hidden_layers": 6,
+            "logit_scale": 0.25,
         },
-        vision={
-            "depth": 3,
-            "hidden_size": 64,
-            "num_heads": 4,
-            "out_hidden_size": 128,
-            "intermediate_size": 128,
-            "image_size": 112,
-            **_INIT,
-        },
-        top={"image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>"},
-        image="<|image|>",
-        shown="<|begin_of_image|><|image|><|end_of_image|>",
-        image_field="image_token_id",
-        tokens=["<|begin_of_image|>", "<|end_of_image|>"],
-        named={"image_token": "<|image|>", "video_token": "<|video|>"},
+        vision=_SIGLIP,
+        top={"downsample_factor": 2},
+        image="<|IMG_PATCH|>",
+        shown="<image>",
+        image_field="image_token_index",
+        tokens=["<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL", "TILE_1", "TILE_2"],
         preprocessor={
-            "image_processor_type": "Glm4vImageProcessor",
-            "size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 140 * 140},
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": _SQUARE,
+            "min_patches": 1,
+            "max_patches": 6,
         },
-        processor={"processor_class": "Glm4vProcessor"},
+        processor={
+            "processor_class": "AyaVisionProcessor",
+            "patch_size": 14,
+            "img_size": 56,
+            "downsample_factor": 2,
+        },
     ),
     "idefics3": _idefics3("idefics3", "Idefics3"),
     "smolvlm": _idefics3("smolvlm", "SmolVLM"),
 }
 
 #: Their pictures are laid out as another family's, which is tried each time.
-LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm")
+LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "aya_vision")
 
 
 def make_tiny_family(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_audio import make_tiny_audio
+from tiny_audio import TINY_AUDIO, make_tiny_audio
 from tiny_families import GEMMA3, LIKE_ANOTHER, TINY, make_tiny_family
 from transformers import (
     AutoConfig,
@@ -31,10 +31,13 @@ from transformers import (
 from epd_serve.demo import weights_dir
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "llava")
-#: Those that take videos.
+#: Those that take videos, besides OMNI_KINDS.
 VIDEO_KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
-#: Those that take sounds.
-AUDIO_KINDS = ("qwen2_audio",)
+#: Those that take sounds; of these, those that take pictures as well.
+AUDIO_KINDS = tuple(TINY_AUDIO)
+OMNI_KINDS = tuple(kind for kind, tiny in TINY_AUDIO.items() if tiny.vision)
+_SLOW_OMNI = tuple(pytest.param(kind, marks=[pytest.mark.slow]) for kind in OMNI_KINDS)
+ALL_VIDEO_KINDS = (*VIDEO_KINDS, *_SLOW_OMNI)
 #: Those with recurrent states.
 STATE_KINDS = ("qwen3_5", "qwen3_5_moe")
 #: With those whose pictures are tiles or rows.
@@ -42,6 +45,7 @@ ALL_KINDS = (
     *KINDS,
     STATE_KINDS[0],
     pytest.param(STATE_KINDS[1], marks=pytest.mark.slow),
+    *_SLOW_OMNI,
     *(pytest.param(kind, marks=[pytest.mark.slow] if kind in LIKE_ANOTHER else []) for kind in TINY),
 )
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -114,7 +118,9 @@ def make_tiny_model(kind: str, path: Path, *, seed: int = 0, **text: Any) -> Pat
     """Build the model of a kind in ``path``. ``text`` overrides fields of the text config."""
     if kind in AUDIO_KINDS:
         torch.manual_seed(seed)
-        make_tiny_audio(kind, path, lambda vocab, **extra: _text(vocab, **extra, **text))
+        make_tiny_audio(
+            TINY_AUDIO[kind], path, lambda vocab, **extra: _text(vocab, **{**extra, **text}), _NORMALISATION
+        )
         return path
     if kind in TINY:
         torch.manual_seed(seed + 1)

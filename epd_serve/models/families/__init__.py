@@ -41,10 +41,8 @@ NOT_RUN = {
     **dict.fromkeys(("minicpmv4_6", "lfm2_vl"), _STATE),
     "gemma4": "its layers have heads of several widths and share KV",
     "paligemma": "all of a prompt attends both ways",
-    "glm4v_moe": "its layers are mixtures of experts",
     "deepseek_ocr2": "its layers are mixtures of experts",
     "llama4": "some of its layers attend in chunks",
-    "aya_vision": "some of its layers attend inside a window",
 }
 
 

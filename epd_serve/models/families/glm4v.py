@@ -1,4 +1,4 @@
-"""GLM-4.1V: pictures of any resolution, M-RoPE over a part of each head. Its videos are not taken."""
+"""GLM-4.1V, GLM-4.5V: pictures of any resolution, M-RoPE over a part of each head. Its videos are not taken."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from typing import Any, ClassVar
 from epd_serve.models.families.qwen_vl import QwenVL
 from epd_serve.models.family import names
 
+_TEXT = names(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
+    "hidden_act max_position_embeddings rms_norm_eps rope_parameters tie_word_embeddings",
+)
+_EXPERTS = names(
+    "head_dim attention_bias moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts n_group",
+    "topk_group routed_scaling_factor first_k_dense_replace norm_topk_prob",
+)
+_TOWER = names(
+    "depth hidden_size hidden_act num_heads in_channels image_size patch_size spatial_merge_size",
+    "temporal_patch_size rope_parameters intermediate_size out_hidden_size attention_bias rms_norm_eps",
+)
+
 
 class Glm4v(QwenVL):
     """Pictures of any resolution, resized to whole patches."""
@@ -15,25 +28,24 @@ class Glm4v(QwenVL):
     title = "GLM-4.1V"
     model_types = ("glm4v",)
     decoder = "generic"
-    texts: ClassVar = {
-        "glm4v_text": names(
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
-            "hidden_act max_position_embeddings rms_norm_eps rope_parameters tie_word_embeddings",
-        )
-    }
+    texts: ClassVar = {"glm4v_text": _TEXT}
     fields = names(
         "image_token_id image_start_token_id image_end_token_id video_token_id video_start_token_id",
         "video_end_token_id tie_word_embeddings",
     )
-    towers: ClassVar = {
-        "glm4v_vision": names(
-            "depth hidden_size hidden_act num_heads in_channels image_size patch_size spatial_merge_size",
-            "temporal_patch_size rope_parameters intermediate_size out_hidden_size attention_bias rms_norm_eps",
-        )
-    }
+    towers: ClassVar = {"glm4v_vision": _TOWER}
     modalities = ("image",)
 
     def __init__(self, config: Any, image_processor: Any) -> None:
         super().__init__(config, image_processor)
         frames = image_processor.temporal_patch_size  # as often is a picture repeated
         self._resize = partial(self._resize, frames, temporal_factor=frames)
+
+
+class Glm4vMoe(Glm4v):
+    """The same, before a language model of experts."""
+
+    title = "GLM-4.5V"
+    model_types = ("glm4v_moe",)
+    texts: ClassVar = {"glm4v_moe_text": _TEXT | _EXPERTS}
+    towers: ClassVar = {"glm4v_moe_vision": _TOWER}

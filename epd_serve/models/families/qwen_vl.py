@@ -93,9 +93,7 @@ class QwenVL(Family):
                 raise ValueError(f"{theirs} is {found} for pictures and {of_videos} for videos; it must be one")
         # the towers of Qwen2-VL call the width of what they hand out hidden_size
         name = "out_hidden_size" if hasattr(vision, "out_hidden_size") else "hidden_size"
-        width, needed = getattr(vision, name), self.config.get_text_config().hidden_size
-        if width != needed:
-            raise ValueError(f"vision_config.{name} is {width}; it must be text_config.hidden_size, {needed}")
+        self.check_width(f"vision_config.{name}", getattr(vision, name))
         for size in TRIED_SIZES:
             expected, made = self.grid(size), tuple(self.preprocess(blank(size))["image_grid_thw"][0].tolist())
             if expected != made:
@@ -104,28 +102,38 @@ class QwenVL(Family):
                     f"{expected} are expected: pictures must be resized, with the sizes of its family"
                 )
 
+    def check_width(self, name: str, width: int) -> None:
+        """Raise ValueError for a tower that makes features of another width than the language model's."""
+        if width != (needed := self.config.get_text_config().hidden_size):
+            raise ValueError(f"{name} is {width}; it must be text_config.hidden_size, {needed}")
+
     def positions(self, ids: Sequence[int], items: Sequence[MediaRef], model: Any) -> tuple[Tensor, int]:
         import torch
 
-        tokens = torch.tensor([ids])
         if not items:
             return torch.arange(len(ids)).expand(3, -1), 0
-        grids: dict[str, list[tuple[int, int, int]]] = {"image": [], "video": []}
-        seconds: list[float] = []
+        tokens = torch.tensor([ids])
+        grids: dict[str, list[tuple[int, int, int]]] = {}
         for item in items:
             if item.modality == "image":
-                grids["image"].append(self.grid((item.width, item.height)))
-            else:
-                grids["video"].append(self._video_processor(item).grid(item))
-                seconds.append(self._video_processor(item).seconds_per_patch(item))
-        kinds = (tokens == self.image_token_id).int() + 2 * (tokens == self.token_ids.get("video", -1)).int()
+                grids.setdefault("image_grid_thw", []).append(self.grid((item.width, item.height)))
+            elif item.modality == "video":
+                grids.setdefault("video_grid_thw", []).append(self._video_processor(item).grid(item))
         positions, delta = model.get_rope_index(
             tokens,
-            mm_token_type_ids=kinds,
-            second_per_grid_ts=torch.tensor(seconds),
-            **{f"{kind}_grid_thw": torch.tensor(grid) for kind, grid in grids.items() if grid},
+            **{name: torch.tensor(grid) for name, grid in grids.items()},
+            **self.position_facts(tokens, items),
         )
-        return positions[:, 0], int(delta[0, 0])
+        return positions[:, 0].long(), int(delta[0, 0])
+
+    def position_facts(self, tokens: Tensor, items: Sequence[MediaRef]) -> dict[str, Tensor]:
+        """What transformers' ``get_rope_index`` is told of a prompt besides the grids of its items."""
+        import torch
+
+        kinds = (tokens == self.image_token_id).int() + 2 * (tokens == self.token_ids.get("video", -1)).int()
+        videos = [item for item in items if item.modality == "video"]
+        seconds = [self._video_processor(item).seconds_per_patch(item) for item in videos]
+        return {"mm_token_type_ids": kinds, "second_per_grid_ts": torch.tensor(seconds)}
 
 
 class Qwen3VL(QwenVL):

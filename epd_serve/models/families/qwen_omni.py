@@ -1,0 +1,81 @@
+"""Qwen2.5-Omni: pictures, videos and sounds in, text out. Its talker and a video's own sound are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from epd_serve.models.families.qwen_vl import QwenVL
+from epd_serve.models.family import AUDIO_TOWER, Family, TowerInputs, names
+from epd_serve.protocol.wire import MediaRef
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from epd_serve.models.audio_processor import AudioProcessor
+    from epd_serve.models.video_processor import VideoProcessor
+
+
+class QwenOmni(QwenVL):
+    """Qwen2.5-VL's pictures and videos, and sounds of up to 5 minutes, each one run; the thinker alone."""
+
+    title = "Qwen2.5-Omni"
+    model_types = ("qwen2_5_omni_thinker",)
+    other_parts = ("talker", "token2wav")
+    fields = names(
+        "image_token_index video_token_index audio_token_index vision_start_token_id vision_end_token_id",
+        "audio_start_token_id audio_end_token_id position_id_per_seconds tie_word_embeddings",
+    )
+    towers: ClassVar = {
+        "qwen2_5_omni_vision_encoder": QwenVL.towers["qwen2_5_vl_vision"],
+        "qwen2_5_omni_audio_encoder": AUDIO_TOWER | names("n_window output_dim"),
+    }
+    modalities = ("image", "video", "audio")
+    usual_fps: ClassVar[float] = 2.0
+
+    @staticmethod
+    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
+        return omni_video(settings, 28)
+
+    @staticmethod
+    def read_audio(extractor: Any, config: Any) -> AudioProcessor:
+        from epd_serve.models.audio_processor import AudioProcessor
+
+        return AudioProcessor(extractor, padded_positions=False)
+
+    @staticmethod
+    def features(model: Any, inputs: TowerInputs) -> Any:
+        output = Family.features(model, inputs)
+        if "input_features" in inputs:
+            frames = inputs["feature_attention_mask"].sum(-1)
+            _, counts = model.model.audio_tower._get_feat_extract_output_lengths(frames)
+            output.pooler_output = output.pooler_output.split(counts.tolist())
+        return output
+
+    def check(self) -> None:
+        super().check()
+        assert self.audio is not None
+        self.audio.check(self.config.audio_config)
+        self.check_width("audio_config.output_dim", self.config.audio_config.output_dim)
+
+    def position_facts(self, tokens: Tensor, items: Sequence[MediaRef]) -> dict[str, Tensor]:
+        """A video's rate counts as the one that is asked for, or the usual one."""
+        import torch
+
+        assert self.audio is not None
+        frames = [self.audio.num_frames(item) for item in items if item.modality == "audio"]
+        rates = [item.sampling.processor_fps or self.usual_fps for item in items if item.modality == "video"]
+        step: int = self.config.vision_config.temporal_patch_size
+        return {
+            "attention_mask": torch.ones_like(tokens),
+            "audio_seqlens": torch.tensor(frames),
+            "second_per_grids": torch.tensor([step / rate for rate in rates]),
+        }
+
+
+def omni_video(settings: Mapping[str, Any], side: int) -> VideoProcessor:
+    """Whatever size the file says, transformers' processor asks for 128 to 768 squares of that side."""
+    from epd_serve.models.video_processor import qwen2_video
+
+    size = {"shortest_edge": 128 * side * side, "longest_edge": 768 * side * side}
+    return qwen2_video({**settings, "size": size, "min_pixels": None, "max_pixels": None})
