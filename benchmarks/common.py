@@ -52,6 +52,12 @@ def write(path: Path, content: object) -> str:
     return text
 
 
+def host_busy() -> float:
+    """The share of the cores that were busy since the last call, without what ran at a lower priority."""
+    times = psutil.cpu_times_percent()
+    return (times.user + times.system) / 100
+
+
 def slowed(profile: Profile, slowness: float) -> Profile:
     """The profile of a device that takes ``slowness`` times as long for everything."""
 

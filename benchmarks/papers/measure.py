@@ -19,11 +19,10 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
-import psutil
 from PIL import Image
 from rich.console import Console
 
-from benchmarks.common import machine, slowed, write
+from benchmarks.common import host_busy, machine, slowed, write
 from device.datasheets import spec_of
 from epd_serve.bench.deployed import Candidate, deployed
 from epd_serve.bench.run_directory import new_directory
@@ -181,9 +180,9 @@ def measure(deployment: Deployment, load: Load, url: str, directory: Path, seed:
         label=f"{deployment.name} {load.name}",
     )
     workload = load_workload(load.workload, picture)
-    psutil.cpu_percent()
+    host_busy()
     run, _ = Session(console=Console(stderr=True)).begin(new_directory(directory / "runs"), settings, workload)
-    idle = 1 - psutil.cpu_percent() / 100
+    idle = 1 - host_busy()
     records = run.records()
     if len(records) < settings.num_requests:
         raise SystemExit("interrupted; what is done is kept")
