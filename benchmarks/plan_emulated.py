@@ -28,10 +28,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import psutil
 from rich.console import Console
 
-from benchmarks.common import argument_parser, machine, slowed, typed, write
+from benchmarks.common import argument_parser, host_busy, machine, slowed, typed, write
 from benchmarks.planner import kendall_tau
 from benchmarks.planner_measured import sim_requests
 from benchmarks.planner_runs import Asked, kept
@@ -167,11 +166,10 @@ def one_run(
         num_warmups=2,
         label=cell.topology,
     )
-    psutil.cpu_times_percent()
+    host_busy()
     path = new_directory(directory / "runs")
     found, _ = Session(console=Console(stderr=True)).begin(path, settings, load_workload(cell.workload))
-    times = psutil.cpu_times_percent()
-    busy = (times.user + times.system) / 100
+    busy = host_busy()
     if len(found.records()) < settings.num_requests:
         raise SystemExit("interrupted; what is done is kept")
     run = kept(found, cell.topology)
