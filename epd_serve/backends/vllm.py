@@ -66,9 +66,12 @@ class _Exchange:
             self.encoded.set()
 
     async def rewritten(self) -> list[dict[str, Any]] | None:
-        """The items without pixels, once it is known; None where they are needed for one of them."""
+        """The items without pixels, once it is known; None where they are needed for one of them.
+
+        That is so for a video: without its frames vLLM makes another prompt of it.
+        """
         await self.encoded.wait()
-        told = [self.told.get(ref.mm_hash) for ref in self.request.items]
+        told = [self.told.get(ref.mm_hash) if ref.modality == "image" else None for ref in self.request.items]
         return [one for one in told if one] if told and all(told) else None
 
 

@@ -95,7 +95,7 @@ class KVSender:
         with self._lock:
             transfer = self._transfers.setdefault(transfer_id, _Transfer())
             transfer.request_id, transfer.prompt = request_id, prompt
-            self._check(transfer)
+            self._check(transfer_id, transfer)
 
     def push(self, transfer_id: str, layers: range, chunk: Chunk, *, last: bool) -> None:
         """These layers of a chunk are computed; ``last``: with them, the chunk is."""
@@ -159,7 +159,7 @@ class KVSender:
         with self._lock:
             transfer = self._transfers.setdefault(notice.transfer_id, _Transfer())
             transfer.target = notice
-            self._check(transfer)
+            self._check(notice.transfer_id, transfer)
             waiting, transfer.waiting = transfer.waiting, []
             for work in waiting:
                 self._lanes.put(_link(notice), (notice.transfer_id, transfer, work))
@@ -181,7 +181,7 @@ class KVSender:
 
     # ------------------------------------------------------------------ with the lock held
 
-    def _check(self, transfer: _Transfer) -> None:
+    def _check(self, transfer_id: str, transfer: _Transfer) -> None:
         target = transfer.target
         if (
             target is not None
@@ -189,8 +189,7 @@ class KVSender:
             and target.prompt != transfer.prompt
             and transfer.outcome is None
         ):
-            transfer.outcome = "P and D have made different prompts of the request"
-            transfer.done.set()
+            self._end(transfer_id, transfer, "P and D have made different prompts of the request")
 
     def _end(self, transfer_id: str, transfer: _Transfer, outcome: str) -> None:
         if transfer.outcome is None:

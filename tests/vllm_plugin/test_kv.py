@@ -217,11 +217,19 @@ def test_a_d_that_takes_nothing_holds_no_other_up(sides: Sides) -> None:
     sides.check({1: 3})
 
 
-def test_different_prompts_are_not_mixed(sides: Sides) -> None:
-    sides.want([3], prompt="something else")
+@pytest.mark.parametrize("d_first", [True, False])
+def test_different_prompts_are_not_mixed(sides: Sides, d_first: bool) -> None:
+    if d_first:
+        sides.want([3], prompt="something else")
+        sides.wait_until_asked()
     sides.compute([1])
+    sides.sender.finish("t-r", computed=True)
+    if not d_first:
+        sides.want([3], prompt="something else")
     assert sides.ended() == ({"r"}, {"r"})
     sides.check({})
+    until(lambda: sides.sender.take_sent() == {"p-r"})
+    sides.check_empty()
 
 
 def test_a_prompt_that_is_not_computed_fails_d_at_once(sides: Sides) -> None:
