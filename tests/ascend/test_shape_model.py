@@ -90,6 +90,12 @@ class EagerNPU(AscendDevice):
         return EagerRunner()
 
 
+def moved(embedding: torch.nn.Embedding, device: torch.device) -> torch.nn.Embedding:
+    """As Module.to, for which torch_npu initialises the device and torch exchanges fake parameters' insides."""
+    embedding.weight = torch.nn.Parameter(embedding.weight.to(device), requires_grad=False)
+    return embedding
+
+
 @pytest.fixture(params=MODELS)
 def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StepExecutor]:
     # Fake mode computes with tensors of one element for real.
@@ -102,6 +108,7 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         finally:
             torch.set_default_dtype(default)
         monkeypatch.setattr(language, "load_part", lambda *_: model)  # loading a checkpoint is not the point
+        monkeypatch.setattr(torch.nn.Embedding, "to", moved)
         device = EagerNPU(0)
         loaded = LanguageModel(Path(), torch.bfloat16, device)
         kv = torch.empty(
