@@ -122,7 +122,8 @@ class ReservationTable:
         if reservation is None or reservation.state is not ReservationState.GRANTED:
             return False
         assert reservation.blocks is not None
-        if not set(reservation.blocks.root[reservation.blocks.num_cached :]).issuperset(blocks):
+        own = reservation.blocks.written(len(reservation.blocks.root))
+        if not set(own[reservation.blocks.num_cached :]).issuperset(blocks):
             return False
         self._reading[transfer_id] += 1
         return True

@@ -42,9 +42,10 @@ async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("mode", ["grouped", "pull"])
-async def test_kv_goes_through_host_memory_that_is_far_smaller(mode: str, tmp_path: Path) -> None:
-    """All answers at once, each through the same few cells many times."""
-    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: str, tmp_path: Path) -> None:
+    """All answers at once, each through the same few cells many times; a recurrent state as well."""
+    model = tiny_models.make_tiny_model(kind, tmp_path / "model")
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
     fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}

@@ -29,7 +29,7 @@ class ReservationMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.pool = BlockPool(16, 4)
+        self.pool = BlockPool(16, 4, state_blocks=1)
         self.first_blocks: dict[str, int] = {}
         self.in_a_write: set[str] = set()
         self.in_a_read: set[str] = set()
@@ -65,15 +65,16 @@ class ReservationMachine(RuleBasedStateMachine):
 
     @rule(transfer_id=IDS, data=st.data())
     def begin_to_read(self, transfer_id: str, data: st.DataObject) -> None:
-        """This side reads itself, into the blocks of that transfer alone."""
+        """This side reads itself, into the blocks of that transfer alone, a state's among them."""
         reservation = self.table._live.get(transfer_id)
         if reservation is None or reservation.blocks is None or transfer_id in self.in_a_read:
             assert not self.table.begin_read("nobody's", [])
             return
-        others = [block for block in range(1, 16) if block not in reservation.blocks.root]
+        others = [block for block in range(1, 16) if block not in reservation.blocks.all()]
         assert not self.table.begin_read(transfer_id, [data.draw(st.sampled_from(others))])
         granted = reservation.state is ReservationState.GRANTED
-        assert self.table.begin_read(transfer_id, reservation.blocks.root[1:]) == granted
+        own = [*reservation.blocks.root[1:], *reservation.blocks.states[0]]
+        assert self.table.begin_read(transfer_id, own) == granted
         if granted:
             self.in_a_read.add(transfer_id)
 
@@ -152,7 +153,7 @@ class ReservationMachine(RuleBasedStateMachine):
         self.table.check_integrity()
         self.pool.check_integrity()
         num_held = self.pool.capacity - self.pool.num_free
-        assert num_held == 3 * (len(self.owned) + len(self.may_write))
+        assert num_held == 4 * (len(self.owned) + len(self.may_write))
 
 
 TestReservations = ReservationMachine.TestCase
