@@ -52,7 +52,7 @@ class RecurrentStates:
 
     @property
     def num_words(self) -> int:
-        """Of one layer's state."""
+        """The words of one layer's state."""
         return sum(part.num_words for part in self._parts)
 
     def num_blocks(self, token_values: int, block_size: int) -> int:

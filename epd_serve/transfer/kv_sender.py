@@ -26,7 +26,7 @@ class StagedKV(Protocol):
     """Blocks of some layers in memory that a transport can read."""
 
     def spans(self, first: int, count: int) -> list[Span]:
-        """Where ``count`` of the blocks are, from number ``first`` on."""
+        """The places of ``count`` of the blocks, from number ``first`` on."""
         ...
 
     def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:

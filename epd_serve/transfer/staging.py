@@ -141,7 +141,7 @@ def rounds(layers: range, num_blocks: int, most_cells: int | None) -> Iterator[t
 def slab_spans(
     layers: range, blocks: Sequence[int], num_blocks: int, size: int, *, start: int = 0, first_layer: int = 0
 ) -> list[Span]:
-    """Where blocks lie in memory [layers, 2, num_blocks] of ``size`` bytes each; neighbours are one span.
+    """The places of blocks in memory [layers, 2, num_blocks] of ``size`` bytes each; neighbours are one span.
 
     Args:
         start: of that memory, in bytes. first_layer: the layer with which it begins.

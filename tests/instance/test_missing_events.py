@@ -1,4 +1,4 @@
-"""Where an event is not waited for, an emulated device leaves no numbers: an error that says so, and no answer."""
+"""An emulated device leaves no numbers where an event is not waited for: an error says so, no answer comes."""
 
 from __future__ import annotations
 

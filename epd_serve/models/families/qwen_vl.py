@@ -127,7 +127,7 @@ class QwenVL(Family):
         return positions[:, 0].long(), int(delta[0, 0])
 
     def position_facts(self, tokens: Tensor, items: Sequence[MediaRef]) -> dict[str, Tensor]:
-        """What transformers' ``get_rope_index`` is told of a prompt besides the grids of its items."""
+        """Arguments of transformers' ``get_rope_index`` besides the grids of a prompt's items."""
         import torch
 
         kinds = (tokens == self.image_token_id).int() + 2 * (tokens == self.token_ids.get("video", -1)).int()
