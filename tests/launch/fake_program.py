@@ -39,7 +39,7 @@ def main() -> None:
     pid_file.write_text(str(os.getpid()))
     if behaviour == "die" or (behaviour == "once" and started_before):
         for line in range(30):
-            print(f"line {line}")
+            print(f"line {line}", flush=True)
         print("no memory for the tower", file=sys.stderr)
         sys.exit(3)
     if behaviour in ("deaf", "stuck"):
