@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
@@ -70,6 +70,8 @@ class OutgoingTransfer:
         transfer_s: time spent copying; of a write that carried several transfers, the share of this one's bytes.
         exposed_s: the part of it after ``computed_at``.
         finished_at: time at which its last write had ended.
+        num_queued: parts of it that the sender has not done with.
+        on_passed: to be called when there are none.
     """
 
     transfer_id: str
@@ -85,6 +87,8 @@ class OutgoingTransfer:
     transfer_s: float = 0.0
     exposed_s: float = 0.0
     finished_at: float = 0.0
+    num_queued: int = 0
+    on_passed: list[Callable[[OutgoingTransfer], None]] = field(default_factory=list)
 
     @property
     def overlap_ratio(self) -> float:
@@ -143,17 +147,11 @@ class _Push:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fence:
-    transfer: OutgoingTransfer
-    passed: Callable[[OutgoingTransfer], None]
-
-
-@dataclass(frozen=True, slots=True)
 class _Connect:
     region: Region
 
 
-_Job = _Push | _Fence | _Connect
+_Job = _Push | _Connect
 
 
 class KVSender:
@@ -186,9 +184,8 @@ class KVSender:
     def connect(self, region: Region) -> None:
         """Make the first contact (mapping, connection) and measure the next one; nothing where that was done."""
         with self._lock:
-            is_new = region.name not in self._lanes
-        if is_new:
-            self._put(region.name, _Connect(region))
+            if region.name not in self._lanes:
+                self._put(region.name, _Connect(region))
 
     def push(self, layers: range, parts: Sequence[Part], wait_for_compute: Callable[[], None]) -> None:
         """Queue blocks of ``layers`` as one write; all parts go to one region.
@@ -196,14 +193,21 @@ class KVSender:
         ``wait_for_compute`` returns once the device has written them.
         """
         assert parts and parts[0].transfer.target is not None
-        self._put(parts[0].transfer.target.region.name, _Push(layers, parts, wait_for_compute))
+        with self._lock:
+            for part in parts:
+                part.transfer.num_queued += 1
+            self._put(parts[0].transfer.target.region.name, _Push(layers, parts, wait_for_compute))
 
     def fence(self, transfer: OutgoingTransfer, passed: Callable[[OutgoingTransfer], None]) -> None:
-        """Call ``passed`` (on a thread of the sender) when nothing of this transfer is under way any more."""
-        if transfer.target is None:
-            passed(transfer)
-        else:
-            self._put(transfer.target.region.name, _Fence(transfer, passed))
+        """Call ``passed`` when nothing of this transfer is queued or under way: now, or on a thread of the sender.
+
+        It does not wait for others: an engine that runs ahead has queued those of its next step already.
+        """
+        with self._lock:
+            if transfer.num_queued:
+                transfer.on_passed.append(passed)
+                return
+        passed(transfer)
 
     def close(self) -> None:
         with self._lock:
@@ -216,24 +220,33 @@ class KVSender:
         self._write_locks.close()
 
     def _put(self, region_name: str, job: _Job) -> None:
-        with self._lock:  # also against a lane that is about to retire
-            lane = self._lanes.get(region_name)
-            if lane is None:
-                lane = self._lanes[region_name] = _Lane(region_name, self._run)
-            lane.jobs.put(job)
+        """Hold the lock, also against a lane that is about to retire."""
+        lane = self._lanes.get(region_name)
+        if lane is None:
+            lane = self._lanes[region_name] = _Lane(region_name, self._run)
+        lane.jobs.put(job)
 
     def _run(self, lane: _Lane) -> None:
         while (job := self._next(lane)) is not None:
+            if isinstance(job, _Push):
+                self._push(lane, job)
+                for part in job.parts:
+                    self._pass(part.transfer)
+            else:
+                self._connect(lane, job.region)
+
+    def _pass(self, transfer: OutgoingTransfer) -> None:
+        """One of its parts is done with."""
+        with self._lock:
+            transfer.num_queued -= 1
+            if transfer.num_queued:
+                return
+            waiting, transfer.on_passed = transfer.on_passed, []
+        for passed in waiting:
             try:
-                match job:
-                    case _Fence():
-                        job.passed(job.transfer)
-                    case _Connect():
-                        self._connect(lane, job.region)
-                    case _Push():
-                        self._push(lane, job)
-            except Exception:  # a failure must not end the lane: what comes after it waits for its fences
-                logger.exception("a transfer to %s failed", lane.region_name)
+                passed(transfer)
+            except Exception:  # it must not hold up others, nor end the lane
+                logger.exception("what waited for transfer %s failed", transfer.transfer_id)
 
     def _next(self, lane: _Lane) -> _Job | None:
         """The next job; None where there was none for long, and the lane is gone, or at the end."""
@@ -254,8 +267,8 @@ class KVSender:
             self._transport.write(region, [])
             contact = self._clock()
             self._transport.write(region, [])
-        except TransferError as error:
-            logger.debug("no contact with %s yet: %s", region.name, error)  # the first push will say so
+        except Exception as error:  # noqa: BLE001 - the first push will say so
+            logger.debug("no contact with %s yet: %s", region.name, error)
             return
         self.sizer.observe_transfer(lane.region_name, 0, self._clock() - contact)
         self._on_write(0, contact - start)

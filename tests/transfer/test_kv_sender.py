@@ -110,6 +110,10 @@ def passed(sender: KVSender, transfer: OutgoingTransfer) -> bool:
 def nothing() -> None: ...
 
 
+def assert_true(value: bool) -> None:
+    assert value
+
+
 def test_a_step_that_failed_on_the_device_fails_its_transfers(transport: Counting) -> None:
     """Else the decode instance would be told that all of the KV is there."""
     slab = transport.allocate("kv", 8)
@@ -218,6 +222,44 @@ def test_a_stalled_decode_instance_holds_up_no_other(transport: Counting) -> Non
     sender.close()
 
 
+def test_a_prompt_is_handed_over_while_the_next_step_is_computed(transport: Counting) -> None:
+    """An engine that runs ahead queues the writes of its next step before it knows this one's tokens."""
+    slab, computed = transport.allocate("kv", 8), threading.Event()
+    sender = KVSender(transport, Source(), GroupSizer(num_layers=1), time.monotonic)
+    done, next_step = outgoing("done", slab), outgoing("next", slab)
+    sender.push(range(1), [Part(done, [5], [1])], nothing)
+    sender.push(range(1), [Part(next_step, [6], [2])], lambda: assert_true(computed.wait(60)))
+    late = threading.Event()
+    sender.fence(next_step, lambda _: late.set())
+    assert passed(sender, done)
+    assert slab.buffer[1] == 5
+    assert not late.is_set()
+    computed.set()
+    assert late.wait(60)
+    assert slab.buffer[2] == 6
+    sender.close()
+
+
+def test_what_fails_behind_a_transfer_holds_up_no_other(transport: Counting) -> None:
+    slab, begun = transport.allocate("kv", 8), threading.Event()
+    sender = KVSender(transport, Source(), GroupSizer(num_layers=1), time.monotonic)
+    transfer = outgoing("t", slab)
+
+    def fail(_: OutgoingTransfer) -> None:
+        raise RuntimeError("the loop is closed")
+
+    sender.push(range(1), [Part(transfer, [5], [1])], lambda: assert_true(begun.wait(60)))
+    sender.fence(transfer, fail)
+    after = threading.Event()
+    sender.fence(transfer, lambda _: after.set())
+    begun.set()
+    assert after.wait(60)
+    sender.push(range(1), [Part(transfer, [6], [2])], nothing)
+    assert passed(sender, transfer)
+    assert slab.buffer[2] == 6
+    sender.close()
+
+
 def test_the_first_contact_is_made_once_and_measured(transport: Counting) -> None:
     slab = transport.allocate("kv", 8)
     contacts: list[int] = []
@@ -227,11 +269,10 @@ def test_the_first_contact_is_made_once_and_measured(transport: Counting) -> Non
     )
     for _ in range(3):
         sender.connect(slab.region)
-    assert passed(sender, outgoing("t", slab))
+    sender.close()
     assert contacts == [0]
     assert transport.writes == [(slab.region.name, 0)] * 2
     assert 0.02 <= sender.sizer.links[slab.region.name].handshake_s < 5
-    sender.close()
 
 
 def test_a_peer_that_is_gone_fails_its_transfer_and_no_contact_is_an_error(transport: Counting) -> None:
