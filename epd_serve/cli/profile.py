@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
 
 from epd_serve.errors import needs_native
+
+if TYPE_CHECKING:
+    from epd_serve.cost.profile import Profile
 
 
 def profile(
@@ -27,6 +31,9 @@ def profile(
     mooncake: Annotated[
         bool, typer.Option("--mooncake", help="Measure stages that talk over Mooncake too, by TCP.")
     ] = False,
+    endpoint: Annotated[
+        str, typer.Option(help="Measure a vLLM server that is up, over HTTP, as in http://127.0.0.1:8000.")
+    ] = "",
 ) -> None:
     """Measure encode, prefill, decode and transfers on a device and fit the costs that 'epd-serve plan' uses."""
     if not model:
@@ -34,15 +41,18 @@ def profile(
             "--model is missing: give the model that you want to plan for, its directory or its name on the hub, "
             "as in --model Qwen/Qwen2.5-VL-3B-Instruct, or --model demo for the built-in one"
         )
+    if endpoint:
+        from epd_serve.profiling.endpoint import EndpointOptions, profile_endpoint
+
+        asked = EndpointOptions(url=endpoint.rstrip("/"), model=model, device=device)
+        _write(lambda progress: profile_endpoint(asked, progress), model, out)
+        return
     with needs_native():
         import torch
 
         from epd_serve.profiling.contention import stages_beside
         from epd_serve.profiling.device_profile import GridOptions, profile_device
-    from rich.console import Console
-
     from epd_serve.config.schema import model_path
-    from epd_serve.profiling.device_profile import advice, show_profile
     from epd_serve.profiling.overheads import OverheadOptions, with_overheads
 
     options = GridOptions(
@@ -54,15 +64,25 @@ def profile(
         clock=clock,
         mooncake=mooncake,
     )
+    overheads = OverheadOptions(model=model, device=device, dtype=dtype, threads=threads, mooncake=mooncake)
+
+    def measured(progress: Callable[[str], None]) -> Profile:
+        result = profile_device(options, progress)
+        if not deployments:
+            return result
+        result = msgspec.structs.replace(result, interference_within=stages_beside(options, progress))
+        return with_overheads(result, overheads, progress)
+
+    _write(measured, model, out)
+
+
+def _write(measure: Callable[[Callable[[str], None]], Profile], model: str, out: Path) -> None:
+    from rich.console import Console
+
+    from epd_serve.profiling.fits import advice, show_profile
+
     with Console(stderr=True).status("measuring") as status:
-        result = profile_device(options, lambda text: status.update(f"measuring {text}"))
-        if deployments:
-            pairs = stages_beside(options, lambda text: status.update(f"measuring {text}"))
-            result = msgspec.structs.replace(result, interference_within=pairs)
-            overheads = OverheadOptions(
-                model=model, device=device, dtype=dtype, threads=threads, mooncake=mooncake
-            )
-            result = with_overheads(result, overheads, lambda text: status.update(f"measuring {text}"))
+        result = measure(lambda text: status.update(f"measuring {text}"))
     out.write_bytes(result.to_json())
     console = Console()
     show_profile(result, console)

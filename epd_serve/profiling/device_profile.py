@@ -12,15 +12,13 @@ from typing import Literal
 
 import msgspec
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from device.base import Device
 from device.registry import get_device
 from epd_serve import __version__
 from epd_serve.config.options import decode_graph_sizes
 from epd_serve.cost.least_squares import fit_relative
-from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile, Residual
+from epd_serve.cost.profile import Line, Profile
 from epd_serve.cost.profile import Transport as TransportCost
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.runner import LanguageRunner
@@ -30,6 +28,7 @@ from epd_serve.models.family import Family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
+from epd_serve.profiling.fits import Sample, decode_lines, encode_line, encode_s, residual
 from epd_serve.protocol.wire import KVLayout
 from epd_serve.sched.step_sizes import StepShape
 from epd_serve.transfer.embedded import EmbeddedTransport
@@ -47,12 +46,9 @@ SPREAD = 0.6
 MIXED, MIXED_CONTEXT, MIXED_CHUNKS = (4, 16), 256, (128, 512)
 #: Each step is repeated for so long before it is measured, and while it is.
 STEADY_S = 0.2
-#: A fit that misses half of its measurements by so much is not to be trusted.
-POOR = 0.15
 TRANSFERS = (1 << 12, 1 << 18, 1 << 22, 1 << 24)
 
 Clock = Literal["wall", "cpu"]
-Sample = tuple[str, list[float], float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,16 +91,12 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
     steps, language, layout_bytes = _steps(options, device, family, clock, progress)
     transfers = _transfers(lambda: EmbeddedTransport(path="shm"), clock, progress)
     others = {"mooncake": _link(_transfers(_mooncake, clock, progress))} if options.mooncake else {}
-    encode_parts = fit_relative([_encode_row(work) for _, work, _ in encodes], [one[2] for one in encodes])
     by_kind: dict[str, list[Sample]] = {}
     for one in steps:
         by_kind.setdefault(one[0], []).append(one)
     filled = [one for one in steps if one[0] != "decode"]
     step_parts = fit_relative([[1.0, *work] for _, work, _ in filled], [one[2] for one in filled])
     link = _link(transfers)
-    encode = EncodeLine(
-        base_s=encode_parts[0], image_s=encode_parts[1], pixel_s=encode_parts[2], pair_s=encode_parts[3]
-    )
     step = Line(
         base_s=step_parts[0],
         token_s=step_parts[1],
@@ -127,7 +119,7 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
         threads=(options.threads or device.cores or 1) if device.type == "cpu" else 1,
         dtype=str(options.dtype).removeprefix("torch."),
         step=(step,),
-        encode=(encode,),
+        encode=(encode_line(encodes),),
         decode=decode_lines(by_kind["decode"]),
         memory_bytes=float(device.headroom()),
         kv_token_bytes=layout_bytes,
@@ -147,23 +139,11 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
     return msgspec.structs.replace(
         profile,
         residuals={
-            "encode": _residual(encodes, lambda work: _dot(encode_parts, _encode_row(work))),
-            "transfer": _residual(transfers, lambda work: _dot(link, [1.0, *work])),
-            **{kind: _residual(some, lambda work: profile.step_s(*work)) for kind, some in by_kind.items()},
+            "encode": residual(encodes, lambda work: encode_s(profile, work)),
+            "transfer": residual(transfers, lambda work: link[0] + link[1] * work[0]),
+            **{kind: residual(some, lambda work: profile.step_s(*work)) for kind, some in by_kind.items()},
         },
     )
-
-
-def decode_lines(samples: Sequence[Sample]) -> tuple[DecodeLine, ...]:
-    """A line for each size of decode steps, fitted by itself; ``samples`` are of steps of decodes alone."""
-    by_size: dict[int, list[Sample]] = {}
-    for one in samples:
-        by_size.setdefault(int(one[1][1]), []).append(one)
-    lines: list[DecodeLine] = []
-    for size, some in sorted(by_size.items()):
-        base_s, context_s = fit_relative([[1.0, work[2]] for _, work, _ in some], [one[2] for one in some])
-        lines.append(DecodeLine(num_sequences=size, base_s=base_s, context_s=context_s))
-    return tuple(lines)
 
 
 def _encodes(
@@ -181,11 +161,6 @@ def _encodes(
             seconds = encode_seconds(tower, family, count, side=side, clock=clock)
             samples.append(("encode", [float(count), float(family.num_pixels((side, side)))], seconds))
     return samples
-
-
-def _encode_row(work: Sequence[float]) -> list[float]:
-    count, pixels = work
-    return [1.0, count, count * pixels, count * pixels * pixels]
 
 
 def _steps(
@@ -303,74 +278,3 @@ def _link(samples: Sequence[Sample]) -> tuple[float, float]:
 
 def _mooncake() -> Transport:
     return MooncakeTransport(MooncakeOptions(host="127.0.0.1", protocol="tcp"))
-
-
-def _dot(parts: Sequence[float], row: Sequence[float]) -> float:
-    return sum(part * value for part, value in zip(parts, row, strict=True))
-
-
-def _residual(samples: Sequence[Sample], predict: Callable[[list[float]], float]) -> Residual:
-    errors = sorted(abs(predict(work) / seconds - 1) for _, work, seconds in samples)
-    return Residual(
-        num_samples=len(errors),
-        median=errors[len(errors) // 2],
-        p90=errors[int(0.9 * (len(errors) - 1))],
-        worst=errors[-1],
-    )
-
-
-def advice(result: Profile, model: str, out: Path) -> list[str]:
-    """Sentences below a profile that lies in ``out``: how far it can be trusted, and how to plan with it."""
-    said = [f"Wrote {out}."]
-    poor = [f"{stage} by {one.median:.0%}" for stage, one in result.residuals.items() if one.median > POOR]
-    if poor:
-        said.append(
-            f"The fit misses half of the measurements of {', '.join(poor)} or more: something else ran on the "
-            "machine, or the device changed its speed. Measure again while it is quiet."
-        )
-    pool = f"{{device: {result.device}, count: 1, profile: {out.resolve()}}}"
-    said.append(
-        f"To plan with it, write into devices.yaml 'model: {model}' and, below 'pools:', '- {pool}' with the "
-        f"number of your devices{_a_cpu(result)}. Then: "
-        "epd-serve plan --workload sharegpt4o-like --rate 2 --devices devices.yaml"
-    )
-    return said
-
-
-def _a_cpu(result: Profile) -> str:
-    threads = f"{result.threads} threads" if result.threads > 1 else "one thread"
-    return (
-        f" (of a CPU: how many instances of {threads} have cores of their own)" if result.device == "cpu" else ""
-    )
-
-
-def show_profile(result: Profile, console: Console) -> None:
-    """Show how well the fits agree with the measurements, and what requests take besides their stages."""
-    table = Table(
-        "stage", "samples", "median error", "90 %", "worst", title=f"{result.model} on {result.description}"
-    )
-    for stage, residual in result.residuals.items():
-        errors = (f"{value:.0%}" for value in (residual.median, residual.p90, residual.worst))
-        table.add_row(stage, str(residual.num_samples), *errors)
-    console.print(table)
-    besides = {
-        "request": result.request_s,
-        "image": result.image_s,
-        "megapixel": 1e6 * result.image_pixel_s,
-        "KV elsewhere": result.split_s,
-        "1000 tokens' KV": 1e3 * result.split_token_s,
-        "feature from elsewhere": result.feature_s,
-        "hand-over to decode": result.hand_over_s,
-        "sequence of a step": result.stream_s,
-    }
-    if any(besides.values()):
-        rest = Table("besides the stages, for each", "ms")
-        for name, seconds in besides.items():
-            rest.add_row(name, f"{1e3 * seconds:.2f}")
-        console.print(rest)
-    if result.interference_within:
-        beside = Table("stage", "takes longer beside", "in another process", "in the same one")
-        for pair in sorted({*result.interference, *result.interference_within}):
-            known = (pairs.get(pair) for pairs in (result.interference, result.interference_within))
-            beside.add_row(*pair.split("/"), *("-" if more is None else f"{more:.0%}" for more in known))
-        console.print(beside)

@@ -75,19 +75,21 @@ def with_overheads(
     with _asked("EPD", options, progress) as ask:
         whole, _ = _measure(ask, has_images, options.num_requests)
         together = [(1, whole["text"])]
-        together += [(count, ask(_text(TEXT, 4 * NUM_OUTPUT), 2 * count, f"closed:{count}")) for count in TOGETHER]
+        together += [
+            (count, ask(text_load(TEXT, 4 * NUM_OUTPUT), 2 * count, f"closed:{count}")) for count in TOGETHER
+        ]
     line = "E-P-D" if has_images else "P-D"
     with _asked(line, options, progress) as ask:
         apart, apart_cpu = _measure(ask, has_images, options.num_requests)
         with ask.busy(_STREAMS):
             beside_d, _ = _measure(ask, has_images, options.num_requests)
             with ask.busy(_LOADS["P"]):
-                crowded = ask(_image(SIDES[1]), options.num_requests) if has_images else []
+                crowded = ask(image_load(SIDES[1]), options.num_requests) if has_images else []
         beside: dict[str, tuple[list[Record], float]] = {}
         for stage, load in _LOADS.items():
             if has_images or stage != "E":
                 with ask.busy(load), ask.occupied(stage) as share:
-                    records = ask(_text(TEXT, 2 * NUM_OUTPUT), options.num_requests)
+                    records = ask(text_load(TEXT, 2 * NUM_OUTPUT), options.num_requests)
                 beside[stage] = records, share()
     request_s = max(_beyond(whole["text"], profile, 0), 0.0)
     known = msgspec.structs.replace(profile, request_s=request_s)
@@ -133,7 +135,7 @@ def with_overheads(
 
 def _crowding_within(options: OverheadOptions, progress: Callable[[str], None]) -> float:
     """The crowding of E beside P in one instance, while D has a part of the cores for itself."""
-    image = _image(SIDES[1])
+    image = image_load(SIDES[1])
     with _asked("EP-D", options, progress) as ask:
         alone_s = _encode_s(ask(image, options.num_requests))
         with ask.busy(_STREAMS), ask.busy(_LOADS["P"]):
@@ -146,10 +148,10 @@ def _crowding_within(options: OverheadOptions, progress: Callable[[str], None]) 
 _Measured = dict[str, list[Record]]
 
 
-def _measure(ask: _Asker, has_images: bool, count: int) -> tuple[_Measured, list[Spent]]:
-    asked = {"text": _text(TEXT), "long": _text(LONG_TEXT)}
+def _measure(ask: Asker, has_images: bool, count: int) -> tuple[_Measured, list[Spent]]:
+    asked = {"text": text_load(TEXT), "long": text_load(LONG_TEXT)}
     if has_images:
-        asked |= {f"{side}": _image(side) for side in SIDES}
+        asked |= {f"{side}": image_load(side) for side in SIDES}
     found: _Measured = {}
     spent: list[Spent] = []
     for name, workload in asked.items():
@@ -180,12 +182,12 @@ def _talk(
     )
 
 
-def _text(num_tokens: int, num_output: int = NUM_OUTPUT, images: int = 0) -> str:
+def text_load(num_tokens: int, num_output: int = NUM_OUTPUT, images: int = 0) -> str:
     return f"synthetic,text_tokens={num_tokens},output_tokens={num_output},image_share={images}"
 
 
-def _image(side: int, num_output: int = NUM_OUTPUT) -> str:
-    return f"{_text(TEXT, num_output, images=1)},image_size={side}x{side}"
+def image_load(side: int, num_output: int = NUM_OUTPUT) -> str:
+    return f"{text_load(TEXT, num_output, images=1)},image_size={side}x{side}"
 
 
 _MOONCAKE = {
@@ -195,10 +197,10 @@ _MOONCAKE = {
 }
 #: What keeps a stage of E-P-D busy, one request after the other, and how many of them.
 _LOADS = {
-    "P": (_text(900, 1), 400),
-    "E": (_image(SIDES[1], 1), 80),
+    "P": (text_load(900, 1), 400),
+    "E": (image_load(SIDES[1], 1), 80),
 }
-_STREAMS = _text(TEXT, 512), 100
+_STREAMS = text_load(TEXT, 512), 100
 _STAGE_SECONDS = {"E": "encode", "P": "prefill"}
 #: Where a stage is said to have had less to do, it was not what the other one was measured beside.
 _LEAST_SHARE = 0.2
@@ -208,13 +210,14 @@ _RUNNING = re.compile(r"^epd_serve_in_flight_calls\{[^}]*\} (\d+)", re.MULTILINE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Asker:
-    """A client of a deployment that is up."""
+class Asker:
+    """A client of a deployment that is up, whose ``topology`` is told of to people."""
 
     topology: str
     url: str
     folder: Path
     progress: Callable[[str], None]
+    model: str = "profile"
     #: Each measurement has its own, so that no picture and no prompt is in a cache from an earlier one.
     seeds: Iterator[int] = field(default_factory=itertools.count)
     runs: list[RunDirectory] = field(default_factory=list)
@@ -222,10 +225,10 @@ class _Asker:
     def __call__(self, workload: str, count: int, arrivals: str = "closed:1") -> list[Record]:
         """``count`` requests of a workload. Raises ValueError unless all are answered."""
         self.progress(f"{self.topology}: {workload}, {arrivals}")
-        session = Session(console=Console(file=StringIO()))
+        session = Session(console=Console(file=StringIO()), api_key=os.environ.get("OPENAI_API_KEY") or None)
         settings = RunSettings(
             base_url=self.url,
-            model="profile",
+            model=self.model,
             workload=workload,
             num_requests=count,
             seed=next(self.seeds),
@@ -245,7 +248,7 @@ class _Asker:
     def busy(self, load: tuple[str, int]) -> Iterator[None]:
         """Let another client send requests too, one after the other, inside the block."""
         workload, count = load
-        command = [sys.executable, "-m", "epd_serve.cli", "bench", "--base-url", self.url, "--model", "profile"]
+        command = [sys.executable, "-m", "epd_serve.cli", "bench", "--base-url", self.url, "--model", self.model]
         command += ["--workload", workload, "--arrivals", "closed:1", "--num-requests", str(count), "--no-report"]
         command += ["--work-dir", tempfile.mkdtemp(dir=self.folder), "--warmups", "0"]
         command += ["--seed", str(next(self.seeds))]
@@ -295,7 +298,7 @@ class _Asker:
 @contextmanager
 def _asked(
     topology: str, options: OverheadOptions, progress: Callable[[str], None], changes: dict[str, Any] | None = None
-) -> Iterator[_Asker]:
+) -> Iterator[Asker]:
     on_one = options.device != "cpu" and topology != "EPD"
     deployment = {
         "topology": f"({topology})" if on_one else topology,
@@ -311,7 +314,7 @@ def _asked(
         progress(f"{topology}: starting")
         candidate = Candidate(file=Path(folder) / "deployment.yaml", label=topology, config=config)
         with deployed(candidate, Path(folder) / "up.log") as url:
-            yield _Asker(topology=topology, url=url, folder=Path(folder), progress=progress)
+            yield Asker(topology=topology, url=url, folder=Path(folder), progress=progress)
 
 
 def _beyond(records: Sequence[Record], profile: Profile, side: int, *, is_split: bool = False) -> float:

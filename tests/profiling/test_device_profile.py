@@ -14,7 +14,7 @@ from epd_serve.config.schema import model_path
 from epd_serve.cost.profile import DecodeLine, Profile, Residual
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import KNOWN_SHAPES, shape_of
-from epd_serve.profiling import device_profile
+from epd_serve.profiling import device_profile, fits
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -71,7 +71,7 @@ def test_a_poor_fit_is_said(tmp_path: Path) -> None:
     profile = analytic_profile(KNOWN_SHAPES["qwen2-vl-7b"], DEVICE_SPECS["h100"])
     good, poor = (Residual(num_samples=9, median=median, p90=0.3, worst=0.4) for median in (0.1, 0.2))
     residuals = {"encode": good, "decode": poor}
-    wrote, missed, plan = device_profile.advice(
+    wrote, missed, plan = fits.advice(
         msgspec.structs.replace(profile, residuals=residuals), "qwen2-vl-7b", tmp_path / "h100.json"
     )
     assert wrote == f"Wrote {tmp_path / 'h100.json'}."
@@ -82,12 +82,12 @@ def test_a_poor_fit_is_said(tmp_path: Path) -> None:
 def test_each_number_of_decodes_is_fitted_by_itself() -> None:
     """The first ones cost most: a straight line from 1 to 32 would have 4 of them 12 % too short."""
     known = {1: 0.0047, 4: 0.0068, 16: 0.0111, 32: 0.0145}
-    samples: list[device_profile.Sample] = [
+    samples: list[fits.Sample] = [
         ("decode", [size, size, size * context, 0], base_s + 1.6e-6 * size * context)
         for size, base_s in known.items()
         for context in (32, 256, 1024)
     ]
-    lines = device_profile.decode_lines(samples)
+    lines = fits.decode_lines(samples)
     assert [line.num_sequences for line in lines] == list(known)
     analytic = analytic_profile(shape_of("llava-1.5-7b"), DEVICE_SPECS["a100"])
     profile = msgspec.structs.replace(analytic, decode=lines)

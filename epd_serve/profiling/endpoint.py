@@ -1,0 +1,188 @@
+"""A profile of a vLLM server that is up, taken over HTTP, where this process cannot see the steps themselves.
+
+Prompts one at a time tell what a prefill costs, answers side by side what a decode step costs, pictures what an
+encode costs; the last includes the host's preparation of them. The server should have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.error import URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+import msgspec
+
+from device.datasheets import DEVICE_SPECS
+from epd_serve import __version__
+from epd_serve.backends.vllm_server import read_figures
+from epd_serve.bench.types import Record
+from epd_serve.cost.least_squares import fit_relative
+from epd_serve.cost.profile import Line, Profile
+from epd_serve.cost.roofline import analytic_profile
+from epd_serve.cost.shape import shape_of
+from epd_serve.profiling.fits import Sample, decode_lines, encode_line, encode_s, residual
+from epd_serve.profiling.overheads import Asker, image_load, text_load
+
+#: Tokens of prompts; answers side by side, and the tokens of their prompts; square images, and those of a request.
+PROMPTS = (32, 128, 512, 1024, 2048)
+DECODES, CONTEXTS = (1, 2, 4, 8, 16, 32), (32, 1024)
+SIDES, IMAGES = (224, 448, 896), (1, 2)
+NUM_REQUESTS = 8
+_PROMPT_OUTPUT, _DECODE_OUTPUT = 8, 48
+#: Tokens that a chat template may add, and words may miss their number by.
+_MARGIN = 64
+#: Seconds below which the first token's are not to be told from the rest of a request.
+_LEAST_S = 1e-5
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndpointOptions:
+    """``model``: whose sizes count; ``device``: the device of the server, as devices.yaml will name it."""
+
+    url: str
+    model: str
+    device: str
+    tensor_parallel: int = 1
+
+
+def profile_endpoint(options: EndpointOptions, progress: Callable[[str], None] = lambda text: None) -> Profile:
+    """Measure a server and fit. Raises ValueError for a server that does not answer, or is not vLLM."""
+    shape, server = shape_of(options.model), _Server.meet(options.url)
+    with tempfile.TemporaryDirectory(prefix="epd-serve-profile-") as folder:
+        ask = Asker(
+            topology=options.url, url=options.url, folder=Path(folder), progress=progress, model=server.model
+        )
+        prompts = [
+            ask(text_load(count, _PROMPT_OUTPUT), NUM_REQUESTS)
+            for count in PROMPTS
+            if count + _PROMPT_OUTPUT + _MARGIN <= server.max_model_len
+        ]
+        decodes = [
+            (count, ask(text_load(context, _DECODE_OUTPUT), count, f"closed:{count}"))
+            for count in DECODES
+            for context in CONTEXTS
+            if context + _DECODE_OUTPUT + _MARGIN <= server.max_model_len
+            and count * (context + _DECODE_OUTPUT + _MARGIN) <= server.num_tokens
+        ]
+        pictures = [
+            (side, count, ask(f"{image_load(side, _PROMPT_OUTPUT)},images={count}", NUM_REQUESTS))
+            for side in (SIDES if shape.vision is not None else ())
+            for count in IMAGES
+        ]
+    steps = [_decode_sample(count, records) for count, records in decodes]
+    tokens, ttft_s = zip(*(_first_token(records) for records in prompts), strict=True)
+    request_s = max(ttft_s[0] - min(seconds for _, work, seconds in steps if work[1] == 1), 0.0)
+    prefills: list[Sample] = [
+        ("prefill", [count, 1.0, 0.0, count**2], max(seconds - request_s, _LEAST_S))
+        for count, seconds in zip(tokens, ttft_s, strict=True)
+    ]
+    known = analytic_profile(shape, next(iter(DEVICE_SPECS.values())), options.tensor_parallel)
+    sheet = DEVICE_SPECS.get(options.device.split(":")[0])
+    known = msgspec.structs.replace(
+        known,
+        kind="measured",
+        device=options.device.split(":")[0],
+        description=f"vLLM {server.version} at {options.url}, over HTTP",
+        software={"epd-serve": __version__, "vllm": server.version},
+        dtype="float32" if shape.value_bytes == 4 else "bfloat16",
+        step=(_step_line(prefills, steps),),
+        decode=decode_lines(steps),
+        encode=(),
+        compute_share=1.0,
+        bandwidth_share=1.0,
+        request_s=request_s,
+        memory_bytes=server.num_tokens * shape.kv_token_bytes + known.language_bytes + known.tower_bytes,
+    )
+    if sheet is not None:
+        known = msgspec.structs.replace(known, link_bytes_per_s=sheet.link_bytes_per_s)
+    encodes = [_encode_sample(side, count, records, known) for side, count, records in pictures]
+    if encodes:
+        known = msgspec.structs.replace(known, encode=(encode_line(encodes),))
+    residuals = {"encode": residual(encodes, lambda work: encode_s(known, work))} if encodes else {}
+    residuals |= {some[0][0]: residual(some, lambda work: known.step_s(*work)) for some in (prefills, steps)}
+    return msgspec.structs.replace(known, residuals=residuals, samples=[*encodes, *prefills, *steps])
+
+
+def _first_token(records: Sequence[Record]) -> tuple[float, float]:
+    """The tokens of the prompt, and the seconds to its first token; medians."""
+    return median(one.num_prompt_tokens or 1 for one in records), median(one.ttft_s or 0.0 for one in records)
+
+
+def _decode_sample(count: int, records: Sequence[Record]) -> Sample:
+    gap_s = median(_step_s(one) for one in records)
+    context = median((one.num_prompt_tokens or 1) + one.num_output_tokens / 2 for one in records)
+    return "decode", [float(count), float(count), count * context, 0.0], max(gap_s, _LEAST_S)
+
+
+def _step_s(record: Record) -> float:
+    """The mean over the second half of an answer: all begin together, and hold no prefills any more.
+
+    An event may carry several tokens.
+    """
+    times_s = record.token_times_s[len(record.token_times_s) // 2 :]
+    num_tokens = (len(times_s) - 1) * record.num_output_tokens / len(record.token_times_s)
+    return (times_s[-1] - times_s[0]) / num_tokens
+
+
+def _encode_sample(side: int, count: int, records: Sequence[Record], profile: Profile) -> Sample:
+    """The time to the first token beyond those of the request and of its prompt."""
+    tokens, ttft_s = _first_token(records)
+    rest_s = profile.request_s + profile.step_s(tokens, 1, 0, tokens**2)
+    pixels = float(profile.seen([side * side])[0])
+    return "encode", [float(count), pixels], max(ttft_s - rest_s, _LEAST_S)
+
+
+def _step_line(prefills: Sequence[Sample], decodes: Sequence[Sample]) -> Line:
+    """Of steps with prompts in them; decodes beside those cost what they do among themselves."""
+    base_s, token_s, pair_s = fit_relative(
+        [[1.0, work[0], work[3]] for _, work, _ in prefills], [seconds for *_, seconds in prefills]
+    )
+    _, sequence_s, context_s = fit_relative(
+        [[1.0, work[1], work[2]] for _, work, _ in decodes], [seconds for *_, seconds in decodes]
+    )
+    return Line(base_s=base_s, token_s=token_s, sequence_s=sequence_s, context_s=context_s, pair_s=pair_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Server:
+    """``num_tokens``: those that its KV has room for."""
+
+    model: str
+    version: str
+    max_model_len: int
+    num_tokens: int
+
+    @classmethod
+    def meet(cls, url: str) -> _Server:
+        card = json.loads(_page(url, "/v1/models"))["data"][0]
+        figures = read_figures(_page(url, "/metrics"))
+        if not figures.num_blocks:
+            raise ValueError(
+                f"{url}/metrics says nothing of vllm:cache_config_info: --endpoint is the address of a vLLM "
+                "server; native instances are profiled without it"
+            )
+        return cls(
+            model=card["id"],
+            version=json.loads(_page(url, "/version"))["version"],
+            max_model_len=card.get("max_model_len") or 1 << 31,
+            num_tokens=figures.num_blocks * figures.block_size,
+        )
+
+
+def _page(url: str, path: str) -> str:
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        with build_opener(ProxyHandler({})).open(Request(url + path, headers=headers), timeout=_TIMEOUT_S) as page:
+            text: Any = page.read()
+    except (URLError, ValueError, OSError) as error:
+        raise ValueError(f"--endpoint {url}: {path}: {getattr(error, 'reason', error)}") from error
+    return str(text, "utf-8", "replace")
