@@ -18,30 +18,32 @@ Each run is in the output when it is done, and is not made again: called again, 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from PIL import Image
 from rich.console import Console
 
 from benchmarks.common import argument_parser, host_busy, machine, slowed, typed, write
 from benchmarks.planner import kendall_tau
-from benchmarks.planner_measured import sim_requests
-from benchmarks.planner_runs import Asked, kept
 from epd_serve.bench.deployed import Candidate as Deployed
 from epd_serve.bench.deployed import deployed
+from epd_serve.bench.plan import take_items
 from epd_serve.bench.run_directory import new_directory
 from epd_serve.bench.session import Session
-from epd_serve.bench.types import RunSettings
+from epd_serve.bench.types import Item, Media, Record, RunSettings
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import load_config
 from epd_serve.cost.device_time import DeviceTime
+from epd_serve.cost.profile import Profile
 from epd_serve.plan.evaluate import TARGET, Evaluation, Evaluator, Goal
 from epd_serve.plan.explain import deployment_yaml
 from epd_serve.plan.pools import read_fleet
@@ -49,6 +51,7 @@ from epd_serve.plan.space import Candidate
 from epd_serve.sim.gateway import Job
 from epd_serve.sim.simulator import simulate
 from epd_serve.sim.traces import read_load
+from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 
 #: Up to this share of the bound a point counts as below saturation.
@@ -134,11 +137,38 @@ def figures(ttft_s: list[float], tpot_s: list[float], tokens: int, seconds: floa
     return {"ttft_s": fmean(ttft_s), "tpot_s": fmean(tpot_s), "throughput": tokens / seconds}
 
 
-def measured(requests: list[Asked]) -> dict[str, float]:
-    """Of requests that were answered."""
-    tokens = sum(one.num_output_tokens for one in requests)
-    seconds = max(one.finish_s for one in requests)
-    return figures([one.ttft_s for one in requests], [one.tpot_s for one in requests], tokens, seconds)
+def measured(answered: Sequence[Record]) -> dict[str, float]:
+    tokens = sum(one.num_output_tokens for one in answered)
+    seconds = max(one.finish_s for one in answered) - begin_of(answered)
+    return figures(
+        [one.ttft_s or 0.0 for one in answered], [one.tpot_s or 0.0 for one in answered], tokens, seconds
+    )
+
+
+def begin_of(records: Sequence[Record]) -> float:
+    return min(one.sent_s for one in records if one.sent_s is not None)
+
+
+def sim_requests(answered: Sequence[Record], items: Sequence[Item], profile: Profile) -> list[SimRequest]:
+    """The same requests for the simulator, in the order in which they were sent; no image comes twice."""
+    begin_s, found = begin_of(answered), []
+    for one in sorted(answered, key=lambda one: one.sent_s or 0.0):
+        pixels = num_pixels(items[one.index])
+        num_image_tokens = profile.image_tokens(pixels) if pixels else 0
+        found.append(
+            SimRequest(
+                at_s=(one.sent_s or 0.0) - begin_s,
+                images=((str(one.index), pixels),) if pixels else (),
+                num_text_tokens=max((one.num_prompt_tokens or 0) - num_image_tokens, 1),
+                num_output_tokens=one.num_output_tokens,
+            )
+        )
+    return found
+
+
+def num_pixels(item: Item) -> int:
+    media = [part for message in item.messages for part in message.parts if isinstance(part, Media)]
+    return sum(math.prod(Image.open(io.BytesIO(one.data)).size) for one in media)
 
 
 def simulated(jobs: list[Job]) -> dict[str, float]:
@@ -168,20 +198,23 @@ def one_run(
     )
     host_busy()
     path = new_directory(directory / "runs")
-    found, _ = Session(console=Console(stderr=True)).begin(path, settings, load_workload(cell.workload))
-    busy = host_busy()
-    if len(found.records()) < settings.num_requests:
+    workload = load_workload(cell.workload)
+    found, _ = Session(console=Console(stderr=True)).begin(path, settings, workload)
+    busy, records = host_busy(), found.records()
+    if len(records) < settings.num_requests:
         raise SystemExit("interrupted; what is done is kept")
-    run = kept(found, cell.topology)
-    outcome = simulate(judge.deployment(plan), sim_requests(run, judge.fleet.pools[0].profile(1)))
-    answered = [one for one in run.requests if one.num_output_tokens]
+    answered = [one for one in records if one.succeeded]
+    items = take_items(workload, settings.num_requests, settings.seed)
+    requests = sim_requests(answered, items, judge.fleet.pools[0].profile(1))
+    outcome = simulate(judge.deployment(plan), requests)
     sides = {"measured": measured(answered), "simulated": simulated(outcome.jobs)}
     ttft_s, tpot_s = judge.goal.ttft_s or math.inf, judge.goal.tpot_s or math.inf
+    num_good = sum((one.ttft_s or 0.0) <= ttft_s and (one.tpot_s or 0.0) <= tpot_s for one in answered)
     return {
         "rate": rate,
         "below_saturation": rate <= BELOW * judge.bound(plan).rate,
-        "failed": len(run.requests) - len(answered),
-        "attained": sum(one.ttft_s <= ttft_s and one.tpot_s <= tpot_s for one in answered) / len(run.requests),
+        "failed": len(records) - len(answered),
+        "attained": num_good / len(records),
         "host_busy": busy,
         **sides,
         "error": {name: sides["simulated"][name] / value - 1 for name, value in sides["measured"].items()},

@@ -1,10 +1,9 @@
 """The planner against the papers and against the clock.
 
-    python -m benchmarks.planner speed                      # 100,000 requests on 64 instances
-    python -m benchmarks.planner papers                     # EPD-Serve's table 5 and figure 17
-    python -m benchmarks.planner search [--cells N]         # TriInfer's section 5.4, 15 cells
+python -m benchmarks.planner speed                      # 100,000 requests on 64 instances
+python -m benchmarks.planner papers                     # EPD-Serve's table 5 and figure 17
+python -m benchmarks.planner search [--cells N]         # TriInfer's section 5.4, 15 cells
 
-Against own runs: ``benchmarks.planner_runs`` measures them, ``benchmarks.planner_measured`` simulates them again.
 """
 
 from __future__ import annotations
