@@ -11,6 +11,7 @@ needs torch, triton, transformers, pytest and hypothesis, no model and no networ
   SDPA (cuDNN, flash, efficient) and varlen calls, and right;
 * ``vision``: a tower's attention with heads of 64, 72 and 80;
 * ``layers``: norms, rotation and SwiGLU against plain torch;
+* ``sample``: draws from 152,000 tokens, 64 and 256 rows, against a sorted vocabulary; at most 1 ms;
 * ``model``: a decode step of Qwen2.5-VL-7B's shape, random weights, as a CUDA graph: equal to eager, timed;
 * ``engine``: encode, prefill, decode and two streams of Qwen2.5-VL-7B's and Qwen3-VL-8B's shapes, random weights
   (``benchmarks.engine_gpu``; needs 40 GiB of disk and 30 GiB of GPU memory);
@@ -35,7 +36,7 @@ import torch
 
 from benchmarks.common import ROOT, argument_parser, write
 
-PARTS = ("tests", "write", "decode", "prefill", "vision", "layers", "model", "engine", "tune")
+PARTS = ("tests", "write", "decode", "prefill", "vision", "layers", "sample", "model", "engine", "tune")
 # On a GPU machine plugins of the full test environment may be missing, and libraries warn of this and that.
 PYTEST = ("--noconftest", "-q", "--tb=short", "-W", "default", "-p", "no:cacheprovider")
 
@@ -59,7 +60,7 @@ def main() -> int:
 
 def measure(name: str, parts: tuple[str, ...] | list[str]) -> tuple[dict[str, Any], bool]:
     """The result file's content, and whether all tests and targets passed."""
-    from benchmarks import engine_gpu, gpu_attention, gpu_memory, gpu_model, gpu_timing
+    from benchmarks import engine_gpu, gpu_attention, gpu_memory, gpu_model, gpu_sampling, gpu_timing
     from device.registry import get_device
 
     device = get_device("cuda:0")
@@ -83,6 +84,7 @@ def measure(name: str, parts: tuple[str, ...] | list[str]) -> tuple[dict[str, An
         "prefill": lambda: gpu_attention.measure_prefill(device),
         "vision": lambda: (gpu_attention.measure_vision(device), []),
         "layers": lambda: (gpu_model.measure_layers(device), []),
+        "sample": lambda: gpu_sampling.measure_sampling(device),
         "model": lambda: gpu_model.measure_model(device, copy_gb_s),
         "engine": lambda: (engine_gpu.measure_engine(device, result["ceilings"]), []),
         "tune": lambda: (gpu_memory.tune_decode(device, copy_gb_s), []),

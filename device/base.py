@@ -65,6 +65,22 @@ class AttentionPlan:
     meta: AttnMeta
 
 
+class Draw(Protocol):
+    """Draws a token for each row without sorting the vocabulary."""
+
+    def __call__(self, scores: Tensor, counters: Tensor, limits: Tensor) -> Tensor:
+        """Tokens [N] int64 from scores [N, V] float32.
+
+        A row with a NaN gives the place of its first one; one that is minus infinity throughout gives 0.
+
+        Args:
+            counters: [N, 3] int64: seed, choice and position of each row's random numbers (Philox 4x64-10).
+            limits: [N, 4] float32: temperature, min_p, top_p and top_k (0: none). Top-p is a share of what the
+                others leave.
+        """
+        ...
+
+
 class AttentionOps(Protocol):
     """The operators of a transformer over a paged KV cache. T tokens (0 is possible), H heads of dimension D.
 
@@ -154,6 +170,11 @@ class AttentionOps(Protocol):
 
         Minus infinity is an entry like any other; NaN is none.
         """
+        ...
+
+    @property
+    def draw(self) -> Draw | None:
+        """None where there is no such operator."""
         ...
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta, DeviceUnavailable
+from device.base import AttentionPlan, AttnMeta, DeviceUnavailable, Draw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +110,8 @@ class AscendOps:
     A captured decode step needs nothing more: torch_npu records the attention calls while it captures
     (:mod:`device.ascend_graph`), and the decode call takes its lengths under ``attention.context_lens``.
     """
+
+    draw: Draw | None = None
 
     def __init__(self, *, layout: Layout = "TND", attention: FusedAttention | None = None) -> None:
         """``attention``: what :func:`choose_attention` finds unless given."""

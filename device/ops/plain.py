@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta
+from device.base import AttentionPlan, AttnMeta, Draw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,7 @@ class PlainOps:
     """Fills the AttentionOps protocol with torch's own operators."""
 
     name = "plain torch"
+    draw: Draw | None = None
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> PlainPlan:
         decode_mask = None

@@ -11,13 +11,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta
+from device.base import AttentionPlan, AttnMeta, Draw
 
 
 class ReferenceOps:
     """Fills the AttentionOps protocol; slow on purpose."""
 
     name = "reference"
+    draw: Draw | None = None
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan:
         return AttentionPlan(meta=meta)

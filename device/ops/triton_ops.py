@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from device.base import AttentionPlan, AttnMeta
-from device.ops import triton_decode, triton_layers, triton_write
+from device.ops import triton_decode, triton_layers, triton_sample, triton_write
 from device.ops.cuda import CudaOps, CudaPlan
 from device.ops.varlen import Varlen
 
@@ -17,6 +17,8 @@ class TritonOps(CudaOps):
     Args:
         cores: multiprocessors of the GPU; the decode kernel spreads its work over them.
     """
+
+    draw = staticmethod(triton_sample.draw)
 
     def __init__(self, cores: int, varlen: Varlen | None) -> None:
         super().__init__(varlen)

@@ -4,8 +4,9 @@ The random numbers of a token depend on (seed, choice index, position in the out
 moves between instances goes on as if it had stayed. Temperature, min-p, top-k and top-p come in vLLM's order.
 
 Top-p keeps a token if all likelier ones together have less than that share; so it keeps equals together. On a
-CPU no vocabulary is sorted: a draw from the whole distribution is thrown away where top-p does not keep it, and
-with it all that is no likelier; the next draw is among the rest. That takes about 1 - ln(top_p) draws.
+CPU, and where the device has an operator for it, no vocabulary is sorted: a draw from the whole distribution is
+thrown away where top-p does not keep it, and with it all that is no likelier; the next draw is among the rest.
+That takes about 1 - ln(top_p) draws.
 """
 
 from __future__ import annotations
@@ -55,10 +56,15 @@ class Row:
     def sampling(self) -> SamplingParams:
         return self.sequence.sampling
 
+    @property
+    def counters(self) -> tuple[int, int, int]:
+        """What the token's random numbers go by: seed, choice and position in the output."""
+        return self.sampling.seed, self.sampling.first_choice + self.index, len(self.sequence.output_ids) + 1
+
     def uniform(self, attempt: int = 0) -> float:
         """The token's random number in [0, 1), by Philox 4x64-10; another one for each attempt."""
-        key_0, key_1 = self.sampling.seed & _WORD, self.sampling.first_choice + self.index
-        first, second, third, fourth = len(self.sequence.output_ids) + 1, attempt, 0, 0
+        seed, key_1, first = self.counters
+        key_0, second, third, fourth = seed & _WORD, attempt, 0, 0
         for _ in range(10):
             left, right = 0xD2E7_470E_E14C_6C93 * first, 0xCA5A_8263_9512_1157 * third
             first, second = (right >> 64) ^ second ^ key_0, right & _WORD
@@ -270,11 +276,19 @@ class Sampler:
         if row.sampling.greedy:
             return self._argmax
         if device_type != "cpu":
-            return draw
+            return draw if self._ops.draw is None else self._draw_unsorted
         return draw_from_largest if row.sampling.top_k else self._draw_rows
 
     def _argmax(self, scores: Tensor, rows: list[Row]) -> Tensor:
         return self._ops.argmax(scores)
+
+    def _draw_unsorted(self, scores: Tensor, rows: list[Row]) -> Tensor:
+        assert self._ops.draw is not None
+        counters = np.array([row.counters for row in rows], dtype=np.uint64).view(np.int64)
+        limits = [(p.temperature, p.min_p, p.top_p, p.top_k) for p in (row.sampling for row in rows)]
+        numbers = torch.from_numpy(counters), torch.tensor(limits, dtype=torch.float32)
+        numbers[1][:, 0].clamp_(min=_MIN_TEMPERATURE)
+        return self._ops.draw(scores, *(to_device(one, scores.device) for one in numbers))
 
     def _draw_rows(self, scores: Tensor | list[Tensor], rows: list[Row]) -> Tensor:
         if self._drawer is None or self._drawer.width != len(scores[0]):

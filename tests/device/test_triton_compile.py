@@ -83,7 +83,7 @@ def test_decode_loads_sixteen_bytes_a_thread_asynchronously(compiled: dict[str, 
 
 
 @pytest.mark.parametrize(
-    "case", ["write", "write many", "rms_norm", "add_rms_norm", "head norm", "rotate", "swiglu"]
+    "case", ["write", "write many", "rms_norm", "add_rms_norm", "head norm", "rotate", "swiglu", "draw"]
 )
 def test_small_kernels_load_and_store_widely(compiled: dict[str, Any], case: str) -> None:
     for kernel in compiled[case]:
@@ -154,7 +154,7 @@ def _inspect(cubin: bytes) -> dict[str, Any]:
 
 
 def _main() -> None:
-    from device.ops import triton_decode, triton_layers, triton_write
+    from device.ops import triton_decode, triton_layers, triton_sample, triton_write
 
     results: dict[str, Any] = {}
     for name, (dtype, cached, head_dim, group, block_size) in DECODE_CASES.items():
@@ -182,6 +182,9 @@ def _main() -> None:
     results["rotate"] = _compile_launches(lambda: triton_layers.rotate(fused[:64, :28], tables, tables))
     gate_up = torch.empty(64, 2 * 18944, dtype=torch.bfloat16)
     results["swiglu"] = _compile_launches(lambda: triton_layers.swiglu(gate_up))
+    scores = torch.empty(64, 151936)
+    counters, limits = torch.zeros(64, 3, dtype=torch.int64), torch.ones(64, 4)
+    results["draw"] = _compile_launches(lambda: triton_sample.draw(scores, counters, limits))
     print(json.dumps(results))
 
 
