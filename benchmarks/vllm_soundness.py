@@ -4,7 +4,7 @@ The built-in model in float32. 24 requests (words and pictures, greedy and sampl
 stop strings, structured output) are asked whole and streamed, 4 and 24 at a time, beginning with the first that
 the deployment gets; an answer other than that of a vLLM alone counts as a mismatch. Then storms of 100 streams
 that are cancelled at random moments, and how long after each an instance has a request or a block. Then nothing
-for a while.
+for a while. Then bursts of pictures, all at once, and kills of an instance of each role with streams under way.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ PASSES = [(stream, concurrency) for concurrency in (4, 24) for stream in (False,
 COMMAND = "python -m benchmarks.vllm_soundness --vllm-python PYTHON"
 MODEL = "benchmark"
 STORM_SIZE = 100
+BURSTS = (200, 500)
+#: Of a burst's answers so many are asked again, one at a time.
+CHECKED = 20
+#: Streams under way when an instance is killed, seconds after they began, and seconds for it to come back.
+NUM_STREAMS, KILL_AFTER_S, BACK_S = 12, 1.0, 600.0
 INSTANCES: dict[str, Any] = {
     "base_port": 0,
     "threads": 1,
@@ -169,6 +174,87 @@ async def storm(deployment: LocalDeployment, bodies: list[dict[str, Any]], seed:
     return time.monotonic() - ended
 
 
+async def burst(url: str, size: int) -> dict[str, Any]:
+    """As many requests at once, each with a picture of its own. What is refused clearly is not lost."""
+    bodies = [chat("Describe it.", data_url(noise(size + seed, 96, 96))) for seed in range(size)]
+    began = time.monotonic()
+    answers = await ask_all(url, bodies, stream=False, concurrency=size)
+    took_s = time.monotonic() - began
+    errors = [str(one) for one in answers if isinstance(one, Exception)]
+    again = await ask_all(url, bodies[:CHECKED], stream=False, concurrency=1)
+    return {
+        "size": size,
+        "answered": size - len(errors),
+        "refused": sum("overloaded" in one for one in errors),
+        "lost": [one[:200] for one in errors if "overloaded" not in one],
+        "wrong": sum(
+            not isinstance(one, Exception) and not isinstance(other, Exception) and not same(one, other)
+            for one, other in zip(answers, again, strict=False)
+        ),
+        "took_s": round(took_s, 1),
+    }
+
+
+async def kill(deployment: LocalDeployment, name: str) -> dict[str, Any]:
+    """Kill an instance under streams; what their clients see, and seconds until it serves again."""
+    url = deployment.gateway_url
+    bodies = [
+        chat("Describe it.", data_url(noise(9000 + seed, 96, 96)), max_tokens=300, ignore_eos=True)
+        for seed in range(NUM_STREAMS)
+    ]
+    expected = await ask_all(url, bodies, stream=True, concurrency=NUM_STREAMS)
+    [killed] = [one for one in deployment.processes if one.spec.name == name]
+    root = psutil.Process(killed.pid)
+    victims = [root, *root.children(recursive=True)]
+    ended_s: list[float] = []
+
+    async def watched(client: httpx.AsyncClient, body: dict[str, Any]) -> list[Answer] | Exception:
+        try:
+            return await ask(client, url, body, stream=True)
+        except (RuntimeError, httpx.HTTPError) as error:
+            return error
+        finally:
+            ended_s.append(time.monotonic())
+
+    async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
+        under_way = [asyncio.create_task(watched(client, body)) for body in bodies]
+        await asyncio.sleep(KILL_AFTER_S)
+        at_s, num_ended = time.monotonic(), len(ended_s)
+        for one in victims:
+            one.kill()
+        answers = await asyncio.gather(*under_way)
+        failed = [str(one)[:200] for one in answers if isinstance(one, Exception)]
+        while True:
+            now = [one.pid for one in deployment.processes if one.spec.name == name]
+            try:
+                is_back = now != [root.pid] and (
+                    (await client.get(f"{deployment.instances[name].url}/health", timeout=5)).status_code == 200
+                )
+            except httpx.HTTPError:
+                is_back = False
+            if is_back or time.monotonic() - at_s > BACK_S:
+                break
+            await asyncio.sleep(0.5)
+        back_s = time.monotonic() - at_s
+    again = await ask_all(url, bodies, stream=True, concurrency=NUM_STREAMS)
+    return {
+        "instance": name,
+        "ended_before": num_ended,
+        "right": sum(
+            not isinstance(one, Exception) and not isinstance(other, Exception) and same(one, other)
+            for one, other in zip(answers, expected, strict=True)
+        ),
+        "wrong": sum(
+            not isinstance(one, Exception) and not isinstance(other, Exception) and not same(one, other)
+            for one, other in zip(answers, expected, strict=True)
+        ),
+        "failed": failed,
+        "last_end_after_s": round(max(ended_s) - at_s, 2),
+        "back_after_s": round(back_s, 1),
+        "failed_afterwards": [str(one)[:200] for one in again if isinstance(one, Exception)],
+    }
+
+
 async def measure(
     topology: str,
     python: str,
@@ -176,6 +262,8 @@ async def measure(
     expected: list[list[Answer]] | None,
     storms: int,
     idle_s: float,
+    bursts: list[int],
+    killed: list[str],
 ) -> tuple[dict[str, Any], list[list[Answer]]]:
     """``expected`` are the answers of a vLLM alone; None: this one's instance gives them."""
     start = time.monotonic()
@@ -231,6 +319,8 @@ async def measure(
         row["memory_gb"] = {
             name: round(sum(one.memory_full_info().pss for one in ones) / 1e9, 2) for name, ones in running.items()
         }
+        row["bursts"] = [await burst(deployment.gateway_url, size) for size in bursts]
+        row["kills"] = [await kill(deployment, name) for name in deployment.instances if name[:-1] in killed]
     row["took_s"] = round(time.monotonic() - start)
     return row, expected
 
@@ -241,7 +331,8 @@ def summary(row: dict[str, Any]) -> str:
     return (
         f"{row['topology']:6} ready {row['ready_s']} s, mismatches {wrong}, errors {failed}, "
         f"CPU-s a request {row['cpu_s_per_request']}, idle after storms {row['storms_idle_after_s']}, "
-        f"idle {row['idle_percent_of_a_core']}, memory {row['memory_gb']}"
+        f"idle {row['idle_percent_of_a_core']}, memory {row['memory_gb']}, "
+        f"bursts {row['bursts']}, kills {row['kills']}"
     )
 
 
@@ -259,7 +350,14 @@ async def run(arguments: argparse.Namespace) -> None:
         topologies = dict.fromkeys(("EPD", *topologies))  # the first says what is right
     for topology in topologies:
         row, expected = await measure(
-            topology, arguments.vllm_python, bodies, expected, arguments.storms, arguments.idle_s
+            topology,
+            arguments.vllm_python,
+            bodies,
+            expected,
+            arguments.storms,
+            arguments.idle_s,
+            arguments.bursts,
+            arguments.kills,
         )
         rows[topology] = row
         print(summary(row), flush=True)
@@ -283,6 +381,8 @@ def main() -> None:
         "--answers", type=Path, help="keeps the answers of vLLM alone, so that topologies can be run one at a time"
     )
     parser.add_argument("--storms", type=int, default=10)
+    parser.add_argument("--bursts", type=int, nargs="*", default=BURSTS, help="requests at once")
+    parser.add_argument("--kills", nargs="*", default=["e", "p", "d"], help="roles an instance of which is killed")
     parser.add_argument("--idle-s", type=float, default=60.0)
     parser.add_argument("--results", default="vllm-soundness-cpu.json", help="file name in benchmarks/results")
     arguments = parser.parse_args()
