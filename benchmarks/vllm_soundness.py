@@ -224,17 +224,10 @@ async def kill(deployment: LocalDeployment, name: str) -> dict[str, Any]:
             one.kill()
         answers = await asyncio.gather(*under_way)
         failed = [str(one)[:200] for one in answers if isinstance(one, Exception)]
-        while True:
-            now = [one.pid for one in deployment.processes if one.spec.name == name]
-            try:
-                is_back = now != [root.pid] and (
-                    (await client.get(f"{deployment.instances[name].url}/health", timeout=5)).status_code == 200
-                )
-            except httpx.HTTPError:
-                is_back = False
-            if is_back or time.monotonic() - at_s > BACK_S:
-                break
-            await asyncio.sleep(0.5)
+        for wanted in (False, True):
+            while (await client.get(f"{url}/health")).json()["instances"][name]["ready"] is not wanted:
+                assert time.monotonic() - at_s < BACK_S, f"{name} has not come back"
+                await asyncio.sleep(0.2)
         back_s = time.monotonic() - at_s
     again = await ask_all(url, bodies, stream=True, concurrency=NUM_STREAMS)
     return {

@@ -38,6 +38,8 @@ _MODALITIES = ("image", "video", "audio")
 _IDLE_FIGURES_S = 5.0
 #: ... and so old the last sign of life of such a one.
 _IDLE_SIGN_S = 4.0
+#: By which a server may be later for each call that it has: it reads them, pictures too, on the loop that answers.
+_CALL_S = 0.1
 
 
 @dataclass(eq=False)
@@ -170,16 +172,22 @@ class VllmInstance(VllmServer):
     def _is_idle(self) -> bool:
         """Whether it had no work when its figures were last read, and this caller has no call open there."""
         seen = self._seen
-        own_calls = self._prompts or self._encodes or self._num_decodes
-        return seen is not None and not (seen.num_running or seen.num_waiting or own_calls)
+        return seen is not None and not (seen.num_running or seen.num_waiting or self._num_calls)
+
+    @property
+    def _num_calls(self) -> int:
+        """Calls of this caller that are open there."""
+        return len(self._prompts) + len(self._encodes) + self._num_decodes
 
     async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
         """Return where the server answers in time and, if it is doubted, its engine too. Raises ServeError.
 
         vLLM's counters move when a step ends, and a step may take long: the first of its kind compiles. So an
-        engine that nobody doubts is judged by minutes (:class:`EngineWatch`).
+        engine that nobody doubts is judged by minutes (:class:`EngineWatch`). A server that gets a burst of calls
+        answers nobody while it reads them.
         """
         trial: VllmCall | None = None
+        timeout_s += _CALL_S * self._num_calls
         try:
             async with asyncio.timeout(timeout_s):
                 await self.get("/health")

@@ -141,6 +141,18 @@ async def test_a_server_that_says_nothing_is_lost_at_once() -> None:
             await calls.probe(0.3)
 
 
+async def test_a_server_that_reads_a_burst_of_calls_may_answer_later() -> None:
+    async with serving() as server, instance(server) as calls:
+        await calls.info()
+        server.answers.clear()
+        calls._prompts |= {number: 1 for number in range(10)}
+        asyncio.get_running_loop().call_later(0.6, server.answers.set)
+        await calls.probe(0.2)
+        server.answers.clear()
+        with pytest.raises(StageTimeout, match=r"does not answer within 1\.2 s"):
+            await calls.probe(0.2)
+
+
 async def test_a_doubted_engine_must_compute() -> None:
     async with serving() as server, instance(server) as calls:
         await calls.info()
