@@ -145,7 +145,7 @@ async def test_a_server_that_reads_a_burst_of_calls_may_answer_later() -> None:
     async with serving() as server, instance(server) as calls:
         await calls.info()
         server.answers.clear()
-        calls._prompts |= {number: 1 for number in range(10)}
+        calls._prompts |= dict.fromkeys(range(10), 1)
         asyncio.get_running_loop().call_later(0.6, server.answers.set)
         await calls.probe(0.2)
         server.answers.clear()
