@@ -133,16 +133,19 @@ def searched(share: Callable[[float], float], bound: float) -> float:
     return goodput(attained)
 
 
-def figures(ttft_s: list[float], tpot_s: list[float], tokens: int, seconds: float) -> dict[str, float]:
+def figures(times: Times, tokens: int, seconds: float) -> dict[str, float]:
+    ttft_s, tpot_s = zip(*times, strict=True)
     return {"ttft_s": fmean(ttft_s), "tpot_s": fmean(tpot_s), "throughput": tokens / seconds}
 
 
-def measured(answered: Sequence[Record]) -> dict[str, float]:
+Times = list[tuple[float, float]]
+
+
+def measured(answered: Sequence[Record]) -> tuple[dict[str, float], Times]:
+    """Figures, and TTFT and TPOT of each."""
+    times = [(one.ttft_s or 0.0, one.tpot_s or 0.0) for one in answered]
     tokens = sum(one.num_output_tokens for one in answered)
-    seconds = max(one.finish_s for one in answered) - begin_of(answered)
-    return figures(
-        [one.ttft_s or 0.0 for one in answered], [one.tpot_s or 0.0 for one in answered], tokens, seconds
-    )
+    return figures(times, tokens, max(one.finish_s for one in answered) - begin_of(answered)), times
 
 
 def begin_of(records: Sequence[Record]) -> float:
@@ -171,14 +174,14 @@ def num_pixels(item: Item) -> int:
     return sum(math.prod(Image.open(io.BytesIO(one.data)).size) for one in media)
 
 
-def simulated(jobs: list[Job]) -> dict[str, float]:
-    ttft_s, tpot_s = [], []
+def simulated(jobs: list[Job]) -> tuple[dict[str, float], Times]:
+    times: Times = []
     for job in jobs:
         assert job.first_token_s is not None and job.last_token_s is not None and job.finish_s is not None
-        ttft_s.append(job.first_token_s - job.sent_s)
-        tpot_s.append((job.last_token_s - job.first_token_s) / max(job.num_output - 1, 1))
+        tpot_s = (job.last_token_s - job.first_token_s) / max(job.num_output - 1, 1)
+        times.append((job.first_token_s - job.sent_s, tpot_s))
     tokens = sum(job.num_output for job in jobs)
-    return figures(ttft_s, tpot_s, tokens, max(job.finish_s or 0.0 for job in jobs))
+    return figures(times, tokens, max(job.finish_s or 0.0 for job in jobs)), times
 
 
 def one_run(
@@ -207,17 +210,23 @@ def one_run(
     items = take_items(workload, settings.num_requests, settings.seed)
     requests = sim_requests(answered, items, judge.fleet.pools[0].profile(1))
     outcome = simulate(judge.deployment(plan), requests)
-    sides = {"measured": measured(answered), "simulated": simulated(outcome.jobs)}
+    real, real_times = measured(answered)
+    sim, sim_times = simulated(outcome.jobs)
     ttft_s, tpot_s = judge.goal.ttft_s or math.inf, judge.goal.tpot_s or math.inf
-    num_good = sum((one.ttft_s or 0.0) <= ttft_s and (one.tpot_s or 0.0) <= tpot_s for one in answered)
+    attained, sim_attained = (
+        sum(one[0] <= ttft_s and one[1] <= tpot_s for one in times) / len(records)
+        for times in (real_times, sim_times)
+    )
     return {
         "rate": rate,
         "below_saturation": rate <= BELOW * judge.bound(plan).rate,
         "failed": len(records) - len(answered),
-        "attained": num_good / len(records),
+        "attained": attained,
+        "simulated_attained": sim_attained,
         "host_busy": busy,
-        **sides,
-        "error": {name: sides["simulated"][name] / value - 1 for name, value in sides["measured"].items()},
+        "measured": real,
+        "simulated": sim,
+        "error": {name: sim[name] / value - 1 for name, value in real.items()},
     }
 
 
