@@ -32,6 +32,9 @@ class TowerStream:
         threads: numbers on a CPU while this instance's language model computes too, and while it does not.
         is_busy: whether that language model has work; False where there is none.
         sleep: lets the tower's thread sleep.
+
+    Attributes:
+        num_signs: of life: grows with each layer, and with each pause before one.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class TowerStream:
         self._sleep = sleep
         self._resumed_s = self._paused_s = 0.0
         self._num_layers = 0
+        self.num_signs = 0
         self._is_encoding = self._hurries = False
         self._pixel_bytes: float | None = None
         self._pixel_layer_s: float | None = None
@@ -94,6 +98,7 @@ class TowerStream:
         if not self._is_encoding:
             return
         self._num_layers += 1
+        self.num_signs += 1
         self._part_threads()
         if self._board.slack() is None:
             self._resumed_s = self._clock()
@@ -107,6 +112,7 @@ class TowerStream:
         ):
             self._board.encode_ends()
             self._sleep(wait_s)
+            self.num_signs += 1
             now = self._clock()
         self._paused_s += now - begun
         self._resumed_s = now

@@ -242,9 +242,9 @@ class EncodeService:
             ),
             _prove(
                 loop.run_in_executor(self._tower_thread, self._encode_nothing, self._tower),
-                lambda: self._num_batches,
+                lambda: self._num_batches + self._stream.num_signs,
                 timeout_s,
-                "the tower encoded nothing",
+                "the tower computed nothing",
             ),
         )
 

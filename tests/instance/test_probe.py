@@ -65,6 +65,26 @@ async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> Non
         await Books({"epd": instance.url}).check()
 
 
+async def test_a_batch_of_the_tower_that_takes_long_is_a_sign_of_life(tmp_path: Path) -> None:
+    """On a busy machine a batch of all that came at once takes longer than a probe; its layers do not."""
+    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    async with serving(path, "E") as instance:
+        await instance.probe(60)
+        tower, done = instance.encode, threading.Event()
+
+        def batch() -> None:
+            with tower._stream.encoding(1):
+                while not done.wait(0.05):
+                    tower._stream.between_layers()
+
+        tower._tower_thread.submit(batch)
+        try:
+            await instance.probe(0.5)
+        finally:
+            done.set()
+        await instance.probe(60)
+
+
 async def test_draining_refuses_what_is_new_and_waits_for_the_rest(tmp_path: Path) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     async with serving(path, "EPD") as instance, httpx.AsyncClient(base_url=instance.url, timeout=150) as client:
