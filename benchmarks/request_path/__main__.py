@@ -1,6 +1,6 @@
 """Count the files and functions that one image request of four tokens enters, in all processes of E-P-D.
 
-Run as ``python -m benchmarks.request_path`` from the root of the repository, with an editable install. Every
+Run as ``python -m benchmarks.request_path`` from the root of the repository. Every
 Python process of the deployment carries a profile hook (``sitecustomize.py`` beside this file). A first request
 warms caches and connections, the next ones are recorded. A function counts when it runs between a request's
 start and its end, so probes and metrics that run then count too: the lowest of several recordings is the
@@ -52,7 +52,7 @@ async def record(rounds: int) -> list[tuple[Recording, Recording]]:
     recordings = []
     with tempfile.TemporaryDirectory() as directory:
         os.environ |= {
-            "PYTHONPATH": str(Path(__file__).parent),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(ROOT)]),
             "REQUEST_PATH_DIRECTORY": directory,
             "REQUEST_PATH_ROOT": str(ROOT),
         }
