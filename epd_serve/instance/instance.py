@@ -25,15 +25,12 @@ from epd_serve.errors import DRAINING, ServeError, Unavailable
 from epd_serve.factories import factory
 from epd_serve.instance.calls import ControlCalls
 from epd_serve.instance.data_plane import start_feature_store, start_transport
-from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.encode import EncodeService
-from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.http import Peers
 from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, SwitchState, left
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.model import Language, open_device, open_model
-from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
@@ -45,7 +42,7 @@ from epd_serve.telemetry.timeline import Timeline
 from epd_serve.telemetry.trace_file import TraceWriter
 from epd_serve.transfer.feature_store import FeatureStore
 from epd_serve.transfer.shared_memory import host_id
-from epd_serve.types import Role
+from epd_serve.types import Role, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -191,11 +188,6 @@ class Instance:
         if not (self.family.token_ids or role.has_language_model):
             raise ValueError("the model takes text alone, so an instance of role E has nothing to encode")
 
-    @property
-    def draining(self) -> bool:
-        """Whether it takes nothing new, as its process is to end."""
-        return self.lifecycle.is_leaving
-
     def check_started(self) -> None:
         """Raise Unavailable until the model is loaded."""
         if not self.ready:
@@ -210,7 +202,7 @@ class Instance:
     def check_accepting(self) -> None:
         """Raise Unavailable while the instance takes no new requests."""
         self.check_ready()
-        if self.draining:
+        if self.lifecycle.is_leaving:
             raise Unavailable(f"instance {self.options.name} is being shut down", code=DRAINING)
         if not self.lifecycle.machine.is_serving:
             raise left(self.options.name)
@@ -331,26 +323,12 @@ class Instance:
             self.metrics.looked_up(*self.language.engine.prefix_lookups())
         return self.metrics.render(self.load(), (self.store.num_owners, self.store.num_bytes), links)
 
-    def encodes(self) -> EncodeService:
-        """The encode stage, which every role has for the worst case. Raises Unavailable while it is loading."""
+    def serving(self, stage: Stage) -> LanguageEngine:
+        """The part that prefills and decodes. Raises Unavailable where the role lacks the stage, or while it is
+        loading."""
         self.check_ready()
-        return self.encode
-
-    def prefills(self) -> PrefillService:
-        """The prefill stage. Raises Unavailable where the role has none, or while it is loading."""
-        return self._stages("prefill", self.options.role.prefills).prefill
-
-    def decodes(self) -> DecodeService:
-        """The decode stage, likewise."""
-        return self._stages("decode", self.options.role.decodes).decode
-
-    def features(self) -> FeatureReceiver:
-        """Return the source of the prefill stage's features, likewise."""
-        return self._stages("prefill", self.options.role.prefills).receiver
-
-    def _stages(self, what: str, has_it: bool) -> LanguageEngine:
-        self.check_ready()
-        if self.language is None or not has_it:
+        if self.language is None or stage not in self.options.role.stages:
+            what = stage.name.lower()
             message = f"instance {self.options.name} has role {self.options.role} and does not {what}"
             raise Unavailable(message, code=DRAINING)  # the caller may know it by the role that it had
         return self.language
@@ -360,7 +338,7 @@ class Instance:
     def _state(self) -> tuple[bool, int]:
         """Whether it takes work, and its epoch."""
         machine = self.lifecycle.machine
-        return self.ready and not self.draining and machine.is_serving, machine.epoch
+        return self.ready and not self.lifecycle.is_leaving and machine.is_serving, machine.epoch
 
     def send_away(self, *, begun: bool, late: bool) -> None:
         """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well.

@@ -60,10 +60,6 @@ _NUM_STRANGERS = 16
 _LAST_WORDS_S = 1.0
 
 
-def new_id() -> str:
-    return random_block().hex()
-
-
 class Endpoint:
     """Reads and checks a request and bounds its time; :meth:`_generate` answers it."""
 
@@ -258,8 +254,8 @@ class GenerationEndpoint(Endpoint):
         asker = exchange.asker
         parsed = await parsed_body(self._parse, body, asker)
         request = parsed.request
-        if not self._poller.has_started:
-            await self._poller.started()
+        if not self._poller.started.is_set():
+            await self._poller.started.wait()
         model = exchange.record.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
@@ -301,13 +297,13 @@ class GenerationEndpoint(Endpoint):
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
     ) -> list[Job]:
         """One job for each of the request's prompts."""
-        answer_id = new_id()
+        answer_id = random_block().hex()
         output = request.output(id=answer_id, created=int(time.time()), model=model)
         chat = request.chat()
         prompts: Sequence[str | list[int] | None] = request.prompts() if chat is None else [None]
         return [
             Job(
-                id=answer_id if index == 0 else new_id(),
+                id=answer_id if index == 0 else random_block().hex(),
                 trace_id=exchange.record.request_id,
                 record=exchange.record,
                 model=model,

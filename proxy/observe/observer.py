@@ -99,7 +99,7 @@ class Observer:
     def first_token(self, record: RequestRecord) -> None:
         """A streamed answer begins."""
         record.first_s = time.monotonic()
-        self.metrics.first_token(record.endpoint, record.modality, record.first_s - record.arrived_s)
+        self.metrics.ttft.observe(record.first_s - record.arrived_s, record.endpoint, record.modality)
 
     def finish(self, record: RequestRecord, status: int, error: str = "") -> None:
         """It is over, however it went."""
