@@ -33,7 +33,7 @@ class AscendDevice(AcceleratorDevice):
     dtypes = (torch.bfloat16,)
 
     def __init__(self, index: int) -> None:
-        super().__init__("npu", index, VISIBLE_DEVICES, _PARTITION)
+        super().__init__("npu", index, _PARTITION)
         self._ops = AscendOps(layout=attention_layout())
         self.ops: base.AttentionOps = self._ops
         self._has_share = False

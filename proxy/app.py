@@ -159,7 +159,6 @@ def create_app(
         "table": table,
         "poller": poller,
         "loader": loader,
-        "metrics": metrics,
         "observer": observer,
         "admission": admission,
         "arrival": arrival,

@@ -18,7 +18,7 @@ from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER, InstanceInfo
 from epd_serve.routing.table import InstanceTable
-from epd_serve.telemetry.trace_context import random_block
+from epd_serve.telemetry.span import random_block
 from epd_serve.types import PLURALS
 from proxy.admission.control import AdmissionControl, Visit
 from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN, estimate_tokens
@@ -42,7 +42,6 @@ from proxy.http.client import (
 )
 from proxy.media.fetch import FetchPlace, FetchPlaces
 from proxy.media.loader import MediaItem, MediaLoader
-from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
 from proxy.settings import Current
@@ -70,7 +69,6 @@ class Endpoint:
         table: InstanceTable,
         poller: Poller,
         loader: MediaLoader,
-        metrics: GatewayMetrics,
         admission: AdmissionControl,
         observer: Observer,
         arrival: ArrivalLimits,
@@ -80,7 +78,6 @@ class Endpoint:
         self._table = table
         self._poller = poller
         self._loader = loader
-        self._metrics = metrics
         self._admission = admission
         self._observer = observer
         self._arrival = arrival
