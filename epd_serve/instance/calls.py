@@ -151,7 +151,7 @@ class ControlCalls:
         return Reply(headers=(JSON,), body=b'{"status":"ok"}')
 
     async def _info(self, body: bytes) -> Reply:
-        return Reply(headers=(JSON,), body=wire.to_json(self._instance.info()))
+        return Reply(headers=(JSON,), body=msgspec.json.encode(self._instance.info()))
 
     async def _integrity(self, body: bytes) -> Reply:
         """Check every cache's books; the answer lists what is in use, all zero on an idle instance."""
