@@ -315,7 +315,6 @@ class GenerationEndpoint(Endpoint):
                 messages=chat,
                 prompt=prompt,
                 items=items,
-                arrived_s=exchange.record.arrived_s,
             )
             for index, prompt in enumerate(prompts)
         ]
