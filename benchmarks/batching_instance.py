@@ -112,7 +112,7 @@ async def serve(instance: Instance, seed: int, load: dict[str, tuple[int, int]])
         for request, encoding in waiting:
             start = time.perf_counter()
             encoded = None if encoding is None else asyncio.create_task(encoding)
-            reply = await instance.prefills().prefill(request)
+            reply = await instance.language.prefill.prefill(request)
             times: list[float] = []
             async for piece in reply.stream:
                 times += [time.perf_counter() - start] * piece.count(b'"text"')
@@ -142,7 +142,7 @@ def requests(instance: Instance, rng: random.Random, name: str, kind: str, count
             items = [wire.MediaRef(rng.randbytes(32).hex(), SIDE, SIDE)]
             prompt.insert(0, instance.family.image_token_id)
             encode = wire.EncodeRequest(request_id, items[0], data, instance.url)
-            encoding = instance.encodes().encode(encode)
+            encoding = instance.encode.encode(encode)
         request = wire.PrefillRequest(
             request_id=request_id,
             output=wire.OutputOptions(kind="completion", id="c", created=0, model="benchmark", stream=True),

@@ -21,10 +21,9 @@ class AcceleratorDevice:
     has_streams = True
     _memory_fraction = 1.0
 
-    def __init__(self, type: str, index: int, visible_devices_variable: str, partition: Partition) -> None:
+    def __init__(self, type: str, index: int, partition: Partition) -> None:
         self.type = type
         self.index = index
-        self.visible_devices_variable: str | None = visible_devices_variable
         self.partition = partition
         self.ops: base.AttentionOps = PlainOps()
         # Memory and properties are the same calls in torch.cuda and torch.npu, but not yet in torch.accelerator.

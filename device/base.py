@@ -211,8 +211,6 @@ class Stream(Protocol):
 
     def wait_event(self, event: Event) -> None: ...
 
-    def wait_stream(self, stream: Stream) -> None: ...
-
     def record_event(self, event: Event | None = None) -> Event: ...
 
     def __enter__(self) -> Stream: ...
@@ -381,11 +379,6 @@ class Device(BareDevice, Protocol):
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Floating types that the device computes in."""
-        ...
-
-    @property
-    def visible_devices_variable(self) -> str | None:
-        """The environment variable that selects devices of this type before a process starts."""
         ...
 
     @property

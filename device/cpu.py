@@ -58,9 +58,6 @@ class CpuStream:
     def wait_event(self, event: base.Event) -> None:
         event.synchronize()
 
-    def wait_stream(self, stream: base.Stream) -> None:
-        stream.synchronize()
-
     def record_event(self, event: base.Event | None = None) -> base.Event:
         event = event or CpuEvent()
         event.record(self)
@@ -85,7 +82,6 @@ class CpuDevice:
     index = 0
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     has_streams = False
-    visible_devices_variable = None
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("threads", "core affinity"))
 
     def __init__(self) -> None:

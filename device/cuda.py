@@ -67,7 +67,7 @@ class CudaDevice(AcceleratorDevice):
     """One NVIDIA GPU, or one MIG slice of it."""
 
     def __init__(self, index: int) -> None:
-        super().__init__("cuda", index, VISIBLE_DEVICES, _partition(torch.cuda.get_device_name(index)))
+        super().__init__("cuda", index, _partition(torch.cuda.get_device_name(index)))
         self.ops: base.AttentionOps = make_ops(self.cores, torch.cuda.get_device_capability(index))
 
     @property

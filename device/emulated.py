@@ -114,7 +114,6 @@ class EmulatedDevice:
     type = TYPE
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     has_streams = True
-    visible_devices_variable = None
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "arithmetic"))
 
     def __init__(self, kind: str, index: int) -> None:
@@ -122,7 +121,6 @@ class EmulatedDevice:
         self.index = index
         self.name = f"{TYPE}:{sheet.name}:{index}"
         self.description = f"emulated {sheet.name}"
-        self.sheet = sheet
         self._chip = add_chip(index, self.name, int(sheet.memory_bytes), sheet.host_bytes_per_s)
         self.ops: base.AttentionOps = EmulatedOps(self._chip)
 

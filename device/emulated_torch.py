@@ -234,9 +234,6 @@ class Stream:
     def wait_event(self, event: base.Event) -> None:
         event.wait(self)
 
-    def wait_stream(self, stream: base.Stream) -> None:
-        self.wait_event(stream.record_event())
-
     def record_event(self, event: base.Event | None = None) -> base.Event:
         event = event or Event(self.chip)
         event.record(self)

@@ -82,9 +82,6 @@ class TimedStream:
     def wait_event(self, event: base.Event) -> None:
         event.wait(self)
 
-    def wait_stream(self, stream: base.Stream) -> None:
-        self.wait_event(stream.record_event())
-
     def record_event(self, event: base.Event | None = None) -> base.Event:
         event = event or TimedEvent(self._device)
         event.record(self)

@@ -137,16 +137,11 @@ class Sequence:
         ids = self.output_ids
         return len(ids) >= self.max_tokens and ids[-1:] == [PLACEHOLDER]
 
-    @property
-    def num_reusable(self) -> int:
-        """Leading tokens whose KV may be found in a cache: behind them logits are needed."""
-        if len(self.logprobs) < len(self.wanted_logprobs):
-            return self.wanted_logprobs.start - 1
-        return self.num_tokens - 1
-
     def reusable_hashes(self, block_size: int) -> list[bytes]:
-        """The hashes of blocks that may be found in a cache."""
-        return self.block_hashes[: self.num_reusable // block_size]
+        """The hashes of blocks whose KV may be found in a cache: behind their tokens logits are needed."""
+        lacks_logprobs = len(self.logprobs) < len(self.wanted_logprobs)
+        end = self.wanted_logprobs.start if lacks_logprobs else self.num_tokens
+        return self.block_hashes[: (end - 1) // block_size]
 
     @property
     def goes_on(self) -> bool:

@@ -161,6 +161,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Whether the scores depend on the tokens seen so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def has_token_lists(self) -> bool:
+        """Whether some tokens are preferred or forbidden by their ids."""
+        return bool(self.logit_bias or self.allowed_token_ids or self.bad_word_ids)
+
 
 #: What the APIs take where neither a request nor the model's generation_config.json says anything.
 SAMPLING_DEFAULTS: dict[str, float] = {

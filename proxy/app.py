@@ -27,18 +27,17 @@ from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
 from epd_serve.protocol.transcriptions import TranscriptionRequest
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.routing.table import InstanceTable
-from proxy.admin.hot_reload import ConfigReload
 from proxy.admin.operations import operations_router
 from proxy.admin.plane import create_admin_app, running_admin, running_on_path
+from proxy.admin.reload import ConfigReload
 from proxy.admin.rollout import Departures, files_router, rollout_router, show_ready
 from proxy.admin.scaling import ServedRequests, scaling_router
 from proxy.admin.switches import Hold, Switches, switches_router
 from proxy.admission.control import new_admission
 from proxy.api.endpoint import Endpoint, GenerationEndpoint
 from proxy.api.openapi import openapi_router
-from proxy.api.responses import ResponsesEndpoint
 from proxy.api.tokenizing import TokenizingEndpoint
-from proxy.api.transcriptions import TranscriptionEndpoint
+from proxy.api.translations import ResponsesEndpoint, TranscriptionEndpoint
 from proxy.api.views import health_router, home_router, models_router
 from proxy.dispatch.dispatcher import Dispatch, Dispatcher
 from proxy.dispatch.job import Instances
@@ -159,7 +158,6 @@ def create_app(
         "table": table,
         "poller": poller,
         "loader": loader,
-        "metrics": metrics,
         "observer": observer,
         "admission": admission,
         "arrival": arrival,

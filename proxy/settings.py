@@ -50,7 +50,7 @@ class GatewaySettings:
             cluster_key=cluster_key,
         )
 
-    @property
+    @cached_property
     def gateway(self) -> GatewayConfig:
         return self.config.gateway
 

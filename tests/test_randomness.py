@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-from epd_serve.telemetry.trace_context import random_block
+from epd_serve.telemetry.span import random_block
 
 
 def test_blocks_are_never_the_same():

@@ -146,7 +146,7 @@ def write_answers(directory: Path, stages: list[tuple[str, int]]) -> None:
         features = {f"{index:032x}": _feature(index) for index in range(count)}
         answers[f"openai_encode.{count}"] = _response(_json(_whole({"ec_transfer_params": features})))
     for role, port in stages:
-        answers[f"info.{port}"] = _response(wire.to_json(_info(role, port)))
+        answers[f"info.{port}"] = _response(msgspec.json.encode(_info(role, port)))
     for name, answer in answers.items():
         (directory / name).write_bytes(answer)
 

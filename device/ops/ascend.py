@@ -108,7 +108,8 @@ class AscendOps:
     the chunks. BSND, which every passage allows, is the way out: one call for the decodes, one for each chunk.
 
     A captured decode step needs nothing more: torch_npu records the attention calls while it captures
-    (:mod:`device.ascend_graph`), and the decode call takes its lengths under ``attention.context_lens``.
+    (:class:`device.ascend.NPUGraphRunner`), and the decode call takes its lengths under
+    ``attention.context_lens``.
     """
 
     draw: Draw | None = None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from device.base import AttentionPlan, AttnMeta
-from device.ops import triton_decode, triton_layers, triton_sample, triton_write
+from device.ops import triton_decode, triton_layers, triton_sample
 from device.ops.cuda import CudaOps, CudaPlan
 from device.ops.varlen import Varlen
 
@@ -26,7 +26,7 @@ class TritonOps(CudaOps):
         self.name = f"Triton decode, {'plain torch' if varlen is None else 'varlen flash'} prefill"
 
     def write_kv(self, key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
-        triton_write.write_kv(key, value, kv_layer, slot_mapping)
+        triton_layers.write_kv(key, value, kv_layer, slot_mapping)
 
     def _prepare_decodes(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan | None:
         return None

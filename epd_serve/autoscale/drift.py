@@ -59,10 +59,6 @@ class DriftDetector:
         self._recent: deque[Observed] = deque(maxlen=options.num_requests)
         self._num_new = 0
 
-    @property
-    def recent(self) -> Sequence[Observed]:
-        return tuple(self._recent)
-
     def observe(self, request: Observed) -> list[Drift]:
         """Take a request, in the order of their times; return the figures that have drifted with it."""
         num = self.options.num_requests

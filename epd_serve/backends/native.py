@@ -116,7 +116,7 @@ class NativeInstance:
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
                 body = await HttpCall(self._pool, "GET", "/info", on_new_connection=True).ask(MAX_NOTE_BYTES)
-            return wire.from_json(body, wire.InstanceInfo)
+            return msgspec.json.decode(body, type=wire.InstanceInfo)
         except TimeoutError as error:
             raise InstanceLost(
                 f"instance {self.name} at {self.url} said nothing in {INFO_TIMEOUT_S:g} s"
@@ -159,7 +159,7 @@ class NativeInstance:
                 if len(line) > _MAX_REPORT_BYTES:
                     raise ValueError(f"a line of more than {_MAX_REPORT_BYTES} bytes")
                 for one in lines:
-                    yield wire.from_json(one, wire.Report)
+                    yield msgspec.json.decode(one, type=wire.Report)
         except ValueError as error:  # of msgspec's too
             raise InstanceUntrusted(f"{self.url}/reports are no reports of an instance ({error})") from error
         finally:

@@ -123,9 +123,6 @@ class FeatureCache(Generic[T]):
             for _ in range(self._num_idle() - self.max_idle):
                 self.evict_one()
 
-    def owners(self) -> list[str]:
-        return list(self._held)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless bytes and holds add up from both sides."""
         assert self.num_bytes == sum(entry.nbytes for entry in self._entries.values()), "bytes do not add up"

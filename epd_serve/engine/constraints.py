@@ -33,11 +33,6 @@ class Constraint(Protocol):
         ...
 
 
-def is_restricted(sequence: Sequence) -> bool:
-    """Whether :func:`restrict` changes the sequence's scores, which then depend on its newest token."""
-    return sequence.constraint is not None or _has_lists(sequence.sampling)
-
-
 def mask_ends(scores: Tensor, sequence: Sequence, eos_token_ids: Tensor) -> None:
     """Let a sequence not end with its next token: ``scores`` [vocab], float32, changes in place."""
     scores.index_fill_(0, eos_token_ids, _MASKED)
@@ -50,7 +45,7 @@ def restrict(scores: Tensor, sequences: AbstractSequence[Sequence]) -> None:
     masks: list[tuple[int, NDArray[np.int32]]] = []
     for i, sequence in enumerate(sequences):
         sampling = sequence.sampling
-        if _has_lists(sampling):
+        if sampling.has_token_lists:
             rules = _rules_of(sequence, scores)
             if sampling.logit_bias:
                 scores[i, rules.biased] += rules.biases
@@ -62,10 +57,6 @@ def restrict(scores: Tensor, sequences: AbstractSequence[Sequence]) -> None:
             masks.append((i, sequence.constraint.allowed(sequence.output_ids)))
     if masks:
         _mask(scores, masks)
-
-
-def _has_lists(sampling: SamplingParams) -> bool:
-    return bool(sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_word_ids)
 
 
 class _Rules:

@@ -255,7 +255,8 @@ class _Batch:
             index = torch.arange(max(start, length), end) + sequence.position_delta
             self._positions.append(index.expand(len(sequence.positions), -1))
             self._mark_fed(sequence)
-        self._add_slots(sequence, start, end)
+        size = self._block_size
+        self._slots += [sequence.blocks[i // size] * size + i % size for i in range(start, end)]
         self._prefills.append((sequence, end))
         if end == sequence.num_tokens:
             self.rows.append(len(self.ids) - 1)
@@ -270,6 +271,7 @@ class _Batch:
 
     def inputs(self) -> StepInputs:
         sequences = [*self._decodes, *(sequence for sequence, _ in self._prefills)]
+        size = self._block_size
         return StepInputs(
             ids=self.ids,
             positions=torch.cat(self._positions, dim=1),
@@ -279,7 +281,7 @@ class _Batch:
             decode_blocks=self._decode_blocks,
             prefill_query_lens=[end - sequence.num_computed for sequence, end in self._prefills],
             prefill_context_lens=[end for _, end in self._prefills],
-            prefill_blocks=[self._used(sequence, end) for sequence, end in self._prefills],
+            prefill_blocks=[sequence.blocks[: -(-end // size)] for sequence, end in self._prefills],
             features=torch.cat(self._features) if self._features else None,
             feature_rows=self._feature_rows,
             scored_rows=self._scored_rows,
@@ -292,14 +294,7 @@ class _Batch:
             states=[one.state_blocks for one in sequences] if sequences and sequences[0].states else [],
         )
 
-    def _used(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        return sequence.blocks[: -(-num_tokens // self._block_size)]
-
     def _mark_fed(self, sequence: Sequence) -> None:
         if self.ids[-1] == PLACEHOLDER:
             self.ids[-1] = 0
             self.fed[len(self.ids) - 1] = sequence
-
-    def _add_slots(self, sequence: Sequence, start: int, end: int) -> None:
-        size = self._block_size
-        self._slots += [sequence.blocks[i // size] * size + i % size for i in range(start, end)]

@@ -27,7 +27,7 @@ from torch import Tensor
 from device.base import AttentionOps
 from device.copies import Readback, to_device
 from epd_serve.engine.computing import SampledToken
-from epd_serve.engine.constraints import is_restricted, mask_ends, restrict
+from epd_serve.engine.constraints import mask_ends, restrict
 from epd_serve.engine.step_inputs import StepInputs, integers, on_device
 from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.sequence import Sequence
@@ -332,7 +332,10 @@ def _is_plain(row: Row) -> bool:
 
 
 def _is_constrained(row: Row) -> bool:
-    return row.sampling.penalised or _is_held_back(row) or is_restricted(row.sequence)
+    """Whether the scores of a row change before a token is chosen, by its newest tokens among others."""
+    sampling, sequence = row.sampling, row.sequence
+    is_restricted = sampling.has_token_lists or sequence.constraint is not None
+    return is_restricted or sampling.penalised or _is_held_back(row)
 
 
 def _marked(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -114,7 +114,9 @@ class StepLoop:
 
         if output.prefills:
             output = replace(output, prefills=possible_prefills(output.prefills, take))
-        groups = self._push.groups(output, self._engine.transfers) if self._push else None
+        groups = None
+        if self._push is not None:
+            groups = self._push.layer_groups(self._push, output, self._engine.transfers)
         launched_s, launched = self._clock(), None
         if output:
             with self._hooks.turn():
@@ -251,7 +253,3 @@ class KVPush:
     record_event: Callable[[], Callable[[], None]]
     clock: Callable[[], float] = time.monotonic
     layer_groups: type[LayerGroups] = LayerGroups
-
-    def groups(self, output: ScheduleOutput, transfers: dict[Sequence, OutgoingTransfer]) -> LayerGroups:
-        """The KV that a step adds to prompts which are handed on."""
-        return self.layer_groups(self, output, transfers)

@@ -49,7 +49,7 @@ class Answer:
             for token_id in prompt_ids:
                 prompt.add(token_id, None, None)
             self._echoed = [replace(token, start=min(token.start, len(echo))) for token in prompt.untold(False)]
-        stop = Patterns(sampling.stop)
+        stop = Patterns(sampling.stop) if sampling.stop else None
         self._choices = [
             _Choice(vocabulary, prompt_ids, sampling, stop, echo, lists_all=options.echo)
             for _ in range(sampling.n)

@@ -52,9 +52,10 @@ class ControlCalls:
     async def _encode(self, body: bytes) -> Reply:
         request = wire.decode(body, wire.EncodeRequest)
         is_own = request.announce_to == self._instance.url  # the last resort of a prompt that has begun here
-        if not (is_own and self._instance.prefills().is_serving(request.request_id)):
+        if not (is_own and self._instance.serving(Stage.PREFILL).prefill.is_serving(request.request_id)):
             self._instance.check_accepting()
-        encodes = self._instance.encodes()
+        self._instance.check_ready()  # every role has E's stage for the worst case
+        encodes = self._instance.encode
         self._instance.called(request.request_id, request.traceparent, request.ref.mm_hash)
         reports, mm_hash = self._instance.reports, request.ref.mm_hash
         with reports.call(Stage.ENCODE, request.request_id):
@@ -74,7 +75,7 @@ class ControlCalls:
         self._instance.check_accepting()
         request = wire.decode(body, wire.PrefillRequest)
         self._instance.called(request.request_id, request.traceparent)
-        prefills = self._instance.prefills()
+        prefills = self._instance.serving(Stage.PREFILL).prefill
         with self._instance.reports.call(Stage.PREFILL, request.request_id):
             async with self._answering(request.request_id, prefills.has_begun):
                 return await prefills.prefill(request)
@@ -83,16 +84,14 @@ class ControlCalls:
         self._instance.check_accepting()
         request = wire.decode(body, wire.DecodeRequest)
         self._instance.called(request.request_id, request.traceparent)
-        decodes = self._instance.decodes()
+        decodes = self._instance.serving(Stage.DECODE).decode
         with self._instance.reports.call(Stage.DECODE, request.request_id):
             async with self._answering(request.request_id, decodes.has_begun):
                 return await decodes.decode(request)
 
     async def _move(self, body: bytes) -> Reply:
         request = wire.decode(body, wire.MoveRequest)
-        self._instance.decodes()  # as long as it has that role
-        assert self._instance.language is not None
-        return await self._instance.language.migrations.move(request)
+        return await self._instance.serving(Stage.DECODE).migrations.move(request)
 
     def _answering(self, request_id: str, has_begun: Callable[[str], bool]) -> AbstractAsyncContextManager[None]:
         """Around a call that is refused when the instance leaves, unless its answer goes elsewhere with its KV."""
@@ -104,41 +103,45 @@ class ControlCalls:
         return self._instance.refusals.call(lambda: has_begun(request_id), is_spared=is_held)
 
     async def _tokenize(self, body: bytes) -> Reply:
-        reply = await self._instance.prefills().tokenize(wire.decode(body, wire.TokenizeRequest))
+        reply = await self._instance.serving(Stage.PREFILL).prefill.tokenize(
+            wire.decode(body, wire.TokenizeRequest)
+        )
         return Reply(body=wire.encode(reply))
 
     async def _detokenize(self, body: bytes) -> Reply:
-        reply = await self._instance.prefills().detokenize(wire.decode(body, wire.DetokenizeRequest))
+        reply = await self._instance.serving(Stage.PREFILL).prefill.detokenize(
+            wire.decode(body, wire.DetokenizeRequest)
+        )
         return Reply(body=wire.encode(reply))
 
     async def _feature_event(self, body: bytes) -> Reply:
-        await self._instance.features().receive(wire.decode(body, wire.FeatureEvent))
+        await self._instance.serving(Stage.PREFILL).receiver.receive(wire.decode(body, wire.FeatureEvent))
         return _DONE
 
     async def _kv_reserve(self, body: bytes) -> Reply:
         self._instance.check_accepting()
         request = wire.decode(body, wire.ReserveRequest)
         async with self._instance.refusals.call(lambda: True):
-            reply = await self._instance.decodes().reserve(request)
+            reply = await self._instance.serving(Stage.DECODE).decode.reserve(request)
         return Reply(body=wire.encode(reply))
 
     async def _kv_renew(self, body: bytes) -> Reply:
-        self._instance.decodes().renew(wire.decode(body, wire.TransferRef))
+        self._instance.serving(Stage.DECODE).decode.renew(wire.decode(body, wire.TransferRef))
         return _DONE
 
     async def _kv_complete(self, body: bytes) -> Reply:
-        decodes, handoff = self._instance.decodes(), wire.decode(body, wire.Handoff)
+        decodes, handoff = self._instance.serving(Stage.DECODE).decode, wire.decode(body, wire.Handoff)
         # a long answer that goes on here takes a while to be read again
         answer = await asyncio.to_thread(decodes.replayed, handoff) if handoff.generated else None
         await decodes.take(handoff, answer)
         return _DONE
 
     async def _kv_cancel(self, body: bytes) -> Reply:
-        self._instance.decodes().cancel(wire.decode(body, wire.TransferRef))
+        self._instance.serving(Stage.DECODE).decode.cancel(wire.decode(body, wire.TransferRef))
         return _DONE
 
     async def _kv_offer(self, body: bytes) -> Reply:
-        taken = await self._instance.decodes().take_offered(wire.decode(body, wire.KVOffer))
+        taken = await self._instance.serving(Stage.DECODE).decode.take_offered(wire.decode(body, wire.KVOffer))
         return Reply(body=wire.encode(taken))
 
     # ------------------------------------------------------------------ how it is
@@ -148,7 +151,7 @@ class ControlCalls:
         return Reply(headers=(JSON,), body=b'{"status":"ok"}')
 
     async def _info(self, body: bytes) -> Reply:
-        return Reply(headers=(JSON,), body=wire.to_json(self._instance.info()))
+        return Reply(headers=(JSON,), body=msgspec.json.encode(self._instance.info()))
 
     async def _integrity(self, body: bytes) -> Reply:
         """Check every cache's books; the answer lists what is in use, all zero on an idle instance."""

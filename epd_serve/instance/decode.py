@@ -24,7 +24,7 @@ from epd_serve.errors import (
 )
 from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.detokenizer import Vocabulary
-from epd_serve.instance.http import Peers, Reply
+from epd_serve.instance.http import Reply
 from epd_serve.protocol import wire
 from epd_serve.sched.queues import Asker
 from epd_serve.sequence import Sequence
@@ -85,7 +85,6 @@ class DecodeService:
         layout: wire.KVLayout,
         *,
         transport: Transport,
-        peers: Peers,
         queue_timeout_s: float,
         orphan_s: float,
         listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
@@ -99,7 +98,6 @@ class DecodeService:
         self._vocabulary = vocabulary
         self._layout = layout
         self._transport = transport
-        self._peers = peers
         self._on_read = on_read
         self._timeline = timeline
         self._queue_timeout_s = queue_timeout_s

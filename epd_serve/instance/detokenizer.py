@@ -108,6 +108,7 @@ _REREAD_TOKENS = 12
 #: ... and so many marks of incomplete characters at their end are not certain: a token of one byte makes one each.
 _MAX_OPEN = 3
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_NO_STOPS = Patterns(())
 
 
 class Detokenizer:
@@ -135,7 +136,7 @@ class Detokenizer:
     ) -> None:
         self._vocabulary = vocabulary
         self._skip = skip_special_tokens
-        self._stop = stop or Patterns(())
+        self._stop = stop or _NO_STOPS
         self._node = self._stop.root
         self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
         self._context = 0  # first token that is decoded again, since merging across tokens can change spaces

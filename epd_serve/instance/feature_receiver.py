@@ -159,7 +159,7 @@ class FeatureReceiver:
         for mm_hash, item in self._items[request_id].items():
             feature = self._cache.acquire(mm_hash, request_id)
             if feature is not None:
-                self._check(item, feature)
+                self._form.check(item, feature)
 
     async def complete(self, request_id: str, items: list[MediaRef]) -> None:
         """Wait until all of a request's features are here."""
@@ -212,7 +212,7 @@ class FeatureReceiver:
         item = self._items.get(event.request_id, {}).get(event.mm_hash, event.item)
         if item is None:
             raise InstanceFailed(f"feature {event.mm_hash[:12]}: of what it is of, nothing is known")
-        self._form.check(item, event.shape, event.dtype)
+        self._form.check(item, event)
         # requests that need one feature at once share one fetch; where it fails, the next tries its own event
         async with self._turns.setdefault(event.mm_hash, asyncio.Lock()):
             if event.mm_hash not in self._cache:
@@ -228,7 +228,7 @@ class FeatureReceiver:
 
     async def take(self, request_id: str, item: MediaRef, feature: Feature) -> None:
         """Take in a feature that this instance has encoded itself. Raises InstanceFailed for one that is wrong."""
-        self._check(item, feature)
+        self._form.check(item, feature)
         await self._take_in(request_id, item.mm_hash, feature)
 
     async def _take_in(self, request_id: str, mm_hash: str, feature: Feature) -> None:
@@ -237,7 +237,7 @@ class FeatureReceiver:
             return
         for items in self._items.values():  # requests may have become known since the event was looked at
             if mm_hash in items:
-                self._check(items[mm_hash], feature)
+                self._form.check(items[mm_hash], feature)
         self._cache.put(mm_hash, feature, feature.nbytes, request_id, beyond=True)
         self._hold(mm_hash, request_id)
 
@@ -255,9 +255,6 @@ class FeatureReceiver:
                 self._cache.acquire(mm_hash, other)
                 self._wanted[other].set()
         self._arrived()
-
-    def _check(self, item: MediaRef, feature: Feature) -> None:
-        self._form.check(item, feature.shape, str(feature.dtype).removeprefix("torch."))
 
     def check_integrity(self) -> None:
         self._cache.check_integrity()
@@ -321,15 +318,16 @@ class FeatureForm:
     num_tokens: Callable[[MediaRef], int]
     read: Callable[[bytearray, Sequence[int], str], Feature] = tensor_of
 
-    def check(self, item: MediaRef, shape: Sequence[int], dtype: str) -> None:
+    def check(self, item: MediaRef, feature: Feature | FeatureEvent) -> None:
         """Raise InstanceFailed for a feature that is none of this model's for ``item``."""
+        shape, dtype = list(feature.shape), str(feature.dtype).removeprefix("torch.")
         expected = [self.num_tokens(item), self.width]
-        if list(shape) != expected or dtype != self.dtype:
+        if shape != expected or dtype != self.dtype:
             frames = f" and {item.num_frames} frames" if item.modality == "video" else ""
             size = (
                 f"{item.num_samples} samples" if item.modality == "audio" else f"{item.width}x{item.height} pixels"
             )
             raise InstanceFailed(
-                f"feature {item.mm_hash[:12]} is {list(shape)} {dtype}; a media item ({item.modality}) of "
+                f"feature {item.mm_hash[:12]} is {shape} {dtype}; a media item ({item.modality}) of "
                 f"{size}{frames} has {expected} {self.dtype} here"
             )

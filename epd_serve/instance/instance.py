@@ -16,24 +16,22 @@ import msgspec
 import psutil
 
 from device.base import BareDevice, DeviceLost
+from device.transport import TRANSPORTS
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember
+from epd_serve.config.sections import MIN_SEGMENT_BYTES
 from epd_serve.engine.dual_stream import DualStream, VisionHold
 from epd_serve.engine.measurements import IMAGE_SIDE
 from epd_serve.engine.step_limits import StepLimits
 from epd_serve.errors import DRAINING, ServeError, Unavailable
-from epd_serve.factories import factory
+from epd_serve.factories import as_it_is, factory
 from epd_serve.instance.calls import ControlCalls
-from epd_serve.instance.data_plane import start_feature_store, start_transport
-from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.encode import EncodeService
-from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.http import Peers
 from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, SwitchState, left
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.model import Language, open_device, open_model
-from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
@@ -43,9 +41,14 @@ from epd_serve.telemetry.otel import StageExport, span_export
 from epd_serve.telemetry.span import SpanStream
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.telemetry.trace_file import TraceWriter
-from epd_serve.transfer.feature_store import FeatureStore
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore, StoreObserver
+from epd_serve.transfer.mooncake import MooncakeOptions, StoreClient
+from epd_serve.transfer.mooncake_store import MooncakeFeatureStore
+from epd_serve.transfer.mooncake_transport import MooncakeTransport
 from epd_serve.transfer.shared_memory import host_id
-from epd_serve.types import Role
+from epd_serve.transfer.transport import Transport
+from epd_serve.types import Role, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -191,11 +194,6 @@ class Instance:
         if not (self.family.token_ids or role.has_language_model):
             raise ValueError("the model takes text alone, so an instance of role E has nothing to encode")
 
-    @property
-    def draining(self) -> bool:
-        """Whether it takes nothing new, as its process is to end."""
-        return self.lifecycle.is_leaving
-
     def check_started(self) -> None:
         """Raise Unavailable until the model is loaded."""
         if not self.ready:
@@ -210,7 +208,7 @@ class Instance:
     def check_accepting(self) -> None:
         """Raise Unavailable while the instance takes no new requests."""
         self.check_ready()
-        if self.draining:
+        if self.lifecycle.is_leaving:
             raise Unavailable(f"instance {self.options.name} is being shut down", code=DRAINING)
         if not self.lifecycle.machine.is_serving:
             raise left(self.options.name)
@@ -331,26 +329,12 @@ class Instance:
             self.metrics.looked_up(*self.language.engine.prefix_lookups())
         return self.metrics.render(self.load(), (self.store.num_owners, self.store.num_bytes), links)
 
-    def encodes(self) -> EncodeService:
-        """The encode stage, which every role has for the worst case. Raises Unavailable while it is loading."""
+    def serving(self, stage: Stage) -> LanguageEngine:
+        """The part that prefills and decodes. Raises Unavailable where the role lacks the stage, or while it is
+        loading."""
         self.check_ready()
-        return self.encode
-
-    def prefills(self) -> PrefillService:
-        """The prefill stage. Raises Unavailable where the role has none, or while it is loading."""
-        return self._stages("prefill", self.options.role.prefills).prefill
-
-    def decodes(self) -> DecodeService:
-        """The decode stage, likewise."""
-        return self._stages("decode", self.options.role.decodes).decode
-
-    def features(self) -> FeatureReceiver:
-        """Return the source of the prefill stage's features, likewise."""
-        return self._stages("prefill", self.options.role.prefills).receiver
-
-    def _stages(self, what: str, has_it: bool) -> LanguageEngine:
-        self.check_ready()
-        if self.language is None or not has_it:
+        if self.language is None or stage not in self.options.role.stages:
+            what = stage.name.lower()
             message = f"instance {self.options.name} has role {self.options.role} and does not {what}"
             raise Unavailable(message, code=DRAINING)  # the caller may know it by the role that it had
         return self.language
@@ -360,7 +344,7 @@ class Instance:
     def _state(self) -> tuple[bool, int]:
         """Whether it takes work, and its epoch."""
         machine = self.lifecycle.machine
-        return self.ready and not self.draining and machine.is_serving, machine.epoch
+        return self.ready and not self.lifecycle.is_leaving and machine.is_serving, machine.epoch
 
     def send_away(self, *, begun: bool, late: bool) -> None:
         """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well.
@@ -440,3 +424,63 @@ async def _close(part: list[Any]) -> None:
 
 def _may_encode(instance: Instance) -> bool:
     return True
+
+
+def start_transport(options: InstanceOptions, device_type: str) -> Transport:
+    """Raises ValueError where mooncake is asked for and missing, or does not reach the device's memory so."""
+    if options.kv_transfer.transport == "mooncake":
+        transport: Transport = MooncakeTransport(_mooncake_options(options, device_type))
+    else:
+        transport = EmbeddedTransport(options.host, options.kv_transfer.transport, _timeout_s(options))
+    return factory("transport", as_it_is)(transport)
+
+
+def start_feature_store(
+    options: InstanceOptions, transport: Transport, device_type: str, observe: StoreObserver
+) -> FeatureStore:
+    """Blocks until the store is there. Raises ValueError as above, or where its master does not answer.
+
+    An instance that is meant to encode lends ``feature_store_bytes`` to a store that all share.
+    """
+    local = EmbeddedFeatureStore(transport, options.feature_store_bytes, observe)
+    if options.feature_store == "embedded" or not (options.role.encodes or options.role.prefills):
+        return local
+    if options.mooncake.master is None:
+        raise ValueError("feature_store mooncake needs the address of its master")
+    segment_bytes = options.feature_store_bytes if options.role.encodes else 0
+    if 0 < segment_bytes < MIN_SEGMENT_BYTES:
+        raise ValueError(f"Mooncake Store takes no less than {MIN_SEGMENT_BYTES}; raise feature_store_bytes")
+    mooncake = _mooncake_options(options, device_type)
+    client = StoreClient(
+        mooncake,
+        options.mooncake.master,
+        segment_bytes,
+        engine=transport.engine if isinstance(transport, MooncakeTransport) else None,
+    )
+    return MooncakeFeatureStore(client, local, options.feature_store_bytes, mooncake, observe)
+
+
+def _mooncake_options(options: InstanceOptions, device_type: str) -> MooncakeOptions:
+    capability = TRANSPORTS[device_type]
+    protocol = options.mooncake.protocol
+    if protocol == "auto":
+        protocol = capability.mooncake_protocols[0]  # type: ignore[assignment]
+    if protocol not in capability.mooncake_protocols:
+        raise ValueError(
+            f"mooncake.protocol {protocol} does not reach memory of {device_type}; "
+            f"write {' or '.join(capability.mooncake_protocols)}"
+        )
+    return MooncakeOptions(
+        host=options.host,
+        protocol=protocol,
+        devices=options.mooncake.devices or "",
+        staging_bytes=options.mooncake.staging_bytes,
+        timeout_s=_timeout_s(options),
+        alignment_bytes=capability.alignment_bytes,
+        max_regions=capability.max_regions,
+    )
+
+
+def _timeout_s(options: InstanceOptions) -> float:
+    """A write must end well before the lease of its target."""
+    return options.lease_s / 4

@@ -140,7 +140,6 @@ class LanguageEngine(EngineHooks):
             prompts.vocabulary,
             self._layout,
             transport=instance.transport,
-            peers=instance.peers,
             queue_timeout_s=options.queue_timeout_s,
             orphan_s=_ORPHAN_S,
             listen=self.listeners.listen,

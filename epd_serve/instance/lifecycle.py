@@ -235,7 +235,7 @@ class Lifecycle:
             return wire.RoleChanged(str(role), str(role), machine.epoch, self._clock() - began)
         if not machine.is_serving:
             raise Conflict(f"it is {machine.state} on its way from {machine.role} to {machine.wanted}")
-        if self._instance.draining:
+        if self.is_leaving:
             raise Conflict("it is leaving; it takes no other role")
         try:
             self._instance.check_role(role)

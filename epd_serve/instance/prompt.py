@@ -1,9 +1,10 @@
-"""From messages and media sizes to token ids, media spans and positions; no pixels needed."""
+"""From messages and the facts of media to token ids, media spans and positions; no pixels needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -12,8 +13,8 @@ from epd_serve.cache.block_pool import hash_blocks
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.bounded_tokenizer import PIECE_CHARACTERS, BoundedTokenizer
 from epd_serve.instance.detokenizer import Vocabulary
-from epd_serve.instance.media_layout import MediaLayouts
 from epd_serve.instance.request_processor import S_PER_CHARACTER
+from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, picture, sound
 from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.protocol.wire import (
     ChatMessage,
@@ -23,17 +24,17 @@ from epd_serve.protocol.wire import (
     TokenizeReply,
     TokenizeRequest,
 )
-from epd_serve.types import MediaSpan, SamplingParams
+from epd_serve.types import AS_THE_MODEL, MediaSpan, SamplingParams, VideoFacts
 
 if TYPE_CHECKING:
     from epd_serve.engine.grammar import Grammars
     from epd_serve.instance.chat_template import MediaLiterals
-    from epd_serve.models.family import Family
 
 #: Tokens that a question about a text's tokens may have, where the context holds fewer.
 MAX_COUNTED_TOKENS = 1 << 17
 #: Of a stop string, and of a word that is not to appear.
 _MAX_WORD_CHARACTERS = 4096
+_MAX_LAYOUTS = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,7 +290,9 @@ class PromptProcessor:
                 continue
             item = next(remaining)
             layout = self._layouts.of(item)
-            spans += layout.spans(len(expanded), item.mm_hash)
+            start = len(expanded)
+            for begin, length, offset in layout.runs:
+                spans.append(MediaSpan(start + begin, length, item.mm_hash, offset))
             expanded += layout.ids
         return expanded, tuple(spans)
 
@@ -335,3 +338,61 @@ def _max_tokens(num_prompt_tokens: int, asked: int | None, max_model_len: int) -
             code="context_length_exceeded",
         )
     return room if asked is None else asked
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tokens of one item, and where among them which rows of its feature lie: (start, length, offset)."""
+
+    ids: list[int]
+    runs: list[tuple[int, int, int]]
+
+
+class MediaLayouts:
+    """Layouts of one model's media, the latest of which are kept. Safe for use from several threads."""
+
+    def __init__(self, family: Family, tokenizer: Any) -> None:
+        """Raises ValueError for a tokenizer that reads an item's text otherwise within a prompt than by itself."""
+        self._family = family
+        self._tokenizer = tokenizer
+        self._of_facts = lru_cache(_MAX_LAYOUTS)(self._new)
+        for size in TRIED_SIZES:
+            if "image" in family.token_ids:
+                self._check(picture(size))
+            if "video" in family.token_ids:
+                self._check(MediaRef.of_video(VideoFacts(*size, 100, 12.5), AS_THE_MODEL))
+        if family.audio is not None:
+            for seconds in TRIED_SECONDS:
+                self._check(sound(seconds, family.audio.rate))
+
+    def of(self, item: MediaRef) -> Layout:
+        """Raises InvalidRequest for an item that the model cannot take."""
+        return self._of_facts(msgspec.structs.replace(item, mm_hash=""))
+
+    def _new(self, item: MediaRef) -> Layout:
+        ids: list[int] = []
+        runs: list[tuple[int, int, int]] = []
+        offset = 0
+        for part in self._family.parts_of(item):
+            if isinstance(part, str):
+                ids += self._read(part)
+                continue
+            runs.append((len(ids), part, offset))
+            ids += [self._family.row_token_ids[item.modality]] * part
+            offset += part
+        return Layout(ids, runs)
+
+    def _check(self, item: MediaRef) -> None:
+        token: str = self._tokenizer.convert_ids_to_tokens(self._family.row_token_ids[item.modality])
+        text = "".join(part if isinstance(part, str) else token * part for part in self._family.parts_of(item))
+        before, _, after = (self._read(piece) for piece in ("a ", token, " b"))
+        ids = self._read(f"a {text} b")
+        if ids != [*before, *self.of(item).ids, *after]:
+            raise ValueError(
+                f"its tokenizer reads the tokens of a media item, {text[:80]!r} ..., otherwise within a text than "
+                "by themselves; copy its files from the model"
+            )
+
+    def _read(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids

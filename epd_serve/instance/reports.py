@@ -7,6 +7,8 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import msgspec
+
 from epd_serve.instance.http import Handler, Reply
 from epd_serve.protocol import wire
 from epd_serve.types import Stage
@@ -139,7 +141,7 @@ class Reporter:
                     encoded=encoded,
                     epoch=epoch,
                 )
-                yield wire.to_json(report) + b"\n"
+                yield msgspec.json.encode(report) + b"\n"
                 if self._is_closed:
                     return
                 await asyncio.sleep(_LEAST_INTERVAL_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -20,8 +19,6 @@ from epd_serve.launch.process import ProcessDied, ProcessSpec, ProcessState
 from epd_serve.launch.supervisor import Supervisor
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.topology.change import Step, StepKind
-
-logger = logging.getLogger(__name__)
 
 _STARTING = (ProcessState.STARTING, ProcessState.LOADING)
 #: So often others may change roles meanwhile, and the rest is planned anew.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from device.base import AttentionOps, AttentionPlan
 from device.distributed import Alone, Group
 from device.ops.linear import Linear, fused, gated_linear, linear
-from device.ops.rotary import rotary_tables
+from device.ops.plain import rotary_tables
 from epd_serve.models.sharding import Heads, split
 
 _INTERLEAVED_MROPE = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")

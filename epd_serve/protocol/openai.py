@@ -150,7 +150,7 @@ class GenerationRequest(RequestModel):
 
     def _check(self) -> None:
         """Apply the rules that join several fields."""
-        limit = self._max_tokens()
+        limit = self.token_limit()
         if limit is not None and (self.min_tokens or 0) > limit:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is greater than max_tokens ({limit})", param="min_tokens"
@@ -164,12 +164,9 @@ class GenerationRequest(RequestModel):
                 param=field,
             )
 
-    def _max_tokens(self) -> int | None:
-        return self.max_tokens
-
     def token_limit(self) -> int | None:
         """The most tokens that an answer may have; None where the context alone limits it."""
-        return self._max_tokens()
+        return self.max_tokens
 
     @abstractmethod
     def _logprobs(self) -> int | None:
@@ -210,7 +207,7 @@ class GenerationRequest(RequestModel):
         """Sampling parameters with the API's defaults filled in; ``seed`` is used where the request has none."""
         return SamplingParams(
             seed=self.seed if self.seed is not None else seed,
-            max_tokens=self._max_tokens(),
+            max_tokens=self.token_limit(),
             min_tokens=self.min_tokens or 0,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
@@ -224,12 +221,12 @@ class GenerationRequest(RequestModel):
 
     def _neutral(self) -> tuple[str, ...]:
         """See :class:`~epd_serve.types.SamplingParams`."""
-        names = self.model_fields_set & SAMPLING_DEFAULTS.keys()
-        return tuple(sorted([name for name in names if self._is_neutral(name)])) if names else ()
-
-    def _is_neutral(self, name: str) -> bool:
-        value = getattr(self, name)
-        return value is not None and (value == SAMPLING_DEFAULTS[name] or (name == "top_k" and value < 1))
+        neutral = []
+        for name in self.model_fields_set & SAMPLING_DEFAULTS.keys():
+            value = getattr(self, name)
+            if value is not None and (value == SAMPLING_DEFAULTS[name] or (name == "top_k" and value < 1)):
+                neutral.append(name)
+        return tuple(sorted(neutral))
 
     def _rare_sampling(self) -> dict[str, Any]:
         """The fields of :meth:`sampling` that few requests set.
@@ -316,7 +313,7 @@ class ChatCompletionRequest(GenerationRequest):
                 param="truncate_prompt_tokens",
             )
 
-    def _max_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def _logprobs(self) -> int | None:
@@ -383,7 +380,7 @@ class CompletionRequest(GenerationRequest):
             raise InvalidRequest("prompt: the list is empty; it needs one prompt at least", param="prompt")
         return fields
 
-    def _max_tokens(self) -> int | None:
+    def token_limit(self) -> int | None:
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def _check(self) -> None:

@@ -71,14 +71,6 @@ def decode(data: bytes | bytearray | memoryview, message_type: type[M]) -> M:
     return msgspec.msgpack.decode(data, type=message_type)
 
 
-def to_json(message: Message) -> bytes:
-    return msgspec.json.encode(message)
-
-
-def from_json(data: bytes, message_type: type[M]) -> M:
-    return msgspec.json.decode(data, type=message_type)
-
-
 #: Far beyond what any instance has, and far below where sums and products overflow.
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]
 Number = Annotated[float, msgspec.Meta(ge=0, le=1e12)]

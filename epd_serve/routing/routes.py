@@ -120,7 +120,7 @@ def route_parts(table: InstanceTable, model: str, exclude: Collection[str], dema
     num_tokens = _num_tokens(table, prefills, demand)
     return Parts(
         prefills=prefills,
-        decodes=[one for one in decodes if _holds(one, num_tokens)] or decodes,
+        decodes=[one for one in decodes if one.info is None or num_tokens < one.info.max_model_len] or decodes,
         num_tokens=num_tokens,
         prompt=Work(num_tokens=max(num_tokens, 1)),
         answer=Work(num_sequences=demand.num_sequences, num_kv_tokens=num_tokens),
@@ -199,10 +199,6 @@ def _num_tokens(table: InstanceTable, prefills: Sequence[InstanceRecord], demand
     per_pixel = (info.tokens_per_pixel if info is not None else 0.0) or PRIOR_TOKENS_PER_PIXEL
     text = demand.num_characters * tokens_per_character([one.load for one in prefills])
     return demand.num_tokens + text + demand.num_pixels * per_pixel
-
-
-def _holds(record: InstanceRecord, num_tokens: float) -> bool:
-    return record.info is None or num_tokens < record.info.max_model_len
 
 
 def _cached_part(record: InstanceRecord, demand: Demand) -> float:

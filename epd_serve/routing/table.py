@@ -175,14 +175,6 @@ class InstanceTable:
             up = [one for one in up if not one.steals] or up
         return [one for one in up if not one.is_stale] or up
 
-    def wait_s(self, model: str) -> float:
-        """Estimate of what a small request of a model would wait now before it is computed; 0 where it cannot be
-        known. Prompts wait for prefills before them, and for KV room where they are decoded."""
-        prefills, decodes = self.ready(Stage.PREFILL, model), self.ready(Stage.DECODE, model)
-        if not prefills or not decodes:
-            return 0.0
-        return max(min(one.prefill_s for one in prefills), min(one.room_s(1) for one in decodes))
-
     def models(self) -> dict[str, InstanceInfo]:
         """Model name → info of an instance that prefills it, ready or not, in the order of the deployment. Where
         all of these have left, that of the last ones, which others may replace."""

@@ -30,6 +30,7 @@ class RemoteCall:
     """One request and its answer. It must be closed; before the answer's end that breaks the call off.
 
     Attributes:
+        connection: as long as it has the call and there is more to come; None before and after.
         opened: done when the answer's head is there. An answer with status 400 or above is an error, which is set
             here once its body is complete (:func:`epd_serve.errors.error_from_response`); a connection that fails
             is InstanceLost.
@@ -37,6 +38,7 @@ class RemoteCall:
 
     def __init__(self, pool: Server) -> None:
         self._pool = pool
+        self.connection: Any = None
         self.opened: asyncio.Future[Any] = pool.loop.create_future()
         self.status = 0
         self._headers: dict[bytes, bytes] = {}
@@ -69,15 +71,20 @@ class RemoteCall:
 
     def chunks(self) -> AsyncIterator[bytes]:
         """The body as it comes, never empty pieces. Raises InstanceLost where it breaks off."""
-        return _Chunks(self)
+        return self
 
-    async def next_chunk(self) -> bytes:
-        """The next of :meth:`chunks`; empty behind the last."""
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        """The next of :meth:`chunks`."""
         while not self._pieces and not self._complete:
             if self._failure is not None:
                 raise self._failure
             await self._wait()
         chunk = self._take()
+        if not chunk:
+            raise StopAsyncIteration
         self._go_on()
         return chunk
 
@@ -154,6 +161,7 @@ class RemoteCall:
             self._hold_back()
 
     def end(self) -> None:
+        self.connection = None
         self._complete = True
         if self.status >= 400 and not self.opened.done():
             self.opened.set_exception(self.error(self._take()))
@@ -164,6 +172,7 @@ class RemoteCall:
         return error_from_response(self.status, body, origin=f"instance {self._pool.name}")
 
     def fail(self, error: Exception) -> None:
+        self.connection = None
         if self._complete or self.closed:
             return
         self._failure = error
@@ -201,17 +210,3 @@ class RemoteCall:
         self._pieces.clear()
         self._unread_bytes = 0
         return data
-
-
-class _Chunks:
-    def __init__(self, call: RemoteCall) -> None:
-        self._call = call
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> bytes:
-        chunk = await self._call.next_chunk()
-        if not chunk:
-            raise StopAsyncIteration
-        return chunk

@@ -33,6 +33,7 @@ class HttpCall(RemoteCall):
     """
 
     keeps_connection = True
+    connection: Connection | None
     _pool: HttpPool
 
     def __init__(
@@ -49,7 +50,6 @@ class HttpCall(RemoteCall):
         self.on_new_connection = on_new_connection
         self.request = [pool.head(method, path, headers, sum(map(len, body))), *body]
         self.connecting: asyncio.Task[None] | None = None
-        self.connection: Connection | None = None
 
     def send(self) -> None:
         """Send it on an idle connection, or on a new one where none is idle or the call asks for that."""
@@ -79,14 +79,6 @@ class HttpCall(RemoteCall):
     def cut(self, reason: str, *, is_http: bool = True) -> None:
         """The connection has ended before the answer did; ``reason`` is "" where the server has closed it."""
         self.fail(self.lost(reason if is_http else f"no HTTP answer: {reason}"))
-
-    def end(self) -> None:
-        self.connection = None
-        super().end()
-
-    def fail(self, error: Exception) -> None:
-        self.connection = None
-        super().fail(error)
 
     def _break_off(self) -> None:
         if self.connecting is not None and not self.connecting.done():

@@ -91,13 +91,13 @@ class StreamCall(RemoteCall):
 
     Attributes:
         request: until it is sent.
-        connection: as long as it has the call and there is more to come.
     """
+
+    connection: StreamsConnection | None
 
     def __init__(self, streams: Streams, path: str, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         super().__init__(streams)
         self.request: Call | None = Call(0, path, headers, body)
-        self.connection: StreamsConnection | None = None
         self.number = 0
         self._uncredited_bytes = 0
 
@@ -117,14 +117,6 @@ class StreamCall(RemoteCall):
             self._failure = error
         self._write = None
         self._wake()
-
-    def end(self) -> None:
-        self.connection = None
-        super().end()
-
-    def fail(self, error: Exception) -> None:
-        self.connection = None
-        super().fail(error)
 
     def _break_off(self) -> None:
         if self.connection is not None:

@@ -279,7 +279,6 @@ class TowerSide:
         may_start: Callable[[], bool] = lambda: True,
         on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        self._clock = clock
         self._device = device
         self._spec = spec
         self._may_start = may_start

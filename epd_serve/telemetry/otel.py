@@ -17,8 +17,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from epd_serve.telemetry.span import Span, Value
-from epd_serve.telemetry.trace_context import TraceContext, join, parse_traceparent
+from epd_serve.telemetry.span import Span, TraceContext, Value, join, parse_traceparent
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

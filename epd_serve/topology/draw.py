@@ -35,7 +35,6 @@ class _Device:
 
     title: str
     instances: tuple[_Instances, ...]
-    replicas: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,7 @@ def _devices(topology: Topology, devices: Sequence[str] | None) -> list[_Device]
                 )
             )
         used = [max((instance.devices for instance in replica), key=len) for replica in replicas]
-        boxes.append(_Device(title=_title(used), instances=tuple(instances), replicas=len(replicas)))
+        boxes.append(_Device(title=_title(used), instances=tuple(instances)))
     return boxes
 
 

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from blake3 import blake3
 
 from epd_serve.cache.feature_cache import FeatureCache
-from epd_serve.protocol.wire import FeatureEvent
+from epd_serve.protocol.wire import FeatureEvent, Region
 from epd_serve.transfer.shared_memory import SlabAllocator
 from epd_serve.transfer.transport import TransferError, Transport
 
@@ -39,6 +39,22 @@ class StoredFeature:
     dtype: str
     checksum: str
     offset: int | None = None
+
+    def event(
+        self, mm_hash: str, request_id: str, *, region: Region | None = None, store: str = ""
+    ) -> FeatureEvent:
+        """The hash event of a feature that lies in a region, or in a store of that name."""
+        return FeatureEvent(
+            request_id=request_id,
+            mm_hash=mm_hash,
+            shape=self.shape,
+            dtype=self.dtype,
+            nbytes=self.nbytes,
+            checksum=self.checksum,
+            region=region,
+            offset=self.offset or 0,
+            store=store,
+        )
 
 
 class StoreObserver(Protocol):
@@ -203,16 +219,7 @@ class EmbeddedFeatureStore:
 
     def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
         assert feature.offset is not None, "a feature of another store"
-        return FeatureEvent(
-            request_id=request_id,
-            mm_hash=mm_hash,
-            shape=feature.shape,
-            dtype=feature.dtype,
-            nbytes=feature.nbytes,
-            checksum=feature.checksum,
-            region=self._slab.region,
-            offset=feature.offset,
-        )
+        return feature.event(mm_hash, request_id, region=self._slab.region)
 
     def fetch(self, event: FeatureEvent) -> bytearray:
         if event.region is None:

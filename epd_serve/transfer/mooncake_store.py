@@ -132,15 +132,7 @@ class MooncakeFeatureStore:
     def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
         if feature.offset is not None:
             return self._local.event(mm_hash, feature, request_id)
-        return FeatureEvent(
-            request_id=request_id,
-            mm_hash=mm_hash,
-            shape=feature.shape,
-            dtype=feature.dtype,
-            nbytes=feature.nbytes,
-            checksum=feature.checksum,
-            store=STORE,
-        )
+        return feature.event(mm_hash, request_id, store=STORE)
 
     def fetch(self, event: FeatureEvent) -> bytearray:
         if event.store != STORE:

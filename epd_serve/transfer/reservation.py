@@ -172,7 +172,7 @@ class ReservationTable:
             elif reservation.state is ReservationState.GRANTED:
                 reservation.move_to(ReservationState.QUARANTINED)
 
-    def quarantine(self, transfer_id: str, now: float, lease_s: float | None = None) -> None:
+    def quarantine(self, transfer_id: str, now: float) -> None:
         """Let no more be written.
 
         As earlier writes may still arrive, the blocks go back when a lease has passed.
@@ -182,7 +182,7 @@ class ReservationTable:
             self.stop_writing(transfer_id)
             return
         self._quarantine(reservation)
-        reservation.deadline = now + (reservation.lease_s if lease_s is None else lease_s)
+        reservation.deadline = now + reservation.lease_s
 
     def expire(self, now: float) -> list[Reservation]:
         """Release what outlived its lease and is not being written; returns those that were still wanted."""

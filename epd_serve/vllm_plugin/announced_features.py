@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.protocol.engine_notices import AnyNotice, FeatureAnnounced, FeatureWithdrawn
 from epd_serve.protocol.wire import FeatureEvent, Region
-from epd_serve.transfer.feature_store import checksum, verify
+from epd_serve.transfer.feature_store import StoredFeature, checksum, verify
 from epd_serve.transfer.shared_memory import SlabAllocator
 from epd_serve.transfer.transport import TransferError, Transport
 
@@ -152,14 +152,10 @@ class AnnouncedFeatures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptFeature:
-    """A feature's place in the memory's region, and its form."""
+class KeptFeature(StoredFeature):
+    """A feature at a place in the memory's region."""
 
     offset: int
-    nbytes: int
-    shape: list[int]
-    dtype: str
-    checksum: str
 
 
 class FeatureMemory:
@@ -218,16 +214,7 @@ class FeatureMemory:
             return evicted
 
     def event(self, mm_hash: str, kept: KeptFeature, request_id: str) -> FeatureEvent:
-        return FeatureEvent(
-            request_id=request_id,
-            mm_hash=mm_hash,
-            shape=kept.shape,
-            dtype=kept.dtype,
-            nbytes=kept.nbytes,
-            checksum=kept.checksum,
-            region=self.region,
-            offset=kept.offset,
-        )
+        return kept.event(mm_hash, request_id, region=self.region)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""

@@ -40,7 +40,6 @@ class Ticket(msgspec.Struct, eq=False, kw_only=True):
 
     client: Client
     priority: int
-    entered_s: float
     admitted_s: float
     on_admitted: Callable[[], None] | None
     on_displaced: Callable[[], None] | None
@@ -104,7 +103,6 @@ class AdmissionQueue:
         ticket = Ticket(
             client=client,
             priority=priority,
-            entered_s=now_s,
             admitted_s=now_s,
             on_admitted=on_admitted,
             on_displaced=on_displaced,

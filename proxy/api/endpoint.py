@@ -18,7 +18,7 @@ from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.openai import GenerationRequest
 from epd_serve.protocol.wire import REQUEST_ID_HEADER, InstanceInfo
 from epd_serve.routing.table import InstanceTable
-from epd_serve.telemetry.trace_context import random_block
+from epd_serve.telemetry.span import random_block
 from epd_serve.types import PLURALS
 from proxy.admission.control import AdmissionControl, Visit
 from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN, estimate_tokens
@@ -42,7 +42,6 @@ from proxy.http.client import (
 )
 from proxy.media.fetch import FetchPlace, FetchPlaces
 from proxy.media.loader import MediaItem, MediaLoader
-from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
 from proxy.settings import Current
@@ -60,10 +59,6 @@ _NUM_STRANGERS = 16
 _LAST_WORDS_S = 1.0
 
 
-def new_id() -> str:
-    return random_block().hex()
-
-
 class Endpoint:
     """Reads and checks a request and bounds its time; :meth:`_generate` answers it."""
 
@@ -74,7 +69,6 @@ class Endpoint:
         table: InstanceTable,
         poller: Poller,
         loader: MediaLoader,
-        metrics: GatewayMetrics,
         admission: AdmissionControl,
         observer: Observer,
         arrival: ArrivalLimits,
@@ -84,7 +78,6 @@ class Endpoint:
         self._table = table
         self._poller = poller
         self._loader = loader
-        self._metrics = metrics
         self._admission = admission
         self._observer = observer
         self._arrival = arrival
@@ -258,8 +251,8 @@ class GenerationEndpoint(Endpoint):
         asker = exchange.asker
         parsed = await parsed_body(self._parse, body, asker)
         request = parsed.request
-        if not self._poller.has_started:
-            await self._poller.started()
+        if not self._poller.started.is_set():
+            await self._poller.started.wait()
         model = exchange.record.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
@@ -301,13 +294,13 @@ class GenerationEndpoint(Endpoint):
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
     ) -> list[Job]:
         """One job for each of the request's prompts."""
-        answer_id = new_id()
+        answer_id = random_block().hex()
         output = request.output(id=answer_id, created=int(time.time()), model=model)
         chat = request.chat()
         prompts: Sequence[str | list[int] | None] = request.prompts() if chat is None else [None]
         return [
             Job(
-                id=answer_id if index == 0 else new_id(),
+                id=answer_id if index == 0 else random_block().hex(),
                 trace_id=exchange.record.request_id,
                 record=exchange.record,
                 model=model,
@@ -322,7 +315,6 @@ class GenerationEndpoint(Endpoint):
                 messages=chat,
                 prompt=prompt,
                 items=items,
-                arrived_s=exchange.record.arrived_s,
             )
             for index, prompt in enumerate(prompts)
         ]

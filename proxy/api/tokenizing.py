@@ -37,7 +37,7 @@ class TokenizingEndpoint(Endpoint):
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         request = await parsed(self._parse_call, body, exchange.asker)
         body.clear()
-        await self._poller.started()
+        await self._poller.started.wait()
         model = exchange.record.model = self._model(request.model)
         sources = request.media()
         exchange.visit.check(generates=False, has_media=bool(sources))

@@ -52,7 +52,7 @@ def models_router(table: InstanceTable, poller: Poller, authenticator: Authentic
     @router.get("/v1/models")
     @router.get("/v1/models/")
     async def models() -> JSONResponse:
-        await poller.started()
+        await poller.started.wait()
         found = table.models()
         if not found:
             raise Unavailable("no instance has started yet; try again shortly")
@@ -60,7 +60,7 @@ def models_router(table: InstanceTable, poller: Poller, authenticator: Authentic
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> JSONResponse:
-        await poller.started()
+        await poller.started.wait()
         found = table.models()
         if name not in found:
             known = ", ".join(map(repr, found)) or "none yet"

@@ -31,7 +31,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request, ready to be sent to instances.
 
     ``id`` is unique; ``trace_id`` may be the client's. A chat has ``messages``, a completion ``prompt``.
-    ``arrived_s`` is monotonic. ``loop`` runs it.
+    ``loop`` runs it.
     """
 
     id: str
@@ -42,7 +42,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[ChatMessage] | None
     prompt: str | list[int] | None
     items: list[MediaItem]
-    arrived_s: float
     record: RequestRecord
     prompting: PromptOptions
     loop: asyncio.AbstractEventLoop

@@ -72,7 +72,9 @@ class Poller:
         self._interval_s = interval_s
         self._startup_wait_s = startup_wait_s
         self._stale_s = stale_s
-        self._started = asyncio.Event()
+        #: Set when the deployment can serve, or has had its time to start. A request that comes before then waits:
+        #: load testers give up after a refused warm-up.
+        self.started = asyncio.Event()
         self._mute: set[str] = set()
         self._distrust_s: dict[str, float] = {}
         self._silences: dict[str, _Silence] = {}
@@ -102,22 +104,9 @@ class Poller:
         if (watching := self._watching.pop(name, None)) is not None:
             watching.cancel()
 
-    @property
-    def has_started(self) -> bool:
-        """Whether :meth:`started` need not wait."""
-        return self._started.is_set()
-
-    async def started(self) -> None:
-        """Wait until the deployment can serve, or has had its time to start.
-
-        A request that comes before is queued rather than refused: load testers give up after a refused warm-up.
-        """
-        if not self._started.is_set():
-            await self._started.wait()
-
     async def run(self) -> None:
         """Until cancelled; a slow instance delays no other."""
-        asyncio.get_running_loop().call_later(self._startup_wait_s, self._started.set)
+        asyncio.get_running_loop().call_later(self._startup_wait_s, self.started.set)
         async with asyncio.TaskGroup() as group:
             self._group = group
             self._watching = {name: group.create_task(self._watch(name)) for name in self._calls}
@@ -225,11 +214,11 @@ class Poller:
         except ValueError as error:
             self._lost(name, error)
             return False
-        if not self._started.is_set() and (
+        if not self.started.is_set() and (
             not self._table.missing_stages()
             or (all(one.info is not None for one in self._table) and not self._table.lacks_roles())
         ):
-            self._started.set()
+            self.started.set()
         if record.ready and not was_ready:
             logger.info("instance %s (%s) is ready at %s", name, record.role, record.url)
         return True

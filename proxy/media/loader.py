@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.flow.events import Named
-from epd_serve.media.picture import MediaLimits, low_detail_size, pixel_size, plain_size
+from epd_serve.media.picture import low_detail_size, pixel_size, plain_size
 from epd_serve.media.video import VideoLimits, pack_frames, read_list
 from epd_serve.protocol.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
@@ -79,10 +79,6 @@ class MediaLoader:
         self._fetcher = fetcher
         self._probe = probe
         self.places = FetchPlaces()
-
-    @property
-    def _limits(self) -> MediaLimits:
-        return self._settings.now.media_limits
 
     async def load(
         self, sources: Sequence[MediaSource], fingerprint: str = "", asker: str = "", salt: str = ""
@@ -154,7 +150,7 @@ class MediaLoader:
             size = self._plain_size(data)
             if size is None:
                 # Always in a thread: a small file can have thousands of parts.
-                size = await _threads.run(asker, pixel_size, data, self._limits)
+                size = await _threads.run(asker, pixel_size, data, self._settings.now.media_limits)
         except InvalidRequest as error:
             error.param = source.param
             raise
@@ -163,7 +159,7 @@ class MediaLoader:
     def _read(self, source: MediaSource, fingerprint: str, salt: str) -> MediaItem | bytes:
         """An image of the request's own; its bytes where its size is not plain to see."""
         try:
-            data = _decoded(source, self._limits.max_bytes)[1]
+            data = _decoded(source, self._settings.now.media_limits.max_bytes)[1]
         except InvalidRequest as error:
             error.param = source.param
             raise
@@ -199,8 +195,9 @@ class MediaLoader:
 
     def _plain_size(self, data: bytes) -> tuple[int, int] | None:
         """Within the limits; what is not is Pillow's to explain."""
-        size = plain_size(data) if len(data) <= self._limits.max_bytes else None
-        return size if size is not None and size[0] * size[1] <= self._limits.max_pixels else None
+        limits = self._settings.now.media_limits
+        size = plain_size(data) if len(data) <= limits.max_bytes else None
+        return size if size is not None and size[0] * size[1] <= limits.max_pixels else None
 
 
 def _check_total(items: Sequence[MediaItem], max_bytes: int) -> None:

@@ -86,7 +86,7 @@ class GatewayMetrics:
             ("finished_reason",),
             [(reason,) for reason in _REASONS],
         )
-        self._ttft = self._histogram(
+        self.ttft = self._histogram(
             ("time_to_first_token_seconds", "ttft_seconds"),
             "From the request's arrival to the first token of a streamed answer",
             _BUCKETS,
@@ -179,9 +179,6 @@ class GatewayMetrics:
         self._log_dropped = self._gauge("access_log_dropped_lines", "Lines that it had no room for")
 
     # ------------------------------------------------------------------ told
-
-    def first_token(self, endpoint: str, modality: str, seconds: float) -> None:
-        self._ttft.observe(seconds, endpoint, modality)
 
     def finished(self, record: RequestRecord) -> None:
         """Count a request that is over."""

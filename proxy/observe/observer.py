@@ -13,16 +13,17 @@ from msgspec.structs import replace
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.sections import SLOConfig
 from epd_serve.telemetry.otel import SpanExport, span_export
-from epd_serve.telemetry.span import Span, Value
-from epd_serve.telemetry.timeline import GATEWAY_RECEIVE, GATEWAY_SERVE
-from epd_serve.telemetry.trace_context import (
+from epd_serve.telemetry.span import (
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
+    Span,
     TraceContext,
+    Value,
     join,
     new_context,
     random_block,
 )
+from epd_serve.telemetry.timeline import GATEWAY_RECEIVE, GATEWAY_SERVE
 from epd_serve.telemetry.trace_file import TraceWriter
 from proxy.observe.access_log import AccessLog
 from proxy.observe.figures import Figures
@@ -99,7 +100,7 @@ class Observer:
     def first_token(self, record: RequestRecord) -> None:
         """A streamed answer begins."""
         record.first_s = time.monotonic()
-        self.metrics.first_token(record.endpoint, record.modality, record.first_s - record.arrived_s)
+        self.metrics.ttft.observe(record.first_s - record.arrived_s, record.endpoint, record.modality)
 
     def finish(self, record: RequestRecord, status: int, error: str = "") -> None:
         """It is over, however it went."""

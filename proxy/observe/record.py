@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from epd_serve.protocol.wire import REQUEST_ID_HEADER, MediaRef, read_prompt_note
-from epd_serve.telemetry.span import Span, Value
-from epd_serve.telemetry.trace_context import TRACEPARENT_HEADER, TraceContext
+from epd_serve.telemetry.span import TRACEPARENT_HEADER, Span, TraceContext, Value
 from epd_serve.types import Modality
 
 #: Stages as a gateway sees them: from the call to the answer, waiting included.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 import time
@@ -17,8 +16,6 @@ from epd_serve.rpc.link import LinkClosed
 from proxy.workers.channel import NOTHING, CallFailed, Channel
 from proxy.workers.ledger import Ledger
 from proxy.workers.worker_setup import WorkerSetup
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import ascend_host  # noqa: E402
 import ascend_kernels  # noqa: E402
 import torch  # noqa: E402
 
-from device.ascend_graph import NPUGraphRunner  # noqa: E402
+from device.ascend import NPUGraphRunner  # noqa: E402
 from device.ops.ascend import V1, V2, AscendOps, FusedAttention, Layout  # noqa: E402  # noqa: E402
 
 ascend_kernels.register()

@@ -18,7 +18,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from device.ascend_graph import NPUGraphRunner  # noqa: E402
+from device.ascend import NPUGraphRunner  # noqa: E402
 from device.base import (  # noqa: E402
     Device,
     EagerRunner,

@@ -71,7 +71,7 @@ def test_each_figure_is_found_within_two_windows_by_its_name(figure: str, change
 def test_after_a_drift_the_new_workload_is_the_known_one() -> None:
     detector = DriftDetector(OPTIONS)
     assert drifts_of(workload(1, 300), workload(2, 600, output=600.0), detector=detector)
-    assert len(detector.recent) == 100
+    assert len(detector._recent) == 100
     fresh = DriftDetector(OPTIONS)
     parts = [workload(1, 300), workload(2, 1500, output=600.0)]
     times = [one.at_s for one in drifts_of(*parts, detector=fresh)]

@@ -18,7 +18,7 @@ from epd_serve.autoscale.replanning import Replanner
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import parse_config
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.telemetry.trace_context import new_context
+from epd_serve.telemetry.span import new_context
 from epd_serve.topology import Topology
 from proxy.observe.access_log import line_of
 from proxy.observe.record import RequestRecord

@@ -16,9 +16,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 
 from device.base import AttentionOps
 from device.ops.cpu import CpuOps
-from device.ops.plain import PlainOps
+from device.ops.plain import PlainOps, rotary_tables
 from device.ops.reference import ReferenceOps
-from device.ops.rotary import rotary_tables
 
 EVERY_OPS = pytest.mark.parametrize("ops", [ReferenceOps(), PlainOps(), CpuOps()], ids=lambda ops: ops.name)
 CPU = torch.device("cpu")

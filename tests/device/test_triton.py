@@ -37,7 +37,7 @@ triton = pytest.importorskip("triton", reason="not run: Triton is not installed"
 assert HAS_GPU or not isinstance(triton.language.cdiv, triton.JITFunction), "set TRITON_INTERPRET=1 before pytest"
 
 from device.ops import cuda as cuda_ops  # noqa: E402
-from device.ops import triton_decode, triton_write  # noqa: E402
+from device.ops import triton_decode, triton_layers  # noqa: E402
 from device.ops.reference import ReferenceOps  # noqa: E402
 from device.ops.triton_ops import TritonOps  # noqa: E402
 from device.ops.varlen import find_varlen  # noqa: E402
@@ -184,11 +184,11 @@ def test_decode_reads_a_narrow_cache() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_many_tokens_are_written_several_a_program(dtype: torch.dtype) -> None:
-    num_tokens = triton_write.MANY_TOKENS + 3
+    num_tokens = triton_layers.MANY_TOKENS + 3
     states = torch.randn(num_tokens, 3, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     slots = torch.randperm(num_tokens + 9, generator=torch.Generator().manual_seed(1))[:num_tokens].to(DEVICE)
     kv_layer = torch.zeros(2, num_tokens + 9, 1, 1, 8, device=DEVICE, dtype=dtype)
-    triton_write.write_kv(states[:, :1], states[:, 1:2], kv_layer, slots)
+    triton_layers.write_kv(states[:, :1], states[:, 1:2], kv_layer, slots)
     for stored, source in zip(kv_layer, (states[:, 0], states[:, 1]), strict=True):
         assert torch.equal(stored[slots, 0, 0], source)
 

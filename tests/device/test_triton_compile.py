@@ -154,7 +154,7 @@ def _inspect(cubin: bytes) -> dict[str, Any]:
 
 
 def _main() -> None:
-    from device.ops import triton_decode, triton_layers, triton_sample, triton_write
+    from device.ops import triton_decode, triton_layers, triton_sample
 
     results: dict[str, Any] = {}
     for name, (dtype, cached, head_dim, group, block_size) in DECODE_CASES.items():
@@ -171,7 +171,9 @@ def _main() -> None:
     for name, tokens in (("write", 64), ("write many", 4096)):
         key, value = fused[:tokens, 32:40], fused[:tokens, 40:]
         slots = torch.zeros(tokens, dtype=torch.int64)
-        results[name] = _compile_launches(lambda k=key, v=value, s=slots: triton_write.write_kv(k, v, kv_layer, s))
+        results[name] = _compile_launches(
+            lambda k=key, v=value, s=slots: triton_layers.write_kv(k, v, kv_layer, s)
+        )
     hidden, weight = torch.empty(64, 3584, dtype=torch.bfloat16), torch.empty(3584, dtype=torch.bfloat16)
     results["rms_norm"] = _compile_launches(lambda: triton_layers.rms_norm(hidden, None, weight, 1e-6))
     results["add_rms_norm"] = _compile_launches(lambda: triton_layers.rms_norm(hidden, hidden, weight, 1e-6))

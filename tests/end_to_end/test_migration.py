@@ -152,7 +152,7 @@ async def test_a_first_token_that_is_late_is_not_lost(monkeypatch: pytest.Monkey
     """P's answer is still on its way when D, which has all of the KV, breaks off behind the token in it."""
     async with deployment(weights_dir(), "P", "D", "D") as here, asyncio.timeout(400):
         text = await ask(here, body(PROMPTS[0], 20), stream=True)
-        prefills, is_left = here.instances["p0"].prefills(), False
+        prefills, is_left = here.instances["p0"].language.prefill, False
         languages = [language_of(here.instances[name]) for name in ("d1", "d2")]
         prefill = prefills.prefill
 

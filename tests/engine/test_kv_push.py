@@ -88,7 +88,7 @@ def test_what_arrives(
     )
     while any(sequence.num_uncomputed for sequence in sequences):
         prefills = [(s, min(chunk, s.num_uncomputed)) for s in sequences if s.num_uncomputed]
-        groups = push.groups(ScheduleOutput(prefills=prefills), transfers)
+        groups = push.layer_groups(push, ScheduleOutput(prefills=prefills), transfers)
         for layer in range(num_layers):
             before = len(sender.pushes)
             groups.on_layer(layer)
@@ -134,7 +134,7 @@ def test_a_step_that_sends_nothing_marks_nothing() -> None:
         layer_bytes=8,
         record_event=lambda: pytest.fail("an event for nobody"),
     )
-    groups = push.groups(ScheduleOutput(prefills=[(sequence, 5)]), {})
+    groups = push.layer_groups(push, ScheduleOutput(prefills=[(sequence, 5)]), {})
     groups.on_layer(0)
     groups.on_layer(1)
     groups.on_computed()

@@ -83,7 +83,7 @@ async def answer(instance: Instance, name: str, length: int) -> bytes:
         sampling=SamplingParams(seed=0, temperature=0.0, max_tokens=6, ignore_eos=True),
         items=[],
     )
-    reply = await instance.prefills().prefill(request)
+    reply = await instance.language.prefill.prefill(request)
     assert reply.on_close is not None
     reply.on_close()
     return reply.body
@@ -195,7 +195,7 @@ async def test_encodes_can_wait_for_prefills(model: Path, monkeypatch: pytest.Mo
         engine = instance.language and instance.language.engine
         assert isinstance(engine, PrefillMarkingEngine)
         engine.is_prefilling = True
-        encode = asyncio.create_task(instance.encodes()._encoded(request))
+        encode = asyncio.create_task(instance.encode._encoded(request))
         done, _ = await asyncio.wait([encode], timeout=0.3)
         assert not done, "it did not wait"
         engine.is_prefilling = False

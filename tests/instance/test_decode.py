@@ -84,7 +84,6 @@ def service(engine: Engine, memory: Memory, *, queue_timeout_s: float = 60) -> D
     return DecodeService(
         *parts,
         transport=EmbeddedTransport(path="shm"),
-        peers=nowhere,
         queue_timeout_s=queue_timeout_s,
         orphan_s=10,
         listen=lambda request_id, feed: None,

@@ -24,10 +24,10 @@ from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.engine.hooks import Listeners, TokenEvent
 from epd_serve.instance.answer import Answer, Generation
-from epd_serve.instance.checkpoint_texts import read_texts
 from epd_serve.instance.detokenizer import Vocabulary
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.http import ControlApp, Event, Reply
+from epd_serve.instance.language_weights import read_texts
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.instance.request_processor import RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool

@@ -63,13 +63,13 @@ async def test_what_has_begun_goes_on_elsewhere_or_keeps_it_here(tmp_path: Path)
                 await lifecycle.leave(wire.LeaveOrder(deadline_s=0.05))
             assert instance.info().ready, "it serves on"
             cancelled = asyncio.create_task(lifecycle.leave(wire.LeaveOrder()))
-            while not instance.draining:  # noqa: ASYNC110
+            while not instance.lifecycle.is_leaving:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             with pytest.raises(Conflict, match="leaving already"):
                 await lifecycle.leave(wire.LeaveOrder())
             with pytest.raises(Conflict, match="leaving"):
                 await instance.lifecycle.switch(wire.RoleOrder(role="P"))
-            assert instance.draining
+            assert instance.lifecycle.is_leaving
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
             assert instance.info().ready, "whoever ordered it is gone"

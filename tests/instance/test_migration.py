@@ -61,8 +61,8 @@ class Fleet:
         if leave_after is not None:
             self.leave_after(leave_after)
         expect = wire.DecodeRequest(wanted.request_id, stream=wanted.output.stream)
-        decoding = asyncio.create_task(self.source.decodes().decode(expect))
-        first = await read(await self.prefill.prefills().prefill(wanted))
+        decoding = asyncio.create_task(self.source.language.decode.decode(expect))
+        first = await read(await self.prefill.language.prefill.prefill(wanted))
         reply = await decoding
         return wanted.request_id, msgspec_reply(first, reply)
 
@@ -91,7 +91,7 @@ class Fleet:
         name = f"{held}-moved"
         order = wire.MoveRequest(name, held, **({"decode_url": self.target.url} | more))
         expect = wire.DecodeRequest(name, stream=True)
-        decoding = asyncio.create_task(self.target.decodes().decode(expect))
+        decoding = asyncio.create_task(self.target.language.decode.decode(expect))
         try:
             said = await read(await language_of(self.source).migrations.move(order))
         except BaseException:
@@ -189,9 +189,9 @@ async def test_an_answer_in_one_piece_takes_its_log_probabilities_along(model: P
 
         async def begin(name: str) -> asyncio.Task[Reply]:
             expect = wire.DecodeRequest(name, stream=False)
-            decoding = asyncio.create_task(here.source.decodes().decode(expect))
+            decoding = asyncio.create_task(here.source.language.decode.decode(expect))
             wanted = msgspec.structs.replace(one, request_id=name, decode_url=here.source.url)
-            assert await read(await here.prefill.prefills().prefill(wanted)) == []
+            assert await read(await here.prefill.language.prefill.prefill(wanted)) == []
             return decoding
 
         stayed = await (await begin("stays"))
@@ -202,7 +202,9 @@ async def test_an_answer_in_one_piece_takes_its_log_probabilities_along(model: P
             await (await begin("moves"))
         assert refused.value.code == KV_HELD
         order = wire.MoveRequest("moved", "moves", here.target.url)
-        decoding = asyncio.create_task(here.target.decodes().decode(wire.DecodeRequest("moved", stream=False)))
+        decoding = asyncio.create_task(
+            here.target.language.decode.decode(wire.DecodeRequest("moved", stream=False))
+        )
         assert await read(await language_of(here.source).migrations.move(order)) == []
         moved = await decoding
         told = json.loads(moved.body)["choices"][0]
@@ -261,8 +263,8 @@ async def test_a_hand_over_that_fails_is_told_and_gives_the_blocks_back(model: P
         await read(reply)
         move = await language_of(here.source).migrations.move(wire.MoveRequest("moved", name, here.target.url))
         assert here.target.in_use()["reservations"] == 1
-        [transfer_id] = here.target.decodes()._reservations._live
-        here.target.decodes().cancel(wire.TransferRef(transfer_id, "moved"))
+        [transfer_id] = here.target.language.decode._reservations._live
+        here.target.language.decode.cancel(wire.TransferRef(transfer_id, "moved"))
         [(label, _, said)] = await read(move)
         assert label == frames.ERROR and json.loads(said[6:])["error"]["type"]
         await here.check()

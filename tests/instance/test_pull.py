@@ -161,9 +161,9 @@ class Peers:
 
 class Bench:
     def __init__(self) -> None:
-        self.engine, self.memory, self.transport, self.peers = Engine(), Memory(), Transport(), Peers()
+        self.engine, self.memory, self.transport = Engine(), Memory(), Transport()
         parts: list[Any] = [self.engine, self.memory, Vocabulary(), LAYOUT]
-        others: dict[str, Any] = {"transport": self.transport, "peers": self.peers, "compile": None}
+        others: dict[str, Any] = {"transport": self.transport, "compile": None}
         self.decode = DecodeService(
             *parts,
             **others,

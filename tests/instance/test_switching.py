@@ -25,7 +25,7 @@ from epd_serve.instance.http import Peers
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.lifecycle import SwitchState
 from epd_serve.protocol import frames, wire
-from epd_serve.types import Role, SamplingParams
+from epd_serve.types import Role, SamplingParams, Stage
 
 MAX_TOKENS = 400
 
@@ -130,7 +130,7 @@ async def test_running_answers_go_on_elsewhere_token_by_token(device: str, tmp_p
         async with answering(staying, request("rest", generated=tokens(first))) as answer:
             assert tokens(first) + tokens(await read(answer)) == whole
         with pytest.raises(ServeError, match="does not decode") as lacks:
-            leaving.decodes()
+            leaving.serving(Stage.DECODE)
         assert lacks.value.code == "draining", "others go elsewhere as well"
         await Books({"leaving": leaving.url, "staying": staying.url}).check()
 
@@ -232,12 +232,12 @@ async def test_an_encoder_has_the_settings_of_its_new_role(tmp_path: Path) -> No
         await encode("0" * 64, other)
         await instance.lifecycle.switch(order("E"))
         first = encode("1" * 64, other)
-        while not instance.encodes().aligned.num_waiting:
+        while not instance.encode.aligned.num_waiting:
             assert not first.done(), first.result()
             await asyncio.sleep(0.005)
         await asyncio.gather(first, encode("2" * 64, other))
         assert capacity(instance) == 1 << 20
-        assert instance.info().budgets["image_budget_pixels"] == instance.encodes()._budget == 1 << 16
+        assert instance.info().budgets["image_budget_pixels"] == instance.encode._budget == 1 << 16
         await instance.lifecycle.switch(order("P"))
         await encode("3" * 64, other)
         assert capacity(instance) == 1 << 16

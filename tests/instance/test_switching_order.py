@@ -11,7 +11,7 @@ import pytest
 
 from epd_serve.config import InstanceOptions
 from epd_serve.errors import Conflict
-from epd_serve.instance.lifecycle import Lifecycle
+from epd_serve.instance.lifecycle import DrainReason, Lifecycle
 from epd_serve.instance.reports import Reporter
 from epd_serve.protocol import wire
 from epd_serve.types import Role
@@ -22,7 +22,6 @@ class Stages:
 
     def __init__(self, when_asked: Callable[[], object]) -> None:
         self.options = InstanceOptions(name="p0", role=Role.parse("P"), model=Path("m"), served_model_name="m")
-        self.draining = False
         self.reports = Reporter(wire.Load, lambda: None)
         self.when_asked = when_asked
         self.num_asked = 0
@@ -67,9 +66,9 @@ async def test_a_call_back_in_the_moment_that_the_last_work_ends_is_heard() -> N
 async def test_one_that_leaves_takes_no_other_role() -> None:
     stages = Stages(lambda: None)
     lifecycle = Lifecycle(stages, stages.options.role)
-    stages.draining = True
+    lifecycle._draining.add(DrainReason.END)
     with pytest.raises(Conflict, match="leaving"):
         await lifecycle.switch(wire.RoleOrder(role="D"))
     assert lifecycle.machine.is_serving and stages.num_asked == 0
-    stages.draining = False
+    lifecycle._draining.clear()
     assert (await lifecycle.switch(wire.RoleOrder(role="D"))).new == "D"

@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from epd_serve.demo import weights_dir
-from epd_serve.instance.media_layout import MediaLayouts
+from epd_serve.instance.prompt import MediaLayouts
 from epd_serve.models.families import FAMILIES, NOT_RUN, TEXT, family_of
 from epd_serve.models.family import Family, Size
 from epd_serve.protocol.wire import MediaRef
@@ -78,10 +78,9 @@ def test_an_item_may_have_several_runs_of_rows(tokenizer: Any) -> None:
     layout = layouts.of(MediaRef("a", 5, 30))
     text = "".join(f"<|vision_start|>row {row}" + "<|image_pad|>" * 3 for row in range(3))
     assert layout.ids == tokenizer.encode(text, add_special_tokens=False)
-    spans = layout.spans(100, "a")
-    assert [(span.length, span.offset, span.mm_hash) for span in spans] == [(3, 0, "a"), (3, 3, "a"), (3, 6, "a")]
+    assert [(length, offset) for _, length, offset in layout.runs] == [(3, 0), (3, 3), (3, 6)]
     image = family(tokenizer).image_token_id
-    places = [span.start - 100 + row for span in spans for row in range(span.length)]
+    places = [begin + row for begin, length, _ in layout.runs for row in range(length)]
     assert places == [place for place, token in enumerate(layout.ids) if token == image]
     assert layouts.of(MediaRef("b", 5, 30)) is layout, "made once"
 

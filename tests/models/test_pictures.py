@@ -20,7 +20,7 @@ from transformers import AutoModelForMultimodalLM
 from device.registry import get_device
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.chat_template import MediaLiterals
-from epd_serve.instance.media_layout import MediaLayouts
+from epd_serve.instance.prompt import MediaLayouts
 from epd_serve.models.family import Family, Size, picture
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower

@@ -22,7 +22,7 @@ from processors import processor_of
 from transformers import AutoTokenizer
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.media_layout import MediaLayouts
+from epd_serve.instance.prompt import MediaLayouts
 from epd_serve.models.families.qwen_vl import QwenVL
 from epd_serve.models.loader import load_family
 from epd_serve.models.video_processor import VideoProcessor, qwen2_video, qwen3_video

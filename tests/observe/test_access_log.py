@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.protocol.wire import read_prompt_note, write_prompt_note
-from epd_serve.telemetry.trace_context import join, new_context, parse_traceparent
+from epd_serve.telemetry.span import join, new_context, parse_traceparent
 from proxy.observe.access_log import AccessLog
 from proxy.observe.record import ENCODE, ENCODED, STORED, RequestRecord
 

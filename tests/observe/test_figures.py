@@ -8,7 +8,7 @@ from instance_info import instance_info
 from epd_serve.config.sections import SLOConfig
 from epd_serve.protocol.wire import Load, Usage
 from epd_serve.routing.table import InstanceTable
-from epd_serve.telemetry.trace_context import join
+from epd_serve.telemetry.span import join
 from proxy.observe.dashboard import bottleneck
 from proxy.observe.figures import RANGES_S, Figures, Slot, joined, series, window
 from proxy.observe.record import RequestRecord

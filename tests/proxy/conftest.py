@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import uvicorn
 from frame_bodies import whole_frames
@@ -106,7 +107,7 @@ class FakeInstance:
             while self.hangs:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             loading = fail(503, "the instance is loading its model")
-            await self._play(loading if self.loading else [(200, {}), wire.to_json(self._info())], send)
+            await self._play(loading if self.loading else [(200, {}), msgspec.json.encode(self._info())], send)
             return
         if path == "/probe":
             self.num_probes += 1
@@ -139,7 +140,7 @@ class FakeInstance:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         while not gone.done():
             if not self.hangs:
-                line = wire.to_json(self.report()) + b"\n"
+                line = msgspec.json.encode(self.report()) + b"\n"
                 await send({"type": "http.response.body", "body": line, "more_body": True})
             await asyncio.wait({gone}, timeout=0.05)
 

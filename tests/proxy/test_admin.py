@@ -10,7 +10,7 @@ from gateway_settings import admin_plane
 
 from epd_serve.autoscale.instance_load import from_json, instance_loads
 from epd_serve.config import parse_config
-from epd_serve.telemetry.trace_context import new_context
+from epd_serve.telemetry.span import new_context
 from proxy.admin.plane import create_admin_app, running_admin
 from proxy.admin.scaling import ServedRequests
 from proxy.observe.record import RequestRecord

@@ -111,7 +111,7 @@ NUMBERS = st.one_of(
 def test_whatever_is_read_of_a_report_routing_computes_with_it(load, rates, role) -> None:
     text = json.dumps({"load": {**load, "rates": rates}}).encode()
     try:
-        report = wire.from_json(text, wire.Report)
+        report = msgspec.json.decode(text, type=wire.Report)
     except msgspec.MsgspecError:
         return
     table = InstanceTable([("x0", "http://a:1"), ("y0", "http://a:2")])
@@ -121,5 +121,4 @@ def test_whatever_is_read_of_a_report_routing_computes_with_it(load, rates, role
     for record in table:
         known = [record.prefill_s, record.encode_s, record.room_s(100), *record.decode_s(1.0, 100.0)[:1]]
         assert all(math.isfinite(seconds) and seconds >= 0 for seconds in known)
-    assert math.isfinite(table.wait_s("m"))
     assert round(1e6 * report.load.tokens_per_character) >= 0

@@ -200,14 +200,6 @@ def test_policies_by_name():
         assert router.routes.uses_prefix == (name == "prefix_affinity")
 
 
-def test_the_wait_of_a_request(build):
-    table = build("p0:P:tokens=500", "p1:P:tokens=300", "d0:D")
-    assert table.wait_s("m") == pytest.approx(0.3)
-    build.update(table, "d0:D", load=build.load("sequences=10", total_blocks=100, free_blocks=0))
-    assert 0 < table["d0"].room_s(1) < table.wait_s("m")
-    assert build("p0:P").wait_s("m") == 0.0
-
-
 def test_names_must_be_unique():
     with pytest.raises(ValueError, match="unique"):
         InstanceTable([("a", "http://x"), ("a", "http://y")])

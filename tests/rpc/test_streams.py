@@ -153,7 +153,7 @@ async def test_the_tokens_of_a_step_come_in_one_list(app: App, to: Streams, monk
     monkeypatch.setattr(streams.StreamsConnection, "_take", noted)
     calls = [sent(to, "/wait") for _ in range(30)]
     for call in calls:
-        assert await call.next_chunk() == b"first"
+        assert await anext(call) == b"first"
     taken.clear()
     app.go_on.set()
     assert [await call.read() for call in calls] == [b"last"] * 30

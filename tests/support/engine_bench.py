@@ -23,7 +23,7 @@ from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_loop import StepLoop
-from epd_serve.instance.checkpoint_texts import read_texts
+from epd_serve.instance.language_weights import read_texts
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family

@@ -1,0 +1,126 @@
+"""``POST /v1/responses`` and ``/v1/audio/transcriptions``: a chat for the instances, another API for the client.
+
+Here the events of an answer are parsed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from epd_serve.protocol.openai import GenerationRequest
+from epd_serve.protocol.response_events import ResponseBuilder, event_bytes
+from epd_serve.protocol.responses import ResponsesCall
+from epd_serve.protocol.transcriptions import TranscriptionCall
+from proxy.api.endpoint import GenerationEndpoint
+from proxy.dispatch.job import Job
+from proxy.http.client import Outlet
+
+_END_OF_EVENT = b"\n\n"
+_DATA = b"data: "
+_DONE = b"[DONE]"
+
+
+class _Translation:
+    """An outlet for chat chunks: whole events come in, whole events go out."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self.start = outlet.start
+        self.drain = outlet.drain
+
+    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
+        events = bytes(data).split(_END_OF_EVENT)
+        body = b"".join([self._translated(event.removeprefix(_DATA)) for event in events if event])
+        return self._outlet.write(body, last=last) if body or last else True
+
+    def _translated(self, data: bytes) -> bytes:
+        """The events that a chunk, or what ends them, becomes."""
+        raise NotImplementedError
+
+
+class ResponsesEndpoint(GenerationEndpoint):
+    """Translates between the two APIs on the way in (by its request) and out."""
+
+    def _translation(self, request: GenerationRequest, job: Job, outlet: Outlet) -> Outlet:
+        return _ResponseEvents(_builder(request, job), outlet)
+
+    def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
+        return msgspec.json.encode(_builder(request, job).whole(msgspec.json.decode(answer)))
+
+
+def _builder(request: GenerationRequest, job: Job) -> ResponseBuilder:
+    assert isinstance(request, ResponsesCall)
+    return ResponseBuilder(request.asked, id=job.id, created=job.output.created, model=job.model)
+
+
+class _ResponseEvents(_Translation):
+    def __init__(self, builder: ResponseBuilder, outlet: Outlet) -> None:
+        super().__init__(outlet)
+        self._builder = builder
+
+    def _translated(self, data: bytes) -> bytes:
+        if data == _DONE:
+            events = self._builder.end()
+        else:
+            chunk = msgspec.json.decode(data)
+            events = self._builder.failed(chunk["error"]) if "error" in chunk else self._builder.feed(chunk)
+        return b"".join([event_bytes(*event) for event in events])
+
+
+class TranscriptionEndpoint(GenerationEndpoint):
+    """Translates between the two APIs on the way in (by its request) and out."""
+
+    def _translation(self, request: GenerationRequest, job: Job, outlet: Outlet) -> Outlet:
+        return _TranscriptEvents(outlet)
+
+    def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
+        whole = msgspec.json.decode(answer)
+        text = whole["choices"][0]["message"]["content"] or ""
+        if _wants_text(request):
+            return f"{text}\n".encode()
+        return msgspec.json.encode({"text": text, "usage": _usage(whole["usage"])})
+
+    def _content_type(self, request: GenerationRequest) -> bytes:
+        return b"text/plain; charset=utf-8" if _wants_text(request) else super()._content_type(request)
+
+
+def _wants_text(request: GenerationRequest) -> bool:
+    assert isinstance(request, TranscriptionCall)
+    return request.asked.response_format == "text"
+
+
+def _usage(counts: dict[str, int]) -> dict[str, Any]:
+    return {
+        "type": "tokens",
+        "input_tokens": counts["prompt_tokens"],
+        "output_tokens": counts["completion_tokens"],
+        "total_tokens": counts["total_tokens"],
+    }
+
+
+class _TranscriptEvents(_Translation):
+    def __init__(self, outlet: Outlet) -> None:
+        super().__init__(outlet)
+        self._text: list[str] = []
+        self._usage: dict[str, Any] | None = None
+
+    def _translated(self, data: bytes) -> bytes:
+        event = self._event_of(data)
+        return b"" if event is None else _DATA + msgspec.json.encode(event) + _END_OF_EVENT
+
+    def _event_of(self, data: bytes) -> dict[str, Any] | None:
+        if data == _DONE:
+            done = {"type": "transcript.text.done", "text": "".join(self._text)}
+            return done if self._usage is None else {**done, "usage": self._usage}
+        chunk: dict[str, Any] = msgspec.json.decode(data)
+        if "error" in chunk:
+            return chunk
+        if chunk.get("usage") is not None:
+            self._usage = _usage(chunk["usage"])
+        delta = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+        if not delta:
+            return None
+        self._text.append(delta)
+        return {"type": "transcript.text.delta", "delta": delta}
