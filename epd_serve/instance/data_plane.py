@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from device.base import BareDevice
 from device.transport import TRANSPORTS
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
@@ -14,17 +15,17 @@ from epd_serve.transfer.mooncake_transport import MooncakeTransport
 from epd_serve.transfer.transport import Transport
 
 
-def start_transport(options: InstanceOptions, device_type: str) -> Transport:
+def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
     """Raises ValueError where mooncake is asked for and missing, or does not reach the device's memory so."""
     if options.kv_transfer.transport == "mooncake":
-        transport: Transport = MooncakeTransport(_mooncake_options(options, device_type))
+        transport: Transport = MooncakeTransport(_mooncake_options(options, device))
     else:
         transport = EmbeddedTransport(options.host, options.kv_transfer.transport, _timeout_s(options))
     return factory("transport", as_it_is)(transport)
 
 
 def start_feature_store(
-    options: InstanceOptions, transport: Transport, device_type: str, observe: StoreObserver
+    options: InstanceOptions, transport: Transport, device: BareDevice, observe: StoreObserver
 ) -> FeatureStore:
     """Blocks until the store is there. Raises ValueError as above, or where its master does not answer.
 
@@ -38,7 +39,7 @@ def start_feature_store(
     segment_bytes = options.feature_store_bytes if options.role.encodes else 0
     if 0 < segment_bytes < MIN_SEGMENT_BYTES:
         raise ValueError(f"Mooncake Store takes no less than {MIN_SEGMENT_BYTES}; raise feature_store_bytes")
-    mooncake = _mooncake_options(options, device_type)
+    mooncake = _mooncake_options(options, device)
     client = StoreClient(
         mooncake,
         options.mooncake.master,
@@ -48,14 +49,14 @@ def start_feature_store(
     return MooncakeFeatureStore(client, local, options.feature_store_bytes, mooncake, observe)
 
 
-def _mooncake_options(options: InstanceOptions, device_type: str) -> MooncakeOptions:
-    capability = TRANSPORTS[device_type]
+def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeOptions:
+    capability = TRANSPORTS[device.type]
     protocol = options.mooncake.protocol
     if protocol == "auto":
         protocol = capability.mooncake_protocols[0]  # type: ignore[assignment]
     if protocol not in capability.mooncake_protocols:
         raise ValueError(
-            f"mooncake.protocol {protocol} does not reach memory of {device_type}; "
+            f"mooncake.protocol {protocol} does not reach memory of {device.type}; "
             f"write {' or '.join(capability.mooncake_protocols)}"
         )
     return MooncakeOptions(
@@ -66,6 +67,7 @@ def _mooncake_options(options: InstanceOptions, device_type: str) -> MooncakeOpt
         timeout_s=_timeout_s(options),
         alignment_bytes=capability.alignment_bytes,
         max_regions=capability.max_regions,
+        activate=device.activate,
     )
 
 

@@ -87,7 +87,7 @@ class Instance:
         self.model = await asyncio.to_thread(open_model, options, self.device)
         self.family = self.model.family
         self._check_tower(options.role)
-        transport = await asyncio.to_thread(start_transport, options, self.device.type)
+        transport = await asyncio.to_thread(start_transport, options, self.device)
         # Mooncake brings links of its own
         self.transport = transport if options.kv_transfer.transport == "mooncake" else self.model.linked(transport)
         self.peers = Peers()
@@ -124,7 +124,7 @@ class Instance:
 
     async def _new_store(self) -> FeatureStore:
         told = self.metrics.store_did
-        return await asyncio.to_thread(start_feature_store, self.options, self.transport, self.device.type, told)
+        return await asyncio.to_thread(start_feature_store, self.options, self.transport, self.device, told)
 
     async def _build(self) -> None:
         """The stages of the role, out of what is there of them."""
