@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,6 +27,8 @@ from device.shares import check_share
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 ATTENTION_LAYOUT = "EPD_ASCEND_ATTENTION_LAYOUT"
 """Set to BSND where an NPU refuses the default, TND; see :class:`device.ops.ascend.AscendOps`."""
+#: What torch_npu calls the chips before Atlas A2, and the small ones: they lack the operators.
+_WITHOUT_OPERATORS = re.compile(r"Ascend(310.*|910(A|B|(Pro|Premium).*))", re.IGNORECASE)
 _PARTITION = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "device limit"))
 
 
@@ -65,8 +69,11 @@ class AscendDevice(AcceleratorDevice):
 
     @staticmethod
     def _share_of(limits: dict[str, int], share: float) -> tuple[int, int]:
-        """Cube and vector cores, one at least."""
-        return max(1, round(share * limits["cube_core_num"])), max(1, round(share * limits["vector_core_num"]))
+        """Cube and vector cores, in the chip's ratio, which its operators count on: at least the least such."""
+        cube, vector = limits["cube_core_num"], limits["vector_core_num"]
+        parts = math.gcd(cube, vector)
+        count = max(1, round(share * parts))
+        return count * cube // parts, count * vector // parts
 
     def set_memory_fraction(self, fraction: float) -> None:
         super().set_memory_fraction(float(fraction))  # torch_npu refuses the integer 1
@@ -113,6 +120,12 @@ def open_device(index: int) -> AscendDevice:
         raise DeviceUnavailable(f"npu:{index}: {reason}")
     if index >= count():
         raise DeviceUnavailable(f"npu:{index}: {count()} visible, npu:0 to npu:{count() - 1} ({VISIBLE_DEVICES})")
+    chip = str(torch.get_device_module("npu").get_device_name(index))
+    if _WITHOUT_OPERATORS.fullmatch(chip):
+        raise DeviceUnavailable(
+            f"npu:{index}: {chip} lacks the attention over pages, which is of Atlas A2 and A3 (Ascend910B1, "
+            "Ascend910_9391, ...)"
+        )
     return AscendDevice(index)
 
 

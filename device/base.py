@@ -36,8 +36,8 @@ class AttnMeta:
     has at least one token; decodes, chunks or both may be missing.
 
     Block 0 belongs to no sequence: it pads the tables and takes the padding's K/V. A row of padding, as a graph
-    larger than its batch has, is a decode of context 1 with slot 0 and a table of zeros; its output is finite and
-    read by nobody. Tables have at least one column, and their rows may lie apart.
+    larger than its batch has, is a decode of context 1 with a slot of block 0 and a table of zeros; its output is
+    finite and read by nobody. Tables have at least one column, and their rows may lie apart.
     """
 
     block_size: int
@@ -104,7 +104,8 @@ class AttentionOps(Protocol):
     def write_kv(self, key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         """Store K and V [T, Hkv, D] into ``kv_layer`` [2, num_blocks, block_size, Hkv, D] at their slots [T].
 
-        The cache has their dtype. Slots are distinct, but for those of block 0, where any write may win.
+        The cache has their dtype. Slots are distinct, but for those of block 0 where a step has more rows of
+        padding than it has slots: any write may win there.
         """
         ...
 

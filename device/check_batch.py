@@ -62,9 +62,11 @@ class Batch:
         states: list[Tensor] = [torch.empty(2, 0, *shape)]
         for (query_len, context), blocks in zip(self.sequences, self.blocks, strict=True):
             dense = torch.randn(2, context, *shape, generator=generator)
-            where = (
-                [blocks[p // block_size] * block_size + p % block_size for p in range(context)] if blocks else [0]
-            )
+            where = [
+                blocks[p // block_size] * block_size + p % block_size for p in range(context if blocks else 0)
+            ]
+            if not blocks:  # of padding, each its own
+                where = [(len(slots) - len(decodes)) % block_size]
             past = context - query_len
             self.kv_layer[:, blocks] = torch.randn(2, len(blocks), block_size, *shape, generator=generator) * 5
             self.kv_layer.flatten(1, 2)[:, where[:past]] = dense[:, :past]

@@ -73,6 +73,7 @@ Layout = Literal["TND", "BSND"]
 _MASK_SIZE = 2048  # what sparse modes 2 to 4 ask for, however long the context
 _UNMASKED, _CAUSAL = 0, 3  # sparse modes: no mask at all; causal, the last query at the end of its context
 _TND_HEAD_DIMS = (128, 192)
+_MAX_HEAD_DIM = 512  # of BSND; heads of whole 32 bytes
 _MAX_BLOCK_SIZE = 512
 
 
@@ -94,9 +95,9 @@ class _Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AscendPlan(AttentionPlan):
-    """The calls that every layer makes."""
+    """The calls that every layer makes, by layout: made when the first layer asks for them."""
 
-    calls: tuple[_Call, ...]
+    calls: dict[Layout, list[_Call]]
 
 
 class AscendOps:
@@ -106,6 +107,7 @@ class AscendOps:
     lists of layouts exclude it; the sections on page attention, on grouped heads and on the meaning of the lengths
     describe it; vLLM's Ascend backend serves with it. So TND is the default: one call for the decodes, one for
     the chunks. BSND, which every passage allows, is the way out: one call for the decodes, one for each chunk.
+    Heads of dimensions that TND does not take go that way by themselves.
 
     A captured decode step needs nothing more: torch_npu records the attention calls while it captures
     (:class:`device.ascend.NPUGraphRunner`), and the decode call takes its lengths under
@@ -126,46 +128,46 @@ class AscendOps:
         _check_block_size(meta.block_size, has_chunks=bool(meta.prefill_query_lens))
         if dtype == torch.float32 and meta.slot_mapping.device.type == "npu":
             raise ValueError("attention in float32: an NPU's takes bfloat16, and with BSND float16")
+        return AscendPlan(meta=meta, calls={})
+
+    def _layout_for(self, kv_layer: Tensor) -> Layout:
+        """Raises ValueError for a head that no layout takes."""
+        head_dim = kv_layer.shape[-1]
+        if kv_layer.device.type != "npu" or (self.layout == "TND" and head_dim in _TND_HEAD_DIMS):
+            return self.layout
+        if head_dim > _MAX_HEAD_DIM or head_dim * kv_layer.element_size() % 32:
+            raise ValueError(
+                f"heads of {head_dim} dimensions: an NPU's attention over pages takes multiples of 16 up to "
+                f"{_MAX_HEAD_DIM}"
+            )
+        return "BSND"
+
+    def _calls(self, meta: AttnMeta, layout: Layout) -> list[_Call]:
         calls: list[_Call] = []
         if meta.num_decodes:
-            calls.append(
-                # A single token sees its whole context, so decodes need no mask.
-                self._call(
-                    0, [1] * meta.num_decodes, meta.decode_context_lens_host, meta.decode_block_table, mask=None
-                )
-            )
+            lens, table = meta.decode_context_lens_host, meta.decode_block_table
+            # A single token sees its whole context, so decodes need no mask.
+            calls.append(_call(layout, 0, [1] * meta.num_decodes, lens, table, mask=None))
         if meta.prefill_query_lens:
-            calls += self._chunks(meta)
-        return AscendPlan(meta=meta, calls=tuple(calls))
+            calls += self._chunks(meta, layout)
+        return calls
 
-    def _chunks(self, meta: AttnMeta) -> list[_Call]:
+    def _chunks(self, meta: AttnMeta, layout: Layout) -> list[_Call]:
         query_lens, context_lens, table = (
             meta.prefill_query_lens,
             meta.prefill_context_lens,
             meta.prefill_block_table,
         )
         mask = self._causal_mask(table.device)
-        if self.layout == "TND":
-            return [self._call(meta.num_decodes, query_lens, context_lens, table, mask=mask)]
+        if layout == "TND":
+            return [_call(layout, meta.num_decodes, query_lens, context_lens, table, mask=mask)]
         starts = accumulate(query_lens, initial=meta.num_decodes)
         return [
-            self._call(start, [query_len], [context_len], table[i : i + 1], mask=mask)
+            _call(layout, start, [query_len], [context_len], table[i : i + 1], mask=mask)
             for i, (start, query_len, context_len) in enumerate(
                 zip(starts, query_lens, context_lens, strict=False)
             )
         ]
-
-    def _call(
-        self, start: int, query_lens: list[int], context_lens: list[int], table: Tensor, *, mask: Tensor | None
-    ) -> _Call:
-        return _Call(
-            tokens=slice(start, start + sum(query_lens)),
-            batch=len(query_lens),
-            query_lens=list(accumulate(query_lens)) if self.layout == "TND" else query_lens,
-            context_lens=context_lens,
-            block_table=table.to(torch.int32).contiguous(),
-            mask=mask,
-        )
 
     def _causal_mask(self, device: torch.device) -> Tensor:
         if device not in self._masks:
@@ -183,17 +185,20 @@ class AscendOps:
         self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
     ) -> Tensor:
         assert isinstance(plan, AscendPlan), "a plan serves the operators that prepared it"
+        layout = self._layout_for(kv_layer)
+        if layout not in plan.calls:
+            plan.calls[layout] = self._calls(plan.meta, layout)
         keys, values = kv_layer.flatten(3).unbind(0)
         outputs: list[Tensor] = []
-        for call in plan.calls:
+        for call in plan.calls[layout]:
             queries = query[call.tokens]
-            if self.layout == "BSND":
+            if layout == "BSND":
                 queries = queries.reshape(call.batch, -1, *query.shape[1:])
             attended = self._attention(
                 queries,
                 keys,
                 values,
-                layout=self.layout,
+                layout=layout,
                 num_kv_heads=kv_layer.shape[3],
                 query_lens=call.query_lens,
                 context_lens=call.context_lens,
@@ -202,7 +207,7 @@ class AscendOps:
                 block_size=plan.meta.block_size,
                 atten_mask=call.mask,
             )
-            outputs.append(attended.flatten(0, 1) if self.layout == "BSND" else attended)
+            outputs.append(attended.flatten(0, 1) if layout == "BSND" else attended)
         if len(outputs) == 1:
             return outputs[0]
         return torch.cat(outputs) if outputs else query.new_empty(query.shape)
@@ -287,6 +292,25 @@ class AscendOps:
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
+
+
+def _call(
+    layout: Layout,
+    start: int,
+    query_lens: list[int],
+    context_lens: list[int],
+    table: Tensor,
+    *,
+    mask: Tensor | None,
+) -> _Call:
+    return _Call(
+        tokens=slice(start, start + sum(query_lens)),
+        batch=len(query_lens),
+        query_lens=list(accumulate(query_lens)) if layout == "TND" else query_lens,
+        context_lens=context_lens,
+        block_table=table.to(torch.int32).contiguous(),
+        mask=mask,
+    )
 
 
 def _check_block_size(block_size: int, *, has_chunks: bool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from device.ascend_limits import hccl_environment
 from epd_serve.types import Role
 
 #: Where an instance's other servers listen, from its HTTP port on (config.vllm.PORTS_PER_INSTANCE).
@@ -17,6 +18,12 @@ FEATURE_PORT, KV_PORT = 1, 2
 #: Read by epd_serve.vllm_plugin.spinning.
 SPIN_VARIABLE = "EPD_SERVE_SPIN_S"
 
+#: Of transfers between NPUs, in ms and in powers of two of 4 us, as vllm-ascend's guide has them (kv_pool.md).
+_NPU_TIMEOUTS = {
+    "HCCL_RDMA_TIMEOUT": "17",
+    "ASCEND_CONNECT_TIMEOUT": "10000",
+    "ASCEND_TRANSFER_TIMEOUT": "10000",
+}
 _GIB = 1 << 30
 _PLUGIN = "epd_serve.vllm_plugin"
 
@@ -131,6 +138,12 @@ def environment_of(options: VllmOptions) -> dict[str, str]:
     elif options.visible:
         names = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
         variables[names[options.kind]] = options.visible
+    if options.kind == "npu":
+        variables |= hccl_environment(options.number)
+        if options.host not in ("0.0.0.0", "::"):  # else it announces the address of the default route, as without
+            variables["VLLM_HOST_IP"] = options.host
+        if options.connectors.kv == "mooncake" and (_hands_over(options.role) or _takes_over(options.role)):
+            variables |= _NPU_TIMEOUTS
     if options.connectors.kv == "mooncake" and _hands_over(options.role) and options.kind != "npu":
         variables["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(options.port + KV_PORT)
     if options.connectors.kv == "nixl" and (_hands_over(options.role) or _takes_over(options.role)):

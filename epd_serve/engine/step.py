@@ -146,7 +146,8 @@ class StepExecutor:
 class DecodeGraphs:
     """Captures the model's decode step at its making; the steps read their inputs from buffers that stay.
 
-    Rows beyond a batch write into block 0, which belongs to no sequence, and see one token.
+    Rows beyond a batch write into block 0, which belongs to no sequence, and see one token. Each has a slot of its
+    own there as long as there are some: an NPU's write says nothing of slots that are written twice.
 
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
@@ -176,7 +177,7 @@ class DecodeGraphs:
         target = device.torch_device
         self._ids = torch.zeros(max_size, dtype=torch.long, device=target)
         self._positions = torch.zeros(num_position_axes, max_size, dtype=torch.long, device=target)
-        self._slots = torch.zeros(max_size, dtype=torch.long, device=target)
+        self._slots = torch.tensor(self._spare_slots(max_size), dtype=torch.long, device=target)
         self._table = torch.zeros(max_size, max_blocks, dtype=torch.long, device=target)
         self._context_lens = torch.ones(max_size, dtype=torch.long, device=target)
         for size in reversed(self._sizes):  # the largest first: its memory pool serves the others
@@ -199,7 +200,7 @@ class DecodeGraphs:
         self._fill(self._ids[:size], inputs.ids + padding)
         if fed is not None:
             fed.put(self._ids)
-        self._fill(self._slots[:size], inputs.slots + padding)
+        self._fill(self._slots[:size], inputs.slots + self._spare_slots(size - count))
         self._fill(self._context_lens[:size], context_lens)
         self._positions[:, :count].copy_(inputs.positions, non_blocking=True)
         width = inputs.decode_blocks.shape[1]
@@ -208,6 +209,10 @@ class DecodeGraphs:
         self._table[count:size, :width].zero_()
         self._graphs.update(size, context_lens)
         return self._graphs.replay(size)[:count]
+
+    def _spare_slots(self, count: int) -> list[int]:
+        """Slots of block 0."""
+        return [row % self._kv.shape[3] for row in range(count)]
 
     def _fill(self, buffer: Tensor, values: list[int]) -> None:
         buffer.copy_(self._device.pin_memory(torch.tensor(values, dtype=torch.long)), non_blocking=True)

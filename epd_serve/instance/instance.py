@@ -90,7 +90,7 @@ class Instance:
         self.model = await asyncio.to_thread(open_model, options, self.device)
         self.family = self.model.family
         self._check_tower(options.role)
-        transport = await asyncio.to_thread(start_transport, options, self.device.type)
+        transport = await asyncio.to_thread(start_transport, options, self.device)
         # Mooncake brings links of its own
         self.transport = transport if options.kv_transfer.transport == "mooncake" else self.model.linked(transport)
         self.peers = Peers()
@@ -127,7 +127,7 @@ class Instance:
 
     async def _new_store(self) -> FeatureStore:
         told = self.metrics.store_did
-        return await asyncio.to_thread(start_feature_store, self.options, self.transport, self.device.type, told)
+        return await asyncio.to_thread(start_feature_store, self.options, self.transport, self.device, told)
 
     async def _build(self) -> None:
         """The stages of the role, out of what is there of them."""
@@ -426,17 +426,17 @@ def _may_encode(instance: Instance) -> bool:
     return True
 
 
-def start_transport(options: InstanceOptions, device_type: str) -> Transport:
+def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
     """Raises ValueError where mooncake is asked for and missing, or does not reach the device's memory so."""
     if options.kv_transfer.transport == "mooncake":
-        transport: Transport = MooncakeTransport(_mooncake_options(options, device_type))
+        transport: Transport = MooncakeTransport(_mooncake_options(options, device))
     else:
         transport = EmbeddedTransport(options.host, options.kv_transfer.transport, _timeout_s(options))
     return factory("transport", as_it_is)(transport)
 
 
 def start_feature_store(
-    options: InstanceOptions, transport: Transport, device_type: str, observe: StoreObserver
+    options: InstanceOptions, transport: Transport, device: BareDevice, observe: StoreObserver
 ) -> FeatureStore:
     """Blocks until the store is there. Raises ValueError as above, or where its master does not answer.
 
@@ -450,7 +450,7 @@ def start_feature_store(
     segment_bytes = options.feature_store_bytes if options.role.encodes else 0
     if 0 < segment_bytes < MIN_SEGMENT_BYTES:
         raise ValueError(f"Mooncake Store takes no less than {MIN_SEGMENT_BYTES}; raise feature_store_bytes")
-    mooncake = _mooncake_options(options, device_type)
+    mooncake = _mooncake_options(options, device)
     client = StoreClient(
         mooncake,
         options.mooncake.master,
@@ -460,14 +460,14 @@ def start_feature_store(
     return MooncakeFeatureStore(client, local, options.feature_store_bytes, mooncake, observe)
 
 
-def _mooncake_options(options: InstanceOptions, device_type: str) -> MooncakeOptions:
-    capability = TRANSPORTS[device_type]
+def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeOptions:
+    capability = TRANSPORTS[device.type]
     protocol = options.mooncake.protocol
     if protocol == "auto":
         protocol = capability.mooncake_protocols[0]  # type: ignore[assignment]
     if protocol not in capability.mooncake_protocols:
         raise ValueError(
-            f"mooncake.protocol {protocol} does not reach memory of {device_type}; "
+            f"mooncake.protocol {protocol} does not reach memory of {device.type}; "
             f"write {' or '.join(capability.mooncake_protocols)}"
         )
     return MooncakeOptions(
@@ -478,6 +478,7 @@ def _mooncake_options(options: InstanceOptions, device_type: str) -> MooncakeOpt
         timeout_s=_timeout_s(options),
         alignment_bytes=capability.alignment_bytes,
         max_regions=capability.max_regions,
+        activate=device.activate,
     )
 
 

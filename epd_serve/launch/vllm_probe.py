@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,8 @@ from epd_serve.launch.vllm_sources import read_module
 
 #: vLLM's with which epd-serve's connectors were run.
 TESTED = ("0.32", "0.33")
+#: On which a development version of vllm-ascend (August 2026) imports.
+ASCEND_HEAD = ("0.27.1", "0.28.0")
 #: What is older is refused.
 OLDEST = (0, 20)
 _KEYS = {"store": "vllm.features: store", "grouped": "vllm.kv: grouped", "rewritten": "vllm.media: rewritten"}
@@ -94,9 +97,30 @@ def check_found(
                 f"{_KEYS[connector]} does not fit vLLM {found.vllm} of {python}: {lack}. It was run with "
                 f"{' and '.join(TESTED)}; install one of these, or write features: file and kv: mooncake or nixl"
             )
+    if "vllm_ascend" in needs:
+        check_pair(found, python=python)
     for package in needs:
         if not getattr(found, package):
             raise ValueError(f"{package.replace('_', '-')} is missing in {python}'s environment; install it there")
+
+
+def check_pair(found: VllmFound, *, python: str | Path) -> None:
+    """Raise ValueError where vllm-ascend is one for another vLLM.
+
+    Its releases have the number of the vLLM that they are for (versioning_policy.md there); development versions
+    say nothing, and the one that was read imports on two (182b75ea).
+    """
+    release = ".".join(found.vllm.split("+")[0].split(".")[:3])
+    theirs = re.match(r"\d+\.\d+\.\d+", found.vllm_ascend)
+    if theirs is None or release == theirs[0]:
+        return
+    if ".dev" in found.vllm_ascend and release in ASCEND_HEAD:
+        return
+    fits = " or ".join(ASCEND_HEAD) if ".dev" in found.vllm_ascend else theirs[0]
+    raise ValueError(
+        f"vllm-ascend {found.vllm_ascend} of {python} is for vLLM {fits}, and vLLM {found.vllm} is there; "
+        "install the pair that belongs together, as in vllm-ascend's container image"
+    )
 
 
 def check_flags(found: VllmFound, arguments: Iterable[str]) -> None:

@@ -58,6 +58,8 @@ class MooncakeOptions:
         staging_bytes: registered memory through which unregistered bytes pass.
         timeout_s: time for which a peer may accept nothing. The first engine of a process fixes it for all.
         alignment_bytes, max_regions: of registered memory (device.transport.TransportCapability).
+        activate: makes the instance's device that of the calling thread, before each call: over ascend the engine
+            asks the thread for its context (ascend_direct_transport.md, "Device Setup Required").
     """
 
     host: str
@@ -67,6 +69,7 @@ class MooncakeOptions:
     timeout_s: float = 30.0
     alignment_bytes: int = 1
     max_regions: int | None = None
+    activate: Callable[[], None] = lambda: None
 
 
 def check_installed() -> None:
@@ -114,6 +117,7 @@ class Engine:
         self.call_limit_s = int(os.environ["MC_TRANSFER_TIMEOUT"])
         self._num_regions = 0
         before = _wildcard_listeners()
+        options.activate()
         self._engine: Any = _load("mooncake.engine").TransferEngine()
         if self._engine.initialize(options.host, "P2PHANDSHAKE", options.protocol, options.devices) != _OK:
             raise ValueError(
@@ -131,11 +135,13 @@ class Engine:
         limit = self.options.max_regions
         if limit is not None and self._num_regions >= limit:
             raise TransferError(f"no more than {limit} regions can be registered with {self.options.protocol}")
+        self.options.activate()
         if self._engine.register_memory(address, nbytes) != _OK:
             raise TransferError(f"mooncake cannot register {nbytes} bytes for {self.options.protocol}")
         self._num_regions += 1
 
     def unregister(self, address: int) -> None:
+        self.options.activate()
         self._engine.unregister_memory(address)
         self._num_regions -= 1
 
@@ -154,12 +160,14 @@ class Engine:
 
     def close(self) -> None:
         """Stop listening, once no call is under way; memory must have been unregistered."""
+        self.options.activate()
         self._engine = None
 
     def _open(self) -> Any:
         engine = self._engine
         if engine is None:
             raise TransferError("the transport is closed")
+        self.options.activate()
         return engine
 
 
@@ -187,6 +195,8 @@ class StoreClient:
         self.has_segment = segment_bytes > 0
         self._clock = time.monotonic
         self._out_until = -math.inf
+        self._activate = options.activate
+        self._activate()
         self._client: Any = store.MooncakeDistributedStore()
         self._set_up(options, master, segment_bytes, engine)
         _confine(options.host, before)
@@ -211,6 +221,7 @@ class StoreClient:
 
     def register(self, address: int, nbytes: int) -> None:
         """Let objects be put from and got into this memory."""
+        self._activate()
         if self._client.register_buffer(address, nbytes) != _OK:
             raise TransferError(f"mooncake cannot register {nbytes} bytes")
 
@@ -255,12 +266,14 @@ class StoreClient:
     def close(self) -> None:
         """Take this process's segment, and all that lies there, out of the store. Idempotent."""
         if self._client is not None:
+            self._activate()
             self._client.close()
             self._client = None
 
     def _call(self, function: Callable[..., int], *arguments: Any) -> int:
         if self._clock() < self._out_until:
             raise StoreUnreachable("mooncake_master did not answer a moment ago")
+        self._activate()
         result = int(function(*arguments))
         if result in _UNREACHABLE:
             self._out_until = self._clock() + _OUT_S
@@ -291,6 +304,8 @@ def _configure(timeout_s: float) -> None:
         "MC_RPC_TIMEOUT_MS": _RPC_TIMEOUT_MS,
         "MC_RPC_CONNECT_TIMEOUT_MS": _CONNECT_TIMEOUT_MS,
         "MC_STORE_CLIENT_SETUP_RETRIES": 1,
+        "ASCEND_CONNECT_TIMEOUT": 1000 * min(5, seconds),  # ms, as the next one
+        "ASCEND_TRANSFER_TIMEOUT": 1000 * seconds,
     }
     for name, value in settings.items():
         os.environ.setdefault(name, str(value))

@@ -91,7 +91,7 @@ class Instance:
             device,
             torch.zeros(kv_shape),
             num_position_axes=self.family.num_position_axes,
-            graph_sizes=[1, 2, 3],
+            graph_sizes=[1, 6],  # with up to four rows of padding
             max_model_len=self.model.max_model_len,
         )
 

@@ -54,12 +54,14 @@ def meta_of(
     return AttnMeta(**fields | changes)
 
 
-def attend(ops: AscendOps, meta: AttnMeta, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[str]:
+def attend(
+    ops: AscendOps, meta: AttnMeta, heads: int = HEADS, kv_heads: int = KV_HEADS, head_dim: int = HEAD_DIM
+) -> list[str]:
     """The operators that one layer's cache write and attention call."""
     tokens = len(meta.slot_mapping)
-    states = empty(tokens, heads + 2 * kv_heads, HEAD_DIM)
+    states = empty(tokens, heads + 2 * kv_heads, head_dim)
     query, key, value = states.split((heads, kv_heads, kv_heads), dim=1)
-    kv_layer = empty(2, NUM_BLOCKS, meta.block_size, kv_heads, HEAD_DIM)
+    kv_layer = empty(2, NUM_BLOCKS, meta.block_size, kv_heads, head_dim)
     with NpuRecorder("shape") as recorder:
         plan = ops.prepare(meta, torch.bfloat16)
         ops.write_kv(key, value, kv_layer, meta.slot_mapping)
@@ -97,6 +99,18 @@ def test_a_decode_step_makes_no_mask() -> None:
 @pytest.mark.parametrize("heads", [(8, 8), (28, 4), (64, 1)])
 def test_head_ratios_pass(heads: tuple[int, int]) -> None:
     attend(AscendOps(), meta_of([40], [(30, 50)]), *heads)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_heads_that_tnd_does_not_take_go_by_bsnd(head_dim: int) -> None:
+    calls = attend(AscendOps(), meta_of([40], [(30, 50), (7, 7)]), heads=8, head_dim=head_dim)
+    assert calls == ["npu_scatter_pa_kv_cache", *[V2.operator] * 3], "a call for the decode and one for each chunk"
+
+
+@pytest.mark.parametrize("head_dim", [72, 1024])
+def test_heads_that_no_layout_takes_are_refused(head_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"heads of {head_dim} dimensions.*multiples of 16 up to 512"):
+        attend(AscendOps(), meta_of([40], []), heads=8, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 128, 512])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +17,8 @@ from device.ascend_limits import (
     hccl_environment,
     parse_visible_devices,
 )
+from device.base import DeviceUnavailable
+from epd_serve.engine.kv_memory import check_dtype
 
 ENCODE = InstanceUse(num_streams=4)
 DECODE = InstanceUse(num_streams=6, num_graphs=9, num_layers=36)
@@ -130,13 +133,21 @@ def test_the_attention_layout_is_chosen_by_a_variable(monkeypatch: pytest.Monkey
 
 
 class Vendor:
-    """The calls of torch_npu that a share makes, on an NPU of 24 cube and 48 vector cores."""
+    """The calls of torch_npu that a share makes, and that opening an NPU makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, cube: int = 24, vector: int = 48, chip: str = "Ascend910B3") -> None:
         self.calls: list[tuple[object, ...]] = []
+        self._limits = {"cube_core_num": cube, "vector_core_num": vector}
+        self._chip = chip
 
     def get_device_limit(self, device: int) -> dict[str, int]:
-        return {"cube_core_num": 24, "vector_core_num": 48}
+        return self._limits
+
+    def get_device_name(self, device: int) -> str:
+        return self._chip
+
+    def device_count(self) -> int:
+        return 1
 
     def set_device_limit(self, device: int, cube_num: int, vector_num: int) -> None:
         self.calls.append(("cores", device, cube_num, vector_num))
@@ -146,7 +157,7 @@ class Vendor:
         self.calls.append(("memory", fraction, device))
 
 
-@pytest.mark.parametrize(("share", "cube", "vector"), [(1, 24, 48), (0.5, 12, 24), (0.3, 7, 14), (0.01, 1, 1)])
+@pytest.mark.parametrize(("share", "cube", "vector"), [(1, 24, 48), (0.5, 12, 24), (0.3, 7, 14), (0.01, 1, 2)])
 def test_a_share_is_memory_and_cores(share: float, cube: int, vector: int) -> None:
     device = object.__new__(ascend.AscendDevice)
     device.type, device.index, device._has_share = "npu", 0, False
@@ -156,3 +167,43 @@ def test_a_share_is_memory_and_cores(share: float, cube: int, vector: int) -> No
     assert partition.mechanisms[1:] == (f"{cube} cube cores", f"{vector} vector cores")
     with pytest.raises(ValueError, match="start another process"):
         device.apply_share(0.5)
+
+
+@given(st.sampled_from([(20, 40), (24, 48), (25, 50), (8, 7), (20, 20)]), st.floats(0.01, 1))
+def test_a_share_keeps_the_ratio_of_the_cores(cores: tuple[int, int], share: float) -> None:
+    cube, vector = ascend.AscendDevice._share_of(Vendor(*cores).get_device_limit(0), share)
+    assert cube * cores[1] == vector * cores[0] and 1 <= cube <= cores[0] and vector >= 1
+    if cores[0] > 8:  # else it cannot be divided
+        assert abs(cube - share * cores[0]) <= 1
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """An NPU of this name, as far as opening it goes."""
+    name: str = request.param
+    monkeypatch.setattr(ascend, "missing", lambda: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: Vendor(chip=name))
+    monkeypatch.setattr(ascend, "AscendDevice", lambda index: name)
+    return name
+
+
+@pytest.mark.parametrize(
+    "chip", ["Ascend310P3", "Ascend310B1", "Ascend910A", "Ascend910ProB", "Ascend910B"], indirect=True
+)
+def test_chips_without_the_operators_are_refused(chip: str) -> None:
+    with pytest.raises(DeviceUnavailable, match=f"npu:0: {chip} lacks the attention over pages"):
+        ascend.open_device(0)
+
+
+@pytest.mark.parametrize(
+    "chip", ["Ascend910B1", "Ascend910B2C", "Ascend910B4-1", "Ascend910_9391", "Ascend950"], indirect=True
+)
+def test_other_chips_are_opened(chip: str) -> None:
+    assert ascend.open_device(0) == chip
+
+
+def test_float16_is_refused() -> None:
+    device = object.__new__(ascend.AscendDevice)
+    device.type, device.index = "npu", 0
+    with pytest.raises(ValueError, match="npu:0 does not serve models in float16; set dtype: bfloat16"):
+        check_dtype(torch.float16, device)

@@ -262,6 +262,22 @@ def test_the_command_lines_use_flags_of_vllm_alone(
     assert {word.removeprefix("--").removeprefix("no-").replace("-", "_") for word in used} <= KNOWN_FLAGS
 
 
+def test_two_processes_on_one_npu_share_no_port(model: Path) -> None:
+    found = processes(
+        "topology: (E-P)-D@tp2\ndevices: [npu:3, npu:4, npu:5]\nvllm: {feature_dir: /dev/shm/f}", model
+    )
+    ports: set[int] = set()
+    for one in found.values():
+        variables = one.variables
+        first, last = map(int, variables["HCCL_NPU_SOCKET_PORT_RANGE"].split("-"))
+        own = {*range(first, last + 1), int(variables["HCCL_IF_BASE_PORT"]), *range(one.port, one.port + 16)}
+        assert not ports & own
+        ports |= own
+        assert variables["VLLM_HOST_IP"] == flag(one, "host")
+    assert [one.variables["ASCEND_RT_VISIBLE_DEVICES"] for one in found.values()] == ["3", "3", "4,5"]
+    assert ["ASCEND_TRANSFER_TIMEOUT" in one.variables for one in found.values()] == [False, True, True]
+
+
 @pytest.fixture
 def good() -> VllmFound:
     """A vLLM that has all that the connectors need, made of what they ask for."""
@@ -312,6 +328,28 @@ def test_an_unsuitable_vllm_is_refused_with_what_would_do(good: VllmFound) -> No
         check_found(good, python="python", needs=["nixl"])
     with pytest.raises(ValueError, match="has no flag sed; did you mean seed"):
         check_flags(good, ["sed"])
+
+
+@pytest.mark.parametrize(
+    ("ascend", "vllm", "fits"),
+    [
+        ("0.23.0", "0.23.0", ""),
+        ("0.23.0rc2", "0.23.0+empty", ""),
+        ("0.23.0.post1", "0.23.0", ""),
+        ("0.27.2.dev31+g182b75ea", "0.28.0", ""),
+        ("0.23.0", "0.33.0", "vLLM 0.23.0"),
+        ("0.23.1", "0.23.0", "vLLM 0.23.1"),
+        ("0.27.2.dev31+g182b75ea", "0.33.0", "vLLM 0.27.1 or 0.28.0"),
+        ("", "0.23.0", "vllm-ascend is missing"),
+    ],
+)
+def test_a_vllm_ascend_for_another_vllm_is_refused(ascend: str, vllm: str, fits: str, good: VllmFound) -> None:
+    found = changed(good, vllm=vllm, vllm_ascend=ascend)
+    if not fits:
+        check_found(found, python="python", needs=["vllm_ascend"])
+        return
+    with pytest.raises(ValueError, match=fits):
+        check_found(found, python="python", needs=["vllm_ascend"])
 
 
 def test_a_vllm_without_a_hook_is_refused_by_it(good: VllmFound) -> None:

@@ -73,6 +73,7 @@ def scatter_pa_kv_cache(
 ) -> None:
     assert cache_mode == "Norm" and compress_lens is compress_seq_offsets is seq_lens is None, "not modelled"
     block_size = key_cache.shape[1]
+    assert len(set(slot_mapping.tolist())) == len(slot_mapping), "of a slot that is written twice nothing is known"
     for token, slot in enumerate(slot_mapping.tolist()):
         key_cache[slot // block_size, slot % block_size] = key[token]
         value_cache[slot // block_size, slot % block_size] = value[token]

@@ -27,7 +27,7 @@ class DecodeStep:
         self.states, self.kv = states.to(device, dtype), kv.to(device, dtype)
         self.meta = AttnMeta(
             block_size=BLOCK_SIZE,
-            slot_mapping=torch.zeros(size, dtype=torch.int64, device=device),
+            slot_mapping=torch.arange(size, device=device),
             num_decodes=size,
             decode_block_table=torch.arange(1, blocks, device=device).view(size, WIDTH),
             decode_context_lens=torch.ones(size, dtype=torch.int64, device=device),
