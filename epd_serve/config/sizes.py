@@ -76,12 +76,13 @@ def tokens_per_block(block_size: int | None, device: str) -> int:
     return block_size or (128 if device.startswith("npu") else 16)
 
 
-def blocks_in(kv_cache_bytes: int, *, block_bytes: int, block_size: int) -> int:
-    """KV blocks in so many bytes. Raises ValueError for fewer than :data:`MIN_BLOCKS`."""
-    blocks = kv_cache_bytes // block_bytes
-    if blocks < MIN_BLOCKS:
+def blocks_in(kv_cache_bytes: int, *, block_bytes: int, block_size: int, state_blocks: int = 0) -> int:
+    """KV blocks in so many bytes. Raises ValueError for fewer than :data:`MIN_BLOCKS` beside those of a state."""
+    blocks, least = kv_cache_bytes // block_bytes, MIN_BLOCKS + state_blocks
+    if blocks < least:
+        state = f", {state_blocks} of them for the recurrent state of a sequence" if state_blocks else ""
         raise ValueError(
             f"kv_cache_bytes: {in_binary_units(kv_cache_bytes)} hold {blocks} blocks of {block_size} tokens of "
-            f"this model; write {in_binary_units(MIN_BLOCKS * block_bytes)} or more, which are {MIN_BLOCKS} blocks"
+            f"this model; write {in_binary_units(least * block_bytes)} or more, which are {least} blocks{state}"
         )
     return blocks

@@ -43,7 +43,7 @@ class DeviceTime:
             # the host's part of a step is taken by the host, which is not emulated
             return cls(analytic_profile(shape_of(model), replace(spec_of(kind), launch_s=0.0)))
         profile = Profile.read(Path(kind))
-        if model and (num_layers := shape_of(model).language.num_layers) != profile.num_layers:
+        if model and (num_layers := shape_of(model).language.num_kv_layers) != profile.num_layers:
             raise ValueError(
                 f"{kind} is the profile of {profile.model}, with {profile.num_layers} layers, and {model} has "
                 f"{num_layers}; take a profile of it, made by 'epd-serve profile'"

@@ -116,6 +116,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
             not linear in their number: the first ones cost most.
         compute_share, bandwidth_share: part of the device's peak that a step uses while it waits for it.
         memory_bytes: memory for weights and KV; language_bytes, tower_bytes: sizes of the weights.
+        state_bytes: of a sequence's recurrent state. num_layers: those that keep KV.
         pixels_per_token: for images whose tokens go by their size; tokens_per_image: for towers with one size.
         min_pixels, max_pixels: bounds to which the model's processor resizes every image.
         link_bytes_per_s: bandwidth to other devices of the machine; handshake_s: time before each transfer.
@@ -153,6 +154,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     language_bytes: float = 0.0
     tower_bytes: float = 0.0
     kv_token_bytes: int = 0
+    state_bytes: int = 0
     feature_token_bytes: int = 0
     num_layers: int = 1
     pixels_per_token: float = 784.0
@@ -249,6 +251,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         """KV blocks that a ``share`` of the memory has room for besides the weights; 2 at least."""
         free = self.memory_bytes * share - self.language_bytes - (self.tower_bytes if holds_tower else 0)
         return max(int(free / (self.kv_token_bytes * block_size)), 2)
+
+    def state_blocks(self, block_size: int) -> int:
+        """KV blocks that the recurrent state of one sequence takes."""
+        return -(-self.state_bytes // (self.kv_token_bytes * block_size)) if self.state_bytes else 0
 
     @classmethod
     def read(cls, path: Path) -> Self:

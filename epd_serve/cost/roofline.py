@@ -21,8 +21,9 @@ def language_lines(shape: ModelShape, device: DeviceSpec, tensor_parallel: int =
     language, width = shape.language, tensor_parallel
     flops = device.flops * device.compute_share * width
     rate = device.bytes_per_s * device.bandwidth_share * width
-    attention = 4 * language.num_layers * language.num_heads * language.head_dim  # FLOPs of a token and a context
-    layers = language.num_layers * language.layer_parameters
+    # FLOPs of a token and a context
+    attention = 4 * language.num_kv_layers * language.num_heads * language.head_dim
+    layers = language.layer_parameters
     head = language.hidden * language.vocabulary
     kv = shape.kv_token_bytes
     activations = 12 * language.num_layers * language.hidden * shape.value_bytes
@@ -41,6 +42,7 @@ def language_lines(shape: ModelShape, device: DeviceSpec, tensor_parallel: int =
     memory = Line(
         base_s=device.launch_s + (layers + head) * shape.value_bytes / rate,
         token_s=(activations + kv) / rate + reduce_s,
+        sequence_s=2 * shape.state_bytes / rate,  # read and written
         context_s=kv / rate,
         pair_s=0.0,
     )
@@ -110,8 +112,9 @@ def analytic_profile(shape: ModelShape, device: DeviceSpec, tensor_parallel: int
         language_bytes=float(weights * shape.value_bytes),
         tower_bytes=float(tower * shape.value_bytes),
         kv_token_bytes=shape.kv_token_bytes,
+        state_bytes=shape.state_bytes,
         feature_token_bytes=shape.feature_token_bytes,
-        num_layers=shape.language.num_layers,
+        num_layers=shape.language.num_kv_layers,
         pixels_per_token=0 if shape.vision is None else shape.vision.pixels_per_token,
         tokens_per_image=None if shape.vision is None else shape.vision.tokens_per_image,
         link_bytes_per_s=device.link_bytes_per_s,

@@ -16,8 +16,28 @@ _MAX_ASPECT = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StateShape:
+    """The layers that keep a recurrent state in place of K and V, such as gated delta nets.
+
+    Attributes:
+        num_layers: of them. parameters: in the matrices of one, without its feed-forward.
+        convolution_values: of one layer's convolution, in the model's dtype.
+        recurrent_values: of one layer, in float32.
+    """
+
+    num_layers: int
+    parameters: int
+    convolution_values: int
+    recurrent_values: int
+
+    def nbytes(self, value_bytes: int) -> int:
+        """Bytes of the states of one sequence."""
+        return self.num_layers * (self.convolution_values * value_bytes + self.recurrent_values * 4)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageShape:
-    """A decoder-only transformer with a gated feed-forward of three matrices."""
+    """A decoder-only transformer with a gated feed-forward of three matrices; ``states`` are some layers of it."""
 
     num_layers: int
     hidden: int
@@ -26,22 +46,33 @@ class LanguageShape:
     head_dim: int
     intermediate: int
     vocabulary: int
+    states: StateShape | None = None
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that keep K and V."""
+        return self.num_layers - (self.states.num_layers if self.states else 0)
 
     @property
     def kv_values(self) -> int:
         """Values of K and V that one token adds, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters in the matrices of one layer."""
+        """Parameters in the matrices of all layers."""
         attention = 2 * self.hidden * self.head_dim * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        recurrent = self.states.num_layers * self.states.parameters if self.states else 0
+        return self.num_kv_layers * attention + recurrent + self.num_layers * 3 * self.hidden * self.intermediate
 
     @property
     def parameters(self) -> int:
         """Parameters that a token passes: all layers and the output head."""
-        return self.num_layers * self.layer_parameters + self.hidden * self.vocabulary
+        return self.layer_parameters + self.hidden * self.vocabulary
+
+    def state_bytes(self, value_bytes: int) -> int:
+        """Bytes that a sequence keeps besides the KV of its tokens."""
+        return self.states.nbytes(value_bytes) if self.states else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +155,10 @@ class ModelShape:
     @property
     def kv_token_bytes(self) -> int:
         return self.language.kv_values * self.value_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return self.language.state_bytes(self.value_bytes)
 
     @property
     def feature_token_bytes(self) -> int:
@@ -280,6 +315,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         head_dim=read("head_dim", default=hidden // heads),
         intermediate=read("intermediate_size"),
         vocabulary=read("vocab_size", default=config.get("vocab_size")),
+        states=_states(read, hidden),
     )
     tower = config.get("vision_config")
     vision = _vision(_Reader(f"{name}, vision_config", tower), config) if isinstance(tower, Mapping) else None
@@ -290,6 +326,30 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         vision=vision,
         value_bytes=4 if "float32" in dtype else 2,
         max_positions=read("max_position_embeddings", default=32768),
+    )
+
+
+#: Of Qwen3.5: each so many layers one has K and V.
+_FULL_ATTENTION_INTERVAL = 4
+
+
+def _states(read: _Reader, hidden: int) -> StateShape | None:
+    """The gated delta nets among the layers."""
+    if "linear_num_value_heads" not in read.config:
+        return None
+    every = read("full_attention_interval", default=_FULL_ATTENTION_INTERVAL)
+    kinds = read.config.get("layer_types") or [
+        "linear_attention" if number % every else "full_attention"
+        for number in range(1, read("num_hidden_layers") + 1)
+    ]
+    heads, width = read("linear_num_value_heads"), read("linear_value_head_dim")
+    key_width, kernel = read("linear_key_head_dim"), read("linear_conv_kernel_dim", default=4)
+    values, convolved = heads * width, 2 * read("linear_num_key_heads") * key_width + heads * width
+    return StateShape(
+        num_layers=kinds.count("linear_attention"),
+        parameters=hidden * (convolved + 2 * values + 2 * heads),
+        convolution_values=convolved * kernel,
+        recurrent_values=heads * key_width * width,
     )
 
 

@@ -259,6 +259,8 @@ class _InSlab:
 
 
 _DEFAULT_KV_BYTES = 1 << 28
+#: Sequences whose recurrent states have room beside that.
+_DEFAULT_STATES = 4
 #: Of an accelerator's memory that is free once the weights are loaded; activations need the rest.
 _FREE_MEMORY_FOR_KV = 0.8
 
@@ -272,9 +274,14 @@ def num_kv_blocks(options: InstanceOptions, layout: KVLayout, device_type: str, 
         return options.num_blocks
     block_bytes = block_nbytes(layout)
     if options.kv_cache_bytes is not None:
-        return blocks_in(options.kv_cache_bytes, block_bytes=block_bytes, block_size=layout.block_size)
+        return blocks_in(
+            options.kv_cache_bytes,
+            block_bytes=block_bytes,
+            block_size=layout.block_size,
+            state_blocks=layout.state_blocks,
+        )
     if device_type in ("cpu", "emulated"):  # in the memory of the host
-        return max(_DEFAULT_KV_BYTES // block_bytes, MIN_BLOCKS)
+        return max(_DEFAULT_KV_BYTES // block_bytes, MIN_BLOCKS) + _DEFAULT_STATES * layout.state_blocks
     heads_each = -(-layout.num_kv_heads // len(options.devices))  # more ranks than heads repeat them
     return max(
         int(free_bytes * _FREE_MEMORY_FOR_KV) * layout.num_kv_heads // (block_bytes * heads_each), MIN_BLOCKS

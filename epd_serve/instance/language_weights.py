@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer
 
 from epd_serve.config import decode_graph_sizes
-from epd_serve.config.sizes import in_binary_units
+from epd_serve.config.sizes import MIN_BLOCKS, in_binary_units
 from epd_serve.engine.commands import CreateCache
 from epd_serve.engine.followers import Followers
 from epd_serve.engine.grammar import Grammars
@@ -181,7 +181,7 @@ class LanguageWeights:
             if num_blocks < layout.state_blocks + 2:
                 raise ValueError(
                     f"the recurrent state of one sequence takes {state_bytes}, {layout.state_blocks} blocks of KV "
-                    f"memory, which has {num_blocks}; raise num_blocks or kv_cache_bytes"
+                    f"memory, which has {num_blocks}; raise num_blocks to {MIN_BLOCKS + layout.state_blocks}"
                 )
             logger.info(
                 "a sequence's recurrent state takes %s, %d of %d KV blocks; prefixes are not cached",

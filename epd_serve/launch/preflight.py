@@ -152,7 +152,12 @@ def _check_kv(
     block_size = tokens_per_block(settings.block_size, instance.devices[0])
     block_bytes = block_size * language.kv_values * number_bytes
     try:
-        blocks_in(settings.kv_cache_bytes, block_bytes=block_bytes, block_size=block_size)
+        blocks_in(
+            settings.kv_cache_bytes,
+            block_bytes=block_bytes,
+            block_size=block_size,
+            state_blocks=-(-language.state_bytes(number_bytes) // block_bytes),
+        )
     except ValueError as error:
         raise ValueError(f"{instance.name}: {error}") from None
 

@@ -88,7 +88,8 @@ def stage_seconds(
     if not steps:
         return 0.0
     context = num_tokens + mean.num_output_tokens / 2
-    room = max(int(spec.num_blocks * spec.block_size / max(context, 1)), 1)
+    held = context + spec.state_blocks * spec.block_size
+    room = max(int(spec.num_blocks * spec.block_size / max(held, 1)), 1)
     batch = max(min(spec.batching.max_num_seqs, room), 1)
     while batch > 1 and tpot_s is not None and profile.step_s(batch, batch, batch * context) > tpot_s:
         batch = max(int(batch * 0.9), batch // 2) if batch > 2 else 1

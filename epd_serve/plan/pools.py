@@ -241,10 +241,10 @@ def _deployed(model: str) -> str:
 
 def _measured(path: Path, shape: ModelShape) -> Profile:
     profile = Profile.read(path)
-    if profile.num_layers != shape.language.num_layers:
+    if profile.num_layers != shape.language.num_kv_layers:
         raise ValueError(
             f"{path}: the profile is of {profile.model}, which has {profile.num_layers} layers, and {shape.name} "
-            f"has {shape.language.num_layers}; measure it with 'epd-serve profile'"
+            f"has {shape.language.num_kv_layers}; measure it with 'epd-serve profile'"
         )
     return profile
 

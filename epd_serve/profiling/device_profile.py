@@ -123,6 +123,7 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
         decode=decode_lines(by_kind["decode"]),
         memory_bytes=float(device.headroom()),
         kv_token_bytes=layout_bytes,
+        state_bytes=language.state_blocks(options.block_size) * layout_bytes * options.block_size,
         feature_token_bytes=options.dtype.itemsize * text.hidden_size,
         num_layers=language.num_layers,
         pixels_per_token=family.num_pixels(typical) / family.num_image_tokens(typical),

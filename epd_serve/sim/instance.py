@@ -212,8 +212,9 @@ class SimInstance:
                 layers, computing_s / layers, nbytes / layers, link.handshake_s, link.bytes_per_s
             )
         num_groups = -(-layers // group)
-        all_s = num_groups * link.handshake_s + nbytes / link.bytes_per_s
-        last_s = link.seconds(nbytes * group / layers)
+        state = profile.state_bytes  # goes last, as a whole
+        all_s = num_groups * link.handshake_s + (nbytes + state) / link.bytes_per_s
+        last_s = link.seconds(nbytes * group / layers + state)
         hidden_s = computing_s * (1 - group / layers) if self.spec.is_grouped else 0.0
         start = max(self._clock.now, self._link_free_s)
         self._link_free_s = start + max(last_s, all_s - hidden_s)

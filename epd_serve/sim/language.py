@@ -79,7 +79,7 @@ class LanguageSide:
         self._on_free = on_free
         self._may_start = may_start
         self._on_step = on_step
-        self.pool = BlockPool(spec.num_blocks, spec.block_size)
+        self.pool = BlockPool(spec.num_blocks, spec.block_size, state_blocks=spec.state_blocks)
         self.budget, self._cost = size_steps_of(spec)
         self._jumps = spec.batching.order != "slack"
         self._has_feature = lambda key: key not in self._unseen_features and has_feature(key)
@@ -193,7 +193,8 @@ class LanguageSide:
         self._leaving = []
         self._unseen = []
         self._unseen_features.clear()
-        self.pool = BlockPool(self._spec.num_blocks, self._spec.block_size)
+        spec = self._spec
+        self.pool = BlockPool(spec.num_blocks, spec.block_size, state_blocks=spec.state_blocks)
         self.queues = self._new_queues()
 
     def kick(self) -> None:

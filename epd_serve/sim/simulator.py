@@ -141,7 +141,7 @@ def simulate(
         return Link(handshake_s=one.spec.profile.handshake_s, bytes_per_s=one.spec.profile.link_bytes_per_s)
 
     def start(spec: SimInstanceSpec, pid: int = 1) -> None:
-        if spec.role.has_language_model and spec.num_blocks < 8:
+        if spec.role.has_language_model and spec.num_blocks < 8 + spec.state_blocks:
             raise NoWay(f"{spec.name}: the model's weights leave no room for KV on {spec.device}")
         place = f"{spec.host}/{spec.device}"
         if place not in devices:

@@ -70,6 +70,11 @@ class SimInstanceSpec:
         return self.device == CPU
 
     @property
+    def state_blocks(self) -> int:
+        """Blocks of a sequence's recurrent state, beside those of its tokens."""
+        return self.profile.state_blocks(self.block_size)
+
+    @property
     def limit_s(self) -> float | None:
         """LATENCY_max of its steps and encodes."""
         batching = self.batching

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -123,3 +124,15 @@ def test_the_kv_of_a_rank_fits_into_its_device(num_ranks: int, heads_each: int) 
     blocks = num_kv_blocks(options, LAYOUT, "cuda", free)
     rank_bytes = blocks * block_nbytes(LAYOUT) * heads_each // LAYOUT.num_kv_heads
     assert 0.79 * free < rank_bytes <= 0.8 * free
+
+
+def test_states_have_room_beside_the_usual_kv() -> None:
+    """Of four sequences on a CPU; a size that is given must hold one."""
+    options = InstanceOptions(
+        name="pd0", role=Role.parse("PD"), model=Path("m"), served_model_name="m", device="cpu"
+    )
+    layout = msgspec.structs.replace(LAYOUT, state_blocks=500)
+    assert num_kv_blocks(options, layout, "cpu", 0) == num_kv_blocks(options, LAYOUT, "cpu", 0) + 2000
+    small = options.model_copy(update={"kv_cache_bytes": 500 * block_nbytes(layout)})
+    with pytest.raises(ValueError, match="which are 564 blocks, 500 of them for the recurrent state"):
+        num_kv_blocks(small, layout, "cpu", 0)

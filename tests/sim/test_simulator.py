@@ -6,15 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from epd_serve.cost.profile import Profile
 from epd_serve.sim.language import LanguageSide
-from epd_serve.sim.simulator import Fault, NoWay, Outcome, SimDeployment, check_books, simulate
+from epd_serve.sim.simulator import Fault, NoWay, Outcome, SimDeployment, build, check_books, simulate
 from epd_serve.sim.spec import Batching
 from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, SimRequest, WorkloadShape, at_rate
+from epd_serve.topology import parse_topology
 
 TOPOLOGIES = ("EPD", "EP-D", "ED-P", "E-P-D", "(E-P)-D", "(E-D)-P", "(E-PD)", "2E-P-2D", "2EPD")
 Deploy = Callable[..., SimDeployment]
@@ -178,3 +180,23 @@ def test_rates_are_stretched() -> None:
 def test_no_torch_and_no_clock() -> None:
     check = "import sys, epd_serve.sim.simulator, epd_serve.sim.workloads; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_a_recurrent_state_takes_room_of_each_sequence(ascend: Profile) -> None:
+    """Where the pool has blocks for the states of three, three run at a time."""
+    recurrent = msgspec.structs.replace(ascend, state_bytes=100 * 16 * ascend.kv_token_bytes)
+    requests = TEXT.requests(12, 100.0, seed=1)
+
+    def run(profile: Profile) -> Outcome:
+        topology = parse_topology("PD")
+        return simulate(build(topology, ["npu:0"], lambda *_: profile, block_size=16, num_blocks=401), requests)
+
+    plain, kept = run(ascend), run(recurrent)
+    for outcome in (plain, kept):
+        assert not any(job.failure for job in outcome.jobs)
+        check_books(outcome)
+    assert kept.jobs[-1].last_token_s > 1.5 * plain.jobs[-1].last_token_s
+    with pytest.raises(NoWay, match="no room for KV"):
+        simulate(
+            build(parse_topology("PD"), ["npu:0"], lambda *_: recurrent, block_size=16, num_blocks=105), requests
+        )
