@@ -76,10 +76,6 @@ class Listeners:
         else:
             self._feeds[request_id] = feed
 
-    def fail(self, request_id: str, error: ServeError) -> None:
-        """Send the request's receiver a failure, as though a step had failed with the request in it."""
-        self.dispatch([FailureEvent(request_id, error)])
-
     def dispatch(self, events: list[EngineEvent]) -> None:
         for event in events:
             feed = self._feeds.get(event.sequence.request_id if type(event) is TokenEvent else event.request_id)
