@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from clips import LIMITS as CLIP_LIMITS
+from msgspec.structs import replace
 from PIL import Image
+from plain_audio import Sound
+from plain_video import Clip
+from sounds import LIMITS as SOUND_LIMITS
 
 from device.base import Device
 from device.registry import get_device
@@ -25,6 +31,9 @@ from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.instance.language_weights import read_texts
 from epd_serve.instance.prompt import PromptProcessor
+from epd_serve.media.audio import read_audio_facts
+from epd_serve.media.video import read_facts
+from epd_serve.models.family import TowerInputs
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
@@ -32,9 +41,11 @@ from epd_serve.protocol import wire
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.types import SamplingParams
+from epd_serve.types import AS_THE_MODEL, SamplingParams
 
 BLOCK_SIZE = 8
+#: A clip has the length and the rate of its file.
+Medium = Image.Image | Clip | Sound
 
 
 @dataclass
@@ -123,28 +134,28 @@ class EngineBench(EngineHooks):
         self,
         name: str,
         text: str,
-        images: list[Image.Image],
+        media: Collection[Medium],
         *,
         max_tokens: int | None = 12,
         n: int = 1,
         hand_off: bool = False,
         **sampling: Any,
     ) -> Sequence:
-        hashes = [f"{hash(image.tobytes()):x}" for image in images]
+        items = [_item(medium) for medium in media]
         request = wire.PrefillRequest(
             request_id=name,
             output=wire.OutputOptions(kind="chat", id=name, created=0, model="m"),
             sampling=SamplingParams(
                 **{"seed": 0, "temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "n": n, **sampling}
             ),
-            items=[
-                wire.MediaRef(mm_hash=h, width=image.width, height=image.height)
-                for h, image in zip(hashes, images, strict=True)
-            ],
+            items=items,
             messages=[
                 wire.ChatMessage(
                     role="user",
-                    content=[wire.Part(type="image")] * len(images) + [wire.Part(type="text", text=text)],
+                    content=[
+                        *(wire.Part(type=item.modality) for item in items),
+                        wire.Part(type="text", text=text),
+                    ],
                 )
             ],
         )
@@ -163,11 +174,24 @@ class EngineBench(EngineHooks):
             hand_off=hand_off,
         )
 
-    def encode(self, images: list[Image.Image]) -> None:
-        inputs = [self.family.preprocess(np.array(image)) for image in images]
-        for image, feature in zip(images, self.tower.encode(inputs), strict=True):
-            self.features[f"{hash(image.tobytes()):x}"] = feature
+    def encode(self, media: Collection[Medium]) -> None:
+        items = [_item(medium) for medium in media]
+        inputs = [self._inputs(medium, item) for medium, item in zip(media, items, strict=True)]
+        for item, feature in zip(items, self.tower.encode(inputs), strict=True):
+            self.features[item.mm_hash] = feature
         self.engine.wake()
+
+    def _inputs(self, medium: Medium, item: wire.MediaRef) -> TowerInputs:
+        if isinstance(medium, Image.Image):
+            return self.family.preprocess(np.array(medium))
+        if isinstance(medium, Sound):
+            assert self.family.audio is not None
+            return self.family.audio.inputs(medium.samples(self.family.audio.rate))
+        assert self.family.video is not None
+        frames, _ = medium.frames()
+        inputs = self.family.video.inputs(item)
+        inputs.add(frames[self.family.video.indices(item)])
+        return inputs.finish()
 
     def collect(self, count: int) -> dict[tuple[str, int], list[int]]:
         """Tokens by (request, choice) until ``count`` choices have finished."""
@@ -185,3 +209,14 @@ class EngineBench(EngineHooks):
             time.sleep(0.01)
         self.pool.check_integrity()
         assert self.pool.num_free == self.pool.capacity - self.num_held, "blocks leaked"
+
+
+def _item(medium: Medium) -> wire.MediaRef:
+    if isinstance(medium, Image.Image):
+        return wire.MediaRef(mm_hash=f"{hash(medium.tobytes()):x}", width=medium.width, height=medium.height)
+    assert isinstance(medium.data, bytes), "a list of frames"
+    if isinstance(medium, Sound):
+        item = wire.MediaRef.of_audio(read_audio_facts(medium.data, SOUND_LIMITS))
+    else:
+        item = wire.MediaRef.of_video(read_facts(medium.data, CLIP_LIMITS), AS_THE_MODEL)
+    return replace(item, mm_hash=f"{hash(medium.data):x}")

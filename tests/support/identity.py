@@ -94,7 +94,7 @@ OMNI_QUESTIONS = (
         "What do you see and hear?",
         (noise(1),),
         (Clip(clip(5, 12, (70, 60), fps=6)), Clip(clip(6, 9, fps=3))),
-        (Sound(sound(5, 1.2)), Sound(sound(6, 2.3, kind="ogg"), "ogg")),
+        (Sound(sound(5, 2.3)), Sound(sound(6, 2.3, kind="flac"), "flac")),
     ),
 )
 

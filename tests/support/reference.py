@@ -36,12 +36,12 @@ class Reference:
         """Whether its answer is one that ours can be.
 
         Qwen3-ASR's processor takes one sound. Qwen3-Omni's makes fractions of positions at some rates, and its
-        tower other features of a sound below a second where a longer one stands beside it.
+        extractor another last frame of a sound where a longer one stands beside it.
         """
         name = type(self._processor).__name__
         if name == "Qwen3OmniMoeProcessor":
-            is_short = len(sounds) > 1 and any(len(sound.samples()) < 16_000 for sound in sounds)
-            return not is_short and not any(clip.fps for clip in videos)
+            lengths = {len(sound.samples()) for sound in sounds}
+            return len(lengths) < 2 and not any(clip.fps for clip in videos)
         return name != "Qwen3ASRProcessor" or len(sounds) < 2
 
     def generate(
