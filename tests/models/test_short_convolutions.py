@@ -1,4 +1,4 @@
-"""Layers of short convolutions: the tokens of ``generate`` in chunks of any size and in a pool that is too small."""
+"""Short convolutions: the tokens of ``generate`` in chunks of any size and in a pool that is too small."""
 
 from __future__ import annotations
 

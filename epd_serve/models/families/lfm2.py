@@ -13,7 +13,6 @@ class Lfm2(TextOnly):
 
     title = "LFM2 (text)"
     model_types = ("lfm2",)
-    mixtures = ()
     decoder = "generic"
     texts: ClassVar = {
         "lfm2": names(
