@@ -151,8 +151,9 @@ def _check_text(where: str, text: Any, family: type[Family]) -> None:
         raise ValueError(
             f"{where}num_key_value_heads is {kv_heads}; it must divide num_attention_heads, which is {heads}"
         )
-    activation = "hidden_act" if hasattr(text, "hidden_act") else "hidden_activation"
-    _check_activation(f"{where}{activation}", getattr(text, activation))
+    for activation in ("hidden_act", "hidden_activation"):
+        if hasattr(text, activation):
+            _check_activation(f"{where}{activation}", getattr(text, activation))
     if family.decoder == "generic":
         _check_generic_rope(f"{where}rope_parameters", text.rope_parameters)
         return

@@ -71,6 +71,7 @@ _OTHERS: dict[str, list[Any]] = {
         ["full_attention"] * 2,
         ["full_attention", "linear_attention"],
     ],
+    "full_attn_idxs": [[0], [0, 1], None],
     "sliding_window": [40, None],
     "max_window_layers": [1],
     "mlp_only_layers": [[], [0]],

@@ -68,7 +68,8 @@ class EngineBench(EngineHooks):
     def __post_init__(self) -> None:
         device = self.device
         self.family = load_family(self.path)
-        self.tower = Tower(self.path, torch.float32, device)
+        if self.family.modalities:
+            self.tower = Tower(self.path, torch.float32, device)
         language = LanguageModel(self.path, torch.float32, device)
         layout = wire.KVLayout(
             num_layers=language.num_layers,

@@ -163,6 +163,8 @@ def _text(model_type: str) -> dict[str, Any]:
         text |= {"shared_expert_intermediate_size": 24}
     if model_type == "gemma3_text":
         text |= {"head_dim": 24, "sliding_window": 12, "sliding_window_pattern": 2, "rope_parameters": None}
+    if model_type == "lfm2":
+        text |= {"full_attn_idxs": [1], "block_multiple_of": 32}
     if model_type == "cohere2":
         text |= {"sliding_window": 12, "sliding_window_pattern": 2}
     if model_type == "glm4v_moe_text":

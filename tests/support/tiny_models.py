@@ -81,6 +81,12 @@ TEXT_KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": GEMMA3,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "lfm2": {
+        "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
+        "conv_L_cache": 4,
+        "conv_bias": True,
+        "tie_word_embeddings": False,
+    },
 }
 _INIT = {"initializer_range": 0.2}
 #: transformers has these where a model's file has nothing; vLLM then leaves pixels as they are.

@@ -31,14 +31,14 @@ NOT_SPLIT = {
 }
 
 _LATENT = "its KV is latent"
-_STATE = "it has recurrent or convolution states beside KV"
 #: Known families that the native engine does not run, and the reason.
 NOT_RUN = {
     "internvl_chat": "it is in another format than transformers'; take the checkpoint whose name ends with -hf",
     "mllama": "pictures reach its language model by cross-attention",
     "phi4_multimodal": "transformers has no function that makes its features alone",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k25"), _LATENT),
-    **dict.fromkeys(("minicpmv4_6", "lfm2_vl"), _STATE),
+    "minicpmv4_6": "the text around a picture numbers it within its prompt",
+    "lfm2_vl": "transformers prepares its pictures with torchvision alone",
     "gemma4": "its layers have heads of several widths and share KV",
     "paligemma": "all of a prompt attends both ways",
     "deepseek_ocr2": "its layers are mixtures of experts",
