@@ -25,7 +25,7 @@ def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
 
 
 def start_feature_store(
-    options: InstanceOptions, transport: Transport, device: BareDevice, observe: StoreObserver
+    options: InstanceOptions, transport: Transport, device: BareDevice, observe: StoreObserver, producer: str
 ) -> FeatureStore:
     """Blocks until the store is there. Raises ValueError as above, or where its master does not answer.
 
@@ -46,7 +46,7 @@ def start_feature_store(
         segment_bytes,
         engine=transport.engine if isinstance(transport, MooncakeTransport) else None,
     )
-    return MooncakeFeatureStore(client, local, options.feature_store_bytes, mooncake, observe)
+    return MooncakeFeatureStore(client, local, options.feature_store_bytes, mooncake, observe, producer)
 
 
 def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeOptions:

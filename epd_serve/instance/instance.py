@@ -33,6 +33,7 @@ from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, SwitchState, left
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.model import Language, open_device, open_model
+from epd_serve.instance.parity import ParityGate
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import Reporter
@@ -112,10 +113,14 @@ class Instance:
             put=self.spans.put,
             on_encoded=self.rates.encoded,
             url=self.url,
+            producer=self.model.producer,
             stream=self.streams.tower,
             encoding=self.model.encoding,
             on_failed=self.check_device,
             may_start=partial(factory("may encode", _may_encode), self),
+        )
+        self.parity = ParityGate(
+            self.model.producer, options.parity, self._parity_feature, self.metrics.feature_came
         )
         self.streams.language.on_pause = self.encode.reconsider
         await self._build()
@@ -123,8 +128,10 @@ class Instance:
         self.ready = True
 
     async def _new_store(self) -> FeatureStore:
-        told = self.metrics.store_did
-        return await asyncio.to_thread(start_feature_store, self.options, self.transport, self.device, told)
+        told, producer = self.metrics.store_did, self.model.producer
+        return await asyncio.to_thread(
+            start_feature_store, self.options, self.transport, self.device, told, producer
+        )
 
     async def _build(self) -> None:
         """The stages of the role, out of what is there of them."""
@@ -265,6 +272,7 @@ class Instance:
             state=machine.state,
             modalities=tuple(self.family.token_ids),
             usage=self._usage(),
+            producer=self.model.producer,
         )
 
     def _tokens_per_pixel(self) -> float:
@@ -411,6 +419,12 @@ class Instance:
             self.end_process()
 
     # ------------------------------------------------------------------ inside
+
+    async def _parity_feature(self) -> Any:
+        feature = await self.encode.parity_feature()
+        if not (self.options.role.encodes or self.encode.num_waiting):
+            self.encode.unload()  # which was loaded for this alone
+        return feature
 
     async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Any) -> None:
         assert self.language is not None
