@@ -145,6 +145,8 @@ KV_HELD = "kv_held"
 #: Code of the error of an instance that cannot reach the other one of a request, or be reached by it. Both may be
 #: well and reach others: what has failed is the two together.
 PEER_UNREACHABLE = "peer_unreachable"
+#: Code of the error of an instance that has yet to compare a feature's producer with its own.
+PRODUCER_UNKNOWN = "producer_unknown"
 #: Code of the Unavailable of a decode instance without blocks for a request's KV.
 NO_ROOM = "no_room"
 #: Code of the Unavailable of a decode instance that is through with a request for which a prefill instance asks.

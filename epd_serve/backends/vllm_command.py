@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from device.ascend_limits import hccl_environment
 from epd_serve.types import Role
 
 #: Where an instance's other servers listen, from its HTTP port on (config.vllm.PORTS_PER_INSTANCE).
@@ -139,7 +138,6 @@ def environment_of(options: VllmOptions) -> dict[str, str]:
         names = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
         variables[names[options.kind]] = options.visible
     if options.kind == "npu":
-        variables |= hccl_environment(options.number)
         if options.host not in ("0.0.0.0", "::"):  # else it announces the address of the default route, as without
             variables["VLLM_HOST_IP"] = options.host
         if options.connectors.kv == "mooncake" and (_hands_over(options.role) or _takes_over(options.role)):

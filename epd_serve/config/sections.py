@@ -305,6 +305,12 @@ class InstanceSettings(Section):
         default=30.0,
         description="How long P waits for a feature before computing it itself.",
     )
+    parity: Restart[Literal["warn", "refuse", "off"]] = Field(
+        default="warn",
+        description="Features of an E on another kind of device, or with other operators: P compares what both "
+        "make of one picture. warn: differences beyond rounding are logged. refuse: and P computes such features "
+        "itself. off: nothing is compared.",
+    )
     queue_timeout_s: Restart[Seconds] = Field(
         default=60.0,
         description="How long a request waits for room in D's KV cache; then the client is told to come back.",

@@ -30,6 +30,7 @@ _NATIVE_KEYS = {
     "queue_timeout_s": "gateway.queue_timeout_s bounds the wait at the gateway",
     "lease_s": "vLLM's connectors have times of their own",
     "drain_s": "write engine_args: {shutdown_timeout: 30}",
+    "parity": "vLLM's P takes what E gives it",
     "batching": "vLLM schedules by max_num_batched_tokens",
     "share_weights": "each vLLM process loads its own",
     "keep_weights": "vLLM processes keep their roles",

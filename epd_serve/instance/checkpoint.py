@@ -58,6 +58,7 @@ class CheckpointModel:
         check_dtype(self.torch_dtype, device)
         self.location, self.dtype = str(self.path), str(self.torch_dtype).removeprefix("torch.")
         self.fingerprint = media_fingerprint(self.path, self.dtype)
+        self.producer = f"{device.type}: {device.ops.name}"
         text = self.family.config.get_text_config()
         self.max_positions: int = text.max_position_embeddings
         self.feature_token_bytes = self.torch_dtype.itemsize * text.hidden_size

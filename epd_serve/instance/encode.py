@@ -17,10 +17,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from epd_serve.engine.dual_stream import TowerStream
-from epd_serve.errors import PREPARATION_FULL, WEDGED, InstanceFailed, InvalidRequest, ServeError
+from epd_serve.errors import (
+    PREPARATION_FULL,
+    PRODUCER_UNKNOWN,
+    WEDGED,
+    InstanceFailed,
+    InvalidRequest,
+    ServeError,
+)
 from epd_serve.instance.http import Peers
+from epd_serve.instance.parity import fixed_inputs, sample_of
 from epd_serve.instance.request_processor import S_PER_PIXEL, Place, RequestProcessor
-from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
+from epd_serve.protocol.wire import EncodeReply, EncodeRequest, FeatureEvent, MediaRef, ParitySample
 from epd_serve.sched.encode import HandoffBatcher, schedule_encodes
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
@@ -110,7 +118,7 @@ class EncodeService:
     meant to encode (recompute where no encoder is left).
 
     Args:
-        url: of this instance, as consumers announce themselves.
+        url: of this instance, as consumers announce themselves. producer: of its features.
         stream: on which the tower runs.
         may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
             yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
@@ -144,6 +152,7 @@ class EncodeService:
         video_cpu_s: float = 10.0,
         audio_cpu_s: float = 10.0,
         url: str = "",
+        producer: str = "",
         may_start: Callable[[], bool] = lambda: True,
         stream: TowerStream,
         on_delivered: Callable[[str, str, float, tuple[float, float]], None] = lambda *_: None,
@@ -159,6 +168,8 @@ class EncodeService:
         self._prepare = prepare or _decoding(decoders, family, video_cpu_s, audio_cpu_s)
         self._data_of = data_of
         self._url = url
+        self._producer = producer
+        self._sample: ParitySample | None = None
         self._processor = processor
         self._feature_timeout_s = feature_timeout_s
         self._may_start = may_start
@@ -302,11 +313,38 @@ class EncodeService:
                 batch = encoded.batch_s
                 feature = await self._put(ref.mm_hash, encoded.feature, owner)
             await self._align(request.announce_to)
-            event = msgspec.structs.replace(self._store.event(ref.mm_hash, feature, owner), item=ref)
-            await self._peers.call(request.announce_to, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
+            event = msgspec.structs.replace(
+                self._store.event(ref.mm_hash, feature, owner),
+                item=ref,
+                producer=feature.producer or self._producer,
+            )
+            await self._announce(request.announce_to, event)
         finally:
             self._store.release(owner, ref.mm_hash)
         return EncodeReply(cached=cached, num_tokens=feature.shape[0]), batch
+
+    async def _announce(self, consumer: str, event: FeatureEvent) -> None:
+        """Tell the consumer of a feature; where it does not know what this encoder makes, show it first."""
+        try:
+            await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
+        except ServeError as error:
+            if error.code != PRODUCER_UNKNOWN or event.producer != self._producer:
+                raise
+            if self._sample is None:
+                feature = await self.parity_feature()
+                self._sample = sample_of(self._producer, feature, self._data_of(feature))
+            await self._peers.call(consumer, "/feature/parity", self._sample, _ANNOUNCE_TIMEOUT_S)
+            await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
+
+    async def parity_feature(self) -> Any:
+        """The feature of the fixed picture. The tower is loaded where it is not."""
+        return await self._loop.run_in_executor(self._tower_thread, self._encode_fixed)
+
+    def _encode_fixed(self) -> Any:
+        inputs, num_pixels = fixed_inputs(self._family)
+        tower = self._loaded_tower()
+        with self._stream.encoding(num_pixels), self._encoding([num_pixels]):
+            return tower.encode([inputs])[0]
 
     async def _align(self, consumer: str) -> None:
         """Wait for the others of the batch that the consumer gets together."""

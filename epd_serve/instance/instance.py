@@ -32,6 +32,7 @@ from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, SwitchState, left
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.model import Language, open_device, open_model
+from epd_serve.instance.parity import ParityGate
 from epd_serve.instance.rates import StageRates
 from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
@@ -115,10 +116,14 @@ class Instance:
             put=self.spans.put,
             on_encoded=self.rates.encoded,
             url=self.url,
+            producer=self.model.producer,
             stream=self.streams.tower,
             encoding=self.model.encoding,
             on_failed=self.check_device,
             may_start=partial(factory("may encode", _may_encode), self),
+        )
+        self.parity = ParityGate(
+            self.model.producer, options.parity, self._parity_feature, self.metrics.feature_came
         )
         self.streams.language.on_pause = self.encode.reconsider
         await self._build()
@@ -126,8 +131,10 @@ class Instance:
         self.ready = True
 
     async def _new_store(self) -> FeatureStore:
-        told = self.metrics.store_did
-        return await asyncio.to_thread(start_feature_store, self.options, self.transport, self.device, told)
+        told, producer = self.metrics.store_did, self.model.producer
+        return await asyncio.to_thread(
+            start_feature_store, self.options, self.transport, self.device, told, producer
+        )
 
     async def _build(self) -> None:
         """The stages of the role, out of what is there of them."""
@@ -263,6 +270,7 @@ class Instance:
             state=machine.state,
             modalities=tuple(self.family.token_ids),
             usage=self._usage(),
+            producer=self.model.producer,
         )
 
     def _tokens_per_pixel(self) -> float:
@@ -396,6 +404,12 @@ class Instance:
 
     # ------------------------------------------------------------------ inside
 
+    async def _parity_feature(self) -> Any:
+        feature = await self.encode.parity_feature()
+        if not (self.options.role.encodes or self.encode.num_waiting):
+            self.encode.unload()  # which was loaded for this alone
+        return feature
+
     async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Any) -> None:
         assert self.language is not None
         await self.language.receiver.take(request_id, item, feature)
@@ -436,7 +450,7 @@ def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
 
 
 def start_feature_store(
-    options: InstanceOptions, transport: Transport, device: BareDevice, observe: StoreObserver
+    options: InstanceOptions, transport: Transport, device: BareDevice, observe: StoreObserver, producer: str
 ) -> FeatureStore:
     """Blocks until the store is there. Raises ValueError as above, or where its master does not answer.
 
@@ -457,7 +471,7 @@ def start_feature_store(
         segment_bytes,
         engine=transport.engine if isinstance(transport, MooncakeTransport) else None,
     )
-    return MooncakeFeatureStore(client, local, options.feature_store_bytes, mooncake, observe)
+    return MooncakeFeatureStore(client, local, options.feature_store_bytes, mooncake, observe, producer)
 
 
 def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeOptions:

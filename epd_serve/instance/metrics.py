@@ -87,6 +87,12 @@ class InstanceMetrics:
         self._feature_recomputes = self._counter(
             "feature_recomputes", "Features encoded here because no encoder could deliver them"
         )
+        self._feature_producers = self._counter(
+            "feature_producers",
+            "Announced features by who made them, and whether parity let them in",
+            producer=(),
+            admitted=("false", "true"),
+        )
         self._encodes = self._counter(
             "encodes", "Encode calls; cached: the store had the feature", cached=("false", "true")
         )
@@ -197,6 +203,10 @@ class InstanceMetrics:
         self._encodes.labels(str(cached).lower()).inc()
         if instead and not cached:
             self._feature_recomputes.inc()
+
+    def feature_came(self, producer: str, admitted: bool) -> None:
+        """A feature was announced; see :class:`epd_serve.instance.parity.ParityGate`."""
+        self._feature_producers.labels(producer, str(admitted).lower()).inc()
 
     def store_did(self, store: str, operation: str, nbytes: int = 0, seconds: float = 0.0) -> None:
         """A :class:`epd_serve.transfer.feature_store.StoreObserver`."""

@@ -83,6 +83,7 @@ class InstanceModel(Protocol):
     Attributes:
         location: what ``/info`` says of where it is from.
         dtype: of weights and features. fingerprint: of what the tower makes of media.
+        producer: of features: kind of device and operators; "" where nothing is computed.
         feature_token_bytes: of a picture's token.
         decoders, prepare, data_of: see :class:`~epd_serve.instance.encode.EncodeService`.
         max_positions: longest context that the model allows.
@@ -91,6 +92,7 @@ class InstanceModel(Protocol):
     location: str
     dtype: str
     fingerprint: str
+    producer: str
     feature_token_bytes: int
     max_positions: int
 

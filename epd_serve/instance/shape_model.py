@@ -88,6 +88,7 @@ class ShapeModel:
     """
 
     dtype = "bfloat16"
+    producer = ""
 
     def __init__(self, options: InstanceOptions, device: TimedDevice) -> None:
         assert isinstance(options.model, ShapeConfig)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from device.ascend_limits import hccl_environment
 from device.present import visibility
 from device.shares import share_environment
 from epd_serve import lifeline
@@ -103,6 +104,8 @@ def vllm_processes(
             config, settings, instance, number, port, used, environment, threads, share, model, media
         )
         variables = environment_of(options)
+        if options.kind == "npu":
+            variables |= hccl_environment(number)
         if used.kv == "nixl" and is_loopback(options.host):
             variables["UCX_NET_DEVICES"] = "lo"  # it would listen on every interface
         if plugin_path:

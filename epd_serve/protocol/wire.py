@@ -11,6 +11,7 @@ call                    from, to   body                  answer
 ``/stage/decode``       gateway,D  DecodeRequest         the answer from the second token on
 ``/stage/move``         gateway,D  MoveRequest           no token; complete once another D goes on with the answer
 ``/feature/event``      E, P       FeatureEvent          204 once P has fetched and verified the feature
+``/feature/parity``     E, P       ParitySample          204 once P has compared it with its own
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
 ``/kv/renew``           P, D       TransferRef           204, or 404 when the lease is gone
 ``/kv/complete``        P, D       Handoff               204; D owns the request from here
@@ -166,6 +167,7 @@ class InstanceInfo(Message, frozen=True):
         epoch: number of times that this process has changed its role and made its caches anew.
         state: of its role, see :class:`epd_serve.instance.lifecycle.SwitchState`.
         modalities: that the model's tower takes; a model of text alone has none.
+        producer: of its features: kind of device and operators.
     """
 
     name: Name
@@ -195,6 +197,7 @@ class InstanceInfo(Message, frozen=True):
     state: Name = "SERVING"
     modalities: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ("image",)
     usage: Usage | None = None
+    producer: Text = ""
 
 
 #: By which most processors sample a video and resize its frames: frames a second, their least and greatest number,
@@ -451,6 +454,7 @@ class FeatureEvent(Message, frozen=True):
         region, offset: where the feature lies in E's memory; region is None where it lies in a store.
         store: name of the store that has it under ``mm_hash``; "" where there is a region.
         item: that was encoded; P knows from it how long the feature must be. None: E does not know.
+        producer: kind of device and operators that made it (:mod:`epd_serve.instance.parity`); "": unknown.
     """
 
     request_id: str
@@ -463,6 +467,16 @@ class FeatureEvent(Message, frozen=True):
     offset: int = 0
     store: str = ""
     item: MediaRef | None = None
+    producer: str = ""
+
+
+class ParitySample(Message, frozen=True):
+    """A producer's feature of the fixed picture: its shape, dtype and bytes."""
+
+    producer: Text
+    shape: list[Count]
+    dtype: Name
+    data: bytes
 
 
 class KVLayout(Message, frozen=True):

@@ -32,6 +32,7 @@ class StoredFeature:
 
     Attributes:
         offset: its place in the embedded store's slab; None where it lies in another store.
+        producer: of one that another encoder may have put (:mod:`epd_serve.instance.parity`); "": this one.
     """
 
     nbytes: int
@@ -39,6 +40,7 @@ class StoredFeature:
     dtype: str
     checksum: str
     offset: int | None = None
+    producer: str = ""
 
     def event(
         self, mm_hash: str, request_id: str, *, region: Region | None = None, store: str = ""

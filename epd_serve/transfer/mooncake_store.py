@@ -49,6 +49,7 @@ class _Description(Message, frozen=True):
     dtype: str
     checksum: str
     origin: str
+    producer: str = ""
 
 
 class MooncakeFeatureStore:
@@ -62,6 +63,7 @@ class MooncakeFeatureStore:
     Args:
         local: for features that the store does not take. An instance that lends no segment puts all there.
         capacity_bytes: size of the segment.
+        producer: of what this instance puts.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class MooncakeFeatureStore:
         capacity_bytes: int,
         options: MooncakeOptions,
         observe: StoreObserver = unobserved,
+        producer: str = "",
     ) -> None:
         self._client = client
+        self._producer = producer
         self._origin = uuid.uuid4().hex
         self._observe = observe
         self._local = local
@@ -301,7 +305,9 @@ class MooncakeFeatureStore:
         trailer = bytes(staged.memory[:_TRAILER_BYTES])
         length = int.from_bytes(trailer[:_LENGTH_BYTES], "big")
         told = msgspec.msgpack.decode(trailer[_LENGTH_BYTES : _LENGTH_BYTES + length], type=_Description)
-        stored = StoredFeature(nbytes=nbytes, shape=told.shape, dtype=told.dtype, checksum=told.checksum)
+        stored = StoredFeature(
+            nbytes=nbytes, shape=told.shape, dtype=told.dtype, checksum=told.checksum, producer=told.producer
+        )
         return stored, told.origin
 
     def _store(self, mm_hash: str, data: memoryview, feature: StoredFeature) -> StoredFeature | None:
@@ -311,7 +317,13 @@ class MooncakeFeatureStore:
         the bytes of two encoders need not be the same.
         """
         told = msgspec.msgpack.encode(
-            _Description(shape=feature.shape, dtype=feature.dtype, checksum=feature.checksum, origin=self._origin)
+            _Description(
+                shape=feature.shape,
+                dtype=feature.dtype,
+                checksum=feature.checksum,
+                origin=self._origin,
+                producer=self._producer,
+            )
         )
         assert len(told) + _LENGTH_BYTES <= _TRAILER_BYTES, "a description of a feature is short"
         trailer = (len(told).to_bytes(_LENGTH_BYTES, "big") + told).ljust(_TRAILER_BYTES, b"\0")
