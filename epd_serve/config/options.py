@@ -33,7 +33,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
             None where no other is there.
         switch_dir: where its settings in other roles are found, and its role is kept for when it is started again
             (:mod:`epd_serve.config.role_files`); None: it is not kept.
-        join: admin plane of a gateway that it joins once it is ready; None: whoever started it tells the gateway.
+        join: admin planes of gateways that it joins once it is ready; none: whoever started it tells the gateway.
     """
 
     name: str
@@ -46,7 +46,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     device_share: DeviceShare | None = None
     device_board: str | None = None
     switch_dir: Path | None = None
-    join: str | None = None
+    join: tuple[str, ...] = ()
 
     @property
     def devices(self) -> list[str]:

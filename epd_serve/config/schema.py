@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -430,7 +431,7 @@ class DeploymentConfig(SharedConfig):
         port: int,
         device: str,
         threads: int | None,
-        join: str | None,
+        join: Sequence[str] = (),
     ) -> InstanceOptions:
         """The options of an instance that is started by hand; None: as this file has it for its role.
 
@@ -446,7 +447,7 @@ class DeploymentConfig(SharedConfig):
             threads=settings.threads if threads is None else threads,
             share=DeviceShare(share=settings.share, start=0.0) if isinstance(settings.share, float) else None,
         )
-        return options.model_copy(update={"host": host or self.instances.host, "join": join})
+        return options.model_copy(update={"host": host or self.instances.host, "join": tuple(join)})
 
 
 def model_path(model: str) -> Path:
