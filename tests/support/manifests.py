@@ -11,7 +11,20 @@ SERVED = {
     ("agent", "health"): {"/health/live", "/health/ready"},
     ("master", "http"): {"/health"},
 }
+VERSIONS = {
+    "ConfigMap": "v1",
+    "Service": "v1",
+    "Deployment": "apps/v1",
+    "PodDisruptionBudget": "policy/v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "PodMonitor": "monitoring.coreos.com/v1",
+    "ScaledObject": "keda.sh/v1alpha1",
+}
+LABELS = {f"app.kubernetes.io/{word}" for word in ("name", "instance", "component")}
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+_COMPONENT = "app.kubernetes.io/component"
 
 
 def faults(docs: list[dict[str, Any]]) -> list[str]:
@@ -29,13 +42,22 @@ def _faults(docs: list[dict[str, Any]]) -> Iterator[str]:
     if len({namespace for _, namespace, _ in named}) > 1:
         yield "namespaces differ"
     apps = {one["metadata"]["labels"]["app.kubernetes.io/instance"] for one in docs}
-    if len(apps) > 1 or any(len(one["metadata"]["labels"]) != 3 for one in docs):
+    if len(apps) > 1 or any(one["metadata"]["labels"].keys() != LABELS for one in docs):
         yield "labels"
+    if any(one["apiVersion"] != VERSIONS[one["kind"]] for one in docs):
+        yield "versions"
+    if any(selector.keys() not in (LABELS, LABELS - {_COMPONENT}) for selector in _selectors(docs)):
+        yield "a selector that others match, too"
     of = {kind: [one for one in docs if one["kind"] == kind] for kind, _, _ in named}
     pods = {one["metadata"]["name"]: one["spec"]["template"] for one in of["Deployment"]}
     files = {one["metadata"]["name"] for one in of["ConfigMap"]}
+    scaled = {one["spec"]["scaleTargetRef"]["name"] for one in of.get("ScaledObject", [])}
     for one in of["Deployment"]:
         yield from _workload(one, files)
+        if ("replicas" in one["spec"]) == (one["metadata"]["name"] in scaled):
+            yield "nobody, or two, say how many there are"
+    if any(not one["data"]["deployment.yaml"] for one in of["ConfigMap"]):
+        yield "no deployment file"
     for one in of["Service"]:
         yield from _service(one, pods)
     gateways = [one for one in of["Service"] if _chosen(one["spec"]["selector"], pods, "gateway")]
@@ -52,7 +74,7 @@ def _faults(docs: list[dict[str, Any]]) -> Iterator[str]:
         yield "agents join elsewhere"
     for one in of.get("PodDisruptionBudget", []):
         selected = _matching(one["spec"]["selector"]["matchLabels"], pods)
-        if not selected or one["spec"]["maxUnavailable"] < 1:
+        if len(selected) != 1 or one["spec"]["maxUnavailable"] < 1:
             yield "a budget that lets nothing go"
     yield from _policies(of["NetworkPolicy"], pods)
     for one in of.get("PodMonitor", []):
@@ -77,7 +99,7 @@ def _faults(docs: list[dict[str, Any]]) -> Iterator[str]:
 def _workload(doc: dict[str, Any], files: set[str]) -> Iterator[str]:
     name, template = doc["metadata"]["name"], doc["spec"]["template"]
     pod, labels = template["spec"], template["metadata"]["labels"]
-    if doc["spec"]["selector"]["matchLabels"].items() - labels.items() or len(labels) < 3:
+    if doc["spec"]["selector"]["matchLabels"] != {label: labels[label] for label in LABELS}:
         yield f"{name} does not select its own pods"
     rolling = doc["spec"]["strategy"]["rollingUpdate"]
     if rolling["maxSurge"] + rolling["maxUnavailable"] < 1 or doc["spec"]["strategy"]["type"] != "RollingUpdate":
@@ -95,6 +117,12 @@ def _workload(doc: dict[str, Any], files: set[str]) -> Iterator[str]:
     for one in volumes.values():
         if "configMap" in one and one["configMap"]["name"] not in files:
             yield f"{name}: there is no file {one}"
+        if "configMap" in one and not any(
+            mount.get("readOnly") for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == one["name"]
+        ):
+            yield f"{name} may write {one}"
+        if "persistentVolumeClaim" in one and not one["persistentVolumeClaim"]["claimName"]:
+            yield f"{name}: no claim"
         if len(one) != 2:
             yield f"{name}: {one} is no volume"
         shm = one.get("emptyDir", {})
@@ -194,6 +222,18 @@ def _policies(docs: list[dict[str, Any]], pods: dict[str, Any]) -> Iterator[str]
                 yield f"{doc['metadata']['name']} keeps own pods out"
     if covered != pods.keys() or len(docs) != 2:
         yield "pods without a policy"
+
+
+def _selectors(tree: Any) -> Iterator[dict[str, str]]:
+    if isinstance(tree, list):
+        for one in tree:
+            yield from _selectors(one)
+    elif isinstance(tree, dict):
+        for key, one in tree.items():
+            if key == "matchLabels" or (key == "selector" and "matchLabels" not in one):
+                yield one
+            else:
+                yield from _selectors(one)
 
 
 def _matching(selector: dict[str, str], pods: dict[str, Any]) -> dict[str, Any]:
