@@ -49,5 +49,5 @@ def agent(
             for line in process_lines(part_specs(part, host, os.environ, Path(directory)), os.environ):
                 typer.echo(line)
         return
-    code = asyncio.run(run_agent(part, host=host, advertise=host, gateways=join or (), health_port=health_port))
+    code = asyncio.run(run_agent(part, host=host, gateways=join or (), health_port=health_port))
     raise typer.Exit(code)

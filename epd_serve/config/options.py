@@ -26,6 +26,8 @@ class InstanceOptions(SharedConfig, InstanceSettings):
         model: directory of a transformers model, or a shape without weights.
         served_model_name: what clients call the model.
         port: of the control server; its URL is ``http://host:port``.
+        advertise: address under which others reach it; None: ``host``.
+        data_port: port on which KV and features are read and written over TCP; 0: a free one.
         device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see. Several, with
             commas between them, share the language model (tensor parallelism).
         device_share: the part of the device that the instance keeps to; None: no limit.
@@ -42,6 +44,8 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     served_model_name: str
     host: str = "127.0.0.1"
     port: int = 8100
+    advertise: str | None = None
+    data_port: int = 0
     device: str = "cpu"
     device_share: DeviceShare | None = None
     device_board: str | None = None

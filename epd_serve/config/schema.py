@@ -40,6 +40,7 @@ from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.cost.shape import shape_of
 from epd_serve.demo import weights_dir
+from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
 from epd_serve.types import Role
 
@@ -432,10 +433,13 @@ class DeploymentConfig(SharedConfig):
         device: str,
         threads: int | None,
         join: Sequence[str] = (),
+        advertise: str | None = None,
+        data_port: int = 0,
     ) -> InstanceOptions:
         """The options of an instance that is started by hand; None: as this file has it for its role.
 
-        A share is one from the beginning of its device. Raises ValueError where the instance cannot be started.
+        ``advertise`` is needed where ``host`` is a wildcard. A
+        share is one from the beginning of its device. Raises ValueError where the instance cannot be started.
         """
         settings = self.settings_for(str(role))
         if self.feature_store == "mooncake" and self.mooncake.master is None:
@@ -447,7 +451,14 @@ class DeploymentConfig(SharedConfig):
             threads=settings.threads if threads is None else threads,
             share=DeviceShare(share=settings.share, start=0.0) if isinstance(settings.share, float) else None,
         )
-        return options.model_copy(update={"host": host or self.instances.host, "join": tuple(join)})
+        chosen = host or self.instances.host
+        if advertise is None and is_wildcard(chosen):
+            raise ValueError(
+                f"{chosen} is every address of this machine, and none that others could reach it at: "
+                "add --advertise ADDRESS, as in --advertise 10.0.0.7"
+            )
+        own = {"host": chosen, "join": tuple(join), "advertise": advertise, "data_port": data_port}
+        return options.model_copy(update=own)
 
 
 def model_path(model: str) -> Path:

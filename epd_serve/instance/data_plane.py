@@ -19,7 +19,13 @@ def start_transport(options: InstanceOptions, device_type: str) -> Transport:
     if options.kv_transfer.transport == "mooncake":
         transport: Transport = MooncakeTransport(_mooncake_options(options, device_type))
     else:
-        transport = EmbeddedTransport(options.host, options.kv_transfer.transport, _timeout_s(options))
+        transport = EmbeddedTransport(
+            options.host,
+            options.kv_transfer.transport,
+            _timeout_s(options),
+            port=options.data_port,
+            advertise=options.advertise,
+        )
     return factory("transport", as_it_is)(transport)
 
 
@@ -59,7 +65,7 @@ def _mooncake_options(options: InstanceOptions, device_type: str) -> MooncakeOpt
             f"write {' or '.join(capability.mooncake_protocols)}"
         )
     return MooncakeOptions(
-        host=options.host,
+        host=options.advertise or options.host,
         protocol=protocol,
         devices=options.mooncake.devices or "",
         staging_bytes=options.mooncake.staging_bytes,

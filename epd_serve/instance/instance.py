@@ -57,7 +57,7 @@ class Instance:
 
     def __init__(self, options: InstanceOptions) -> None:
         self.options = options
-        self.url = url_of(options.host, options.port)
+        self.url = url_of(options.advertise or options.host, options.port)
         self.ready = False
         self.language: LanguageEngine | None = None
         self.device: BareDevice = open_device(options)

@@ -20,13 +20,11 @@ from epd_serve.rpc.joining import join_all
 logger = logging.getLogger(__name__)
 
 
-async def run_agent(
-    part: Part, *, host: str, advertise: str, gateways: Sequence[str], health_port: int | None
-) -> int:
+async def run_agent(part: Part, *, host: str, gateways: Sequence[str], health_port: int | None) -> int:
     """Run a part until SIGTERM or SIGINT; returns the exit code, 1 where a process died before it was ready.
 
     Args:
-        host: address that the instances listen on. advertise: the one under which others reach them.
+        host: address that the instances listen on, and under which others reach them.
         gateways: URLs of admin planes that they join.
         health_port: port of ``/health/live`` and ``/health/ready``; None: there is none.
     """
@@ -36,7 +34,7 @@ async def run_agent(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     with tempfile.TemporaryDirectory(prefix="epd-serve-agent-") as directory:
         specs = part_specs(part, host, os.environ, Path(directory))
-        places = _Places(part, gateways, advertise)
+        places = _Places(part, gateways)
         supervisor = Supervisor(
             specs,
             Path(directory),
@@ -72,10 +70,9 @@ async def _run(supervisor: Supervisor) -> ProcessDied:
 class _Places:
     """The places of the instances at their gateways: each has one while it is ready."""
 
-    def __init__(self, part: Part, gateways: Sequence[str], advertise: str) -> None:
+    def __init__(self, part: Part, gateways: Sequence[str]) -> None:
         self._roles = {part.names[one.name]: str(one.role) for one in part.placement}
         self._gateways = gateways
-        self._advertise = advertise
         self._headers = admin_headers()
         named = read_secret(part.config.cluster_key, "cluster_key")
         self._key = cluster_key() if named is None else check_cluster_key(named, "cluster_key")
@@ -88,13 +85,9 @@ class _Places:
         logger.info("%s %s", name, process.state)
         if process.state is ProcessState.READY:
             self._ready.add(name)
-            port = process.spec.url.rpartition(":")[2]
-            url = (
-                f"http://[{self._advertise}]:{port}"
-                if ":" in self._advertise
-                else f"http://{self._advertise}:{port}"
+            joining = join_all(
+                self._gateways, name, process.spec.url, self._headers, role=self._roles[name], key=self._key
             )
-            joining = join_all(self._gateways, name, url, self._headers, role=self._roles[name], key=self._key)
             self._joined[name] = asyncio.create_task(joining)
         elif name in self._ready:
             self._ready.remove(name)

@@ -14,6 +14,7 @@ from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.ports import Ports, ports_each
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm import vllm_instance_specs
+from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import CPU, place_units
 
@@ -80,6 +81,10 @@ def part_specs(part: Part, host: str, environment: Mapping[str, str], directory:
     """
     config = part.config
     config = config.model_copy(update={"instances": config.instances.model_copy(update={"host": host})})
+    if is_wildcard(host):
+        raise ValueError(
+            f"{host} is no address that others could reach; write that of this machine, --host 10.0.0.7"
+        )
     if config.starts_master:
         raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
     num_ranks = sum(one.tensor_parallel for one in part.placement)
