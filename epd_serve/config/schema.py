@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from device.datasheets import emulated_kind, is_measured, spec_of
-from epd_serve.config.applied import Anew, Hot, Rebuild, Restart
+from epd_serve.config.applied import Anew, Hot, Rebuild, Restart, Section
 from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, check_thieves, read_secret
 from epd_serve.config.keys import check_cluster_key, cluster_key
@@ -42,6 +42,7 @@ from epd_serve.cost.shape import shape_of
 from epd_serve.demo import weights_dir
 from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
+from epd_serve.topology.placement import split_host
 from epd_serve.types import Role
 
 DEMO_MODEL = "demo"
@@ -57,7 +58,12 @@ def _read_topology(value: object) -> Topology:
     return parse_topology(value)
 
 
-def _check_device(name: str) -> str:
+def _check_device(text: str) -> str:
+    _check_local(split_host(text)[1])
+    return text
+
+
+def _check_local(name: str) -> str:
     if name == "cpu" or re.fullmatch(r"(cuda|npu):\d+", name):
         return name
     kind, _, chip = name.partition(":")
@@ -92,6 +98,12 @@ def _read_devices(value: object) -> object:
         many = re.fullmatch(r"(\S+) x (\d{1,4})", one) if isinstance(one, str) else None
         names += [f"{many[1]}:{index}" for index in range(int(many[2]))] if many else [one]
     return tuple(names)
+
+
+class HostConfig(Section):
+    """A machine of the deployment."""
+
+    address: Hot[str] = Field(min_length=1, description="Under which gateway and other hosts reach it.")
 
 
 class DeploymentConfig(SharedConfig):
@@ -139,7 +151,13 @@ class DeploymentConfig(SharedConfig):
         description="cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
         "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 is this machine with the memory, the asynchrony "
         "and the speed of an accelerator, where its cores are not slower; emulated:FILE.json takes those of a "
-        "device that 'epd-serve profile' measured, with a path relative to this file.",
+        "device that 'epd-serve profile' measured, with a path relative to this file. "
+        "n1/npu:0 is one of the host n1.",
+    )
+    hosts: Hot[dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*$")], HostConfig]] = Field(
+        default_factory=dict,
+        description="Machines whose devices the list names, as in {n1: {address: 10.0.0.1}}; on each runs "
+        "'epd-serve agent FILE --host-name n1'. {}: there is this one.",
     )
     restart: Anew[Literal["on-failure", "never"]] = Field(
         default="on-failure",
@@ -190,6 +208,18 @@ class DeploymentConfig(SharedConfig):
         if "topology" in info.data:
             place(info.data["topology"], devices)
         return devices
+
+    @model_validator(mode="after")
+    def _hosts_are_known(self) -> DeploymentConfig:
+        named = {split_host(device)[0] for device in self.devices}
+        if unknown := sorted(named - {*self.hosts} - ({""} if not self.hosts else set())):
+            here = ", ".join(self.hosts) or "none"
+            raise ValueError(
+                f"devices: {unknown[0] or 'a device without a host'} is not among hosts; there are: {here}"
+            )
+        if self.hosts and not self.instances.base_port:
+            raise ValueError("hosts: others must know the instances' ports; set instances.base_port, as in 8100")
+        return self
 
     @model_validator(mode="after")
     def _engine_can(self) -> DeploymentConfig:

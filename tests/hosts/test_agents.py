@@ -13,6 +13,8 @@ import pytest
 from chat import chat
 from pictures import noise
 
+from epd_serve.config import load_config
+from epd_serve.launch.ports import instance_urls
 from epd_serve.launch.remote.kubernetes import manifests
 from epd_serve.launch.remote.values import Values
 
@@ -50,6 +52,26 @@ async def test_agents_run_what_was_rendered(
         assert (await running.ask(chat("Count to 5", max_tokens=12)))[0] == 200
         running.hosts["pair"].terminate(pair)
         assert await asyncio.wait_for(pair.wait(), 40) == 0
+
+
+@pytest.mark.slow
+async def test_agents_run_the_hosts_of_one_file(fleet: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "hosts.yaml"
+    file.write_text(
+        "topology: (E-P)-2D\n"
+        "hosts: {n1: {address: 10.77.2.2}, n2: {address: 10.77.3.2}}\n"
+        "devices: [n1/cpu, n1/cpu, n2/cpu]\n"
+        "instances: {base_port: 8100}\n"
+    )
+    async with fleet(spares=("n1", "n2"), instances=dict(instance_urls(load_config(file)))) as running:
+        for name in ("n1", "n2"):
+            await running.start_agent(name, ["epd-serve", "agent", str(file), "--host-name", name])
+        await running.ready("e0", "p0", "d0", "d1")
+        picture = chat("What is it?", noise(1, (96, 72)), max_tokens=4)
+        first = await running.ask(picture)
+        assert first[0] == 200
+        running.hosts.power_off("n2")
+        assert [(await running.ask(picture))[:2] for _ in range(4)] == [first[:2]] * 4, "d0 is left"
 
 
 def _status(host: Any, path: str) -> int:

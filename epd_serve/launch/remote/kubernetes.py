@@ -70,6 +70,8 @@ def _check(config: DeploymentConfig) -> None:
     kinds = {device.partition(":")[0] for one in config.placement() for device in one.devices}
     if config.engine == "auto" and kinds & {"cuda", "npu"}:
         raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
+    if config.hosts:
+        raise ValueError("hosts are machines that you name; on Kubernetes the scheduler chooses: take them out")
     if config.elastic.enabled or config.elastic.drift.enabled:
         raise ValueError("elastic is a process of 'epd-serve up'; here KEDA scales: see --values, keda")
     files = {

@@ -16,7 +16,7 @@ from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm import vllm_instance_specs
 from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.topology import InstancePlacement
-from epd_serve.topology.placement import CPU, place_units
+from epd_serve.topology.placement import CPU, place_units, split_host
 
 #: Port of the first instance where the deployment file names none.
 BASE_PORT = 8100
@@ -55,6 +55,19 @@ def unit_part(config: DeploymentConfig, unit: int, name: str) -> Part:
     config = _seen_from(config, [device for one in here for device in one.devices])
     named = {one.name: name if len(here) == 1 else f"{name}-{one.name}" for one in here}
     return _part(config, named)
+
+
+def host_part(config: DeploymentConfig, host: str) -> Part:
+    """The instances on a host of the deployment file. Raises ValueError where there are none."""
+    names = {one.name: one.name for one in config.placement() if one.host == host}
+    if host not in config.hosts or not names:
+        raise ValueError(f"no instance is on a host {host!r}; the file has: {', '.join(config.hosts) or 'none'}")
+    devices = [
+        local if name == host or local == CPU else f"{local.rpartition(':')[0]}:{_ELSEWHERE + index}"
+        for index, (name, local) in enumerate(map(split_host, config.devices))
+    ]
+    here = {"hosts": {}, "devices": (CPU,) if set(devices) == {CPU} else tuple(devices)}
+    return _part(config.model_copy(update=here), names)
 
 
 def _part(config: DeploymentConfig, names: Mapping[str, str]) -> Part:
