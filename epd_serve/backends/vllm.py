@@ -87,14 +87,16 @@ class VllmInstances:
         self.by_url: WeakValueDictionary[str, VllmInstance] = WeakValueDictionary()
         self.exchanges: dict[str, _Exchange] = {}
 
-    def connect(self, name: str, url: str) -> VllmInstance:
-        """Make the instance's object.
+    def connect(self, name: str, url: str, role: str | None = None) -> VllmInstance:
+        """Make the instance's object; one that the topology does not name is as those of its ``role`` there.
 
-        Raises ValueError for an instance that the deployment's topology does not have.
+        Raises ValueError where the deployment's topology has neither.
         """
-        if name not in self.targets:
+        alike = (target for target in self.targets.values() if str(target.role) == role)
+        target = self.targets.get(name) or next(alike, None)
+        if target is None:
             raise ValueError(f"instance {name}: the topology has only {', '.join(self.targets)}")
-        instance = VllmInstance(self, name, url)
+        instance = VllmInstance(self, name, url, target)
         self.by_url[instance.url] = instance
         return instance
 
@@ -102,8 +104,8 @@ class VllmInstances:
 class VllmInstance(VllmServer):
     """:class:`epd_serve.backends.base.StageCalls` of one vLLM server."""
 
-    def __init__(self, others: VllmInstances, name: str, url: str) -> None:
-        super().__init__(others.connections.pool(name, url), others.targets[name])
+    def __init__(self, others: VllmInstances, name: str, url: str, target: VllmTarget) -> None:
+        super().__init__(others.connections.pool(name, url), target)
         self._others = others
         self._warm: float | None = None
         self._model = ""

@@ -18,6 +18,8 @@ GROUPS: dict[str, dict[str, str]] = {
         "chat": "epd-serve chat --image photo.jpg",
         "instance": "epd-serve instance --name e0 --role E --port 8100",
         "proxy": "epd-serve proxy --instance e0=http://127.0.0.1:8100",
+        "agent": "epd-serve agent deployment.yaml --unit 0 --name e-1 --join http://10.0.0.1:8001",
+        "render": "epd-serve render kubernetes deployment.yaml | kubectl apply -f -",
     },
     "Operate": {
         "apply": "epd-serve apply deployment.yaml --dry-run",

@@ -18,6 +18,15 @@ Port = Annotated[
     int | None, typer.Option(min=0, max=65535, help="Port of the gateway, 0 for a free one; over the file's.")
 ]
 
+Join = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        help="Admin plane of a gateway to join, once for each; a host name with several addresses is all of them. "
+        "Key: EPD_SERVE_CLUSTER_KEY or EPD_SERVE_ADMIN_KEY.",
+    ),
+]
+
 
 def model_of(name: str) -> str:
     """Relative to where the user stands, not to the file."""

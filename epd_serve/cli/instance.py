@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from epd_serve.cli.flags import ParentPid, model_of, tie_to
+from epd_serve.cli.flags import Join, ParentPid, model_of, tie_to
 from epd_serve.config import DeploymentConfig, InstanceOptions, change_config, load_config
 from epd_serve.errors import needs_native
 from epd_serve.types import Role
@@ -27,9 +27,14 @@ def instance(
         str, typer.Option(help="cpu, cuda:0 ...; several, as in cuda:0,cuda:1, are tensor-parallel.")
     ] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; over the file's.")] = None,
-    join: Annotated[
-        str | None, typer.Option(metavar="URL", help="Admin plane of a gateway to join; key: EPD_SERVE_ADMIN_KEY.")
+    advertise: Annotated[
+        str | None,
+        typer.Option(help="Address under which others reach it, where that is not --host, as behind NAT."),
     ] = None,
+    data_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port for KV and features over TCP; 0: a free one.")
+    ] = 0,
+    join: Join = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -50,7 +55,15 @@ def instance(
         if model is not None:
             deployment = change_config(deployment, {"model": model_of(model)})
         chosen = deployment.options_alone(
-            name, Role.parse(role), host=host, port=port, device=device, threads=threads, join=join
+            name,
+            Role.parse(role),
+            host=host,
+            port=port,
+            device=device,
+            threads=threads,
+            join=join or (),
+            advertise=advertise,
+            data_port=data_port,
         )
     with needs_native():
         from epd_serve.instance.main import end_process, run_instance

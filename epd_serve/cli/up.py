@@ -42,6 +42,11 @@ def up(
     if model is not None:
         changes["model"] = model_of(model)
     config = change_config(load_config(file) if file else DeploymentConfig(), changes)
+    if config.hosts:
+        raise ValueError(
+            f"{file} is for the hosts {', '.join(config.hosts)}: run 'epd-serve agent {file} --host-name NAME' on "
+            f"each, and 'epd-serve proxy --config {file}' where clients come"
+        )
     if not dry:
         from epd_serve.launch.download import download
 

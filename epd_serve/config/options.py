@@ -26,6 +26,8 @@ class InstanceOptions(SharedConfig, InstanceSettings):
         model: directory of a transformers model, or a shape without weights.
         served_model_name: what clients call the model.
         port: of the control server; its URL is ``http://host:port``.
+        advertise: address under which others reach it; None: ``host``.
+        data_port: port on which KV and features are read and written over TCP; 0: a free one.
         device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see. Several, with
             commas between them, share the language model (tensor parallelism).
         device_share: the part of the device that the instance keeps to; None: no limit.
@@ -33,7 +35,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
             None where no other is there.
         switch_dir: where its settings in other roles are found, and its role is kept for when it is started again
             (:mod:`epd_serve.config.role_files`); None: it is not kept.
-        join: admin plane of a gateway that it joins once it is ready; None: whoever started it tells the gateway.
+        join: admin planes of gateways that it joins once it is ready; none: whoever started it tells the gateway.
     """
 
     name: str
@@ -42,11 +44,13 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     served_model_name: str
     host: str = "127.0.0.1"
     port: int = 8100
+    advertise: str | None = None
+    data_port: int = 0
     device: str = "cpu"
     device_share: DeviceShare | None = None
     device_board: str | None = None
     switch_dir: Path | None = None
-    join: str | None = None
+    join: tuple[str, ...] = ()
 
     @property
     def devices(self) -> list[str]:

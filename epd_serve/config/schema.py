@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from pydantic import (
 )
 
 from device.datasheets import emulated_kind, is_measured, spec_of
-from epd_serve.config.applied import Anew, Hot, Rebuild, Restart
+from epd_serve.config.applied import Anew, Hot, Rebuild, Restart, Section
 from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, check_thieves, read_secret
 from epd_serve.config.keys import check_cluster_key, cluster_key
@@ -39,7 +40,9 @@ from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.cost.shape import shape_of
 from epd_serve.demo import weights_dir
+from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
+from epd_serve.topology.placement import split_host
 from epd_serve.types import Role
 
 DEMO_MODEL = "demo"
@@ -55,7 +58,12 @@ def _read_topology(value: object) -> Topology:
     return parse_topology(value)
 
 
-def _check_device(name: str) -> str:
+def _check_device(text: str) -> str:
+    _check_local(split_host(text)[1])
+    return text
+
+
+def _check_local(name: str) -> str:
     if name == "cpu" or re.fullmatch(r"(cuda|npu):\d+", name):
         return name
     kind, _, chip = name.partition(":")
@@ -90,6 +98,12 @@ def _read_devices(value: object) -> object:
         many = re.fullmatch(r"(\S+) x (\d{1,4})", one) if isinstance(one, str) else None
         names += [f"{many[1]}:{index}" for index in range(int(many[2]))] if many else [one]
     return tuple(names)
+
+
+class HostConfig(Section):
+    """A machine of the deployment."""
+
+    address: Hot[str] = Field(min_length=1, description="Under which gateway and other hosts reach it.")
 
 
 class DeploymentConfig(SharedConfig):
@@ -137,7 +151,13 @@ class DeploymentConfig(SharedConfig):
         description="cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
         "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 is this machine with the memory, the asynchrony "
         "and the speed of an accelerator, where its cores are not slower; emulated:FILE.json takes those of a "
-        "device that 'epd-serve profile' measured, with a path relative to this file.",
+        "device that 'epd-serve profile' measured, with a path relative to this file. "
+        "n1/npu:0 is one of the host n1.",
+    )
+    hosts: Hot[dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*$")], HostConfig]] = Field(
+        default_factory=dict,
+        description="Machines whose devices the list names, as in {n1: {address: 10.0.0.1}}; on each runs "
+        "'epd-serve agent FILE --host-name n1'. {}: there is this one.",
     )
     restart: Anew[Literal["on-failure", "never"]] = Field(
         default="on-failure",
@@ -188,6 +208,18 @@ class DeploymentConfig(SharedConfig):
         if "topology" in info.data:
             place(info.data["topology"], devices)
         return devices
+
+    @model_validator(mode="after")
+    def _hosts_are_known(self) -> DeploymentConfig:
+        named = {split_host(device)[0] for device in self.devices}
+        if unknown := sorted(named - {*self.hosts} - ({""} if not self.hosts else set())):
+            here = ", ".join(self.hosts) or "none"
+            raise ValueError(
+                f"devices: {unknown[0] or 'a device without a host'} is not among hosts; there are: {here}"
+            )
+        if self.hosts and not self.instances.base_port:
+            raise ValueError("hosts: others must know the instances' ports; set instances.base_port, as in 8100")
+        return self
 
     @model_validator(mode="after")
     def _engine_can(self) -> DeploymentConfig:
@@ -430,11 +462,14 @@ class DeploymentConfig(SharedConfig):
         port: int,
         device: str,
         threads: int | None,
-        join: str | None,
+        join: Sequence[str] = (),
+        advertise: str | None = None,
+        data_port: int = 0,
     ) -> InstanceOptions:
         """The options of an instance that is started by hand; None: as this file has it for its role.
 
-        A share is one from the beginning of its device. Raises ValueError where the instance cannot be started.
+        ``advertise`` is needed where ``host`` is a wildcard. A
+        share is one from the beginning of its device. Raises ValueError where the instance cannot be started.
         """
         settings = self.settings_for(str(role))
         if self.feature_store == "mooncake" and self.mooncake.master is None:
@@ -446,7 +481,14 @@ class DeploymentConfig(SharedConfig):
             threads=settings.threads if threads is None else threads,
             share=DeviceShare(share=settings.share, start=0.0) if isinstance(settings.share, float) else None,
         )
-        return options.model_copy(update={"host": host or self.instances.host, "join": join})
+        chosen = host or self.instances.host
+        if advertise is None and is_wildcard(chosen):
+            raise ValueError(
+                f"{chosen} is every address of this machine, and none that others could reach it at: "
+                "add --advertise ADDRESS, as in --advertise 10.0.0.7"
+            )
+        own = {"host": chosen, "join": tuple(join), "advertise": advertise, "data_port": data_port}
+        return options.model_copy(update=own)
 
 
 def model_path(model: str) -> Path:

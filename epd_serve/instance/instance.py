@@ -61,7 +61,7 @@ class Instance:
 
     def __init__(self, options: InstanceOptions) -> None:
         self.options = options
-        self.url = url_of(options.host, options.port)
+        self.url = url_of(options.advertise or options.host, options.port)
         self.ready = False
         self.language: LanguageEngine | None = None
         self.device: BareDevice = open_device(options)
@@ -445,7 +445,13 @@ def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
     if options.kv_transfer.transport == "mooncake":
         transport: Transport = MooncakeTransport(_mooncake_options(options, device))
     else:
-        transport = EmbeddedTransport(options.host, options.kv_transfer.transport, _timeout_s(options))
+        transport = EmbeddedTransport(
+            options.host,
+            options.kv_transfer.transport,
+            _timeout_s(options),
+            port=options.data_port,
+            advertise=options.advertise,
+        )
     return factory("transport", as_it_is)(transport)
 
 
@@ -485,7 +491,7 @@ def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeO
             f"write {' or '.join(capability.mooncake_protocols)}"
         )
     return MooncakeOptions(
-        host=options.host,
+        host=options.advertise or options.host,
         protocol=protocol,
         devices=options.mooncake.devices or "",
         staging_bytes=options.mooncake.staging_bytes,

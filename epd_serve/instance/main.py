@@ -9,95 +9,27 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-import msgspec
 import uvicorn
 import uvloop
 
 from epd_serve.config import InstanceOptions
 from epd_serve.config.keys import admin_headers, cluster_key
 from epd_serve.config.role_files import remembered
-from epd_serve.errors import InstanceLost, ServeError
 from epd_serve.instance.http import ControlHttp, control_server_app
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.model import prepare_process
 from epd_serve.protocol.addresses import NoBrowsers
 from epd_serve.rpc.descriptors import raise_limit
-from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.joining import join_all
 from epd_serve.rpc.sockets import watch_accepted
 from epd_serve.rpc.stream_server import BrokenStream
 
 logger = logging.getLogger(__name__)
-
-#: Between two tries to reach a gateway that refuses connections.
-_AGAIN_S = 0.2
-
-
-class Joining:
-    """At one gateway's admin plane.
-
-    Args:
-        name, url: of the instance.
-        headers: that the admin plane asks for. key: of the cluster, if it has one; then that alone is proved.
-        lease_s: after so long without a renewal the gateway takes it out. It is renewed three times as often; a
-            renewal without an answer in a third of it is tried again at once.
-    """
-
-    def __init__(
-        self,
-        admin_url: str,
-        name: str,
-        url: str,
-        headers: Mapping[str, str],
-        *,
-        key: str | None = None,
-        lease_s: float = 10.0,
-    ) -> None:
-        self._gateway = HttpPool("gateway", admin_url, key)
-        self._url = self._gateway.url + "/instances"
-        self._body = msgspec.json.encode({"name": name, "url": url, "lease_s": lease_s})
-        self._name = name
-        self._headers = "".join(f"{header}: {value}\r\n" for header, value in headers.items() if key is None)
-        self._lease_s = lease_s
-        self._has_lease = False
-
-    async def run(self) -> None:
-        """Join and stay; leave when cancelled. A gateway that is not there is asked again and again."""
-        problem = ""
-        try:
-            while True:
-                before, (problem, pause_s) = problem, await self._renew()
-                if problem != before:
-                    logger.warning("%s", problem) if problem else logger.info("joined %s", self._url)
-                await asyncio.sleep(pause_s)
-        finally:
-            if self._has_lease:  # where the name was refused, it is another's
-                with suppress(ServeError, TimeoutError):
-                    await self._ask("DELETE", f"/instances/{self._name}")
-                    logger.info("left %s", self._url)
-            await self._gateway.close()
-
-    async def _renew(self) -> tuple[str, float]:
-        """Return what is wrong ("" for nothing), and when to ask again."""
-        try:
-            await self._ask("POST", "/instances", self._body)
-        except (InstanceLost, TimeoutError) as error:
-            return f"{self._url} does not answer: {error or type(error).__name__}", _AGAIN_S
-        except ServeError as error:
-            self._has_lease = False
-            return f"{self._url} answered {error.status}: {error.message[:300]}", self._lease_s / 3
-        self._has_lease = True
-        return "", self._lease_s / 3
-
-    async def _ask(self, method: str, path: str, body: bytes = b"") -> None:
-        headers = "content-type: application/json\r\n" + self._headers
-        async with asyncio.timeout(self._lease_s / 3):
-            await HttpCall(self._gateway, method, path, headers, [body] if body else []).ask()
-
 
 _GRACE_S = 3
 #: How long one thread may keep the interpreter while another wants it. A step of the engine lets go of it at each
@@ -212,12 +144,9 @@ async def _drain(instance: Instance, server: _Server, joined: list[asyncio.Task[
 
 async def _start(instance: Instance, joined: list[asyncio.Task[None]]) -> None:
     await instance.start()
-    if (gateway := instance.options.join) is not None:
-        joined.append(
-            asyncio.create_task(
-                Joining(gateway, instance.options.name, instance.url, admin_headers(), key=cluster_key()).run()
-            )
-        )
+    if gateways := instance.options.join:
+        joining = join_all(gateways, instance.options.name, instance.url, admin_headers(), key=cluster_key())
+        joined.append(asyncio.create_task(joining))
     logger.info("ready: role %s on %s, pid %d", instance.options.role, instance.options.device, os.getpid())
 
 

@@ -13,6 +13,7 @@ from epd_serve.instance.feature_receiver import FetchTiming
 from epd_serve.instance.request_processor import Kind
 from epd_serve.protocol.wire import Load
 from epd_serve.sched.token_time import Slack
+from epd_serve.telemetry.metrics import VllmNames
 from epd_serve.telemetry.span import Span
 from epd_serve.telemetry.timeline import FEATURE_WAIT, STAGES
 from epd_serve.transfer.kv_sender import OutgoingTransfer
@@ -27,7 +28,7 @@ _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
 
 class InstanceMetrics:
-    """Names start with ``epd_serve_instance_``. It subscribes to the instance's spans.
+    """Names start with ``epd_serve_instance_``, but for :class:`VllmNames`. It subscribes to the instance's spans.
 
     The overlap ratio of a transfer is the share of its time in which the request did not wait for it: for KV, the
     part before its prompt was computed; for a feature, the part before the engine could have computed with it.
@@ -138,6 +139,7 @@ class InstanceMetrics:
             "alone, beside: mean time per token without and beside an encode, 0 while there was none",
             part=(),
         )
+        self._as_vllm = VllmNames(self.registry)
         self._load = {
             name: self._gauge(name, text)
             for name, text in (
@@ -252,6 +254,9 @@ class InstanceMetrics:
         """
         for name, gauge in self._load.items():
             gauge.set(getattr(load, name))
+        used = load.total_blocks - load.free_blocks
+        waiting = load.num_waiting + load.num_waiting_encodes
+        self._as_vllm.set(load.num_running, waiting, used / load.total_blocks if load.total_blocks else 0.0)
         self._store_owners.set(store[0])
         self._store_held.set(store[1])
         for gauge in (self._kv_handshake, self._kv_bandwidth):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from epd_serve.backends.vllm_command import shell_line
@@ -13,6 +13,7 @@ from epd_serve.launch.commands import instance_specs
 from epd_serve.launch.deployment_record import resolved
 from epd_serve.launch.ports import Ports, choose_ports, instance_urls
 from epd_serve.launch.preflight import device_faults
+from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm import check_engine, vllm_processes
 from epd_serve.launch.vllm_probe import NoVllm
 from epd_serve.protocol.addresses import url_of
@@ -39,15 +40,20 @@ def dry_run(
         yield from note
         yield from _vllm(config, ports.instances, environment)
     else:
-        for spec in instance_specs(config, ports, environment):
-            own = {name: value for name, value in spec.environment.items() if environment.get(name) != value}
-            if own.pop(CLUSTER_KEY, None) is not None:
-                yield f"# {CLUSTER_KEY}: the deployment's cluster_key, in the environment"
-            command = spec.command[: spec.command.index(_PARENT)] if _PARENT in spec.command else spec.command
-            yield f"\n# {spec.name}: {spec.label}"
-            yield shell_line(command, own)
+        yield from process_lines(instance_specs(config, ports, environment), environment)
     yield f"\n# gateway: OpenAI API at http://{config.gateway.host}:{ports.gateway}/v1"
     yield shell_line(("epd-serve", "proxy", "--config", shown, *_instances(config, ports)), {})
+
+
+def process_lines(specs: Iterable[ProcessSpec], environment: Mapping[str, str]) -> Iterator[str]:
+    """A comment and a command for each process, with the variables that ``environment`` lacks."""
+    for spec in specs:
+        own = {name: value for name, value in spec.environment.items() if environment.get(name) != value}
+        if own.pop(CLUSTER_KEY, None) is not None:
+            yield f"# {CLUSTER_KEY}: the deployment's cluster_key, in the environment"
+        command = spec.command[: spec.command.index(_PARENT)] if _PARENT in spec.command else spec.command
+        yield f"\n# {spec.name}: {spec.label}"
+        yield shell_line(command, own)
 
 
 def _ports(config: DeploymentConfig) -> tuple[Ports, list[str]]:

@@ -6,9 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
+from zlib import crc32
 
 from device.ascend_limits import hccl_environment
 from device.present import visibility
@@ -77,12 +78,14 @@ def vllm_processes(
     *,
     flags: Collection[str] = (),
     model: str | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> list[VllmProcess]:
     """The processes in placement order; ``ports`` are theirs.
 
     ``plugin_path`` is a directory from which vLLM's Python can import epd_serve; "" where it is installed there.
     ``flags`` are those that vLLM is known to have. ``model`` is the model's directory where it need not be on this
-    machine. Raises ValueError where it must be and is not.
+    machine. ``names``: what to call instances that have other names elsewhere, by their names in the placement.
+    Raises ValueError where the model must be here and is not.
     """
     model = model or str(model_path(config.checkpoint))
     used = connectors_of(config)
@@ -103,6 +106,8 @@ def vllm_processes(
         options = _options(
             config, settings, instance, number, port, used, environment, threads, share, model, media
         )
+        if other := (names or {}).get(instance.name):
+            options = replace(options, name=other, number=crc32(other.encode()))
         variables = environment_of(options)
         if options.kind == "npu":
             variables |= hccl_environment(number)
@@ -144,7 +149,11 @@ def vllm_specs(
 
 
 def vllm_instance_specs(
-    config: DeploymentConfig, ports: Sequence[int], environment: Mapping[str, str], directory: Path
+    config: DeploymentConfig,
+    ports: Sequence[int],
+    environment: Mapping[str, str],
+    directory: Path,
+    names: Mapping[str, str] | None = None,
 ) -> tuple[ProcessSpec, ...]:
     """The processes that the supervisor runs, after a check of the vLLM in their environment.
 
@@ -153,7 +162,7 @@ def vllm_instance_specs(
     """
     found = check_engine(config)
     plugin_path = "" if found.epd_serve else link_plugin(directory / "plugin")
-    processes = vllm_processes(config, ports, environment, plugin_path, flags=found.flags)
+    processes = vllm_processes(config, ports, environment, plugin_path, flags=found.flags, names=names)
     return vllm_specs(config, processes, environment)
 
 

@@ -20,6 +20,14 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
+def is_wildcard(host: str) -> bool:
+    """Whether a server on ``host`` listens on every address."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens on ``host``."""
     if host == "localhost":

@@ -21,19 +21,30 @@ class EmbeddedTransport:
     """Chooses by region: mapped memory where the peer runs on this host, TCP where it does not.
 
     Args:
-        host: address on which regions are offered to other hosts.
+        host: address on which regions are offered to other hosts; port: that of TCP, 0 chooses one.
+        advertise: address under which other hosts reach it; None: ``host``.
         path: "shm" offers no TCP; "tcp" uses TCP even on one host; "auto" has both.
         timeout_s: seconds for which a TCP peer may accept nothing, or pause in the middle of a message. A write
             must not hang on beyond the lease of its target.
     """
 
-    def __init__(self, host: str = "127.0.0.1", path: Path = "auto", timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        path: Path = "auto",
+        timeout_s: float = 30.0,
+        *,
+        port: int = 0,
+        advertise: str | None = None,
+    ) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._slabs: dict[str, SharedSlab] = {}
         self._offered: dict[str, JoinedMemory] = {}
         self.gate = WriteGate()
-        self._server = None if path == "shm" else TcpServer(host, self._find, self.gate, timeout_s)
+        self._server = None
+        if path != "shm":
+            self._server = TcpServer(host, self._find, self.gate, timeout_s, port=port, advertise=advertise)
         self._shared = SharedMemoryPeers()
         self._tcp = TcpPeers(timeout_s)
 

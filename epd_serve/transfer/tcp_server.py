@@ -112,6 +112,7 @@ class TcpServer:
     Args:
         gate: lets the writes in.
         timeout_s: seconds for which a peer may pause in the middle of a message.
+        port: 0 chooses one. advertise: address under which peers reach it; None: ``host``.
     """
 
     def __init__(
@@ -120,14 +121,17 @@ class TcpServer:
         lookup: Callable[[str], memoryview | JoinedMemory | None],
         gate: WriteGate,
         timeout_s: float,
+        *,
+        port: int = 0,
+        advertise: str | None = None,
     ) -> None:
         self._lookup = lookup
         self._gate = gate
         self._timeout_s = timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = socket.create_server((host, port), family=family)
         self._listener.setblocking(False)
-        self.host: str = self._listener.getsockname()[0]
+        self.host: str = advertise or self._listener.getsockname()[0]
         self.port: int = self._listener.getsockname()[1]
         self._strangers: dict[socket.socket, _Stranger] = {}  # in the order in which they came
         self._known: set[_Known] = set()

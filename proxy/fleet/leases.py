@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from epd_serve.config.elastic import RoleName
 from epd_serve.config.gateway import InstanceName, InstanceUrl
 from epd_serve.errors import Conflict, InvalidRequest
 from proxy.admin.switches import NoSuchInstance
@@ -33,11 +34,16 @@ class JoinBody(BaseModel):
     name: InstanceName
     url: InstanceUrl
     lease_s: float = Field(default=10.0, ge=1, le=3600)
+    #: Of a vLLM instance that the topology does not name.
+    role: RoleName | None = None
+    #: Of two with one name the one with the larger number is there; 0: it has none.
+    incarnation: int = Field(default=0, ge=0, lt=1 << 63)
 
 
 @dataclass(slots=True)
 class _Lease:
     url: str
+    incarnation: int
     term_s: float
     deadline: float
 
@@ -51,15 +57,27 @@ class Leases:
         self._leases: dict[str, _Lease] = {}
         self._looked_at = clock()
 
-    def join(self, name: str, url: str, lease_s: float, *, is_settled: bool = False) -> bool:
-        """Whether it is new; else its lease is renewed. It takes the place of one of its name that does not answer
-        any more, or of any where that is settled elsewhere.
+    def join(
+        self,
+        name: str,
+        url: str,
+        lease_s: float,
+        *,
+        role: str | None = None,
+        incarnation: int = 0,
+        is_settled: bool = False,
+    ) -> bool:
+        """Whether it is new; else its lease is renewed. It takes the place of one of its name that is older by its
+        incarnation or does not answer any more, or of any where that is settled elsewhere.
 
         Raises Conflict for a name that the deployment has, or that another instance has joined under.
         """
         lease = self._leases.get(name)
         if lease is not None and lease.url != url:
-            if self._members.answers(name) and not is_settled:
+            numbered = bool(incarnation and lease.incarnation)
+            is_newer = numbered and incarnation > lease.incarnation
+            is_older = numbered and not is_newer
+            if not (is_settled or is_newer) and (is_older or self._members.answers(name)):
                 raise Conflict(
                     f"an instance {name} at {lease.url} has joined; take another name, or wait for its end"
                 )
@@ -68,10 +86,10 @@ class Leases:
             lease = None
         deadline = self._clock() + lease_s
         if lease is not None:
-            lease.term_s, lease.deadline = lease_s, deadline
+            lease.term_s, lease.deadline, lease.incarnation = lease_s, deadline, incarnation
             return False
-        self._members.join(name, url)
-        self._leases[name] = _Lease(url, lease_s, deadline)
+        self._members.join(name, url, role)
+        self._leases[name] = _Lease(url, incarnation, lease_s, deadline)
         return True
 
     def leave(self, name: str) -> None:
@@ -113,8 +131,10 @@ def leases_router(leases: Leases, crew: Crew) -> APIRouter:
     async def join(request: Request) -> JSONResponse:
         """Join, or stay for ``lease_s`` from now on; 201 where it is new."""
         body = _read(await request.body())
-        is_new = leases.join(body.name, body.url, body.lease_s)
-        unconfirmed = await crew.share(Joined(body.name, body.url, time.monotonic() + body.lease_s))
+        is_new = leases.join(body.name, body.url, body.lease_s, role=body.role, incarnation=body.incarnation)
+        unconfirmed = await crew.share(
+            Joined(body.name, body.url, time.monotonic() + body.lease_s, body.role, body.incarnation)
+        )
         answer = {"name": body.name, "lease_s": body.lease_s, "unconfirmed": unconfirmed}
         return JSONResponse(answer, status_code=201 if is_new else 200)
 

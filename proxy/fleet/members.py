@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import partial
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections, NativeInstance
@@ -21,6 +21,12 @@ from proxy.fleet.poller import Poller
 logger = logging.getLogger(__name__)
 
 
+class Connect(Protocol):
+    """Makes the calls to an instance of a name at a URL; ``role`` is for one that the topology does not name."""
+
+    def __call__(self, name: str, url: str, role: str | None = None) -> StageCalls: ...
+
+
 class Members:
     """Adds instances to a running gateway and takes them out; requests that are there go on to their end."""
 
@@ -30,9 +36,8 @@ class Members:
         calls: MutableMapping[str, StageCalls],
         poller: Poller,
         health: Health,
-        connect: Callable[[str, str], StageCalls],
+        connect: Connect,
     ) -> None:
-        """``connect`` makes the calls to an instance of a name at a URL."""
         self._table = table
         self._calls = calls
         self._poller = poller
@@ -58,7 +63,7 @@ class Members:
             if here.get(name) != url:
                 self._add(name, url)
 
-    def join(self, name: str, url: str) -> None:
+    def join(self, name: str, url: str, role: str | None = None) -> None:
         """One more, which :meth:`replace` leaves where it is.
 
         Raises Conflict for a name that is taken, InvalidRequest for an instance that cannot be called.
@@ -66,7 +71,7 @@ class Members:
         if self._table.get(name) is not None:
             raise Conflict(f"the deployment has an instance {name} of its own; take another name")
         try:
-            self._add(name, url)
+            self._add(name, url, role)
         except ValueError as error:
             raise InvalidRequest(f"instance {name} cannot join: {error}", param="url") from error
         self._joined[name] = url
@@ -82,8 +87,8 @@ class Members:
             self._health.probe_last(name, self._calls[name])
         self._remove(name)
 
-    def _add(self, name: str, url: str) -> None:
-        self._calls[name] = self._connect(name, url)
+    def _add(self, name: str, url: str, role: str | None = None) -> None:
+        self._calls[name] = self._connect(name, url, role)
         logger.info("instance %s at %s is part of the deployment now", name, url)
         self._table.add(name, url)
         self._poller.add(name)
@@ -123,8 +128,11 @@ def vllm_targets(config: DeploymentConfig) -> dict[str, VllmTarget]:
     }
 
 
-def connector(
-    connections: NativeConnections, vllm: Mapping[str, VllmTarget] | None
-) -> Callable[[str, str], StageCalls]:
-    """Makes the calls to an instance of a name at a URL."""
-    return partial(NativeInstance, connections) if vllm is None else VllmInstances(connections, vllm).connect
+def connector(connections: NativeConnections, vllm: Mapping[str, VllmTarget] | None) -> Connect:
+    if vllm is not None:
+        return VllmInstances(connections, vllm).connect
+
+    def connect(name: str, url: str, role: str | None = None) -> NativeInstance:
+        return NativeInstance(connections, name, url)  # which says itself what it is
+
+    return connect

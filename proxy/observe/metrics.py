@@ -12,7 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from epd_serve.telemetry.metrics import Counter, Family, Histogram, families_of
+from epd_serve.telemetry.metrics import Counter, Family, Histogram, VllmNames, families_of
 from proxy.observe.record import SOURCES, STAGES, RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -67,6 +67,7 @@ class GatewayMetrics:
     """Names start with ``epd_serve_``; times are in seconds, as the client would see them at the gateway.
 
     Behind the prefix, vLLM's names (``vllm:time_to_first_token_seconds`` and so on) mean what they mean there.
+    Three are there under vLLM's own prefix, too: the gateway as one server.
     """
 
     def __init__(self) -> None:
@@ -175,6 +176,7 @@ class GatewayMetrics:
         self._sequences = self._gauge(
             "instance_requests", "Sequences at an instance, from all gateways", "instance", "state"
         )
+        self._as_vllm = VllmNames(self.registry)
         self._log_lines = self._gauge("access_log_lines", "Lines written to the access log")
         self._log_dropped = self._gauge("access_log_dropped_lines", "Lines that it had no room for")
 
@@ -237,6 +239,12 @@ class GatewayMetrics:
         self.before_render()
         for gauge in (self._ready, self._in_flight, self._pending, self._kv_usage, self._sequences):
             gauge.clear()  # of instances that have left
+        instances = list(instances)
+        self._as_vllm.set(
+            sum(one.num_running for one in instances),
+            sum(one.num_waiting for one in instances),
+            max([one.kv_usage or 0.0 for one in instances], default=0.0),
+        )
         for one in instances:
             self._ready.labels(one.name).set(one.ready)
             for stage, count in one.in_flight:

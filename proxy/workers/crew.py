@@ -188,6 +188,8 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
     name: str
     url: str
     deadline_s: float
+    role: str | None = None
+    incarnation: int = 0
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):

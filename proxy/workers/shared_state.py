@@ -28,7 +28,14 @@ def follow(crew: Crew, table: InstanceTable, admission: AdmissionControl, health
 
     def joined(change: Joined) -> None:
         with suppress(ServeError):  # the deployment file has got one of that name
-            leases.join(change.name, change.url, change.deadline_s - time.monotonic(), is_settled=True)
+            leases.join(
+                change.name,
+                change.url,
+                change.deadline_s - time.monotonic(),
+                role=change.role,
+                incarnation=change.incarnation,
+                is_settled=True,
+            )
 
     def left(change: Left) -> None:
         with suppress(ServeError):  # its lease was over

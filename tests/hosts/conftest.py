@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from chat import chat
 from hosts import Hosts, hosts
 
 from epd_serve.config.keys import ADMIN_KEY, CLUSTER_KEY
+from epd_serve.launch.process import RunningProcess
 from epd_serve.rpc.http import HttpCall, HttpPool
 
 _KEYS = {ADMIN_KEY: "admin-key-of-the-tests", CLUSTER_KEY: "cluster-key-of-the-tests"}
@@ -53,6 +54,14 @@ class Fleet:
         command = ["epd_serve.cli", "instance", "--name", name, "--role", role, "--host", ip]
         command += ["--port", str(_INSTANCE_PORT), "--threads", "1", "--config", str(self._file), *join]
         await self.hosts[host or name].start(name, command, **_KEYS)
+
+    async def start_agent(self, host: str, command: Sequence[str]) -> RunningProcess:
+        """The command of a pod, as Kubernetes would write it there, with the gateway's address for its name."""
+        words = {"$(POD_NAME)": host, "$(POD_IP)": self.hosts[host].ip}
+        command = [
+            words.get(word, word).replace("//epd-admin", self._url.removeprefix("http:")) for word in command
+        ]
+        return await self.hosts[host].start(host, ["epd_serve.cli", *command[1:]], **_KEYS)
 
     async def instances(self) -> dict[str, dict[str, Any]]:
         """As the admin plane shows them."""

@@ -160,3 +160,11 @@ def test_a_link_that_is_gone_is_told_no_more() -> None:
     metrics = InstanceMetrics()
     assert "kv_handshake_seconds[d]" in values(metrics.render(Load(), (0, 0), {"d": (0.01, 1e9)}))
     assert "kv_handshake_seconds[d]" not in values(metrics.render(Load(), (0, 0), {}))
+
+
+def test_routers_for_vllm_read_its_load() -> None:
+    metrics = InstanceMetrics()
+    text = metrics.render(Load(num_running=3, num_waiting=2, free_blocks=4, total_blocks=16), (0, 0), {}).decode()
+    assert "\nvllm:num_requests_running 3.0\n" in text
+    assert "\nvllm:num_requests_waiting 2.0\n" in text
+    assert "\nvllm:kv_cache_usage_perc 0.75\n" in text

@@ -53,7 +53,7 @@ def test_an_instance_is_what_its_flags_and_its_file_say(monkeypatch: pytest.Monk
     flags = ("--config", str(file), "--port", "9000", "--device", "npu:1", "--join", "http://127.0.0.1:8001")
     assert run(monkeypatch, *bare, *flags) == 0
     [chosen] = calls.pop()
-    assert (chosen.port, chosen.device, chosen.join) == (9000, "npu:1", "http://127.0.0.1:8001")
+    assert (chosen.port, chosen.device, chosen.join) == (9000, "npu:1", ("http://127.0.0.1:8001",))
     assert (chosen.host, chosen.threads, chosen.served_model_name) == ("10.0.0.1", 2, "tiny")
     assert (chosen.feature_store_bytes, chosen.media_cpu_s, chosen.slo.tpot_ms) == (1 << 20, 2.5, 50)
     assert (chosen.device_share, chosen.dtype) == (DeviceShare(share=0.5, start=0.0), "float32")
@@ -104,6 +104,8 @@ def test_proxy_finds_the_instances_of_its_deployment_file(
         (("instance", "--name", "x", "--role", "EX"), "role 'EX': 'X' is no stage"),
         (("instance", "--name", "x", "--role", "E", "--model", "/no/model"), "there is no directory /no/model"),
         (("instance", "--role", "P"), "an instance needs --name and --role"),
+        (("instance", "--name", "p0", "--role", "P", "--host", "0.0.0.0"), "add --advertise ADDRESS"),
+        (("instance", "--name", "p0", "--role", "P", "--host", "::"), "add --advertise ADDRESS"),
         (("up", "/no/such/file.yaml"), "/no/such/file.yaml: No such file or directory"),
         (("up", "--topology", "E"), "command line: topology: topology 'E', position 2: no instance prefills"),
         (("up", "--model", "/no/model"), "there is no directory /no/model"),

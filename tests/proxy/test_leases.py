@@ -15,8 +15,8 @@ from servers import served
 
 from epd_serve.errors import Conflict
 from epd_serve.instance.http import ControlHttp
-from epd_serve.instance.main import Joining
 from epd_serve.rpc.cluster import ClusterLinks
+from epd_serve.rpc.joining import Joining, join_all
 from proxy.fleet.leases import Leases
 
 
@@ -29,7 +29,7 @@ class Members:
     def answers(self, name: str) -> bool:
         return name not in self.silent
 
-    def join(self, name: str, url: str) -> None:
+    def join(self, name: str, url: str, role: str | None = None) -> None:
         self.here.add(name)
 
     def leave(self, name: str, *, said_so: bool = True) -> None:
@@ -79,6 +79,29 @@ def test_a_name_is_free_where_nobody_answers_to_it() -> None:
     assert not leases.join("d7", "http://b:1", 10)
 
 
+def test_of_two_with_one_name_the_newer_stays() -> None:
+    members = Members()
+    leases = Leases(members)  # type: ignore[arg-type]
+    leases.join("d7", "http://a:1", 10, incarnation=2)
+    with pytest.raises(Conflict, match="at http://a:1 has joined"):
+        leases.join("d7", "http://b:1", 10, incarnation=1)
+    assert leases.join("d7", "http://b:1", 10, incarnation=3), "it need not wait for the older one's lease to end"
+    members.silent.add("d7")
+    with pytest.raises(Conflict, match="at http://b:1 has joined"):
+        leases.join("d7", "http://a:1", 10, incarnation=2)
+
+
+async def test_an_instance_joins_several_gateways(start: Any) -> None:
+    gateways = [await start("a0:EPD", "spare:EPD", admin=admin_plane(key="secret")) for _ in range(2)]
+    headers = {"authorization": "Bearer secret"}
+    urls = [one.app.state.admin_url for one in gateways]
+    joining = asyncio.create_task(join_all(urls, "late", gateways[0]["spare"].url, headers))
+    await gateways[0].until(lambda: all(one.table.get("late") is not None for one in gateways))
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
+    assert [one.table.get("late") for one in gateways] == [None, None]
+
+
 async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog: pytest.LogCaptureFixture) -> None:
     gateway = await start("a0:EPD", "spare:EPD", admin=admin_plane(key="secret"))
 
@@ -92,6 +115,7 @@ async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog:
     gateway.app.state.control.apply(gateway.app.state.control.settings.now, [("a0", gateway["a0"].url)])
     assert [record.name for record in gateway.table] == ["a0"]
     key = {"authorization": "Bearer secret"}
+    older = Joining(url, "late", gateway["a0"].url, key)
     joining = asyncio.create_task(Joining(url, "late", spare, key, lease_s=60).run())
     await gateway.until(lambda: gateway.table.get("late") is not None and gateway.table["late"].ready)
     gateway.app.state.control.apply(gateway.app.state.control.settings.now, [("a0", gateway["a0"].url)])
@@ -99,7 +123,7 @@ async def test_an_instance_joins_serves_and_leaves(start: Any, kit: Any, caplog:
     assert await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(6))) == [(200, kit.WHOLE)] * 6
     assert gateway["spare"].calls
     assert await shown() == {"a0", "late"}
-    twin = asyncio.create_task(Joining(url, "late", gateway["a0"].url, key).run())
+    twin = asyncio.create_task(older.run())
     await gateway.until(lambda: "has joined; take another name" in caplog.text)
     twin.cancel()
     await asyncio.gather(twin, return_exceptions=True)

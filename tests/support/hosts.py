@@ -22,7 +22,7 @@ from zygote import OWN_HOST
 from epd_serve.launch import deployment
 from epd_serve.launch.commands import HEAP_TUNABLES
 from epd_serve.launch.forking import ForkServer
-from epd_serve.launch.process import ProcessSpec
+from epd_serve.launch.process import ProcessSpec, RunningProcess
 
 T = TypeVar("T")
 _CLONE_NEWNET = 0x4000_0000
@@ -38,7 +38,7 @@ class Host:
     server: ForkServer
     log_dir: Path
 
-    async def start(self, name: str, command: Sequence[str], **environment: str) -> None:
+    async def start(self, name: str, command: Sequence[str], **environment: str) -> RunningProcess:
         """Run ``python -P -m MODULE ARGUMENTS`` on it; ``command`` is from MODULE on."""
         spec = ProcessSpec(
             name=name,
@@ -47,7 +47,12 @@ class Host:
             environment={"GLIBC_TUNABLES": HEAP_TUNABLES, **os.environ, "OMP_NUM_THREADS": "1", **environment},
             url="",
         )
-        await self.server.fork(spec, self.log_dir / f"{name}.log")
+        return await self.server.fork(spec, self.log_dir / f"{name}.log")
+
+    def terminate(self, process: RunningProcess) -> None:
+        """Send SIGTERM there: its number is that of the host's own namespace."""
+        command = ["nsenter", "-t", str(self.pid), "--pid", "kill", "-TERM", str(process.pid)]
+        subprocess.run(command, check=True)
 
     def run(self, call: Callable[[], T]) -> T:
         """Call a function of this process in the host's network, where the sockets that it makes stay."""

@@ -1,0 +1,66 @@
+"""``epd-serve agent``: the instances of a deployment in one place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import typer
+
+from epd_serve.cli.flags import Join
+from epd_serve.cli.interrupt import ended_by_ctrl_c
+from epd_serve.config import load_config
+
+
+def agent(
+    file: Annotated[Path, typer.Argument(help="Deployment file, the same everywhere.")],
+    host_name: Annotated[str | None, typer.Option(help="Run the instances on this host of the file.")] = None,
+    unit: Annotated[
+        int | None,
+        typer.Option(min=0, help="Run one replica of this unit of the topology, 0 for the first; needs --name."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Of the unit's instance at the gateway; of several, what theirs begin with.")
+    ] = None,
+    join: Join = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address that the instances listen on; over the file's, else 127.0.0.1.")
+    ] = None,
+    health_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of /health/live and /health/ready.")
+    ] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Print every command line and its environment; start nothing.")
+    ] = False,
+) -> None:
+    """Run one place's instances of a deployment: start them, join the gateways, start again what ends."""
+    config = load_config(file)
+    if (host_name is None) == (unit is None or name is None):
+        raise ValueError("say which instances: --host-name n1, or --unit 0 with --name e-1")
+    with ended_by_ctrl_c():
+        from epd_serve.launch.remote.agent import run_agent
+        from epd_serve.launch.remote.part import host_part, unit_part
+
+        if not dry and isinstance(config.model, str):
+            from epd_serve.launch.download import download
+
+            download(config.model)
+        if host_name is not None:
+            part = host_part(config, host_name)
+            address = host or config.hosts[host_name].address
+        else:
+            assert unit is not None and name is not None
+            part, address = unit_part(config, unit, name), host or "127.0.0.1"
+    if dry:
+        from epd_serve.launch.dry_run import process_lines
+        from epd_serve.launch.remote.part import part_specs
+
+        with TemporaryDirectory() as directory:
+            for line in process_lines(part_specs(part, address, os.environ, Path(directory)), os.environ):
+                typer.echo(line)
+        return
+    code = asyncio.run(run_agent(part, host=address, gateways=join or (), health_port=health_port))
+    raise typer.Exit(code)

@@ -1,0 +1,1 @@
+"""Deployments over many machines: the part of each, and the manifests of a Kubernetes cluster."""

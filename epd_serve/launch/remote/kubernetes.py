@@ -1,0 +1,397 @@
+"""``epd-serve render kubernetes``: a deployment file as manifests, with a workload for each device group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import LiteralScalarString
+
+from device.datasheets import emulated_kind, is_measured
+from epd_serve.config import DEMO_MODEL, DeploymentConfig, load_config
+from epd_serve.config.keys import ADMIN_KEY, CLUSTER_KEY
+from epd_serve.config.model_files import HubModel
+from epd_serve.cost.shape import KNOWN_SHAPES
+from epd_serve.launch.ports import ports_each
+from epd_serve.launch.remote.part import BASE_PORT
+from epd_serve.launch.remote.values import Resources, Values
+from epd_serve.topology import InstancePlacement
+from epd_serve.topology.placement import place_units
+
+Manifest = dict[str, Any]
+
+_HTTP, _ADMIN, _HEALTH, _STORE, _STORE_HTTP = 8000, 8001, 8099, 50051, 9003
+_FILE, _MODELS, _CACHE, _FEATURES = "/etc/epd-serve/deployment.yaml", "/models", "/cache", "/features"
+_API_KEY = "EPD_SERVE_API_KEY"
+#: Between SIGTERM and the time at which load balancers have looked away.
+_DELAY_S = 5
+#: Beyond what a process needs by itself until its container is killed.
+_GRACE_S = 15
+#: The values of llm-d's label, by the stages of a pod; it has none for E with D.
+_LLM_D = {
+    "E": "encode",
+    "P": "prefill",
+    "D": "decode",
+    "EP": "encode-prefill",
+    "PD": "prefill-decode",
+    "EPD": "encode-prefill-decode",
+}
+_LOCKED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+_USER = {
+    "runAsNonRoot": True,
+    "runAsUser": 10001,
+    "runAsGroup": 10001,
+    "fsGroup": 10001,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+
+
+def render(file: Path, values: Values) -> str:
+    """The manifests as YAML. Raises ValueError for a deployment that cannot run on Kubernetes as it is."""
+    yaml, text = YAML(), StringIO()
+    yaml.width = 4096
+    yaml.dump_all(manifests(file, values), text)
+    return f"# epd-serve render kubernetes {file.name}\n{text.getvalue()}"
+
+
+def manifests(file: Path, values: Values) -> list[Manifest]:
+    """As :func:`render`."""
+    config = load_config(file)
+    _check(config)
+    cluster = _Cluster(file, config, values)
+    return cluster.manifests()
+
+
+def _check(config: DeploymentConfig) -> None:
+    """Raise ValueError for what is tied to one machine."""
+    kinds = {device.partition(":")[0] for one in config.placement() for device in one.devices}
+    if config.engine == "auto" and kinds & {"cuda", "npu"}:
+        raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
+    if config.hosts:
+        raise ValueError("hosts are machines that you name; on Kubernetes the scheduler chooses: take them out")
+    if config.elastic.enabled or config.elastic.drift.enabled:
+        raise ValueError("elastic is a process of 'epd-serve up'; here KEDA scales: see --values, keda")
+    files = {
+        "interference": config.interference,
+        "trace": config.trace,
+        "generation_config": None if config.generation_config in ("auto", "off") else config.generation_config,
+        "shape_of": None if config.shape_of in (None, *KNOWN_SHAPES) else config.shape_of,
+        "gateway.access_log": None if config.gateway.access_log in (None, "-") else config.gateway.access_log,
+        "gateway.media.allowed_file_dirs": config.gateway.media.allowed_file_dirs or None,
+        "devices": next((one for one in config.devices if is_measured(emulated_kind(one))), None),
+    }
+    for key, path in files.items():
+        if path is not None:
+            raise ValueError(f"{key} names a file of this machine, which no pod has; take it out of the file")
+
+
+class _Cluster:
+    """The manifests of one deployment."""
+
+    def __init__(self, file: Path, config: DeploymentConfig, values: Values) -> None:
+        self._config = config
+        self._values = values
+        self._name = values.name
+        self._secret = values.secret or f"{values.name}-keys"
+        self._file = self._file_in_cluster(
+            YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8")) or {}
+        )
+
+    def manifests(self) -> list[Manifest]:
+        """In an order in which they can be applied."""
+        text = StringIO()
+        YAML().dump(self._file, text)
+        data = {"deployment.yaml": LiteralScalarString(text.getvalue())}
+        docs = [{**self._object("v1", "ConfigMap", "deployment"), "data": data}, *self._gateway()]
+        if self._config.starts_master:
+            docs += self._master()
+        seen: list[str] = []
+        for unit, replicas in enumerate(place_units(self._config.topology, self._config.devices)):
+            part = "-".join(str(one.role).lower() for one in replicas[0])
+            seen.append(part)
+            part += f"-{seen.count(part)}" if seen.count(part) > 1 else ""
+            docs += self._instances(unit, part, replicas[0], len(replicas))
+        return [*docs, *self._policies()]
+
+    # ------------------------------------------------------------------ the deployment file in the cluster
+
+    def _file_in_cluster(self, own: Manifest) -> Manifest:
+        """The user's file, with the addresses, paths and secrets that things have here."""
+        config = self._config
+        gateway: Manifest = {**(own.get("gateway") or {})}
+        gateway |= {"host": "0.0.0.0", "port": _HTTP, "instances": {}, "shutdown_delay_s": float(_DELAY_S)}
+        gateway["admin"] = {"host": "0.0.0.0", "port": _ADMIN, "key": {"env": ADMIN_KEY}}
+        if config.gateway.api_key is not None:
+            gateway["api_key"] = {"env": _API_KEY}
+        instances = {**(own.get("instances") or {}), "base_port": BASE_PORT}
+        instances.pop("host", None)
+        made = {**own, "gateway": gateway, "instances": instances}
+        if self._in_directory:
+            made["model"] = f"{_MODELS}/{Path(config.checkpoint).name}"
+        if config.starts_master:
+            made["mooncake"] = {**(own.get("mooncake") or {}), "master": f"{self._name}-master:{_STORE}"}
+        if config.engine == "vllm":
+            vllm = {key: value for key, value in (own.get("vllm") or {}).items() if key != "python"}
+            variables = {**(vllm.pop("environment", None) or {})}
+            variables.pop("HCCL_IF_IP", None)  # that of the pod
+            made["vllm"] = {**vllm, **({"environment": variables} if variables else {})}
+            if config.vllm.feature_dir is not None:
+                made["vllm"]["feature_dir"] = _FEATURES
+        else:
+            made["cluster_key"] = {"env": CLUSTER_KEY}
+        return made
+
+    @property
+    def _in_directory(self) -> bool:
+        """Whether the model is a directory, and no name on the hub."""
+        model = self._config.model
+        if not isinstance(model, str) or model == DEMO_MODEL:
+            return False
+        return Path(model).is_absolute() or HubModel.parse(model) is None
+
+    # ------------------------------------------------------------------ the workloads
+
+    def _gateway(self) -> list[Manifest]:
+        gateway = self._config.gateway
+        env = [self._key(ADMIN_KEY, "admin")]
+        if self._config.engine != "vllm":
+            env.append(self._key(CLUSTER_KEY, "cluster"))
+        if gateway.api_key is not None:
+            env.append(self._key(_API_KEY, "api"))
+        container = {
+            "name": "gateway",
+            "image": self._values.gateway_image or self._values.image,
+            "command": ["epd-serve", "proxy", "--config", _FILE],
+            "env": env,
+            "ports": [_port("http", _HTTP), _port("admin", _ADMIN)],
+            "startupProbe": _probe("/health/live", "http", periodSeconds=2, failureThreshold=60),
+            "readinessProbe": _probe("/health/ready", "http", periodSeconds=2, timeoutSeconds=2),
+            "livenessProbe": _probe("/health/live", "http", periodSeconds=10, timeoutSeconds=5),
+        }
+        grace_s = gateway.shutdown_grace_s + _DELAY_S + _GRACE_S
+        docs = self._workload("gateway", container, self._values.gateways, grace_s, surges=True)
+        service = self._service(self._name, "gateway", [("http", 80)])
+        admin = self._service(f"{self._name}-admin", "gateway", [("admin", _ADMIN)])
+        # Each instance is at every gateway, also at those that wait for instances to be ready.
+        admin["spec"] |= {"clusterIP": "None", "publishNotReadyAddresses": True}
+        return [*docs, service, admin]
+
+    def _instances(self, unit: int, part: str, members: Sequence[InstancePlacement], count: int) -> list[Manifest]:
+        kind = members[0].devices[0].partition(":")[0]
+        is_vllm = self._config.engine == "vllm"
+        env = [
+            self._key(ADMIN_KEY, "admin") if is_vllm else self._key(CLUSTER_KEY, "cluster"),
+            _field("POD_NAME", "metadata.name"),
+            _field("POD_IP", "status.podIP"),
+            {**self._key("HF_TOKEN", "hf-token")},
+            {"name": "HF_HOME", "value": _CACHE},
+        ]
+        env[3]["valueFrom"]["secretKeyRef"]["optional"] = True
+        if kind == "npu":
+            env.append(_field("HCCL_IF_IP", "status.podIP"))
+        command = ["epd-serve", "agent", _FILE, "--unit", str(unit), "--name", "$(POD_NAME)"]
+        command += ["--host", "$(POD_IP)", "--join", f"http://{self._name}-admin:{_ADMIN}"]
+        step = ports_each(self._config)
+        ports = [_port(one.name, BASE_PORT + step * index) for index, one in enumerate(members)]
+        volumes = {
+            "/dev/shm": {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": self._values.shm}},
+            _CACHE: _claimed("cache", self._values.cache_claim),
+        }
+        if self._in_directory:
+            claim = self._values.model_claim or f"{self._name}-models"
+            volumes[_MODELS] = {"name": "models", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
+        if self._config.vllm.feature_dir is not None and is_vllm:
+            volumes[_FEATURES] = _claimed("features", self._values.feature_claim or f"{self._name}-features")
+        container = {
+            "name": "agent",
+            "image": self._values.image,
+            "command": [*command, "--health-port", str(_HEALTH)],
+            "env": env,
+            "ports": [*ports, _port("health", _HEALTH)],
+            # Weights of any size may have to be downloaded first.
+            "startupProbe": _probe("/health/ready", "health", periodSeconds=2, failureThreshold=1800),
+            "readinessProbe": _probe("/health/ready", "health", periodSeconds=2, timeoutSeconds=2),
+            "livenessProbe": _probe("/health/live", "health", periodSeconds=10, timeoutSeconds=5),
+        }
+        plugin = self._values.accelerators.get(kind)
+        limits = {plugin: str(max(len(one.devices) for one in members))} if plugin else {}
+        stages = "".join(stage for stage in "EPD" if any(stage in str(one.role) for one in members))
+        drain_s = max(self._config.settings_for(str(one.role)).drain_s for one in members)
+        docs = self._workload(
+            part,
+            container,
+            count,
+            drain_s + _GRACE_S,
+            surges=not plugin or self._values.spare_devices,
+            volumes=volumes,
+            limits=limits,
+            labels={"llm-d.ai/role": _LLM_D[stages]} if stages in _LLM_D else {},
+        )
+        if (keda := self._values.keda) is not None:
+            del docs[0]["spec"]["replicas"]
+            pods = f"{self._name}-{part}-[a-z0-9]+-[a-z0-9]+(-[a-z]+[0-9]+)?"
+            query = f'sum(max by (instance) (epd_serve_pending_seconds{{instance=~"{pods}"}}))'
+            trigger = {
+                "type": "prometheus",
+                "metricType": "AverageValue",
+                "metadata": {"serverAddress": keda.prometheus, "query": query, "threshold": f"{keda.queued_s:g}"},
+            }
+            scaled = self._object("keda.sh/v1alpha1", "ScaledObject", part)
+            scaled["spec"] = {
+                "scaleTargetRef": {"name": f"{self._name}-{part}"},
+                "minReplicaCount": count,
+                "maxReplicaCount": max(count, keda.max_replicas),
+                "triggers": [trigger],
+            }
+            docs.append(scaled)
+        return docs
+
+    def _master(self) -> list[Manifest]:
+        """Mooncake Store's, which instances find by its service."""
+        options = {"rpc_port": _STORE, "metrics_port": _STORE_HTTP, "eviction_high_watermark_ratio": "1.0"}
+        container = {
+            "name": "master",
+            "image": self._values.image,
+            "command": [
+                "mooncake_master",
+                *(f"--{key}={value}" for key, value in options.items()),
+                "--logtostderr",
+            ],
+            "env": [],
+            "ports": [_port("store", _STORE), _port("http", _STORE_HTTP)],
+            "readinessProbe": _probe("/health", "http", periodSeconds=2, timeoutSeconds=2),
+            "livenessProbe": _probe("/health", "http", periodSeconds=10, timeoutSeconds=5),
+        }
+        docs = self._workload("master", container, 1, 30, surges=False)
+        return [*docs, self._service(f"{self._name}-master", "master", [("store", _STORE)])]
+
+    def _workload(
+        self,
+        part: str,
+        container: Manifest,
+        count: int,
+        grace_s: float,
+        *,
+        surges: bool,
+        volumes: Mapping[str, Manifest] | None = None,
+        limits: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> list[Manifest]:
+        """A Deployment, and a disruption budget where one pod can go while others stay.
+
+        Args:
+            surges: whether a new pod can be there beside the old ones.
+            volumes: by where they are mounted. limits: accelerators. labels: more of the pods.
+        """
+        mounts: dict[str, Manifest] = {"/tmp": {"name": "tmp", "emptyDir": {}}, **(volumes or {})}
+        if part != "master":
+            config = {"name": "config", "configMap": {"name": f"{self._name}-deployment"}}
+            mounts[str(Path(_FILE).parent)] = config
+        wanted = self._values.resources.get(part, Resources())
+        requests = {"cpu": wanted.cpu, "memory": wanted.memory}
+        container = container | {
+            "env": [*container["env"], {"name": "HOME", "value": "/tmp"}],
+            "resources": {"requests": requests, "limits": {"memory": wanted.memory, **(limits or {})}},
+            "securityContext": _LOCKED,
+            "volumeMounts": [
+                {"name": volume["name"], "mountPath": path, **({"readOnly": True} if _is_fixed(volume) else {})}
+                for path, volume in mounts.items()
+            ],
+        }
+        selector = {"matchLabels": self._labels(part)}
+        doc = self._object("apps/v1", "Deployment", part)
+        doc["spec"] = {
+            "replicas": count,
+            "selector": selector,
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": int(surges), "maxUnavailable": int(not surges)},
+            },
+            "template": {
+                "metadata": {"labels": {**self._labels(part), **(labels or {})}},
+                "spec": {
+                    "automountServiceAccountToken": False,
+                    "enableServiceLinks": False,
+                    "securityContext": _USER,
+                    "terminationGracePeriodSeconds": round(grace_s),
+                    "containers": [container],
+                    "volumes": list(mounts.values()),
+                },
+            },
+        }
+        if count == 1:
+            return [doc]
+        budget = self._object("policy/v1", "PodDisruptionBudget", part)
+        budget["spec"] = {"maxUnavailable": 1, "selector": selector}
+        return [doc, budget]
+
+    # ------------------------------------------------------------------ around them
+
+    def _policies(self) -> list[Manifest]:
+        """Strangers reach the gateway's API alone."""
+        everyone = {key: value for key, value in self._labels("").items() if not key.endswith("component")}
+        ours = [{"podSelector": {"matchLabels": everyone}}]
+        inner = self._object("networking.k8s.io/v1", "NetworkPolicy", "instances")
+        inner["spec"] = {
+            "podSelector": {"matchLabels": everyone},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": ours}],
+        }
+        outer = self._object("networking.k8s.io/v1", "NetworkPolicy", "gateway")
+        outer["spec"] = {
+            "podSelector": {"matchLabels": self._labels("gateway")},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"ports": [{"port": "http", "protocol": "TCP"}]}],
+        }
+        if not self._values.pod_monitor:
+            return [inner, outer]
+        monitor = self._object("monitoring.coreos.com/v1", "PodMonitor", "gateway")
+        # The label instance is ours: one of the gateway's instances, and not the pod that was asked.
+        endpoint = {"port": "http", "path": "/metrics", "honorLabels": True}
+        monitor["spec"] = {
+            "selector": {"matchLabels": self._labels("gateway")},
+            "podMetricsEndpoints": [endpoint],
+        }
+        return [inner, outer, monitor]
+
+    def _service(self, name: str, part: str, ports: Sequence[tuple[str, int]]) -> Manifest:
+        doc = self._object("v1", "Service", part, name)
+        listed = [{"name": port, "port": number, "targetPort": port} for port, number in ports]
+        doc["spec"] = {"selector": self._labels(part), "ports": listed}
+        return doc
+
+    def _object(self, version: str, kind: str, part: str, name: str | None = None) -> Manifest:
+        metadata: Manifest = {"name": name or f"{self._name}-{part}", "labels": self._labels(part)}
+        if self._values.namespace is not None:
+            metadata["namespace"] = self._values.namespace
+        return {"apiVersion": version, "kind": kind, "metadata": metadata}
+
+    def _labels(self, part: str) -> dict[str, str]:
+        words = {"name": "epd-serve", "instance": self._name, "component": part}
+        return {f"app.kubernetes.io/{key}": value for key, value in words.items()}
+
+    def _key(self, variable: str, key: str) -> Manifest:
+        return {"name": variable, "valueFrom": {"secretKeyRef": {"name": self._secret, "key": key}}}
+
+
+def _is_fixed(volume: Manifest) -> bool:
+    return "configMap" in volume or bool(volume.get("persistentVolumeClaim", {}).get("readOnly"))
+
+
+def _claimed(name: str, claim: str | None) -> Manifest:
+    return {"name": name, **({"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}})}
+
+
+def _field(variable: str, path: str) -> Manifest:
+    return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _port(name: str, number: int) -> Manifest:
+    return {"name": name, "containerPort": number}
+
+
+def _probe(path: str, port: str, **more: int) -> Manifest:
+    return {"httpGet": {"path": path, "port": port}, **more}

@@ -1,0 +1,202 @@
+"""Deployment files as manifests of Kubernetes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manifests import faults
+from ruamel.yaml import YAML
+from typer.testing import CliRunner
+
+from epd_serve.cli.app import app
+from epd_serve.config import load_config, parse_config
+from epd_serve.launch.remote.kubernetes import manifests, render
+from epd_serve.launch.remote.part import part_specs, unit_part
+from epd_serve.launch.remote.values import Keda, Values, load_values
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+FILES = sorted(DEPLOY.glob("*.yaml"))
+ALL = Values(
+    namespace="models",
+    gateways=2,
+    cache_claim="hub",
+    pod_monitor=True,
+    keda=Keda(prometheus="http://prometheus:9090"),
+)
+RELEASES = ("1.29", "1.33", "1.37")
+CUSTOM = ("ScaledObject", "PodMonitor")
+#: Keys without which a manifest is as good: others of the same object say enough, or the default is as well.
+OPTIONAL = {"timeoutSeconds", "namespace", "gateways", "llm-d.ai/role"}
+
+
+def read(file: Path, values: Values) -> list[dict[str, Any]]:
+    return list(YAML(typ="safe", pure=True).load_all(render(file, values)))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_deployment_file_is_rendered(file: Path, tmp_path: Path) -> None:
+    for values in (Values(), ALL):
+        docs = read(file, values)
+        assert faults(docs) == []
+        assert docs == json.loads(json.dumps(docs)), "no types of YAML alone"
+    (tmp_path / "file.yaml").write_text(docs[0]["data"]["deployment.yaml"])
+    config = load_config(tmp_path / "file.yaml")
+    assert str(config.topology) == str(load_config(file).topology)
+    assert config.gateway.instances == {}
+    agents = [one for one in docs if one["kind"] == "Deployment" and "--unit" in _command(one)]
+    assert len(agents) == len(config.topology.units)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_schemas_of_releases_know_every_key(file: Path) -> None:
+    validator = pytest.importorskip("kubernetes_validate", exc_type=ImportError)
+    for doc in read(file, ALL):
+        for release in RELEASES:
+            if doc["kind"] not in CUSTOM:
+                validator.validate(doc, release, strict=True)
+
+
+def test_a_key_that_is_missing_is_found() -> None:
+    docs = read(DEPLOY / "cpu-e_p-d.yaml", ALL)
+    missed = [path for path, doc in _without_a_key(docs) if not faults(doc)]
+    assert missed == []
+
+
+def test_a_key_that_is_misspelt_is_found() -> None:
+    validator = pytest.importorskip("kubernetes_validate", exc_type=ImportError)
+    docs = [one for one in read(DEPLOY / "cpu-epd.yaml", ALL) if one["kind"] not in CUSTOM]
+    missed = []
+    for index, doc in enumerate(docs):
+        for path in _paths(doc):
+            changed = copy.deepcopy(docs)
+            _rename(changed[index], path)
+            try:
+                validator.validate(changed[index], RELEASES[-1], strict=True)
+            except (validator.ValidationError, KeyError):  # without a kind there is no schema
+                continue
+            if not faults(changed) and path[-1] not in OPTIONAL:
+                missed.append((doc["kind"], *path))
+    assert missed == []
+
+
+def test_secrets_stay_out_of_the_manifests(tmp_path: Path) -> None:
+    file = tmp_path / "secret.yaml"
+    file.write_text(
+        "gateway: {api_key: hidden-api-key, admin: {key: hidden-admin-key, port: 9000}}\n"
+        "cluster_key: hidden-cluster-key\n"
+    )
+    text = render(file, Values(name="chat"))
+    assert "hidden" not in text
+    assert text.count("name: chat-keys") > 3
+    assert "EPD_SERVE_API_KEY" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("devices: [cuda:0, cuda:1, cuda:2]", "write engine: native or engine: vllm"),
+        ("{elastic: {enabled: true}, slo: {ttft_ms: 900, tpot_ms: 50}}", "KEDA scales"),
+        ("trace: ./spans", "trace names a file of this machine"),
+        ("gateway: {access_log: ./log}", "access_log names a file"),
+    ],
+)
+def test_what_is_tied_to_a_machine_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        manifests(file, Values())
+
+
+def test_devices_rollouts_and_roles(tmp_path: Path) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text("{topology: 2(E-P)-3D@tp2, engine: native, model: org/name, devices: ['npu x 8']}")
+    docs = {one["metadata"]["name"]: one for one in manifests(file, Values()) if one["kind"] == "Deployment"}
+    pairs, decodes = docs["epd-e-p"]["spec"], docs["epd-d"]["spec"]
+    assert (pairs["replicas"], decodes["replicas"]) == (2, 3)
+    limits = [one["template"]["spec"]["containers"][0]["resources"]["limits"] for one in (pairs, decodes)]
+    assert [one["huawei.com/Ascend910"] for one in limits] == ["1", "2"]
+    roles = [one["template"]["metadata"]["labels"]["llm-d.ai/role"] for one in (pairs, decodes)]
+    assert roles == ["encode-prefill", "decode"]
+    assert decodes["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
+    spare = [one for one in manifests(file, Values(spare_devices=True)) if one["kind"] == "Deployment"]
+    assert {str(one["spec"]["strategy"]["rollingUpdate"]) for one in spare} == {
+        "{'maxSurge': 1, 'maxUnavailable': 0}"
+    }
+
+
+def test_a_part_counts_its_own_devices_and_bears_its_own_names(tmp_path: Path) -> None:
+    config = parse_config("{topology: 2(E-P)-D, devices: [cpu]}")
+    part = unit_part(config, 0, "epd-e-p-7c9d")
+    specs = part_specs(part, "10.0.0.7", {"OMP_NUM_THREADS": "1"}, tmp_path)
+    assert [spec.name for spec in specs] == ["epd-e-p-7c9d-e0", "epd-e-p-7c9d-p0"]
+    assert [spec.url for spec in specs] == ["http://10.0.0.7:8100", "http://10.0.0.7:8101"]
+    options = [json.loads(spec.command[spec.command.index("--options") + 1]) for spec in specs]
+    assert [one["name"] for one in options] == [spec.name for spec in specs]
+    emulated = parse_config("{topology: E-2P-D, devices: ['emulated:h200 x 4'], model: {shape_of: qwen2.5-vl-7b}}")
+    (spec,) = part_specs(unit_part(emulated, 1, "p-1"), "10.0.0.8", {}, tmp_path)
+    assert json.loads(spec.command[spec.command.index("--options") + 1])["device"] == "emulated:h200:0"
+    with pytest.raises(ValueError, match="units 0 to 1; there is no unit 7"):
+        unit_part(config, 7, "x")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text("{name: chat, image: 'here:1', keda: {prometheus: 'http://p'}}")
+    arguments = [
+        "render",
+        "kubernetes",
+        str(DEPLOY / "cpu-epd.yaml"),
+        "--values",
+        str(values),
+        "--namespace",
+        "n1",
+    ]
+    result = CliRunner().invoke(app, [*arguments, "--image", "there:2"])
+    assert result.exit_code == 0, result.output
+    assert "image: there:2" in result.stdout and "namespace: n1" in result.stdout
+    values.write_text("{imag: x}")
+    with pytest.raises(ValueError, match="imag"):
+        load_values(values)
+
+
+def _command(doc: dict[str, Any]) -> list[str]:
+    return list(doc["spec"]["template"]["spec"]["containers"][0]["command"])
+
+
+Path_ = tuple[str | int, ...]
+
+
+def _paths(tree: Any, path: Path_ = ()) -> Iterator[Path_]:
+    """Of every key, outside maps whose keys are anybody's."""
+    items = enumerate(tree) if isinstance(tree, list) else tree.items() if isinstance(tree, dict) else ()
+    for key, value in items:
+        if isinstance(tree, dict):
+            yield (*path, key)
+        if key not in ("data", "requests", "limits"):
+            yield from _paths(value, (*path, key))
+
+
+def _at(tree: Any, path: Path_) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _without_a_key(docs: list[dict[str, Any]]) -> Iterator[tuple[tuple[object, ...], list[dict[str, Any]]]]:
+    for index, doc in enumerate(docs):
+        for path in _paths(doc):
+            if path[-1] in OPTIONAL:
+                continue
+            changed = copy.deepcopy(docs)
+            del _at(changed[index], path[:-1])[path[-1]]
+            yield (doc["kind"], doc["metadata"]["name"], *path), changed
+
+
+def _rename(doc: dict[str, Any], path: Path_) -> None:
+    holder = _at(doc, path[:-1])
+    holder[f"{path[-1]}s"] = holder.pop(path[-1])
