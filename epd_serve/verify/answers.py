@@ -132,7 +132,8 @@ async def sampling(client: Client) -> None:
     drawn = await asyncio.gather(
         *(client.chat(content, max_tokens=1, temperature=1, seed=seed, **_TOLD) for seed in range(_DRAWS))
     )
-    tokens = [one.choices()[0]["logprobs"]["content"][0]["token"] for one in drawn]
+    told_of = [one.choices()[0]["logprobs"]["content"] for one in drawn]
+    tokens = [one[0]["token"] if one else "" for one in told_of]  # the token that ends an answer is not told
     away = abs(tokens.count(top["token"]) - _DRAWS * share) / math.sqrt(_DRAWS * share * (1 - share))
     require(away <= _SIGMAS, f"{top['token']!r}: {tokens.count(top['token'])} of {_DRAWS}, a share of {share:.2g}")
 

@@ -55,7 +55,7 @@ async def max_tokens(client: Client) -> None:
 
 @check("api", _OPENAI)
 async def stream(client: Client) -> None:
-    """A stream has one id, begins with the role, ends with one finish_reason and [DONE], and gives the plain text."""
+    """A stream has one id, the role first, one finish_reason and [DONE] last, and the plain text."""
     plain = await client.chat(asked(picture()))
     reply = await client.chat(asked(picture()), stream=True)
     text = reply.text()
@@ -126,7 +126,7 @@ async def cancellation(client: Client) -> None:
     before = await client.chat()
     exchange = client.begin(client.body(stream=True, max_tokens=200), asyncio.Event())
     async with asyncio.timeout(20):
-        while not exchange.body and not exchange.failure:
+        while not exchange.body and not exchange.failure:  # noqa: ASYNC110 - an exchange has no event of it
             await asyncio.sleep(0.01)
     exchange.close()
     require((await client.chat()).text() == before.text(), "another answer than before")

@@ -243,14 +243,12 @@ def _tokens(choice: Any) -> Sequence[Any]:
     return (choice.get("logprobs") or {}).get("content") or ()
 
 
-def picture(
-    color: Any = "red", size: tuple[int, int] = (64, 64), mode: str = "RGB", form: str = "PNG", **save: Any
-) -> Any:
+def picture(color: Any = "red", size: tuple[int, int] = (64, 64), mode: str = "RGB", form: str = "PNG") -> Any:
     """A part of a chat with a picture of one colour."""
     image = Image.new("RGB", size, color)
     image = image.convert("I").convert(mode) if mode == "I;16" else image.convert(mode)
     buffer = io.BytesIO()
-    image.save(buffer, form, **save)
+    image.save(buffer, form)
     return part(buffer.getvalue(), f"image/{form.lower()}")
 
 

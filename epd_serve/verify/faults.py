@@ -125,7 +125,7 @@ def _enter(deed: str, target: str) -> None:
     CHECKS[name] = Check(
         name=name,
         suite="faults",
-        proves=f"With {target} under '{deed}' each answer is right or a clear error in time; then all is as before.",
+        proves=f"With {target} under '{deed}' each answer is right or an error in time; then all is as before.",
         origin="dynamo 11460: no policy for an encoder's failure; D left hanging when P dies",
         limit_s=2 * (ANSWER_S + RECOVERY_S),
         run=run,

@@ -81,7 +81,7 @@ async def urls(client: Client) -> None:
 
 @asynccontextmanager
 async def _listening(answer: bytes) -> AsyncIterator[tuple[int, list[bytes]]]:
-    """A server on the loopback; it sends ``answer`` and then nothing more. Gives its port and what it was asked."""
+    """A server on the loopback that sends ``answer`` and nothing more: its port, and what it was asked."""
     heard: list[bytes] = []
     writers: list[asyncio.StreamWriter] = []
 

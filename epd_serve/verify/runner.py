@@ -42,7 +42,7 @@ async def run_checks(
 
     Raises ValueError where no server answers, and for a report of another server.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - before anything runs
     await client.meet()
     report = Report(url=client.target.url, model=client.model, results=[])
     kept = directory / "verify.json"
