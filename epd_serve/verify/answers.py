@@ -74,7 +74,7 @@ async def adjacent(client: Client) -> None:
 @check("answers", "stale prefixes: a picture's hash missing from the block's")
 async def content(client: Client) -> None:
     """Pictures of one size under one text are told apart, by text or by logprobs."""
-    seen = {}
+    seen: dict[str, str] = {}
     for color in COLORS:
         choice = (await client.chat(asked(picture(color)), **_TOLD)).choices()[0]
         if not (choice.get("logprobs") or {}).get("content"):
