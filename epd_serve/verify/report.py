@@ -14,7 +14,7 @@ from epd_serve.verify.check import CHECKS, Result
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; }}
 table {{ border-collapse: collapse; width: 100%; }} td, th {{ text-align: left; vertical-align: top;
-padding: 6px 10px; border-bottom: 1px solid #d9dde2; }} .fail {{ color: #b42318; font-weight: 700; }} 
+padding: 6px 10px; border-bottom: 1px solid #d9dde2; }} .fail {{ color: #b42318; font-weight: 700; }}
 .pass {{ color: #0b7a3e; }}
 pre {{ white-space: pre-wrap; word-break: break-all; font-size: 12px; }}
 </style><h1>{title}</h1><p>{summary}</p><table><tr><th>check<th>outcome<th>seconds<th>proves</tr>{rows}</table></html>
