@@ -32,6 +32,7 @@ GROUPS: dict[str, dict[str, str]] = {
     },
     "Measure": {
         "bench": "epd-serve bench --base-url http://127.0.0.1:8000 --rates 1,2,4",
+        "verify": "epd-serve verify --base-url http://127.0.0.1:8000 --suite api --suite answers",
         "profile": "epd-serve profile costs.json --model ./model --device cuda:0",
         "interference": "epd-serve interference --device cuda:0 --out interference.json",
     },

@@ -1,0 +1,54 @@
+"""``epd-serve verify``: what is typed and what it means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def verify(
+    base_url: Annotated[str, typer.Option(help="Of the server, any that speaks OpenAI's chat API.")] = "",
+    model: Annotated[str, typer.Option(help="Needed where the server has several.")] = "",
+    suite: Annotated[
+        list[str] | None, typer.Option(help="api, answers, media, load or faults; all where none is named.")
+    ] = None,
+    check: Annotated[list[str] | None, typer.Option(help="A single check, as --list names it.")] = None,
+    reference: Annotated[str, typer.Option(help="URL of a monolithic server of the same model.")] = "",
+    record: Annotated[
+        Path | None, typer.Option(help="The reference's answers: read from it, and written with --reference.")
+    ] = None,
+    admin: Annotated[
+        list[str] | None,
+        typer.Option(help="A fault's command, as kill-E='COMMAND'; pids:E=12,P=13; kubectl:NAMESPACE."),
+    ] = None,
+    work_dir: Annotated[Path, typer.Option(help="For verify.json, verify.html and junit.xml.")] = Path("verify"),
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the results that --work-dir has.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="Explain every check; send nothing.")] = False,
+) -> None:
+    """Check any OpenAI-compatible multimodal server: types, answers, hostile media, load, faults.
+
+    The exit code is 1 where a check failed. OPENAI_API_KEY is sent where it is set.
+    """
+    from epd_serve.verify.command import list_checks, verify_server
+
+    if list_:
+        list_checks(suite or ())
+        return
+    if not base_url:
+        raise ValueError("--base-url is missing, as in --base-url http://127.0.0.1:8000")
+    code = verify_server(
+        base_url.rstrip("/").removesuffix("/v1"),
+        model=model,
+        suites=suite or (),
+        names=check or (),
+        reference=reference.rstrip("/").removesuffix("/v1"),
+        record=record,
+        admin=admin or (),
+        directory=work_dir,
+        resume=resume,
+        api_key=os.environ.get("OPENAI_API_KEY") or None,
+    )
+    raise typer.Exit(code)

@@ -1,0 +1,132 @@
+"""The suite ``api``: OpenAI's types, streams, errors and cancellations."""
+
+from __future__ import annotations
+
+import asyncio
+
+from epd_serve.verify.check import Skipped, check, require
+from epd_serve.verify.client import Client, asked, picture
+
+_OPENAI = "OpenAI's API reference"
+_FINISH = ("stop", "length", "tool_calls", "content_filter")
+
+
+@check("api", _OPENAI)
+async def models(client: Client) -> None:
+    """The model is listed under /v1/models."""
+    listed = (await client.get("/v1/models")).json()
+    require(listed.get("object") == "list", "object is not 'list'")
+    require(client.model in [one.get("id") for one in listed.get("data", ())], f"{client.model} is not listed")
+
+
+@check("api", _OPENAI)
+async def types(client: Client) -> None:
+    """A plain answer has each field that OpenAI's has, of its type."""
+    reply = await client.chat()
+    choice, answer = reply.choices()[0], reply.json()
+    require(answer.get("object") == "chat.completion", f"object is {answer.get('object')!r}")
+    require(isinstance(answer.get("id"), str) and type(answer.get("created")) is int, "id or created is wrong")
+    require(answer.get("model") == client.model, f"model is {answer.get('model')!r}")
+    require(choice["message"].get("role") == "assistant", "the role is not 'assistant'")
+    require(choice.get("finish_reason") in _FINISH, f"finish_reason is {choice.get('finish_reason')!r}")
+    require(bool(reply.text()), "a 200 with an empty text")
+
+
+@check("api", "vLLM 57136: usage of media requests")
+async def usage(client: Client) -> None:
+    """The usage adds up, counts a picture's tokens, and agrees with max_tokens."""
+    plain = (await client.chat(asked(), max_tokens=2)).usage()
+    reply = await client.chat(asked(picture()), max_tokens=2)
+    seen = reply.usage()
+    require(
+        seen["total_tokens"] == seen["prompt_tokens"] + seen["completion_tokens"], f"it does not add up: {seen}"
+    )
+    require(seen["prompt_tokens"] > plain["prompt_tokens"], "a picture counts no prompt_tokens")
+    require(0 < seen["completion_tokens"] <= 2, f"{seen['completion_tokens']} tokens where max_tokens is 2")
+
+
+@check("api", "proxies that drop an option on their way to D")
+async def max_tokens(client: Client) -> None:
+    """max_tokens of 1 ends an answer after one token, with finish_reason 'length'."""
+    reply = await client.chat(max_tokens=1)
+    require(reply.usage()["completion_tokens"] == 1, f"{reply.usage()['completion_tokens']} tokens")
+    require(reply.choices()[0]["finish_reason"] == "length", "finish_reason is not 'length'")
+
+
+@check("api", _OPENAI)
+async def stream(client: Client) -> None:
+    """A stream has one id, the role first, one finish_reason and [DONE] last, and the plain text."""
+    plain = await client.chat(asked(picture()))
+    reply = await client.chat(asked(picture()), stream=True)
+    text = reply.text()
+    first = reply.events[0]
+    require(len({event.get("id") for event in reply.events}) == 1, "the events have several ids")
+    require(first["choices"][0]["delta"].get("role") == "assistant", "the first delta has no role")
+    require(
+        {event.get("object") for event in reply.events} == {"chat.completion.chunk"}, "an event of another object"
+    )
+    require(reply.choices()[0]["finish_reason"] in _FINISH, "no finish_reason")
+    require(text == plain.text(), f"the stream says {text!r}, the plain answer {plain.text()!r}")
+
+
+@check("api", _OPENAI)
+async def stream_usage(client: Client) -> None:
+    """The usage comes as a last event without choices if it is asked for, equals the plain one, and not else."""
+    plain = (await client.chat()).usage()
+    reply = await client.chat(stream=True, stream_options={"include_usage": True})
+    reply.choices()
+    require(reply.events[-1].get("choices") == [], "the last event has choices")
+    require({**plain, **reply.usage()} == {**reply.usage(), **plain}, f"{reply.usage()}, plain {plain}")
+    unasked = await client.chat(stream=True)
+    unasked.choices()
+    require(not any(event.get("usage") for event in unasked.events), "a usage that nobody asked for")
+
+
+@check("api", "servers that turn a client's mistake into a 500")
+async def errors(client: Client) -> None:
+    """A wrong request gets a 4xx with an error.message."""
+    wrong = {
+        "no JSON": b"{",
+        "no messages": b'{"model": "%s"}' % client.model.encode(),
+        "a wrong role": client.body().replace(b'"user"', b'"nobody"'),
+        "temperature -1": client.body(temperature=-1),
+        "max_tokens -1": client.body(max_tokens=-1),
+        "n 0": client.body(n=0),
+        "a text for temperature": client.body(temperature="hot"),
+    }
+    for name, body in wrong.items():
+        reply = await client.post(body)
+        require(400 <= reply.status < 500, f"{name}: status {reply.status}")
+        reply.error()
+
+
+@check("api", _OPENAI)
+async def unknown_model(client: Client) -> None:
+    """A model that is not there gets a 404 with an error.message."""
+    reply = await client.chat(model="no-such-model")
+    require(reply.status == 404, f"status {reply.status}")
+    reply.error()
+
+
+@check("api", "vLLM: an error in a stream followed by [DONE] counts as success")
+async def long_prompt(client: Client) -> None:
+    """A prompt beyond the model's length gets a 400 before any event, and never a 200."""
+    listed = (await client.get("/v1/models")).json()["data"][0]
+    length = listed.get("max_model_len")
+    if not isinstance(length, int) or length > 200_000:
+        raise Skipped("the server names no max_model_len below 200,000")
+    reply = await client.chat("word " * (length + 1), stream=True)
+    require(reply.status in (400, 413), f"status {reply.status}, [DONE] came: {reply.done}")
+    reply.error()
+
+
+@check("api", "KV blocks kept when a client goes away")
+async def cancellation(client: Client) -> None:
+    """A server answers as before after a client went away in mid-stream."""
+    before = await client.chat()
+    exchange = client.begin(client.body(stream=True, max_tokens=200), asyncio.Event())
+    async with asyncio.timeout(20):
+        while not exchange.body and not exchange.failure:  # noqa: ASYNC110 - an exchange has no event of it
+            await asyncio.sleep(0.01)
+    exchange.close()
+    require((await client.chat()).text() == before.text(), "another answer than before")

@@ -1,0 +1,43 @@
+"""What a server holds, by the names of its metrics: it has to be nothing once all requests are over."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from epd_serve.verify.check import Failed, Skipped
+from epd_serve.verify.client import Client
+
+#: Gauges that are 0 in an idle server: ours, vLLM's, SGLang's and Dynamo's.
+HELD = (
+    "epd_serve_num_requests_running",
+    "epd_serve_num_requests_waiting",
+    "epd_serve_in_flight_calls",
+    "epd_serve_instance_requests",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
+    "sglang:num_used_tokens",
+    "dynamo_frontend_inflight_requests",
+    "dynamo_frontend_queued_requests",
+)
+#: Seconds in which what an ended request held has to be given back.
+SETTLE_S = 15.0
+
+
+async def balanced(client: Client, settle_s: float = SETTLE_S) -> None:
+    """Wait until nothing is held. Raises Failed with what still is, and Skipped where no metric tells."""
+    end_s = time.monotonic() + settle_s
+    while True:
+        seen = {name: value for name, value in (await client.metrics()).items() if name.split("{")[0] in HELD}
+        if not seen:
+            raise Skipped("no metric tells what the server holds")
+        held = {name: value for name, value in seen.items() if value}
+        if not held:
+            return
+        if time.monotonic() > end_s:
+            raise Failed(f"{settle_s:g} s after the last request: {held}")
+        await asyncio.sleep(0.2)

@@ -1,0 +1,85 @@
+"""A check, its registry, and what it can end with."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+if TYPE_CHECKING:
+    from epd_serve.verify.client import Client
+
+SUITES = ("api", "answers", "media", "load", "faults")
+Outcome = Literal["pass", "fail", "unjudged", "skipped"]
+
+
+class Failed(Exception):
+    """The server is wrong; the message says where."""
+
+
+class Unjudged(Exception):
+    """What came can be called neither right nor wrong."""
+
+
+class Skipped(Exception):
+    """The server, or the command line, lacks what the check needs."""
+
+
+class Result(msgspec.Struct, kw_only=True, frozen=True):
+    """The end of one check.
+
+    Attributes:
+        curl: command that repeats the last request of a check that failed.
+    """
+
+    check: str
+    suite: str
+    outcome: Outcome
+    reason: str = ""
+    seconds: float = 0.0
+    curl: str = ""
+
+
+Run = Callable[["Client"], Awaitable[None]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One statement about a server.
+
+    Attributes:
+        proves: the statement, in a sentence.
+        origin: thread of a peer in which the statement was false, or the specification that makes it.
+        limit_s: seconds after which the check counts as failed.
+    """
+
+    name: str
+    suite: str
+    proves: str
+    origin: str
+    limit_s: float
+    run: Run
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(suite: str, origin: str, *, limit_s: float = 60.0) -> Callable[[Run], Run]:
+    """Enter a function under its name; its docstring is the statement that it proves."""
+
+    def enter(run: Run) -> Run:
+        name = f"{suite}.{run.__name__}"
+        assert name not in CHECKS and suite in SUITES, name
+        proves = " ".join((run.__doc__ or "").split())
+        CHECKS[name] = Check(name=name, suite=suite, proves=proves, origin=origin, limit_s=limit_s, run=run)
+        return run
+
+    return enter
+
+
+def require(is_right: bool, wrong: str) -> None:
+    """Raise Failed with ``wrong`` unless it is right."""
+    if not is_right:
+        raise Failed(wrong)

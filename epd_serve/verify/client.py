@@ -1,0 +1,281 @@
+"""Requests of the checks, and their answers read as strictly as OpenAI's specification is written."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from epd_serve.bench.connection import Connections, Exchange, Target
+from epd_serve.bench.server import parse_metrics
+from epd_serve.verify.check import Failed, Skipped, Unjudged, require
+
+CHAT = "/v1/chat/completions"
+#: Seconds that a rate limit is waited for, in all, for one request.
+PATIENCE_S = 20.0
+#: Nats between the two likeliest tokens below which another order of sums may choose the other one.
+TIE = 0.05
+
+
+class Reply:
+    """One answer, whole or cut.
+
+    Attributes:
+        complete: whether the body ended by HTTP's rules.
+        events: payloads of a stream's events, in their order, without ``[DONE]``.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.status = exchange.status
+        self.failure = exchange.detail if exchange.failure else ""
+        self.complete = exchange.status != 0 and "CUT" not in (exchange.failure.name if exchange.failure else "")
+        self.headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in exchange.headers.items()}
+        self.body = bytes(exchange.body)
+        self.is_stream = self.headers.get("content-type", "").startswith("text/event-stream")
+        self.done = False
+        self.events: list[dict[str, Any]] = []
+        if self.is_stream:
+            self._read()
+
+    def _read(self) -> None:
+        for part in self.body.split(b"\n\n")[:-1]:
+            require(part.startswith(b"data: ") and b"\n" not in part, f"no event 'data: ...': {part[:80]!r}")
+            require(not self.done, f"an event after [DONE]: {part[:80]!r}")
+            if part == b"data: [DONE]":
+                self.done = True
+                continue
+            self.events.append(_object(part[6:]))
+
+    @property
+    def is_busy(self) -> bool:
+        return self.status in (429, 503)
+
+    def json(self) -> dict[str, Any]:
+        return _object(self.body)
+
+    def error(self) -> str:
+        """The error's message; Failed where the body is no error of OpenAI's form."""
+        error = self.json().get("error")
+        require(
+            isinstance(error, dict) and isinstance(error.get("message"), str), "the error has no error.message"
+        )
+        assert isinstance(error, dict)
+        return str(error["message"])
+
+    def choices(self) -> list[Any]:
+        """The choices of an answer; of a stream, put together as those of a plain one."""
+        require(self.status == 200, f"status {self.status}: {self.body[:200].decode('utf-8', 'replace')}")
+        require(self.complete, f"the body was cut: {self.failure}")
+        if not self.is_stream:
+            choices = self.json().get("choices")
+            require(isinstance(choices, list) and bool(choices), "the answer has no choices")
+            assert isinstance(choices, list)
+            return choices
+        require(not any("error" in event for event in self.events), "an error in the stream")
+        require(self.done, "the stream ended without [DONE]")
+        found: dict[int, dict[str, Any]] = {}
+        for event in self.events:
+            for one in event["choices"]:
+                choice = found.setdefault(
+                    one["index"],
+                    {"index": one["index"], "message": {"content": ""}, "finish_reason": None, "logprobs": None},
+                )
+                require(choice["finish_reason"] is None, "a delta after finish_reason")
+                choice["message"]["content"] += one["delta"].get("content") or ""
+                choice["finish_reason"] = one.get("finish_reason")
+                if one.get("logprobs"):
+                    choice["logprobs"] = choice["logprobs"] or {"content": []}
+                    choice["logprobs"]["content"] += one["logprobs"]["content"] or []
+        return [found[index] for index in sorted(found)]
+
+    def text(self) -> str:
+        content = self.choices()[0]["message"]["content"]
+        require(isinstance(content, str), "message.content is no text")
+        return str(content)
+
+    def usage(self) -> dict[str, int]:
+        holder = self.events[-1] if self.is_stream else self.json()
+        usage = holder.get("usage")
+        require(isinstance(usage, dict), "there is no usage")
+        assert isinstance(usage, dict)
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+            require(type(usage.get(name)) is int, f"usage.{name} is no integer")
+        return usage
+
+
+class Client:
+    """The server under test and, where there is one, what tells right from wrong.
+
+    Attributes:
+        last: path and body of the last request, for the curl line.
+        reference: a monolithic server of the same model.
+        admin: commands by the name of what they do, as ``kill-E``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = "",
+        api_key: str | None = None,
+        reference: Client | None = None,
+        record: Path | None = None,
+        admin: dict[str, str] | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        self.target = Target(url)
+        self.connections = Connections(self.target, timeout_s=60.0)
+        self.model, self.reference, self.admin, self.scale = model, reference, admin or {}, scale
+        self._key, self._record = api_key, record
+        self._answers: dict[str, Any] = json.loads(record.read_text()) if record and record.exists() else {}
+        self.last: tuple[str, bytes] = ("", b"")
+
+    async def meet(self) -> None:
+        """Learn the model's name. Raises ValueError where no server answers."""
+        exchange = await self.connections.get("/v1/models", self._headers(), timeout_s=10.0)
+        if exchange.failure:
+            raise ValueError(f"{self.target.url}/v1/models: {exchange.detail}")
+        self.model = self.model or str(json.loads(bytes(exchange.body))["data"][0]["id"])
+        if self.reference is not None:
+            await self.reference.meet()
+
+    async def close(self) -> None:
+        await self.connections.close()
+        if self.reference is not None:
+            await self.reference.close()
+
+    def _headers(self, content: bool = False) -> str:
+        key = f"Authorization: Bearer {self._key}\r\n" if self._key else ""
+        return key + ("Content-Type: application/json\r\n" if content else "")
+
+    async def get(self, path: str) -> Reply:
+        self.last = (path, b"")
+        return Reply(await self.connections.get(path, self._headers(), timeout_s=20.0))
+
+    async def post(self, body: bytes, path: str = CHAT, *, patient: bool = True, timeout_s: float = 60.0) -> Reply:
+        """Send a body as it is; a rate limit is waited for unless the caller is not ``patient``."""
+        self.last, waited_s = (path, body), 0.0
+        while True:
+            done = asyncio.Event()
+            exchange = self.begin(body, done, path, timeout_s)
+            await done.wait()
+            reply = Reply(exchange)
+            if not (patient and reply.is_busy) or waited_s >= PATIENCE_S:
+                return reply
+            pause_s = min(_seconds(reply.headers.get("retry-after", "")), PATIENCE_S - waited_s)
+            await asyncio.sleep(pause_s)
+            waited_s += pause_s
+
+    def begin(self, body: bytes, done: asyncio.Event, path: str = CHAT, timeout_s: float = 60.0) -> Exchange:
+        """Send a request and return at once; ``close()`` of what is returned is a client that goes away."""
+        headers = self._headers(content=True)
+        exchange = Exchange(
+            self.connections, "POST", path, headers, lambda _: done.set(), body, expects_events=False
+        )
+        self.connections.begin(exchange, timeout_s)
+        return exchange
+
+    def body(self, content: Any = "What colours are there?", **fields: Any) -> bytes:
+        """Write a chat of one user's message, greedy and short unless ``fields`` say otherwise."""
+        messages = [{"role": "user", "content": content}]
+        chat = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": 12, **fields}
+        return json.dumps({name: value for name, value in chat.items() if value is not ...}).encode()
+
+    async def chat(self, content: Any = "What colours are there?", **fields: Any) -> Reply:
+        return await self.post(self.body(content, **fields))
+
+    async def expected(self, content: Any, **fields: Any) -> Any:
+        """The reference's first choice; Unjudged where there is none."""
+        named = json.dumps([content, fields], sort_keys=True)
+        key = hashlib.sha256(named.encode()).hexdigest()
+        if self.reference is not None and key not in self._answers:
+            self._answers[key] = (await self.reference.chat(content, **fields)).choices()[0]
+            if self._record is not None:
+                self._record.write_text(json.dumps(self._answers))
+        if key not in self._answers:
+            raise Unjudged("no reference: --reference or --record gives one")
+        return self._answers[key]
+
+    async def metrics(self) -> dict[str, float]:
+        reply = await self.get("/metrics")
+        if reply.status != 200:
+            raise Skipped(f"/metrics: status {reply.status}")
+        return parse_metrics(reply.body)
+
+    def curl(self, directory: Path, name: str) -> str:
+        """The command that repeats the last request; a long body lies in a file of ``directory``."""
+        path, body = self.last
+        line = f"curl -sN {shlex.quote(self.target.base + path)}"
+        if not body:
+            return line
+        data = body.decode("utf-8", "replace")
+        if len(body) > 2000:
+            file = directory / f"{name}.body"
+            file.write_bytes(body)
+            data = f"@{file}"
+        key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if self._key else ""
+        return f"{line}{key} -H 'Content-Type: application/json' --data-binary {shlex.quote(data)}"
+
+
+def same(one: Any, other: Any, between: str) -> None:
+    """Compare two greedy choices; where they part at two tokens of nearly equal likelihood they are Unjudged."""
+    if one["message"]["content"] == other["message"]["content"]:
+        return
+    mine, theirs = _tokens(one), _tokens(other)
+    for left, right in zip(mine, theirs, strict=False):
+        if left["token"] != right["token"]:
+            likely = sorted((top["logprob"] for top in right.get("top_logprobs", ())), reverse=True)
+            if len(likely) > 1 and likely[0] - likely[1] < TIE:
+                raise Unjudged(f"{between}: {left['token']!r} and {right['token']!r} are equally likely")
+            break
+    raise Failed(f"{between}: {one['message']['content']!r} in place of {other['message']['content']!r}")
+
+
+def _tokens(choice: Any) -> Sequence[Any]:
+    return (choice.get("logprobs") or {}).get("content") or ()
+
+
+def picture(color: Any = "red", size: tuple[int, int] = (64, 64), mode: str = "RGB", form: str = "PNG") -> Any:
+    """A part of a chat with a picture of one colour."""
+    image = Image.new("RGB", size, color)
+    image = image.convert("I").convert(mode) if mode == "I;16" else image.convert(mode)
+    buffer = io.BytesIO()
+    image.save(buffer, form)
+    return part(buffer.getvalue(), f"image/{form.lower()}")
+
+
+def part(data: bytes, mime: str = "image/png") -> Any:
+    return url_part(f"data:{mime};base64,{base64.b64encode(data).decode()}")
+
+
+def url_part(url: str) -> Any:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def asked(*parts: Any, text: str = "What color is it?") -> list[Any]:
+    return [*parts, {"type": "text", "text": text}]
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        raise Failed(f"no JSON: {data[:100]!r}") from None
+    require(isinstance(found, dict), f"no object: {data[:100]!r}")
+    assert isinstance(found, dict)
+    return found
+
+
+def _seconds(text: str) -> float:
+    try:
+        return max(0.1, float(text))
+    except ValueError:
+        return 1.0

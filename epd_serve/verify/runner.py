@@ -1,0 +1,81 @@
+"""The run of a suite: one check after another, each within its time; what is done is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from epd_serve.verify import answers, api, faults, load, media
+from epd_serve.verify.check import CHECKS, SUITES, Check, Failed, Result, Skipped, Unjudged
+from epd_serve.verify.client import Client
+from epd_serve.verify.report import Report, write
+
+#: The modules that enter their checks.
+ENTERED = (api, answers, media, load, faults)
+
+
+def chosen(suites: Sequence[str], names: Sequence[str] = ()) -> list[Check]:
+    """The checks of suites, all where none is named, in the order of :data:`SUITES`."""
+    if wrong := [one for one in suites if one not in SUITES]:
+        raise ValueError(f"no suite {', '.join(wrong)}; there are {', '.join(SUITES)}")
+    if wrong := [one for one in names if one not in CHECKS]:
+        raise ValueError(f"no check {', '.join(wrong)}; --list shows them")
+    found = [
+        one for one in CHECKS.values() if one.name in names or (not names and one.suite in (suites or SUITES))
+    ]
+    return sorted(found, key=lambda one: SUITES.index(one.suite))
+
+
+async def run_checks(
+    client: Client,
+    checks: Sequence[Check],
+    directory: Path,
+    *,
+    resume: bool = False,
+    told: Callable[[Result], None] = lambda _: None,
+) -> Report:
+    """Run the checks and write the report after each; with ``resume``, those that it has are not run again.
+
+    Raises ValueError where no server answers, and for a report of another server.
+    """
+    directory.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - before anything runs
+    await client.meet()
+    report = Report(url=client.target.url, model=client.model, results=[])
+    kept = directory / "verify.json"
+    if resume and kept.exists():
+        report = msgspec.json.decode(kept.read_bytes(), type=Report)
+        if (report.url, report.model) != (client.target.url, client.model):
+            raise ValueError(f"{kept} is about {report.url}; without --resume it is written anew")
+    done = {one.check for one in report.results}
+    for check in checks:
+        if check.name in done:
+            continue
+        result = await _one(client, check, directory)
+        report.results.append(result)
+        told(result)
+        write(report, directory)
+    return report
+
+
+async def _one(client: Client, check: Check, directory: Path) -> Result:
+    began_s, outcome, reason = time.monotonic(), "pass", ""
+    try:
+        async with asyncio.timeout(check.limit_s):
+            await check.run(client)
+    except Failed as error:
+        outcome, reason = "fail", str(error)
+    except Unjudged as error:
+        outcome, reason = "unjudged", str(error)
+    except Skipped as error:
+        outcome, reason = "skipped", str(error)
+    except TimeoutError:
+        outcome, reason = "fail", f"not over within {check.limit_s:g} s"
+    except (KeyError, IndexError, TypeError, AttributeError) as error:  # an answer of another shape than OpenAI's
+        outcome, reason = "fail", f"an answer of the wrong shape: {type(error).__name__} {error}"
+    curl = client.curl(directory, check.name) if outcome == "fail" else ""
+    fields = {"check": check.name, "suite": check.suite, "outcome": outcome, "reason": reason, "curl": curl}
+    return msgspec.convert({**fields, "seconds": round(time.monotonic() - began_s, 3)}, Result)
