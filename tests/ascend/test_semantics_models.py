@@ -80,9 +80,9 @@ class Request:
 class Instance:
     """A tower and a language model on one device, stepped by hand: decodes, and one chunk of the next prompt."""
 
-    def __init__(self, path: Path, device: Device) -> None:
+    def __init__(self, path: Path, device: Device, encoder: Device | None = None) -> None:
         self.family = load_family(path)
-        self.tower = Tower(path, torch.float32, device)
+        self.tower = Tower(path, torch.float32, encoder or device)
         self.model = LanguageModel(path, torch.float32, device)
         self.ops = device.ops
         kv_shape = (self.model.num_layers, 2, 8, BLOCK_SIZE, self.model.num_kv_heads, self.model.head_dim)
@@ -163,8 +163,8 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def tokens_of(path: Path, device: Device) -> list[list[int]]:
-    instance = Instance(path, device)
+def tokens_of(path: Path, device: Device, encoder: Device | None = None) -> list[list[int]]:
+    instance = Instance(path, device, encoder)
     # Prompts within a block, across the border of the first, and short of it, so that decodes cross it.
     return instance.generate([instance.request(seed, length) for seed, length in enumerate((60, 140, 124))])
 
@@ -186,3 +186,9 @@ def test_the_tokens_are_those_of_plain_torch(
     if isinstance(device.runner, NPUGraphRunner):
         assert any(entry.replayed for entry in device.runner._captured.values())
     assert len({tuple(tokens) for tokens in expected}) == 3, "the prompts answer differently"
+
+
+def test_an_encoder_on_other_operators_gives_the_same_tokens(path: Path, expected: list[list[int]]) -> None:
+    npu, cpu = HostNPU("TND", captures=False), CpuDevice()
+    assert tokens_of(path, cpu, encoder=npu) == expected
+    assert tokens_of(path, npu, encoder=cpu) == expected

@@ -12,6 +12,8 @@ FILES = sorted(DEPLOY.glob("*.yaml"), key=lambda file: file.name)
 #: Files that show something other than a topology.
 EXAMPLES = {
     "cpu-mooncake.yaml",
+    "ascend-e-p-d.yaml",
+    "ascend-e-pd-cuda.yaml",
     "vllm-ascend-openpangu-vl-7b.yaml",
     "vllm-ascend-qwen3-vl-8b.yaml",
     "vllm-cpu.yaml",
