@@ -97,6 +97,7 @@ async def test_an_instance_joins_several_gateways(start: Any) -> None:
     urls = [one.app.state.admin_url for one in gateways]
     joining = asyncio.create_task(join_all(urls, "late", gateways[0]["spare"].url, headers))
     await gateways[0].until(lambda: all(one.table.get("late") is not None for one in gateways))
+    await asyncio.sleep(0.5)  # until both have answered
     joining.cancel()
     await asyncio.gather(joining, return_exceptions=True)
     assert [one.table.get("late") for one in gateways] == [None, None]
