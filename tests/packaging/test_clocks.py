@@ -8,10 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _OF_THE_DAY = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
-#: Files that tell people when something was, by its functions.
+#: Files that tell when something was, by its functions.
 TOLD = {
     "epd_serve/autoscale/role_loop.py",
     "epd_serve/bench/session.py",
+    "epd_serve/rpc/joining.py",  # which of two processes of one name began later
     "epd_serve/telemetry/otel.py",
     "epd_serve/telemetry/trace_file.py",
     "epd_serve/vllm_plugin/kv_sending.py",
