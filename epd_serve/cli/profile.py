@@ -41,6 +41,11 @@ def profile(
             "--model is missing: give the model that you want to plan for, its directory or its name on the hub, "
             "as in --model Qwen/Qwen2.5-VL-3B-Instruct, or --model demo for the built-in one"
         )
+    if endpoint and (mooncake or threads is not None or clock != "wall" or dtype != "float32" or not deployments):
+        raise ValueError(
+            "--endpoint measures a server as it runs: --dtype, --threads, --clock, --no-deployments and "
+            "--mooncake do not go with it"
+        )
     if endpoint:
         from epd_serve.profiling.endpoint import EndpointOptions, profile_endpoint
 

@@ -58,7 +58,7 @@ class Row:
 
     @property
     def counters(self) -> tuple[int, int, int]:
-        """What the token's random numbers go by: seed, choice and position in the output."""
+        """The counters of the token's random numbers: seed, choice and position in the output."""
         return self.sampling.seed, self.sampling.first_choice + self.index, len(self.sequence.output_ids) + 1
 
     def uniform(self, attempt: int = 0) -> float:

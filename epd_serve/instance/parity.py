@@ -74,7 +74,7 @@ def fixed_inputs(family: Family) -> tuple[Any, int]:
 
 
 def sample_of(producer: str, feature: Any, data: memoryview) -> wire.ParitySample:
-    """What ``producer`` makes of the fixed picture."""
+    """The feature that ``producer`` makes of the fixed picture."""
     dtype = str(feature.dtype).removeprefix("torch.")
     return wire.ParitySample(producer=producer, shape=list(feature.shape), dtype=dtype, data=bytes(data))
 

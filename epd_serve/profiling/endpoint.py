@@ -41,6 +41,8 @@ _MARGIN = 64
 #: Seconds below which the first token's are not to be told from the rest of a request.
 _LEAST_S = 1e-5
 _TIMEOUT_S = 60.0
+#: Bytes a second of the link of a device without a data sheet: a profile's own default.
+UNKNOWN_LINK = 4e9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +52,6 @@ class EndpointOptions:
     url: str
     model: str
     device: str
-    tensor_parallel: int = 1
 
 
 def profile_endpoint(options: EndpointOptions, progress: Callable[[str], None] = lambda text: None) -> Profile:
@@ -84,12 +85,13 @@ def profile_endpoint(options: EndpointOptions, progress: Callable[[str], None] =
         ("prefill", [count, 1.0, 0.0, count**2], max(seconds - request_s, _LEAST_S))
         for count, seconds in zip(tokens, ttft_s, strict=True)
     ]
-    known = analytic_profile(shape, next(iter(DEVICE_SPECS.values())), options.tensor_parallel)
-    sheet = DEVICE_SPECS.get(options.device.split(":")[0])
+    device = options.device.split(":")[0]
+    sheet = DEVICE_SPECS.get(device)
+    sizes = analytic_profile(shape, sheet or next(iter(DEVICE_SPECS.values())))
     known = msgspec.structs.replace(
-        known,
+        sizes,
         kind="measured",
-        device=options.device.split(":")[0],
+        device=device,
         description=f"vLLM {server.version} at {options.url}, over HTTP",
         software={"epd-serve": __version__, "vllm": server.version},
         dtype="float32" if shape.value_bytes == 4 else "bfloat16",
@@ -99,10 +101,9 @@ def profile_endpoint(options: EndpointOptions, progress: Callable[[str], None] =
         compute_share=1.0,
         bandwidth_share=1.0,
         request_s=request_s,
-        memory_bytes=server.num_tokens * shape.kv_token_bytes + known.language_bytes + known.tower_bytes,
+        memory_bytes=server.num_tokens * shape.kv_token_bytes + sizes.language_bytes + sizes.tower_bytes,
+        link_bytes_per_s=UNKNOWN_LINK if sheet is None else sheet.link_bytes_per_s,
     )
-    if sheet is not None:
-        known = msgspec.structs.replace(known, link_bytes_per_s=sheet.link_bytes_per_s)
     encodes = [_encode_sample(side, count, records, known) for side, count, records in pictures]
     if encodes:
         known = msgspec.structs.replace(known, encode=(encode_line(encodes),))
@@ -141,7 +142,7 @@ def _encode_sample(side: int, count: int, records: Sequence[Record], profile: Pr
 
 
 def _step_line(prefills: Sequence[Sample], decodes: Sequence[Sample]) -> Line:
-    """Of steps with prompts in them; decodes beside those cost what they do among themselves."""
+    """Fit steps with prompts in them; decodes beside those cost what they do among themselves."""
     base_s, token_s, pair_s = fit_relative(
         [[1.0, work[0], work[3]] for _, work, _ in prefills], [seconds for *_, seconds in prefills]
     )

@@ -1,11 +1,11 @@
-"""What a server holds, by the names of its metrics: it has to be nothing once all requests are over."""
+"""A server's books, by the names of its metrics: it holds nothing once all requests are over."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
-from epd_serve.verify.check import Failed, Skipped
+from epd_serve.verify.check import Failed, Unjudged
 from epd_serve.verify.client import Client
 
 #: Gauges that are 0 in an idle server: ours, vLLM's, SGLang's and Dynamo's.
@@ -29,12 +29,12 @@ SETTLE_S = 15.0
 
 
 async def balanced(client: Client, settle_s: float = SETTLE_S) -> None:
-    """Wait until nothing is held. Raises Failed with what still is, and Skipped where no metric tells."""
+    """Wait until nothing is held. Raises Failed with what still is, and Unjudged where no metric tells."""
     end_s = time.monotonic() + settle_s
     while True:
         seen = {name: value for name, value in (await client.metrics()).items() if name.split("{")[0] in HELD}
         if not seen:
-            raise Skipped("no metric tells what the server holds")
+            raise Unjudged("the rest is right; no metric tells what the server holds")
         held = {name: value for name, value in seen.items() if value}
         if not held:
             return

@@ -20,7 +20,7 @@ class Failed(Exception):
 
 
 class Unjudged(Exception):
-    """What came can be called neither right nor wrong."""
+    """The answer can be called neither right nor wrong."""
 
 
 class Skipped(Exception):

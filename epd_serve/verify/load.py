@@ -35,13 +35,13 @@ async def _burst(client: Client, number: int) -> None:
 
 @check("load", "sglang 23082: 150 of 200 requests lost in a burst", limit_s=270)
 async def burst_200(client: Client) -> None:
-    """Of 200 picture requests at once each is answered, or refused by a clean 429 or 503."""
+    """Each of 200 picture requests at once is answered, or refused by a clean 429 or 503."""
     await _burst(client, max(1, round(200 * client.scale)))
 
 
 @check("load", "sglang 23082: 150 of 200 requests lost in a burst", limit_s=270)
 async def burst_500(client: Client) -> None:
-    """Of 500 picture requests at once each is answered, or refused by a clean 429 or 503."""
+    """Each of 500 picture requests at once is answered, or refused by a clean 429 or 503."""
     await _burst(client, max(1, round(500 * client.scale)))
 
 
@@ -60,10 +60,7 @@ async def cancel_storm(client: Client) -> None:
         for exchange in exchanges:
             exchange.close()
     require((await client.chat(asked(picture()))).text() == before, "another answer than before")
-    try:
-        await balanced(client)
-    except Skipped:
-        return
+    await balanced(client)
 
 
 @check("load", "a client that reads slowly holds up all others", limit_s=60)

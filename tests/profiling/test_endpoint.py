@@ -13,7 +13,10 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 from servers import served
+from typer.testing import CliRunner
 
+from device.datasheets import DEVICE_SPECS
+from epd_serve.cli.app import app
 from epd_serve.cost.profile import Profile
 from epd_serve.profiling import endpoint
 from epd_serve.profiling.endpoint import EndpointOptions, profile_endpoint
@@ -94,6 +97,13 @@ async def test_known_times_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert profile.encode_s([128**2]) == pytest.approx(IMAGE_S, rel=0.4)
     assert profile.num_blocks(BLOCK, share=1.0, holds_tower=True) == NUM_BLOCKS
     assert set(profile.residuals) == {"encode", "prefill", "decode"}
+    assert profile.link_bytes_per_s == DEVICE_SPECS["h100"].link_bytes_per_s
+
+
+def test_options_that_a_server_decides_are_refused(tmp_path: Path) -> None:
+    given = ["--model", "qwen2.5-vl-7b", "--endpoint", "http://127.0.0.1:9", "--threads", "2"]
+    result = CliRunner().invoke(app, ["profile", str(tmp_path / "vllm.json"), *given])
+    assert "--mooncake do not go with it" in str(result.exception)
 
 
 async def test_another_server_is_refused() -> None:

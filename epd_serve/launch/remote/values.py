@@ -14,7 +14,7 @@ _FROZEN = ConfigDict(extra="forbid", frozen=True)
 
 
 class Resources(BaseModel):
-    """What a container asks for; its accelerators follow from the topology."""
+    """A container's requests; its accelerators follow from the topology."""
 
     model_config = _FROZEN
 
