@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from typing import Any
 
 from epd_serve.verify.check import Failed, Skipped, Unjudged, check, require
-from epd_serve.verify.client import Client, asked, picture, same
+from epd_serve.verify.client import Client, Reply, asked, clip, picture, same, sound, turned
 
 COLORS = ("red", "lime", "blue", "yellow", "black", "white")
 _TOLD: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
@@ -71,17 +72,160 @@ async def adjacent(client: Client) -> None:
         raise Failed("the order of two pictures changes neither text nor logprobs")
 
 
+def _told(choice: Any) -> str:
+    """The tokens of an answer and their logprobs, in a form in which two answers can be compared."""
+    if not (choice.get("logprobs") or {}).get("content"):
+        raise Skipped("the server gives no logprobs")
+    return repr([(one["token"], round(one["logprob"], 6)) for one in choice["logprobs"]["content"]])
+
+
+async def _told_apart(client: Client, parts: dict[str, Any], text: str) -> None:
+    """Items under one text are told apart, by text or by logprobs."""
+    seen: dict[str, str] = {}
+    for name, item in parts.items():
+        key = _told((await client.chat(asked(item, text=text), **_TOLD)).choices()[0])
+        require(key not in seen, f"{name} is answered exactly as {seen.get(key)}")
+        seen[key] = name
+
+
 @check("answers", "stale prefixes: a picture's hash missing from the block's")
 async def content(client: Client) -> None:
     """Pictures of one size under one text are told apart, by text or by logprobs."""
-    seen: dict[str, str] = {}
-    for color in COLORS:
-        choice = (await client.chat(asked(picture(color)), **_TOLD)).choices()[0]
-        if not (choice.get("logprobs") or {}).get("content"):
-            raise Skipped("the server gives no logprobs")
-        key = repr([(one["token"], round(one["logprob"], 6)) for one in choice["logprobs"]["content"]])
-        require(key not in seen, f"{color} is answered exactly as {seen.get(key)}")
-        seen[key] = color
+    await _told_apart(client, {color: picture(color) for color in COLORS}, "What color is it?")
+
+
+async def _taken(client: Client, item: Any) -> None:
+    reply = await client.chat(asked(item, text="What is it?"), max_tokens=1)
+    if 400 <= reply.status < 500 and not reply.is_busy:
+        raise Skipped(f"the model takes none: {reply.error()[:120]}")
+    reply.choices()
+
+
+async def _clips(client: Client, clips: dict[str, Any]) -> None:
+    """What holds for pictures holds for items of another kind."""
+    await _taken(client, next(iter(clips.values())))
+    await _told_apart(client, clips, "What is it?")
+    contents: list[Any] = [asked(one, text="What is it?") for one in clips.values()]
+    await _alone_and_batched(client, [*contents, *contents, "What colours are there?"])
+
+
+@check("answers", "vllm 54242, sglang 17824: videos through E", limit_s=180)
+async def videos(client: Client) -> None:
+    """Videos of one size and length are told apart, in their order of frames too, and batched as alone."""
+    frames = {"red, blue": ("red", "blue"), "blue, red": ("blue", "red"), "lime": ("lime", "lime")}
+    await _clips(client, {name: clip(colors) for name, colors in frames.items()})
+
+
+@check("answers", "vllm 53675: sounds through E", limit_s=180)
+async def sounds(client: Client) -> None:
+    """Sounds of one length are told apart, and batched as alone."""
+    await _clips(client, {f"{hertz} Hz": sound(hertz) for hertz in (220, 880, 3520)})
+
+
+@check("answers", "vllm 56786: 54 features for 475 placeholders, as options did not reach E")
+async def options(client: Client) -> None:
+    """Options of one request's pictures count in its usage or are refused, and change no other answer."""
+    large = asked(picture("red", (448, 448)))
+    before = await client.chat(large, **_TOLD)
+    bounds = {"min_pixels": 56 * 56, "max_pixels": 112 * 112}
+    reply = await client.chat(large, mm_processor_kwargs=bounds, **_TOLD)
+    after = await client.chat(large, **_TOLD)
+    same(after.choices()[0], before.choices()[0], "after a request with other options")
+    require(after.usage() == before.usage(), f"usage {after.usage()}, {before.usage()} before the options")
+    if 400 <= reply.status < 500:
+        raise Skipped(f"options of a request's pictures are refused: {reply.error()[:120]}")
+    reply.choices()
+    fewer = reply.usage()["prompt_tokens"], before.usage()["prompt_tokens"]
+    if fewer[0] == fewer[1]:
+        raise Unjudged("max_pixels changes no number of tokens; the model's processor may not know it")
+    require(fewer[0] < fewer[1], f"fewer pixels, more prompt_tokens: {fewer[0]}, {fewer[1]} without max_pixels")
+
+
+@check("answers", "pictures of phones, turned by a tag that only some servers read")
+async def exif(client: Client) -> None:
+    """A picture whose EXIF tag turns it is answered as the turned one, or as if it had no tag."""
+    tagged, upright, plain = (asked(one) for one in turned())
+    told = [_told((await client.chat(one, **_TOLD)).choices()[0]) for one in (tagged, upright, plain)]
+    require(told[0] in told[1:], "a picture with an EXIF tag is answered neither as the turned one nor as without")
+    if told[1] == told[2]:
+        raise Unjudged("the turned and the plain picture have one answer")
+
+
+_CITY = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "blue"]}, "known": {"type": "boolean"}},
+    "required": ["color", "known"],
+    "additionalProperties": False,
+}
+
+
+def _fits(text: str, what: str) -> None:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise Failed(f"{what}: no JSON: {text!r}") from None
+    is_right = isinstance(value, dict) and set(value) == {"color", "known"}
+    require(is_right and value["color"] in ("red", "blue") and type(value["known"]) is bool, f"{what}: {text!r}")
+
+
+def _guided(reply: Reply) -> Any:
+    if 400 <= reply.status < 500 and not reply.is_busy:
+        raise Skipped(f"the server refuses: {reply.error()[:120]}")
+    return reply.choices()[0]
+
+
+@check("answers", "grammars that are lost between P and D", limit_s=90)
+async def schemas(client: Client) -> None:
+    """An answer that is to fit a JSON schema fits it, streamed and not, with a picture and without."""
+    form = {"type": "json_schema", "json_schema": {"name": "seen", "strict": True, "schema": _CITY}}
+    for stream in (False, True):
+        for content in (asked(picture()), "What colours are there?"):
+            reply = await client.chat(content, response_format=form, max_tokens=96, stream=stream)
+            choice = _guided(reply)
+            if choice["finish_reason"] == "length":
+                raise Unjudged("the answer was not over within 96 tokens")
+            _fits(choice["message"]["content"], "streamed" if stream else "plain")
+
+
+@check("answers", "tools that work in a monolithic server only", limit_s=90)
+async def tools(client: Client) -> None:
+    """A tool that has to be called is called, with arguments that fit its parameters, streamed and not."""
+    tool = {"type": "function", "function": {"name": "paint", "description": "Paints.", "parameters": _CITY}}
+    chosen = {"type": "function", "function": {"name": "paint"}}
+    for stream in (False, True):
+        reply = await client.chat(asked(picture()), tools=[tool], tool_choice=chosen, max_tokens=96, stream=stream)
+        choice = _guided(reply)
+        if choice["finish_reason"] == "length":
+            raise Unjudged("the call was not over within 96 tokens")
+        calls = choice["message"].get("tool_calls") or []
+        require(len(calls) == 1, f"{len(calls)} calls: {reply.body[:200]!r}")
+        require(calls[0]["function"]["name"] == "paint", f"a call of {calls[0]['function']['name']!r}")
+        _fits(calls[0]["function"]["arguments"], "streamed" if stream else "plain")
+
+
+@check("answers", "prompts that end where the model's length does", limit_s=120)
+async def edge(client: Client) -> None:
+    """A prompt that leaves room for one token is answered by one; one token more is a 400."""
+    length = await client.max_model_len()
+    if length > 20_000:
+        raise Skipped(f"the model's length is {length}")
+
+    async def prompt_tokens(words: int) -> int:
+        return int((await client.chat("a" * 8 + " a" * words, max_tokens=1)).usage()["prompt_tokens"])
+
+    few, more = await prompt_tokens(10), await prompt_tokens(30)
+    a_word = (more - few) / 20
+    words = 10 + math.floor((length - 1 - few) / a_word)
+    if a_word != int(a_word):
+        raise Unjudged("a word is no whole number of tokens")
+    reply = await client.chat("a" * 8 + " a" * words, max_tokens=1)
+    reply.choices()
+    room = length - reply.usage()["prompt_tokens"]
+    require(reply.usage()["completion_tokens"] == 1, f"usage {reply.usage()} where one token was asked for")
+    require(1 <= room <= a_word, f"usage {reply.usage()}, {few} and {more} tokens of short prompts")
+    too_long = await client.chat("a" * 8 + " a" * (words + math.ceil(room / a_word)), max_tokens=1)
+    require(too_long.status in (400, 413), f"status {too_long.status} with no room for a token")
+    too_long.error()
 
 
 @check("answers", "towers that fail on pictures that are not RGB")

@@ -101,6 +101,20 @@ async def errors(client: Client) -> None:
 
 
 @check("api", _OPENAI)
+async def headers(client: Client) -> None:
+    """Answers are JSON, streams are events, and a path or a method that is not there is a 404 or a 405."""
+    kinds = {False: "application/json", True: "text/event-stream"}
+    for stream, kind in kinds.items():
+        given = (await client.chat(stream=stream)).headers.get("content-type", "")
+        require(given.startswith(kind), f"content-type {given!r} in place of {kind!r}")
+    for name, reply in {
+        "GET of a chat": await client.get("/v1/chat/completions"),
+        "an unknown path": await client.post(client.body(), "/v1/chat/none"),
+    }.items():
+        require(reply.status in (404, 405), f"{name}: status {reply.status}")
+
+
+@check("api", _OPENAI)
 async def unknown_model(client: Client) -> None:
     """A model that is not there gets a 404 with an error.message."""
     reply = await client.chat(model="no-such-model")
@@ -111,10 +125,9 @@ async def unknown_model(client: Client) -> None:
 @check("api", "vLLM: an error in a stream followed by [DONE] counts as success")
 async def long_prompt(client: Client) -> None:
     """A prompt beyond the model's length gets a 400 before any event, and never a 200."""
-    listed = (await client.get("/v1/models")).json()["data"][0]
-    length = listed.get("max_model_len")
-    if not isinstance(length, int) or length > 200_000:
-        raise Skipped("the server names no max_model_len below 200,000")
+    length = await client.max_model_len()
+    if length > 200_000:
+        raise Skipped(f"the model's length is {length}")
     reply = await client.chat("word " * (length + 1), stream=True)
     require(reply.status in (400, 413), f"status {reply.status}, [DONE] came: {reply.done}")
     reply.error()
@@ -124,7 +137,8 @@ async def long_prompt(client: Client) -> None:
 async def cancellation(client: Client) -> None:
     """A server answers as before after a client went away in mid-stream."""
     before = await client.chat()
-    exchange = client.begin(client.body(stream=True, max_tokens=200), asyncio.Event())
+    body = client.body(stream=True, max_tokens=200, **await client.endless())
+    exchange = client.begin(body, asyncio.Event())
     async with asyncio.timeout(20):
         while not exchange.body and not exchange.failure:  # noqa: ASYNC110 - an exchange has no event of it
             await asyncio.sleep(0.01)

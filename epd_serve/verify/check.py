@@ -31,6 +31,7 @@ class Result(msgspec.Struct, kw_only=True, frozen=True):
     """The end of one check.
 
     Attributes:
+        reason: what was wrong, or missing; of a check that passed, what was seen.
         curl: command that repeats the last request of a check that failed.
     """
 
@@ -42,7 +43,8 @@ class Result(msgspec.Struct, kw_only=True, frozen=True):
     curl: str = ""
 
 
-Run = Callable[["Client"], Awaitable[None]]
+#: A check's function; it may return what was seen.
+Run = Callable[["Client"], Awaitable[str | None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,15 +7,19 @@ import base64
 import hashlib
 import io
 import json
+import math
+import random
 import shlex
+import wave
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from epd_serve.bench.connection import Connections, Exchange, Target
 from epd_serve.bench.server import parse_metrics
+from epd_serve.bench.types import Failure
 from epd_serve.verify.check import Failed, Skipped, Unjudged, require
 
 CHAT = "/v1/chat/completions"
@@ -30,13 +34,15 @@ class Reply:
 
     Attributes:
         complete: whether the body ended by HTTP's rules.
+        timed_out: whether the end did not come in the time that the request had.
         events: payloads of a stream's events, in their order, without ``[DONE]``.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self.status = exchange.status
         self.failure = exchange.detail if exchange.failure else ""
-        self.complete = exchange.status != 0 and "CUT" not in (exchange.failure.name if exchange.failure else "")
+        self.complete = exchange.status != 0 and exchange.failure is not Failure.CUT_STREAM
+        self.timed_out = exchange.failure is Failure.TIMEOUT
         self.headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in exchange.headers.items()}
         self.body = bytes(exchange.body)
         self.is_stream = self.headers.get("content-type", "").startswith("text/event-stream")
@@ -90,6 +96,8 @@ class Reply:
                 )
                 require(choice["finish_reason"] is None, "a delta after finish_reason")
                 choice["message"]["content"] += one["delta"].get("content") or ""
+                for call in one["delta"].get("tool_calls") or ():
+                    _join(choice["message"].setdefault("tool_calls", []), call)
                 choice["finish_reason"] = one.get("finish_reason")
                 if one.get("logprobs"):
                     choice["logprobs"] = choice["logprobs"] or {"content": []}
@@ -136,6 +144,7 @@ class Client:
         self.model, self.reference, self.admin, self.scale = model, reference, admin or {}, scale
         self._key, self._record = api_key, record
         self._answers: dict[str, Any] = json.loads(record.read_text()) if record and record.exists() else {}
+        self._endless: dict[str, Any] | None = None
         self.last: tuple[str, bytes] = ("", b"")
 
     async def meet(self) -> None:
@@ -192,6 +201,22 @@ class Client:
     async def chat(self, content: Any = "What colours are there?", **fields: Any) -> Reply:
         return await self.post(self.body(content, **fields))
 
+    async def endless(self) -> dict[str, Any]:
+        """Fields with which an answer goes on to max_tokens: vLLM's, or none where they are unknown."""
+        if self._endless is None:
+            fields = {"ignore_eos": True, "skip_special_tokens": False}
+            is_known = (await self.chat(max_tokens=1, **fields)).status == 200
+            self._endless = fields if is_known else {}
+        return self._endless
+
+    async def max_model_len(self) -> int:
+        """Tokens of a prompt and its answer. Raises Skipped where the server does not tell."""
+        listed = (await self.get("/v1/models")).json()["data"]
+        length = next((one.get("max_model_len") for one in listed if one.get("id") == self.model), None)
+        if not isinstance(length, int):
+            raise Skipped("the server names no max_model_len")
+        return length
+
     async def expected(self, content: Any, **fields: Any) -> Any:
         """The reference's first choice; Unjudged where there is none."""
         named = json.dumps([content, fields], sort_keys=True)
@@ -225,6 +250,14 @@ class Client:
         return f"{line}{key} -H 'Content-Type: application/json' --data-binary {shlex.quote(data)}"
 
 
+def _join(calls: list[Any], delta: Any) -> None:
+    """Put a stream's part of a call to those that came before it."""
+    if delta["index"] == len(calls):
+        calls.append({"function": {"name": "", "arguments": ""}})
+    for name in ("name", "arguments"):
+        calls[delta["index"]]["function"][name] += delta["function"].get(name) or ""
+
+
 def same(one: Any, other: Any, between: str) -> None:
     """Compare two greedy choices; where they part at two tokens of nearly equal likelihood they are Unjudged."""
     if one["message"]["content"] == other["message"]["content"]:
@@ -250,6 +283,56 @@ def picture(color: Any = "red", size: tuple[int, int] = (64, 64), mode: str = "R
     buffer = io.BytesIO()
     image.save(buffer, form)
     return part(buffer.getvalue(), f"image/{form.lower()}")
+
+
+def noise(number: int) -> Any:
+    """A part of a chat with coloured rectangles under noise: another picture for each number, of three sizes."""
+    rng, size = random.Random(number), ((120, 90), (200, 150), (90, 240))[number % 3]
+    image = Image.frombytes("RGB", size, bytes(one % 60 for one in rng.randbytes(3 * size[0] * size[1])))
+    draw = ImageDraw.Draw(image)
+    for _ in range(3):
+        x, y = rng.randrange(size[0]), rng.randrange(size[1])
+        draw.rectangle((x, y, x + 50, y + 50), fill=tuple(rng.randbytes(3)))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return part(buffer.getvalue())
+
+
+def turned() -> tuple[Any, Any, Any]:
+    """Parts of a picture with an EXIF tag that turns it, of the turned one, and of the one without the tag."""
+    image = Image.new("RGB", (64, 64), "red")
+    image.paste("blue", (0, 0, 64, 20))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown turned by 90 degrees clockwise
+    parts = []
+    for one, tag in ((image, exif), (image.transpose(Image.Transpose.ROTATE_270), None), (image, None)):
+        buffer = io.BytesIO()
+        one.save(buffer, "PNG", **({"exif": tag} if tag is not None else {}))
+        parts.append(part(buffer.getvalue()))
+    return parts[0], parts[1], parts[2]
+
+
+def clip(colors: Sequence[str], num_frames: int = 8) -> Any:
+    """A part of a chat with a video, as JPEG frames in a row: vLLM's form, for which nobody needs a codec."""
+    frames = []
+    for index in range(num_frames):
+        buffer = io.BytesIO()
+        Image.new("RGB", (64, 64), colors[index * len(colors) // num_frames]).save(buffer, "JPEG")
+        frames.append(base64.b64encode(buffer.getvalue()).decode())
+    return {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{','.join(frames)}"}}
+
+
+def sound(hertz: float, seconds: float = 1.0) -> Any:
+    """A part of a chat with a tone, 16,000 samples a second."""
+    samples = (round(20_000 * math.sin(2 * math.pi * hertz * n / 16_000)) for n in range(round(16_000 * seconds)))
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(16_000)
+        file.writeframes(b"".join(sample.to_bytes(2, "little", signed=True) for sample in samples))
+    data = base64.b64encode(buffer.getvalue()).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
 def part(data: bytes, mime: str = "image/png") -> Any:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 
 from epd_serve.verify.books import balanced
-from epd_serve.verify.check import CHECKS, Check, Failed, Skipped, require
-from epd_serve.verify.client import Client, asked, picture
+from epd_serve.verify.check import CHECKS, Check, Skipped, Unjudged, check, require
+from epd_serve.verify.client import Client, asked, noise
+from epd_serve.verify.traffic import Outcome, Request, Traffic, in_parallel
 
 PARTS = ("E", "P", "D", "store", "router")
 DEEDS = ("kill", "stop", "partition")
 #: Seconds for the answer or the error of a request under a fault, and for the way back to answers.
 ANSWER_S, RECOVERY_S = 60.0, 90.0
+#: Clients that ask meanwhile, and streams among them that have to be in their middle before a deed.
+CONCURRENCY, LEAST_STREAMING, MID_STREAM_S = 12, 3, 10.0
 _LABELS = {"E": "encode", "P": "prefill", "D": "decode"}
 
 
@@ -23,8 +29,8 @@ def admin_commands(options: Sequence[str]) -> dict[str, str]:
 
     ``kill-E=COMMAND`` names a command; after ``stop`` and ``partition``, ``heal-stop-E`` and ``heal-partition-E``
     undo them. ``up:PID`` stands for signals to the instances and the gateway of that ``epd-serve up``,
-    ``pids:E=12,P=13`` for signals to any processes of this machine, as vLLM's, and ``kubectl:NAMESPACE`` for the
-    deletion of pods with llm-d's label of the role.
+    ``pids:E=12,P=13`` for signals to any processes of this machine, as vLLM's, and ``kubectl:NAMESPACE`` for pods
+    with llm-d's label of the role: their deletion, and a NetworkPolicy that cuts them off.
     """
     commands: dict[str, str] = {}
     known = {f"{deed}-{part}" for deed in DEEDS for part in PARTS}
@@ -43,10 +49,8 @@ def admin_commands(options: Sequence[str]) -> dict[str, str]:
                     raise ValueError(f"--admin {option}: it should look like pids:E=12,P=13")
                 commands |= _signals(part, pid)
         elif option.startswith("kubectl:"):
-            delete = (
-                f"kubectl -n {option.removeprefix('kubectl:')} delete pod --wait=false --grace-period=0 --force"
-            )
-            commands |= {f"kill-{part}": f"{delete} -l llm-d.ai/role={role}" for part, role in _LABELS.items()}
+            for part, role in _LABELS.items():
+                commands |= _pods(option.removeprefix("kubectl:"), part, role)
         else:
             name, _, command = option.partition("=")
             if name not in known or not command:
@@ -68,6 +72,24 @@ def _process_of(part: str, up: str) -> str:
     return f'$(pgrep -o -P {instances} -f \'"role": "[EPD]*{part}\')'
 
 
+def _pods(namespace: str, part: str, role: str) -> dict[str, str]:
+    kubectl, label = f"kubectl -n {shlex.quote(namespace)}", f"llm-d.ai/role={role}"
+    policy = {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": f"verify-partition-{role}"},
+        "spec": {
+            "podSelector": {"matchLabels": {"llm-d.ai/role": role}},
+            "policyTypes": ["Ingress", "Egress"],
+        },
+    }
+    return {
+        f"kill-{part}": f"{kubectl} delete pod --wait=false --grace-period=0 --force -l {label}",
+        f"partition-{part}": f"echo {shlex.quote(json.dumps(policy))} | {kubectl} apply -f -",
+        f"heal-partition-{part}": f"{kubectl} delete networkpolicy verify-partition-{role}",
+    }
+
+
 async def _command(line: str) -> None:
     process = await asyncio.create_subprocess_shell(
         line, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
@@ -77,48 +99,92 @@ async def _command(line: str) -> None:
         raise Skipped(f"{line!r} ended with {process.returncode}: {said.decode(errors='replace')[:200]}")
 
 
-async def _under(client: Client, deed: str, target: str) -> None:
-    name = f"{deed}-{target}"
-    if name not in client.admin:
-        raise Skipped(f"no --admin {name}=COMMAND")
-    contents = [asked(picture(color)) for color in ("red", "blue", "lime", "white")]
-    wanted = [(await client.chat(content)).text() for content in contents]
-    bodies = [client.body(content, stream=True) for content in contents] * 3
+async def _requests(client: Client) -> list[Request]:
+    """Texts and pictures, mostly streams, as long as the server makes them."""
+    long = await client.endless()
+    shared = {"max_tokens": 160, **long}
+    contents = [*(asked(noise(number)) for number in range(5)), "What colours are there?", "Count to 99."]
+    plain = [Request(key=f"plain {n}", content=one, fields=shared) for n, one in enumerate(contents[::2])]
+    streams = [
+        Request(key=f"stream {n}", content=one, fields={**shared, "stream": True})
+        for n, one in enumerate(contents * 2)
+    ]
+    return [*streams, *plain]
+
+
+async def _in_mid_stream(traffic: Traffic) -> int:
+    """Wait until some streams are in their middle; return how many are."""
+    end_s = time.monotonic() + MID_STREAM_S
+    most = 0
+    while most < LEAST_STREAMING and time.monotonic() < end_s:
+        most = traffic.num_streaming
+        await asyncio.sleep(0.002)
+    return most
+
+
+async def _under(client: Client, names: Sequence[str], seconds: float) -> str:
+    """Do the deeds of these names one after the other under traffic, ``seconds`` apart."""
+    traffic = Traffic(client, deadline_s=ANSWER_S, pause_s=0.3)
+    requests = await _requests(client)
+    await traffic.learn(requests, CONCURRENCY)
+    traffic.may_cut = any(name.endswith("-router") for name in names)
+    over, met = asyncio.Event(), []
+    asking = asyncio.create_task(traffic.ask_until(requests, CONCURRENCY, over))
+    try:
+        for name in names:
+            met.append(await _in_mid_stream(traffic))
+            await _deed(client, name, seconds)
+    finally:
+        over.set()
+        await asking
+    counts = traffic.outcomes()
+    wrong = traffic.wrong()
+    require(not wrong, f"{len(wrong)} of {len(traffic.results)} answers: {wrong[:3]}")
+    back_s = await _recovered(traffic, requests)
+    said = f"{', '.join(map(str, met))} streams in their middle; {counts[Outcome.IDENTICAL]} answers right"
+    longest_s = max(result.seconds for _, result in traffic.results)
+    seen = (
+        f"{said}, {counts[Outcome.ERROR]} clear errors, the last after {longest_s:.1f} s; back in {back_s:.1f} s"
+    )
+    try:
+        await balanced(client, 30.0)
+    except Unjudged as unjudged:
+        raise Unjudged(f"{seen}; {unjudged}") from None
+    return seen
+
+
+async def _deed(client: Client, name: str, seconds: float) -> None:
     heal = client.admin.get(f"heal-{name}")
-    under = [asyncio.create_task(client.post(body, patient=False, timeout_s=ANSWER_S)) for body in bodies]
-    await asyncio.sleep(0.1)
     try:
         await _command(client.admin[name])
-        replies = await asyncio.gather(*under)
+        await asyncio.sleep(seconds)
     finally:
         if heal is not None:
             with suppress(Skipped):  # a supervisor may have replaced what was stopped
                 await _command(heal)
-    for index, reply in enumerate(replies):
-        require("not finished within" not in reply.failure, f"neither answer nor error in {ANSWER_S:g} s")
-        is_error = reply.status != 200 or not reply.complete or any("error" in event for event in reply.events)
-        require(not (is_error and reply.done), "[DONE] after an error")
-        require(is_error or reply.text() == wanted[index % 4], f"a wrong answer: {reply.body[-200:]!r}")
-    await _recovered(client, contents, wanted)
 
 
-async def _recovered(client: Client, contents: Sequence[list[object]], wanted: Sequence[str]) -> None:
-    end_s = time.monotonic() + RECOVERY_S
-    for content, text in zip(contents, wanted, strict=True):
-        while True:
-            reply = await client.chat(content)
-            if reply.status == 200:
-                require(reply.text() == text, f"a wrong answer after the fault: {reply.text()!r}, {text!r} before")
-                break
-            if time.monotonic() > end_s:
-                raise Failed(f"no answer {RECOVERY_S:g} s after the fault: status {reply.status}")
-            await asyncio.sleep(0.5)
-    await balanced(client, 30.0)
+async def _recovered(traffic: Traffic, requests: Sequence[Request]) -> float:
+    """Seconds until each request is answered as before the fault. Raises Failed where one is not in time."""
+    began_s = time.monotonic()
+
+    async def one(request: Request) -> None:
+        while (result := await traffic.ask(request)).outcome is not Outcome.IDENTICAL:
+            require(result.outcome is Outcome.ERROR, f"after the fault: {result.detail}")
+            late = f"no answer {RECOVERY_S:g} s after the fault: {result.detail} {result.text}"
+            require(time.monotonic() < began_s + RECOVERY_S, late)
+            await asyncio.sleep(traffic.pause_s)
+
+    await in_parallel(map(one, requests), CONCURRENCY)
+    return time.monotonic() - began_s
 
 
 def _enter(deed: str, target: str) -> None:
-    async def run(client: Client) -> None:
-        await _under(client, deed, target)
+    async def run(client: Client) -> str:
+        name = f"{deed}-{target}"
+        if name not in client.admin:
+            raise Skipped(f"no --admin {name}=COMMAND")
+        return await _under(client, [name], 2.0)
 
     name = f"faults.{deed}-{target}"
     CHECKS[name] = Check(
@@ -126,11 +192,22 @@ def _enter(deed: str, target: str) -> None:
         suite="faults",
         proves=f"With {target} under '{deed}' each answer is right or an error in time; then all is as before.",
         origin="dynamo 11460: no policy for an encoder's failure; D left hanging when P dies",
-        limit_s=2 * (ANSWER_S + RECOVERY_S),
+        limit_s=3 * ANSWER_S + RECOVERY_S,
         run=run,
     )
 
 
-for _deed in DEEDS:
+for _deed_name in DEEDS:
     for _part in PARTS:
-        _enter(_deed, _part)
+        _enter(_deed_name, _part)
+
+
+@check("faults", "a second fault before the first is over", limit_s=600)
+async def storm(client: Client) -> str:
+    """While parts of every kind are killed and stopped at random, each answer is right or an error in time."""
+    known = sorted(name for name in client.admin if not name.startswith("heal-") and "router" not in name)
+    if not known:
+        raise Skipped("no --admin kill-E=COMMAND or the like")
+    rng = random.Random(0)
+    names = [rng.choice(known) for _ in range(max(2, round(12 * client.scale)))]
+    return await _under(client, names, 3.0)

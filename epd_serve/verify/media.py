@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import struct
 import zlib
 from collections.abc import AsyncIterator
@@ -10,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from epd_serve.verify.check import check, require
-from epd_serve.verify.client import Client, asked, part, picture, url_part
+from epd_serve.verify.client import Client, asked, part, picture, sound, url_part
 
 #: Seconds within which a hostile item has to be refused.
 REFUSED_S = 20.0
@@ -62,6 +63,31 @@ async def broken(client: Client) -> None:
             "no data URL": url_part("data:"),
         },
     )
+
+
+@check("media", "endless or mislabelled clips that a decoder waits for", limit_s=120)
+async def clips(client: Client) -> None:
+    """Videos and sounds that are none, cut ones, and those of another kind than they say are refused by a 4xx."""
+    mp4 = b"\x00\x00\x00\x18ftypisom\x00\x00\x02\x00isomiso2" + b"\x00\x00\x00\x08mdat"
+    whole = sound(440)["input_audio"]["data"]
+    await _refused(
+        client,
+        {
+            "no video": _clip("video", b"no video", "mp4"),
+            "an empty video": _clip("video", b"", "mp4"),
+            "a video without frames": _clip("video", mp4, "mp4"),
+            "a sound as a video": _clip("video", base64.b64decode(whole), "mp4"),
+            "no sound": _clip("audio", b"no sound", "wav"),
+            "an empty sound": _clip("audio", b"", "wav"),
+            "a picture as a sound": _clip("audio", _png(8, 8, 8), "wav"),
+            "a sound's head": _clip("audio", base64.b64decode(whole)[:40], "wav"),
+        },
+    )
+
+
+def _clip(kind: str, data: bytes, form: str) -> Any:
+    url = f"data:{kind}/{form};base64,{base64.b64encode(data).decode()}"
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 @check("media", "server-side requests to private addresses", limit_s=120)

@@ -65,7 +65,7 @@ async def _one(client: Client, check: Check, directory: Path) -> Result:
     began_s, outcome, reason = time.monotonic(), "pass", ""
     try:
         async with asyncio.timeout(check.limit_s):
-            await check.run(client)
+            reason = await check.run(client) or ""
     except Failed as error:
         outcome, reason = "fail", str(error)
     except Unjudged as error:

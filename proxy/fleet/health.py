@@ -155,6 +155,10 @@ class Health:
         if watched.pid not in (None, pid):
             watched.breaker.restarted()
             watched.probe_at = 0.0
+            for record in self._table:  # whom the process before could not reach says nothing of this one
+                record.cut_off.discard(name)
+                if record.name == name:
+                    record.cut_off.clear()
             self._apply(name, watched)
         watched.pid = pid
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed
@@ -86,3 +88,17 @@ async def test_the_only_pair_is_tried_again_until_it_is_too_late(start, kit, mon
     late["p0"].scripts["/stage/prefill"] = lambda _: kit.fail(502, UNREACHABLE.message, code=PEER_UNREACHABLE)
     status, error = await late.error(kit.chat())
     assert (status, error["code"], error["message"]) == (502, PEER_UNREACHABLE, UNREACHABLE.message)
+
+
+async def test_a_restarted_instance_is_avoided_by_nobody(start, kit, monkeypatch):
+    """Its death may have looked like a link that is cut."""
+    monkeypatch.setattr(pairs, "_AVOID_S", 300.0)
+    gateway = await start("p0:P", "d0:D", failover={"wait_s": 60})
+    answers = [kit.fail(502, UNREACHABLE.message, code=PEER_UNREACHABLE)]
+    p0 = gateway["p0"]
+    p0.scripts["/stage/prefill"] = lambda message: answers.pop() if answers else p0._regular(message)
+    asked = asyncio.create_task(gateway.answer(kit.chat()))
+    await gateway.until(lambda: gateway.table["p0"].cut_off == {"d0"})
+    gateway["d0"].info["pid"] = 2
+    assert await asked == (200, kit.WHOLE)
+    assert not gateway.table["p0"].cut_off

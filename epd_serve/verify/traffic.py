@@ -1,0 +1,234 @@
+"""Mixed requests in a closed loop; each answer is judged by what the server said when it was quiet."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from epd_serve.verify.check import Failed
+from epd_serve.verify.client import Client, Reply, asked, noise
+
+#: Statuses of a clear error that a fault may lead to.
+FAULT_STATUSES = (429, 500, 502, 503, 504)
+_NUM_PICTURES = 24
+_QUESTIONS = (
+    "What color is the circle?",
+    "What is in the picture?",
+    "How many shapes are there?",
+    "Where is the blue square?",
+)
+_TEXTS = ("What is the capital of France?", "Count to 9.", "What is 2 + 3?", "Repeat: apple banana cherry")
+
+
+class Outcome(StrEnum):
+    IDENTICAL = "identical"
+    ERROR = "clear error"
+    CANCELLED = "cancelled by the client"
+    WRONG = "wrong"
+    HANG = "hang"
+
+
+#: Outcomes that no fault excuses.
+BAD = (Outcome.WRONG, Outcome.HANG)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request. Equal ``key``, equal answer.
+
+    Attributes:
+        patience_s: the client leaves after so long; None: it waits for the answer.
+    """
+
+    key: str
+    content: Any
+    fields: dict[str, Any]
+    patience_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """The end of one request.
+
+    Attributes:
+        detail: what was wrong, or the status of a clear error.
+        seconds: until that was known.
+    """
+
+    outcome: Outcome
+    text: str = ""
+    detail: str = ""
+    seconds: float = 0.0
+
+
+def mixed_requests(count: int, seed: int, *, patient: bool = False) -> list[Request]:
+    """Texts, one and two pictures (few enough that most are asked about again), streams, impatient clients.
+
+    With ``patient`` all are streams of clients that stay, long enough that a fault meets many in their middle.
+    """
+    rng = random.Random(seed)
+    return [_mixed_request(rng, patient) for _ in range(count)]
+
+
+def _mixed_request(rng: random.Random, patient: bool) -> Request:
+    pictures = [rng.randrange(_NUM_PICTURES) for _ in range(rng.choice((0, 0, 1, 1, 1, 2)))]
+    text = rng.choice(_QUESTIONS if pictures else _TEXTS) + " apple" * rng.choice((0, 0, 20, 120))
+    max_tokens = rng.choice((48, 120, 250) if patient else (1, 16, 96, 250))
+    stream = patient or rng.random() < 0.5
+    impatient = not patient and rng.random() < 0.15
+    return Request(
+        key=f"{pictures} {max_tokens} {text}",
+        content=asked(*map(noise, pictures), text=text) if pictures else text,
+        fields={"max_tokens": max_tokens, "stream": stream, "ignore_eos": True, "skip_special_tokens": False},
+        patience_s=rng.uniform(0, 1.5) if impatient else None,
+    )
+
+
+def judge(reply: Reply, expected: str | None, *, may_cut: bool = False) -> Result:
+    """Tell whether an answer is right, or an error that says what happened.
+
+    A stream that breaks off must say so in its last event, and what came before must be the beginning of the
+    right answer. Without ``expected`` any complete answer counts as identical. With ``may_cut`` a lost connection
+    is a clear error: it is all that a client can see of a router's death.
+    """
+    if reply.timed_out:
+        return Result(outcome=Outcome.HANG, detail=reply.failure)
+    if may_cut and not reply.complete:
+        return Result(outcome=Outcome.ERROR, detail="connection lost")
+    if not reply.status:
+        return Result(outcome=Outcome.WRONG, detail=f"the server broke off without a word: {reply.failure}")
+    try:
+        if reply.status != 200:
+            message = reply.error()
+            if reply.status in FAULT_STATUSES and message:
+                return Result(outcome=Outcome.ERROR, text=message, detail=str(reply.status))
+            return Result(outcome=Outcome.WRONG, detail=f"status {reply.status}: {message[:200]}")
+        if reply.is_stream and reply.events and "error" in reply.events[-1] and not reply.done:
+            begun = "".join(
+                one["delta"].get("content") or "" for event in reply.events[:-1] for one in event["choices"]
+            )
+            if expected is not None and not expected.startswith(begun):
+                return Result(outcome=Outcome.WRONG, text=begun, detail="a broken stream began wrongly")
+            return Result(outcome=Outcome.ERROR, text=begun, detail="stream broken off")
+        choice = reply.choices()[0]
+    except Failed as failure:
+        return Result(outcome=Outcome.WRONG, detail=str(failure))
+    text = f"{choice['message']['content']} [{choice['finish_reason']}]"
+    if expected is None or text == expected:
+        return Result(outcome=Outcome.IDENTICAL, text=text)
+    return Result(outcome=Outcome.WRONG, text=text, detail=f"expected {expected!r}")
+
+
+class Traffic:
+    """Clients of one server.
+
+    Attributes:
+        expected: key of a request → its text when nothing was wrong.
+        deadline_s: within which there has to be the whole answer, or an error.
+        pause_s: a client that got no answer comes back after this.
+        may_cut: whether a lost connection counts as a clear error.
+        results: of the requests that were judged.
+    """
+
+    def __init__(self, client: Client, *, deadline_s: float = 60.0, pause_s: float = 2.0) -> None:
+        self.client, self.deadline_s, self.pause_s, self.may_cut = client, deadline_s, pause_s, False
+        self.expected: dict[str, str] = {}
+        self.results: list[tuple[Request, Result]] = []
+        self._streaming: set[Any] = set()
+
+    @property
+    def num_streaming(self) -> int:
+        """Streams of which a first event has come and the last has not."""
+        return sum(bool(one.body) and one.finish_s is None for one in self._streaming)
+
+    async def ask(self, request: Request) -> Result:
+        started_s, done = time.monotonic(), asyncio.Event()
+        body = self.client.body(request.content, **request.fields)
+        exchange = self.client.begin(body, done, timeout_s=self.deadline_s)
+        if request.fields.get("stream"):
+            self._streaming.add(exchange)
+        try:
+            async with asyncio.timeout(request.patience_s):
+                await done.wait()
+            result = judge(Reply(exchange), self.expected.get(request.key), may_cut=self.may_cut)
+        except TimeoutError:
+            result = Result(outcome=Outcome.CANCELLED)
+        except Failed as failure:
+            result = Result(outcome=Outcome.WRONG, detail=str(failure))
+        finally:
+            if exchange.finish_s is None:
+                exchange.close()
+            self._streaming.discard(exchange)
+        return replace(result, seconds=time.monotonic() - started_s)
+
+    async def learn(self, requests: Sequence[Request], concurrency: int) -> None:
+        """Get the answer to each distinct request. Raises Failed where one gets none without any fault."""
+
+        async def one(request: Request) -> None:
+            for _ in range(10):  # a busy server says when to come back
+                result = await self.ask(replace(request, patience_s=None))
+                if (result.outcome, result.detail) not in ((Outcome.ERROR, "429"), (Outcome.ERROR, "503")):
+                    break
+                await asyncio.sleep(self.pause_s)
+            if result.outcome is not Outcome.IDENTICAL:
+                raise Failed(f"{request.key} failed without any fault: {result.detail}")
+            self.expected[request.key] = result.text
+
+        await in_parallel((one(each) for each in {each.key: each for each in requests}.values()), concurrency)
+
+    async def _judged(self, request: Request) -> None:
+        result = await self.ask(request)
+        self.results.append((request, result))
+        if result.outcome not in (Outcome.IDENTICAL, Outcome.CANCELLED):
+            await asyncio.sleep(self.pause_s)
+
+    async def ask_all(self, requests: Sequence[Request], concurrency: int) -> None:
+        await in_parallel((self._judged(one) for one in requests), concurrency)
+
+    async def ask_until(self, requests: Sequence[Request], concurrency: int, over: asyncio.Event) -> None:
+        """Ask the requests again and again, until it is over."""
+        turns = itertools.cycle(requests)
+
+        async def work() -> None:
+            while not over.is_set():
+                await self._judged(next(turns))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(work())
+
+    def outcomes(self) -> Counter[Outcome]:
+        return Counter(result.outcome for _, result in self.results)
+
+    def wrong(self) -> list[str]:
+        """What was wrong, of each result that no fault excuses."""
+        return [f"{one.key}: {result.detail}" for one, result in self.results if result.outcome in BAD]
+
+    def report(self) -> dict[str, Any]:
+        counts = self.outcomes()
+        errors = Counter(result.detail for _, result in self.results if result.outcome is Outcome.ERROR)
+        return {
+            "requests": len(self.results),
+            "distinct": len(self.expected),
+            "outcomes": {outcome.value: counts[outcome] for outcome in Outcome},
+            "clear_errors": dict(sorted(errors.items())),
+            "wrong": self.wrong(),
+        }
+
+
+async def in_parallel(work: Iterable[Awaitable[None]], concurrency: int) -> None:
+    """Do all of it, at most ``concurrency`` at a time."""
+    slots = asyncio.Semaphore(concurrency)
+
+    async def one(task: Awaitable[None]) -> None:
+        async with slots:
+            await task
+
+    await asyncio.gather(*(one(task) for task in work))
