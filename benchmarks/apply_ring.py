@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import random
 import sys
 import tempfile
@@ -21,23 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from benchmarks.chaos import (
-    DEADLINE_S,
-    Chaos,
-    Outcome,
-    Request,
-    ask,
-    heading,
-    make_requests,
-    make_streams,
-    publish,
-)
+from benchmarks.chaos import Chaos, counters, heading, publish
 from benchmarks.common import ROOT, argument_parser
-from benchmarks.kill_streams import counters
 from epd_serve.config import load_config
 from epd_serve.launch import LocalDeployment
+from epd_serve.verify.client import Client
+from epd_serve.verify.traffic import Outcome, Request, mixed_requests
 
 #: Names of files in deploy/: EPD, EP-D, E-P-D, (E-P)-D, (E-D)-P, (E-PD), ED-P, 2E-P-D.
 RING = ("cpu-epd", "cpu-ep-d", "cpu-e-p-d", "cpu-e_p-d", "cpu-e_d-p", "cpu-e_pd", "cpu-ed-p", "cpu-2e-p-d")
@@ -49,25 +37,10 @@ _TOO_EARLY = "not all requests ended"
 
 def make_load(count: int, seed: int) -> list[Request]:
     """Half of them streams long enough to meet a step in their middle; nobody leaves early."""
-    whole = [replace(one, patience_s=None) for one in make_requests(count - count // 2, seed)]
-    mixed = [*whole, *make_streams(count // 2, seed)]
+    whole = [replace(one, patience_s=None) for one in mixed_requests(count - count // 2, seed)]
+    mixed = [*whole, *mixed_requests(count // 2, seed, patient=True)]
     random.Random(seed).shuffle(mixed)
     return mixed
-
-
-async def ask_until(chaos: Chaos, requests: list[Request], concurrency: int, done: asyncio.Event) -> None:
-    """The requests again and again, until it is over."""
-    turns = itertools.cycle(requests)
-
-    async def client() -> None:
-        while not done.is_set():
-            request = next(turns)
-            result = await ask(chaos.client, request, chaos.expected[request.key], DEADLINE_S)
-            chaos.results.append((request, result))
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(client())
 
 
 async def by_command(deployment: LocalDeployment, file: Path) -> list[str]:
@@ -132,14 +105,13 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     requests = make_load(arguments.requests, arguments.seed)
     log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-ring-"))
     files = files_of(arguments.ring, log_dir)
-    async with (
-        LocalDeployment(load_config(files[0]), log_dir=log_dir, ready_timeout_s=180) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=None, limits=httpx.Limits()) as client,
-    ):
-        chaos = Chaos(deployment, client, random.Random(arguments.seed), 0.0)
+    async with LocalDeployment(load_config(files[0]), log_dir=log_dir, ready_timeout_s=180) as deployment:
+        client = Client(deployment.gateway_url)
+        await client.meet()
+        chaos = Chaos(deployment, client, seed=arguments.seed)
         await chaos.learn(requests, arguments.concurrency)
         began, done = time.monotonic(), asyncio.Event()
-        asking = asyncio.create_task(ask_until(chaos, requests, arguments.concurrency, done))
+        asking = asyncio.create_task(chaos.ask_until(requests, arguments.concurrency, done))
         try:
             applies = await go_round(arguments, chaos, files)
         finally:
@@ -148,6 +120,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds = time.monotonic() - began
         await chaos.settle()
         report, counted = chaos.report(), await counters(client)
+        await client.close()
     too_early = ended_too_early(log_dir)
     kinds = Counter(step.split()[0] for one in applies for step in one["steps"])
     complete = report["outcomes"][Outcome.IDENTICAL.value]
@@ -160,7 +133,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         **counted,
         **{
             key: report[key]
-            for key in ("requests", "distinct", "outcomes", "clear_errors", "restarts", "leaks", "faults")
+            for key in ("requests", "distinct", "outcomes", "clear_errors", "restarts", "leaks", "wrong")
         },
         "logs": str(log_dir),
     }

@@ -1,17 +1,19 @@
 """Mixed requests under random SIGKILLs of E, P, D and the store's master, which are started again each time.
 
-With ``--hangs`` some of them are stopped (SIGSTOP) instead, which the supervisor must notice.
+With ``--hangs`` some of them are stopped (SIGSTOP) instead, which the supervisor must notice. With ``--streams``
+all are long streams of patient clients, one instance of each role is left alone while another is started again,
+and at least 99 % of the streams have to be complete.
 
-Every answer is compared with the one that the same deployment gave before the first fault (greedy, float32). In
-the end no instance and no gateway may hold anything. Run as ``python -m benchmarks.chaos [--requests 1000]`` from
-the root of the repository; the exit code is 1 where an answer was wrong, a request hung or something leaked.
+The requests and their judge are those of ``epd-serve verify --suite faults``: every answer is compared with the
+one that the same deployment gave before the first fault (greedy, float32). In the end no instance and no gateway
+may hold anything. Run as ``python -m benchmarks.chaos [--requests 1000]`` from the repository's root; the exit
+code is 1 where an answer was wrong, a request hung or something leaked.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import re
@@ -20,202 +22,42 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, get_args
 
-import httpx
-import numpy as np
-from PIL import Image
 from rich.console import Console
 
-from benchmarks.common import RESULTS, data_url, encoded, machine, typed, write
+from benchmarks.common import RESULTS, machine, typed, write
+from benchmarks.deployed import held_in
 from epd_serve.config import DEMO_MODEL, DeploymentConfig
 from epd_serve.launch import Backoff, LocalDeployment, ProcessState
 from epd_serve.types import KVMode
-
-#: Statuses of a clear error that a fault may lead to.
-_FAULT_STATUSES = (429, 500, 502, 503, 504)
-_NUM_PICTURES = 24
-_QUESTIONS = (
-    "What color is the circle?",
-    "What is in the picture?",
-    "How many shapes are there?",
-    "Where is the blue square?",
-)
-_TEXTS = ("What is the capital of France?", "Count to 9.", "What is 2 + 3?", "Repeat: apple banana cherry")
-
-
-class Outcome(StrEnum):
-    IDENTICAL = "identical"
-    ERROR = "clear error"
-    CANCELLED = "cancelled by the client"
-    WRONG = "wrong"
-    HANG = "hang"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One request. Equal ``key``, equal answer.
-
-    ``patience_s``: the client leaves after so long; None: it waits for the answer.
-    """
-
-    key: str
-    body: dict[str, Any]
-    patience_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """``detail``: what was wrong, or the status of a clear error; ``seconds``: until that was known."""
-
-    outcome: Outcome
-    text: str = ""
-    detail: str = ""
-    seconds: float = 0.0
-
-
-def make_requests(count: int, seed: int) -> list[Request]:
-    """Texts, pictures (few enough that most are asked about again), two pictures, streams, impatient clients."""
-    rng = random.Random(seed)
-    return [_make_request(rng) for _ in range(count)]
-
-
-def make_streams(count: int, seed: int) -> list[Request]:
-    """Streams of patient clients, long enough that a fault meets many in their middle."""
-    rng = random.Random(seed)
-    streams = []
-    for request in make_requests(count, seed):
-        body = request.body | {"stream": True, "max_tokens": rng.choice((48, 120, 250))}
-        key = json.dumps(body)
-        streams.append(Request(key=blake2b(key.encode(), digest_size=8).hexdigest(), body=body, patience_s=None))
-    return streams
-
-
-def _make_request(rng: random.Random) -> Request:
-    pictures = [rng.randrange(_NUM_PICTURES) for _ in range(rng.choice((0, 0, 1, 1, 1, 2)))]
-    text = rng.choice(_QUESTIONS if pictures else _TEXTS) + " apple" * rng.choice((0, 0, 20, 120))
-    max_tokens = rng.choice((1, 16, 96, 250))
-    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": _picture(one)}} for one in pictures]
-    content: Any = [*parts, {"type": "text", "text": text}] if parts else text
-    body = {
-        "model": "demo",
-        "messages": [{"role": "user", "content": content}],
-        "temperature": 0,
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "skip_special_tokens": False,
-        "stream": rng.random() < 0.5,
-    }
-    impatient = rng.random() < 0.15
-    return Request(
-        key=f"{pictures} {max_tokens} {text}", body=body, patience_s=rng.uniform(0, 1.5) if impatient else None
-    )
-
-
-def _picture(number: int) -> str:
-    """A data URL: coloured rectangles under noise, of one of three sizes."""
-    rng = np.random.default_rng(number)
-    width, height = ((120, 90), (200, 150), (90, 240))[number % 3]
-    pixels = rng.integers(0, 60, (height, width, 3), dtype=np.uint8)
-    for _ in range(3):
-        x, y = int(rng.integers(width)), int(rng.integers(height))
-        pixels[y : y + 50, x : x + 50] += rng.integers(0, 190, 3, dtype=np.uint8)
-    return data_url(encoded(Image.fromarray(pixels)))
-
-
-async def ask(client: httpx.AsyncClient, request: Request, expected: str | None, deadline_s: float) -> Result:
-    """Ask and judge. Without ``expected`` any complete answer counts as identical.
-
-    Before the deadline there must be the whole answer or an error that says what happened; a stream that breaks
-    off must say so too, and what came before must be the beginning of the right answer.
-    """
-    started = time.monotonic()
-    result = await _ask(client, request, expected, deadline_s)
-    return replace(result, seconds=time.monotonic() - started)
-
-
-async def _ask(client: httpx.AsyncClient, request: Request, expected: str | None, deadline_s: float) -> Result:
-    limit_s = deadline_s if request.patience_s is None else request.patience_s
-    try:
-        async with asyncio.timeout(limit_s):
-            if request.body["stream"]:
-                return await _stream(client, request, expected)
-            return await _whole(client, request, expected)
-    except TimeoutError:
-        if request.patience_s is not None:
-            return Result(outcome=Outcome.CANCELLED)
-        return Result(outcome=Outcome.HANG, detail=f"no answer in {deadline_s:g} s")
-    except httpx.TransportError as error:
-        return Result(outcome=Outcome.WRONG, detail=f"the gateway broke off without a word: {error!r}")
-
-
-async def _whole(client: httpx.AsyncClient, request: Request, expected: str | None) -> Result:
-    answer = await client.post("/v1/chat/completions", json=request.body)
-    if answer.status_code != 200:
-        return _judge_error(answer.status_code, answer.text)
-    choice = answer.json()["choices"][0]
-    return _judge(f"{choice['message']['content']} [{choice['finish_reason']}]", expected)
-
-
-async def _stream(client: httpx.AsyncClient, request: Request, expected: str | None) -> Result:
-    text, finish, events = "", "", ""
-    try:
-        async with client.stream("POST", "/v1/chat/completions", json=request.body) as answer:
-            if answer.status_code != 200:
-                return _judge_error(answer.status_code, (await answer.aread()).decode())
-            async for line in answer.aiter_lines():
-                events = line or events
-                if line.startswith("data: {") and "error" not in (event := json.loads(line[6:])):
-                    choice = event["choices"][0]
-                    text += choice["delta"].get("content") or ""
-                    finish = choice["finish_reason"] or finish
-    except httpx.RemoteProtocolError:
-        if not events.startswith('data: {"error"'):
-            return Result(outcome=Outcome.WRONG, text=text, detail="a stream was cut without a word")
-        if expected is not None and not expected.startswith(text):
-            return Result(outcome=Outcome.WRONG, text=text, detail="a broken stream began wrongly")
-        return Result(outcome=Outcome.ERROR, text=text, detail="stream broken off")
-    if events != "data: [DONE]":
-        return Result(outcome=Outcome.WRONG, text=text, detail="a stream ended in order and is not complete")
-    return _judge(f"{text} [{finish}]", expected)
-
-
-def _judge(text: str, expected: str | None) -> Result:
-    if expected is None or text == expected:
-        return Result(outcome=Outcome.IDENTICAL, text=text)
-    return Result(outcome=Outcome.WRONG, text=text, detail=f"expected {expected!r}")
-
-
-def _judge_error(status: int, body: str) -> Result:
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = ""
-    if status in _FAULT_STATUSES and message:
-        return Result(outcome=Outcome.ERROR, text=message, detail=str(status))
-    return Result(outcome=Outcome.WRONG, detail=f"status {status}: {body[:200]}")
-
+from epd_serve.verify.books import balanced
+from epd_serve.verify.check import Failed
+from epd_serve.verify.client import Client
+from epd_serve.verify.traffic import BAD, Outcome, Request, Traffic, mixed_requests
 
 LEASE_S = 3.0
 DEADLINE_S = 60.0
 HANG_TIMEOUT_S = 9.0
-#: A client that was told that there is no instance comes back after this, as the gateway asks it to.
-PAUSE_S = 2.0
-_BAD = (Outcome.WRONG, Outcome.HANG)
+#: With --streams: an instance of the built-in model is there again after a few seconds, however busy the machine.
+WAIT_S = 30.0
+#: However slow the machine, a stream is not to be hit again and again.
+ANSWERS_BETWEEN = 4
+LEAST_COMPLETE = 0.99
+_COUNTERS = re.compile(
+    r"epd_serve_(?:request_(retries|continuations)_total|migrations_total\{outcome=\"(\w+)\"\})"
+)
+#: Seconds in which all has to be given back after the last fault.
+_SETTLE_S = 4 * LEASE_S + HANG_TIMEOUT_S + 15
 
 
-@dataclass
-class Chaos:
-    """One run.
+class Chaos(Traffic):
+    """Traffic to a deployment whose processes are killed.
 
     Attributes:
-        results: of the requests asked under faults.
         hang_share: of the faults, those that stop a process (SIGSTOP) and leave killing it to the supervisor.
         num_spared: processes of a kind that must be ready beside one that is killed.
         answers_between: answers that must come between two faults, so that a slow machine is not killed faster.
@@ -224,36 +66,27 @@ class Chaos:
         leaks: what was still held in the end.
     """
 
-    deployment: LocalDeployment
-    client: httpx.AsyncClient
-    rng: random.Random
-    interval_s: float
-    hang_share: float = 0.0
-    num_spared: int = 0
-    answers_between: int = 0
-    expected: dict[str, str] = field(default_factory=dict)
-    results: list[tuple[Request, Result]] = field(default_factory=list)
-    kills: Counter[str] = field(default_factory=Counter)
-    hangs: Counter[str] = field(default_factory=Counter)
-    leaks: list[str] = field(default_factory=list)
+    def __init__(
+        self,
+        deployment: LocalDeployment,
+        client: Client,
+        *,
+        seed: int = 0,
+        interval_s: float = 0.0,
+        hang_share: float = 0.0,
+    ) -> None:
+        super().__init__(client, deadline_s=DEADLINE_S)
+        self.deployment, self.rng = deployment, random.Random(seed)
+        self.interval_s, self.hang_share = interval_s, hang_share
+        self.num_spared = self.answers_between = 0
+        self.kills: Counter[str] = Counter()
+        self.hangs: Counter[str] = Counter()
+        self.leaks: dict[str, Any] = {}
 
-    async def learn(self, requests: list[Request], concurrency: int) -> None:
-        """The answer to each distinct request without any fault."""
-        distinct = {request.key: request for request in requests}
-
-        async def one(request: Request) -> None:
-            patient = Request(key=request.key, body=request.body, patience_s=None)
-            result = await ask(self.client, patient, None, DEADLINE_S)
-            if result.outcome is not Outcome.IDENTICAL:
-                raise RuntimeError(f"{request.key} failed without any fault: {result}")
-            self.expected[request.key] = result.text
-
-        await _in_parallel([one(request) for request in distinct.values()], concurrency)
-
-    async def run(self, requests: list[Request], concurrency: int) -> None:
+    async def run(self, requests: Sequence[Request], concurrency: int) -> None:
         """Ask all requests while processes are killed; again, until at least one of each kind was."""
         kinds = {kind_of(process.spec.name) for process in self.deployment.processes} - {"gateway"}
-        killing = asyncio.create_task(self._kill())
+        killing = asyncio.create_task(self.kill())
         try:
             while not kinds <= {kind_of(name) for name in self.kills}:
                 await self.ask_all(requests, concurrency)
@@ -261,18 +94,7 @@ class Chaos:
             killing.cancel()
             await asyncio.gather(killing, return_exceptions=True)
 
-    async def ask_all(self, requests: list[Request], concurrency: int) -> None:
-        """Ask all requests."""
-
-        async def one(request: Request) -> None:
-            result = await ask(self.client, request, self.expected[request.key], DEADLINE_S)
-            self.results.append((request, result))
-            if result.outcome is Outcome.ERROR:
-                await asyncio.sleep(PAUSE_S)
-
-        await _in_parallel([one(request) for request in requests], concurrency)
-
-    async def _kill(self) -> None:
+    async def kill(self) -> None:
         """Each kind of process in its turn, so that a short run kills some of each too."""
         turn: list[str] = []
         struck: set[int] = set()  # a death may take the supervisor a while to notice
@@ -301,63 +123,39 @@ class Chaos:
 
     async def settle(self) -> None:
         """Wait until all have started again, and until nothing is held; what stays held is a leak."""
-        deadline = time.monotonic() + 4 * LEASE_S + HANG_TIMEOUT_S + 15
+        deadline_s = time.monotonic() + _SETTLE_S
         while True:
             await self.deployment.wait_ready()
-            self.leaks = await self._held()
-            if not self.leaks or time.monotonic() > deadline:
-                return
+            restarts = sum(process.num_restarts for process in self.deployment.processes)
+            if restarts >= self.kills.total() or time.monotonic() > deadline_s:
+                break
             await asyncio.sleep(0.2)
-
-    async def _held(self) -> list[str]:
-        held = []
-        if sum(process.num_restarts for process in self.deployment.processes) < self.kills.total():
-            held.append("a process that was killed or stopped has not been started again")
-        for name, handle in self.deployment.instances.items():
-            try:
-                answer = await self.client.get(f"{handle.url}/integrity", timeout=HANG_TIMEOUT_S)
-            except httpx.TransportError as error:  # killed or stopped a moment ago
-                held.append(f"{name}: {error!r}")
-                continue
-            if answer.status_code != 200 or any(answer.json().values()):
-                held.append(f"{name}: {answer.text}")
-        exposition = (await self.client.get("/metrics")).text
-        held += re.findall(r"^epd_serve_in_flight_calls\{.*\} (?!0\.0).*$", exposition, re.MULTILINE)
-        return held
+        self.leaks = await held_in(self.deployment, _SETTLE_S)
+        if restarts < self.kills.total():
+            self.leaks["processes"] = "one that was killed or stopped has not been started again"
+        try:
+            await balanced(self.client, _SETTLE_S)
+        except Failed as failed:
+            self.leaks["gateway"] = str(failed)
 
     def report(self) -> dict[str, Any]:
-        outcomes = Counter(result.outcome for _, result in self.results)
-        errors = Counter(result.detail for _, result in self.results if result.outcome is Outcome.ERROR)
+        results = [result for _, result in self.results]
+        failed = [one.seconds for one in results if one.outcome is not Outcome.IDENTICAL]
         return {
-            "requests": len(self.results),
-            "distinct": len(self.expected),
-            "outcomes": {outcome.value: outcomes[outcome] for outcome in Outcome},
-            "clear_errors": dict(sorted(errors.items())),
+            **super().report(),
+            "complete": round(1 - len(failed) / len(results), 4),
+            "longest_failure_s": round(max(failed, default=0.0), 2),
+            "longest_s": round(max(one.seconds for one in results), 2),
             "kills": dict(sorted(self.kills.items())),
             "hangs": dict(sorted(self.hangs.items())),
             "restarts": {one.spec.name: one.num_restarts for one in self.deployment.processes},
             "leaks": self.leaks,
-            "faults": [
-                {"key": asked.key, "stream": asked.body["stream"], "text": result.text, "detail": result.detail}
-                for asked, result in self.results
-                if result.outcome in _BAD
-            ],
         }
 
 
 def kind_of(name: str) -> str:
     """e0 → e."""
     return name.rstrip("0123456789")
-
-
-async def _in_parallel(work: list[Any], concurrency: int) -> None:
-    slots = asyncio.Semaphore(concurrency)
-
-    async def one(task: Any) -> None:
-        async with slots:
-            await task
-
-    await asyncio.gather(*(one(task) for task in work))
 
 
 def deployment_config(arguments: argparse.Namespace, **gateway: Any) -> DeploymentConfig:
@@ -384,35 +182,52 @@ def deployment_config(arguments: argparse.Namespace, **gateway: Any) -> Deployme
 
 @asynccontextmanager
 async def started(arguments: argparse.Namespace, config: DeploymentConfig, log_dir: Path) -> AsyncIterator[Chaos]:
-    """The deployment, whose processes are started again at once, and a client of its gateway."""
-    async with (
-        LocalDeployment(
-            config,
-            log_dir=log_dir,
-            ready_timeout_s=180,
-            backoff=lambda: Backoff(first_s=0.2, limit_s=0.2),  # many deaths are wanted here
-        ) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=None, limits=httpx.Limits()) as client,
-    ):
-        yield Chaos(deployment, client, random.Random(arguments.seed), arguments.interval, arguments.hangs)
+    """The deployment, whose processes are started again at once, and its clients."""
+    async with LocalDeployment(
+        config,
+        log_dir=log_dir,
+        ready_timeout_s=180,
+        backoff=lambda: Backoff(first_s=0.2, limit_s=0.2),  # many deaths are wanted here
+    ) as deployment:
+        client = Client(deployment.gateway_url)
+        await client.meet()
+        options = {"seed": arguments.seed, "interval_s": arguments.interval, "hang_share": arguments.hangs}
+        yield Chaos(deployment, client, **options)
+        await client.close()
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    requests = make_requests(arguments.requests, arguments.seed)
+    streams = arguments.streams
+    requests = mixed_requests(arguments.requests, arguments.seed, patient=streams)
     log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-chaos-"))
-    async with started(arguments, deployment_config(arguments), log_dir) as chaos:
+    failover = {"failover": {"wait_s": WAIT_S}} if streams else {}
+    async with started(arguments, deployment_config(arguments, **failover), log_dir) as chaos:
+        if streams:
+            chaos.num_spared, chaos.answers_between = 1, ANSWERS_BETWEEN
         await chaos.learn(requests, arguments.concurrency)
         began = time.monotonic()
         await chaos.run(requests, arguments.concurrency)
         seconds = time.monotonic() - began
         await chaos.settle()
+        report = chaos.report()
+        bad = any(report["outcomes"][outcome.value] for outcome in BAD)
         return {
             **heading("chaos", arguments, seconds, "topology", "store", "transport", "mode"),
             "interval_s": arguments.interval,
-            **(report := chaos.report()),
-            "passed": not report["leaks"] and not any(report["outcomes"][outcome.value] for outcome in _BAD),
+            "passed": not (bad or report["leaks"] or (streams and report["complete"] < LEAST_COMPLETE)),
+            **report,
+            **await counters(chaos.client),
             "logs": str(log_dir),
         }
+
+
+async def counters(client: Client) -> dict[str, int]:
+    """The gateway's counters of retries, continuations and moves."""
+    found = {}
+    for name, value in (await client.metrics()).items():
+        if counted := _COUNTERS.fullmatch(name):
+            found[counted[1] or counted[2]] = int(value)
+    return found
 
 
 def heading(module: str, arguments: argparse.Namespace, seconds: float, *names: str) -> dict[str, Any]:
@@ -447,11 +262,10 @@ def new_parser(description: str, *, num_requests: int) -> argparse.ArgumentParse
 
 def main() -> int:
     parser = new_parser(__doc__ or "", num_requests=1000)
-    parser.add_argument("--output", type=Path, help="default: benchmarks/results/chaos-cpu[-mooncake].json")
+    parser.add_argument("--streams", action="store_true", help="long streams of patient clients alone")
+    parser.add_argument("--output", type=Path, default=RESULTS / "chaos-cpu.json")
     arguments = parser.parse_args()
-    report = asyncio.run(run(arguments))
-    file = "chaos-cpu.json" if arguments.store == "embedded" else "chaos-cpu-mooncake.json"
-    return publish(report, arguments.output or RESULTS / file)
+    return publish(asyncio.run(run(arguments)), arguments.output)
 
 
 if __name__ == "__main__":

@@ -24,17 +24,16 @@ import httpx
 from benchmarks.chaos import (
     DEADLINE_S,
     Chaos,
-    Outcome,
+    counters,
     deployment_config,
     heading,
-    make_streams,
     new_parser,
     publish,
     started,
 )
 from benchmarks.common import RESULTS
-from benchmarks.kill_streams import counters
 from epd_serve.launch.ports import free_port
+from epd_serve.verify.traffic import Outcome, mixed_requests
 
 RESULT = RESULTS / "switches-cpu.json"
 #: Roles that an instance takes in turn under load, and those whose pairs are timed.
@@ -109,7 +108,7 @@ async def time_pairs(switcher: Switcher, runs: int) -> dict[str, dict[str, float
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    streams = make_streams(arguments.requests, arguments.seed)
+    streams = mixed_requests(arguments.requests, arguments.seed, patient=True)
     log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-switches-"))
     port = free_port("127.0.0.1")
     config = deployment_config(arguments, admin={"port": port})
@@ -139,9 +138,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "refused": dict(switcher.refused),
             "idle_switches": pairs,
             **await counters(chaos.client),
-            **{
-                key: report[key] for key in ("requests", "distinct", "outcomes", "clear_errors", "leaks", "faults")
-            },
+            **{key: report[key] for key in ("requests", "distinct", "outcomes", "clear_errors", "leaks", "wrong")},
             "logs": str(log_dir),
         }
 

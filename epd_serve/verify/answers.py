@@ -112,7 +112,7 @@ async def _clips(client: Client, clips: dict[str, Any]) -> None:
 @check("answers", "vllm 54242, sglang 17824: videos through E", limit_s=180)
 async def videos(client: Client) -> None:
     """Videos of one size and length are told apart, in their order of frames too, and batched as alone."""
-    frames = {"red, blue": ("red", "blue"), "blue, red": ("blue", "red"), "lime": ("lime", "lime")}
+    frames = {"red, blue": ("red", "blue"), "red, lime": ("red", "lime"), "blue, red": ("blue", "red")}
     await _clips(client, {name: clip(colors) for name, colors in frames.items()})
 
 

@@ -143,4 +143,5 @@ async def cancellation(client: Client) -> None:
         while not exchange.body and not exchange.failure:  # noqa: ASYNC110 - an exchange has no event of it
             await asyncio.sleep(0.01)
     exchange.close()
+    await asyncio.sleep(0.2)  # by then the server knows
     require((await client.chat()).text() == before.text(), "another answer than before")

@@ -24,8 +24,8 @@ HELD = (
     "dynamo_frontend_inflight_requests",
     "dynamo_frontend_queued_requests",
 )
-#: Seconds in which what an ended request held has to be given back.
-SETTLE_S = 15.0
+#: Seconds in which what an ended request held has to be given back; what dead parts held goes by leases.
+SETTLE_S = 45.0
 
 
 async def balanced(client: Client, settle_s: float = SETTLE_S) -> None:

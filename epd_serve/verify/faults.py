@@ -19,6 +19,8 @@ PARTS = ("E", "P", "D", "store", "router")
 DEEDS = ("kill", "stop", "partition")
 #: Seconds for the answer or the error of a request under a fault, and for the way back to answers.
 ANSWER_S, RECOVERY_S = 60.0, 90.0
+#: Seconds that a deed lasts before it is healed, and within which another one comes in a storm.
+DEED_S = 2.5
 #: Clients that ask meanwhile, and streams among them that have to be in their middle before a deed.
 CONCURRENCY, LEAST_STREAMING, MID_STREAM_S = 12, 3, 10.0
 _LABELS = {"E": "encode", "P": "prefill", "D": "decode"}
@@ -122,8 +124,8 @@ async def _in_mid_stream(traffic: Traffic) -> int:
     return most
 
 
-async def _under(client: Client, names: Sequence[str], seconds: float) -> str:
-    """Do the deeds of these names one after the other under traffic, ``seconds`` apart."""
+async def _under(client: Client, names: Sequence[str]) -> str:
+    """Do the deeds of these names under traffic, one after the other."""
     traffic = Traffic(client, deadline_s=ANSWER_S, pause_s=0.3)
     requests = await _requests(client)
     await traffic.learn(requests, CONCURRENCY)
@@ -133,7 +135,7 @@ async def _under(client: Client, names: Sequence[str], seconds: float) -> str:
     try:
         for name in names:
             met.append(await _in_mid_stream(traffic))
-            await _deed(client, name, seconds)
+            await _deed(client, name)
     finally:
         over.set()
         await asking
@@ -147,17 +149,17 @@ async def _under(client: Client, names: Sequence[str], seconds: float) -> str:
         f"{said}, {counts[Outcome.ERROR]} clear errors, the last after {longest_s:.1f} s; back in {back_s:.1f} s"
     )
     try:
-        await balanced(client, 30.0)
+        await balanced(client)
     except Unjudged as unjudged:
         raise Unjudged(f"{seen}; {unjudged}") from None
     return seen
 
 
-async def _deed(client: Client, name: str, seconds: float) -> None:
+async def _deed(client: Client, name: str) -> None:
     heal = client.admin.get(f"heal-{name}")
     try:
         await _command(client.admin[name])
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(DEED_S)
     finally:
         if heal is not None:
             with suppress(Skipped):  # a supervisor may have replaced what was stopped
@@ -184,7 +186,7 @@ def _enter(deed: str, target: str) -> None:
         name = f"{deed}-{target}"
         if name not in client.admin:
             raise Skipped(f"no --admin {name}=COMMAND")
-        return await _under(client, [name], 2.0)
+        return await _under(client, [name])
 
     name = f"faults.{deed}-{target}"
     CHECKS[name] = Check(
@@ -210,4 +212,4 @@ async def storm(client: Client) -> str:
         raise Skipped("no --admin kill-E=COMMAND or the like")
     rng = random.Random(0)
     names = [rng.choice(known) for _ in range(max(2, round(12 * client.scale)))]
-    return await _under(client, names, 3.0)
+    return await _under(client, names)

@@ -76,6 +76,7 @@ async def slow_reader(client: Client) -> None:
     with lazy:
         await asyncio.to_thread(lazy.connect, (client.target.address, client.target.port))
         lazy.sendall(head.encode() + body)
+        await asyncio.to_thread(lazy.recv, 1)
         began_s = time.monotonic()
         require(bool((await client.chat()).text()), "an empty text")
         limit_s = 20 * client.scale

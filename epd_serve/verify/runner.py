@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 
-from epd_serve.verify import answers, api, faults, load, media
+from epd_serve.verify import answers, api, faults, fuzz, load, media
 from epd_serve.verify.check import CHECKS, SUITES, Check, Failed, Result, Skipped, Unjudged
 from epd_serve.verify.client import Client
 from epd_serve.verify.report import Report, write
 
 #: The modules that enter their checks.
-ENTERED = (api, answers, media, load, faults)
+ENTERED = (api, fuzz, answers, media, load, faults)
 
 
 def chosen(suites: Sequence[str], names: Sequence[str] = ()) -> list[Check]:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 from transports import kinds
 
 from benchmarks import chaos
 from epd_serve.launch import ProcessState
+from epd_serve.verify.client import Client
 
 NUM_REQUESTS = 30
 
@@ -26,14 +25,13 @@ async def test_what_is_dead_and_not_yet_known_to_be_is_not_killed_again() -> Non
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:  # noqa: ASYNC220
         dead: Any = SimpleNamespace(pid=process.pid, state=ProcessState.READY, spec=SimpleNamespace(name="e0"))
         deployment: Any = SimpleNamespace(processes=[dead])
-        async with httpx.AsyncClient() as client:
-            own = chaos.Chaos(deployment, client, random.Random(1), interval_s=0.001)
-            killing = asyncio.create_task(own._kill())
-            while not own.kills:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
-            killing.cancel()
-            await asyncio.gather(killing, return_exceptions=True)
+        own = chaos.Chaos(deployment, Client("http://127.0.0.1:1"), interval_s=0.001)
+        killing = asyncio.create_task(own.kill())
+        while not own.kills:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        killing.cancel()
+        await asyncio.gather(killing, return_exceptions=True)
     assert own.kills == {"e0": 1}
 
 
@@ -55,7 +53,7 @@ def test_no_answer_is_wrong_while_everything_dies(
         outcomes = report["outcomes"]
         assert sum(outcomes.values()) == report["requests"] >= NUM_REQUESTS
         assert outcomes["wrong"] == outcomes["hang"] == 0
-        assert report["leaks"] == []
+        assert report["leaks"] == {}
         if outcomes["identical"] > report["requests"] // 10:
             break
     killed = {name.rstrip("0123456789") for name in report["kills"]}

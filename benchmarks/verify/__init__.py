@@ -1,0 +1,1 @@
+"""What ``epd-serve verify`` finds: planted faults, and the field."""

@@ -1,0 +1,282 @@
+"""Broken requests, made of valid ones: no 5xx, no hang, an error that says something."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from epd_serve.verify.books import balanced
+from epd_serve.verify.check import check, require
+from epd_serve.verify.client import CHAT, Client, asked, picture
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+_FUNCTION = {"name": "f", "parameters": _SCHEMA}
+_DEEP = 3000
+#: Seconds after which a request counts as hanging.
+HANG_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One request."""
+
+    path: str
+    body: bytes
+
+
+def valid_bodies(model: str) -> list[tuple[str, dict[str, Any]]]:
+    """(path, body) of requests that a server with all of these APIs answers with 200, each with few tokens."""
+    text = [{"role": "user", "content": "How many apples?"}]
+    parts = asked(picture("red", (40, 30)), text="What is it?")
+    history = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [_call()]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ]
+    tool = {"type": "function", "function": _FUNCTION}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA, "strict": True}}
+    penalties = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"40": 5},
+    }
+    chat, turn = CHAT, [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (chat, {"messages": text, "max_tokens": 2, "temperature": 0}),
+        (chat, {"messages": text, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": True}}),
+        (chat, {"messages": [{"role": "user", "content": parts}], "max_tokens": 2, "seed": 1, "stop": ["x"]}),
+        (chat, {"messages": history, "tools": [tool], "tool_choice": "auto", "max_tokens": 2}),
+        (chat, {"messages": text, "response_format": schema, "max_completion_tokens": 16}),
+        (chat, {"messages": text, "n": 2, "max_tokens": 2, "logprobs": True, "top_logprobs": 2, "top_p": 0.9}),
+        (chat, {"messages": text, "max_tokens": 2, **penalties}),
+        ("/v1/completions", {"prompt": "Once", "max_tokens": 2, "echo": True}),
+        ("/v1/completions", {"prompt": [[40, 41], [42]], "max_tokens": 1, "logprobs": 1, "n": 1}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 3, "structured_outputs": {"regex": "[a-c]{2}"}}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2, "bad_words": ["x"], "allowed_token_ids": [40, 41]}),
+        ("/v1/responses", {"input": turn, "max_output_tokens": 2, "metadata": {"a": "b"}, "store": False}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 2, "stream": True}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 16, "tools": [{"type": "function", **_FUNCTION}]}),
+        ("/tokenize", {"messages": [{"role": "user", "content": parts}], "return_token_strs": True}),
+        ("/tokenize", {"prompt": "Hi there", "add_special_tokens": False}),
+        ("/detokenize", {"tokens": [40, 41, 42]}),
+    ]
+    return [(path, {"model": model, **body}) for path, body in bodies]
+
+
+def _call() -> dict[str, Any]:
+    return {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": true}'}}
+
+
+def nasty_values(rng: random.Random) -> Any:
+    """A value that a field may not expect."""
+    return rng.choice(
+        [
+            None,
+            True,
+            -1,
+            0,
+            2**31,
+            2**63,
+            -(2**63) - 1,
+            10**40,
+            1e308,
+            -0.0,
+            0.1,
+            "",
+            "x",
+            "\x00",
+            "\ud800",
+            "é" * 50,
+            "a" * 5000,
+            "<|image_pad|>",
+            "<tool_call>\n",
+            "{{ messages }}",
+            "data:image/png;base64,AAAA",
+            "data:image/png;base64,%%%",
+            "http://127.0.0.1:1/x.png",
+            "file:///etc/passwd",
+            "gopher://x",
+            [],
+            {},
+            [[]],
+            [None],
+            ["x", 1],
+            {"": ""},
+            {"type": "text"},
+            {"$ref": "#"},
+            {"anyOf": [{"$ref": "#"}]},
+            {"type": "string", "pattern": "(a{1,9000}){9000}"},
+            {"type": "array", "minItems": 10**9},
+            [0] * 3000,
+        ]
+    )
+
+
+class Fuzzer:
+    """Cases from a seed, made of valid bodies; the same seed gives the same cases."""
+
+    def __init__(self, seed: int, valid: Sequence[tuple[str, dict[str, Any]]]) -> None:
+        self._rng = random.Random(seed)
+        self._valid = valid
+
+    def case(self) -> Case:
+        rng = self._rng
+        path, body = rng.choice(self._valid)
+        body = copy.deepcopy(body)
+        for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
+            self._change(body)
+        data = self._written(body)
+        if rng.random() < 0.2:
+            data = self._damaged(data)
+        return Case(path, data)
+
+    def _change(self, body: dict[str, Any]) -> None:
+        """One thing, somewhere inside."""
+        rng = self._rng
+        holder: Any = body
+        while True:
+            places: list[Any] = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+            if not places:
+                return
+            place = rng.choice(places)
+            if isinstance(holder[place], dict | list) and holder[place] and rng.random() < 0.6:
+                holder = holder[place]
+                continue
+            break
+        what = rng.random()
+        if what < 0.6:
+            holder[place] = nasty_values(rng)
+        elif what < 0.75:
+            del holder[place]
+        elif what < 0.85 and isinstance(holder, list):
+            holder.extend([holder[place]] * rng.choice((1, 3, 200)))
+        elif isinstance(holder, dict):
+            holder[rng.choice(("x", "", "stream", "n", "seed", "temperature", "messages"))] = nasty_values(rng)
+
+    def _written(self, body: dict[str, Any]) -> bytes:
+        text = json.dumps(body, ensure_ascii=self._rng.random() < 0.5)
+        return text.encode("utf-8", "surrogatepass")
+
+    def _damaged(self, data: bytes) -> bytes:
+        rng = self._rng
+        place = rng.randrange(len(data)) if data else 0
+        kind = rng.randrange(9)
+        if kind == 0:
+            return data[:place]
+        if kind == 1:
+            return data[:place] + rng.randbytes(rng.choice((1, 8))) + data[place + 1 :]
+        if kind == 2:  # the same key twice
+            return data[:1] + b'"max_tokens": 1, "max_tokens": "x", ' + data[1:]
+        if kind == 3:
+            return (
+                data[:1]
+                + b'"temperature": '
+                + rng.choice((b"NaN", b"Infinity", b"1e999", b"-"))
+                + b", "
+                + data[1:]
+            )
+        if kind == 4:
+            return data[:1] + b'"metadata": ' + b"[" * _DEEP + b"]" * _DEEP + b", " + data[1:]
+        if kind == 5:
+            return data[:1] + b'"tools": ' + b'{"a":' * _DEEP + b"1" + b"}" * _DEEP + b", " + data[1:]
+        if kind == 6:
+            return data[:1] + b'"seed": ' + b"9" * 5000 + b", " + data[1:]
+        if kind == 7:
+            return data[:1] + b'"user": "\\ud800\\udbff", "stop": "\\udc00", ' + data[1:]
+        return b"[" * _DEEP + data
+
+
+def answer_problem(status: int, content_type: str, answer: bytes) -> str:
+    """The fault of an answer, whatever the request was; "" where there is none."""
+    if status >= 500:
+        return f"status {status}"
+    if content_type.startswith("text/event-stream"):
+        last = ([event for event in answer.split(b"\n\n") if event] or [b""])[-1]
+        ended = last == b"data: [DONE]" or last.startswith(b"event: response.")
+        return "" if status == 200 and ended else "a stream without an end"
+    try:
+        body = json.loads(answer)
+    except ValueError:
+        return "an answer that is no JSON"
+    if status == 200:
+        return "" if isinstance(body, dict) and "error" not in {k for k, v in body.items() if v} else "no answer"
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict) or not {"message", "type", "param", "code"} <= set(error):
+        return "an error of another shape than OpenAI's"
+    return "" if len(str(error["message"])) > 10 else "an error that says nothing"
+
+
+@dataclass
+class Findings:
+    """Problems, each with the path and the beginning of the body; the answers by their status."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    problems: list[tuple[str, Case]] = field(default_factory=list)
+    slowest_s: float = 0.0
+
+
+async def send(client: Client, case: Case, found: Findings) -> None:
+    done = asyncio.Event()
+    exchange = client.begin(case.body, done, case.path, HANG_S)
+    await done.wait()
+    content_type = exchange.headers.get(b"content-type", b"").decode("latin-1")
+    problem = exchange.detail
+    if exchange.status:
+        found.statuses[exchange.status] += 1
+        problem = answer_problem(exchange.status, content_type, bytes(exchange.body))
+    if problem:
+        found.problems.append((problem, case))
+    found.slowest_s = max(found.slowest_s, (exchange.finish_s or 0.0) - exchange.sent_s)
+
+
+async def run_cases(client: Client, fuzzer: Fuzzer, count: int, found: Findings, concurrency: int = 6) -> None:
+    remaining = iter(range(count))
+
+    async def work() -> None:
+        for _ in remaining:
+            await send(client, fuzzer.case(), found)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(work())
+
+
+async def answered(client: Client) -> list[tuple[str, dict[str, Any]]]:
+    """The valid bodies that the server answers with 200: of the APIs that it has."""
+    found = []
+    for path, body in valid_bodies(client.model):
+        done = asyncio.Event()
+        exchange = client.begin(json.dumps(body).encode(), done, path, HANG_S)
+        await done.wait()
+        if exchange.status == 200:
+            found.append((path, body))
+    return found
+
+
+@check("api", "servers that turn a client's mistake into a 500", limit_s=300)
+async def fuzz(client: Client) -> str:
+    """Each of 400 broken requests gets a 4xx with an error of OpenAI's form, or an answer; none a 5xx."""
+    valid, found = await answered(client), Findings()
+    require(bool(valid), "no valid request is answered with 200")
+    await run_cases(client, Fuzzer(1, valid), round(400 * client.scale), found)
+    if found.problems:
+        _, case = found.problems[0]
+        client.last = (case.path, case.body)
+        kinds = Counter(what for what, _ in found.problems).most_common(4)
+        require(False, f"{len(found.problems)} of {found.statuses.total()}: {kinds}")
+    require(await answered(client) == valid, "afterwards a valid request is not answered with 200")
+    await balanced(client)
+    return f"{dict(found.statuses)}, the slowest in {found.slowest_s:.1f} s"
