@@ -6,38 +6,20 @@ import asyncio
 import shlex
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from aiohttp.test_utils import TestServer
 
 from benchmarks.verify.misbehaving_server import FAULTS, Server
-from epd_serve.verify import faults
-from epd_serve.verify.books import balanced
 from epd_serve.verify.check import Result
 from epd_serve.verify.client import Client
 from epd_serve.verify.runner import chosen, run_checks
 
 #: Parts of the server: it has but one, and the checks call it by these names.
 _DEEDS = ("kill-E", "kill-P", "kill-D", "stop-P", "stop-D")
-
-
-@contextmanager
-def impatient() -> Iterator[None]:
-    """The checks' limits for a server that answers in milliseconds."""
-    limits, settle = {"ANSWER_S": 2.0, "RECOVERY_S": 1.5, "DEED_S": 0.2}, balanced.__defaults__
-    before = {name: getattr(faults, name) for name in limits}
-    try:
-        balanced.__defaults__ = (0.5,)
-        for name, value in limits.items():
-            setattr(faults, name, value)
-        yield
-    finally:
-        balanced.__defaults__ = settle
-        for name, value in before.items():
-            setattr(faults, name, value)
 
 
 @asynccontextmanager
@@ -49,6 +31,7 @@ async def client_of(fault: str = "") -> AsyncIterator[Client]:
             str(tested.make_url("")),
             reference=Client(str(right.make_url(""))),
             scale=0.2,
+            slowness=1 / 30,  # it answers in milliseconds
             admin=dict.fromkeys(_DEEDS, command),
         )
         try:
@@ -60,7 +43,7 @@ async def client_of(fault: str = "") -> AsyncIterator[Client]:
 async def results_of(fault: str, names: Sequence[str] = ()) -> list[Result]:
     """Results of the checks of these names, all where there are none, against a server with the fault."""
     async with client_of(fault) as client:
-        with tempfile.TemporaryDirectory() as directory, impatient():
+        with tempfile.TemporaryDirectory() as directory:
             return (await run_checks(client, chosen((), names), Path(directory))).results
 
 

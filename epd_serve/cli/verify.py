@@ -22,9 +22,12 @@ def verify(
     ] = None,
     admin: Annotated[
         list[str] | None,
-        typer.Option(help="A fault's command, as kill-E='COMMAND'; pids:E=12,P=13; kubectl:NAMESPACE."),
+        typer.Option(help="A fault's command, as kill-E='COMMAND'; up:PID; pids:E=12,P=13; kubectl:NAMESPACE."),
     ] = None,
     work_dir: Annotated[Path, typer.Option(help="For verify.json, verify.html and junit.xml.")] = Path("verify"),
+    slowness: Annotated[
+        float, typer.Option(help="Factor of all time limits, for a server on a slow machine.", min=0.01)
+    ] = 1.0,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the results that --work-dir has.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="Explain every check; send nothing.")] = False,
 ) -> None:
@@ -49,6 +52,7 @@ def verify(
         admin=admin or (),
         directory=work_dir,
         resume=resume,
+        slowness=slowness,
         api_key=os.environ.get("OPENAI_API_KEY") or None,
     )
     raise typer.Exit(code)

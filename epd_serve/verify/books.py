@@ -28,8 +28,9 @@ HELD = (
 SETTLE_S = 45.0
 
 
-async def balanced(client: Client, settle_s: float = SETTLE_S) -> None:
+async def balanced(client: Client) -> None:
     """Wait until nothing is held. Raises Failed with what still is, and Unjudged where no metric tells."""
+    settle_s = client.within(SETTLE_S)
     end_s = time.monotonic() + settle_s
     while True:
         seen = {name: value for name, value in (await client.metrics()).items() if name.split("{")[0] in HELD}

@@ -126,6 +126,8 @@ class Client:
         last: path and body of the last request, for the curl line.
         reference: a monolithic server of the same model.
         admin: commands by the name of what they do, as ``kill-E``.
+        scale: factor of the sizes of bursts.
+        slowness: factor of all limits of time.
     """
 
     def __init__(
@@ -138,14 +140,20 @@ class Client:
         record: Path | None = None,
         admin: dict[str, str] | None = None,
         scale: float = 1.0,
+        slowness: float = 1.0,
     ) -> None:
         self.target = Target(url)
         self.connections = Connections(self.target, timeout_s=60.0)
         self.model, self.reference, self.admin, self.scale = model, reference, admin or {}, scale
+        self.slowness = slowness
         self._key, self._record = api_key, record
         self._answers: dict[str, Any] = json.loads(record.read_text()) if record and record.exists() else {}
         self._endless: dict[str, Any] | None = None
         self.last: tuple[str, bytes] = ("", b"")
+
+    def within(self, seconds: float) -> float:
+        """A limit of time for this server."""
+        return seconds * self.slowness
 
     async def meet(self) -> None:
         """Learn the model's name. Raises ValueError where no server answers."""
@@ -189,7 +197,7 @@ class Client:
         exchange = Exchange(
             self.connections, "POST", path, headers, lambda _: done.set(), body, expects_events=False
         )
-        self.connections.begin(exchange, timeout_s)
+        self.connections.begin(exchange, self.within(timeout_s))
         return exchange
 
     def body(self, content: Any = "What colours are there?", **fields: Any) -> bytes:

@@ -29,6 +29,7 @@ def verify_server(
     admin: Sequence[str],
     directory: Path,
     resume: bool,
+    slowness: float,
     api_key: str | None,
 ) -> int:
     """Run the checks; return the exit status, 1 where one failed."""
@@ -36,7 +37,15 @@ def verify_server(
     async def run() -> int:
         monolithic = Client(reference, api_key=api_key) if reference else None
         commands = admin_commands(admin)
-        client = Client(url, model=model, api_key=api_key, reference=monolithic, record=record, admin=commands)
+        client = Client(
+            url,
+            model=model,
+            api_key=api_key,
+            reference=monolithic,
+            record=record,
+            admin=commands,
+            slowness=slowness,
+        )
         try:
             report = await run_checks(client, chosen(suites, names), directory, resume=resume, told=_tell)
         finally:

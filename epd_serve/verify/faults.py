@@ -24,6 +24,12 @@ DEED_S = 2.5
 #: Clients that ask meanwhile, and streams among them that have to be in their middle before a deed.
 CONCURRENCY, LEAST_STREAMING, MID_STREAM_S = 12, 3, 10.0
 _LABELS = {"E": "encode", "P": "prefill", "D": "decode"}
+#: Regular expressions for the command of a process with the part: of our native engine, or of vLLM.
+_SEEN = {
+    "E": '"role": "[EPD]*E|"ec_producer"|"ec_both"',
+    "P": '"role": "[EPD]*P|"kv_producer"|"kv_both"|"ec_consumer"',
+    "D": '"role": "[EPD]*D|"kv_consumer"|"kv_both"|"ec_consumer"[^ ]* --[^k]',
+}
 
 
 def admin_commands(options: Sequence[str]) -> dict[str, str]:
@@ -70,8 +76,7 @@ def _process_of(part: str, up: str) -> str:
     """Shell text for the process that has the part now: another one after each kill."""
     if part == "router":
         return f"$(pgrep -P {up} -f 'epd_serve.cli proxy')"
-    instances = f"$(pgrep -P {up} -f epd_serve.launch.fork_server)"
-    return f'$(pgrep -o -P {instances} -f \'"role": "[EPD]*{part}\')'
+    return f"$(pgrep -o -P {up}$(pgrep -P {up} -f epd_serve.launch.fork_server | sed 's/^/,/') -f '{_SEEN[part]}')"
 
 
 def _pods(namespace: str, part: str, role: str) -> dict[str, str]:
@@ -159,7 +164,7 @@ async def _deed(client: Client, name: str) -> None:
     heal = client.admin.get(f"heal-{name}")
     try:
         await _command(client.admin[name])
-        await asyncio.sleep(DEED_S)
+        await asyncio.sleep(client.within(DEED_S))
     finally:
         if heal is not None:
             with suppress(Skipped):  # a supervisor may have replaced what was stopped
@@ -173,8 +178,9 @@ async def _recovered(traffic: Traffic, requests: Sequence[Request]) -> float:
     async def one(request: Request) -> None:
         while (result := await traffic.ask(request)).outcome is not Outcome.IDENTICAL:
             require(result.outcome is Outcome.ERROR, f"after the fault: {result.detail}")
-            late = f"no answer {RECOVERY_S:g} s after the fault: {result.detail} {result.text}"
-            require(time.monotonic() < began_s + RECOVERY_S, late)
+            limit_s = traffic.client.within(RECOVERY_S)
+            late = f"no answer {limit_s:g} s after the fault: {result.detail} {result.text}"
+            require(time.monotonic() < began_s + limit_s, late)
             await asyncio.sleep(traffic.pause_s)
 
     await in_parallel(map(one, requests), CONCURRENCY)

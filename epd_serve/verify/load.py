@@ -79,7 +79,7 @@ async def slow_reader(client: Client) -> None:
         await asyncio.to_thread(lazy.recv, 1)
         began_s = time.monotonic()
         require(bool((await client.chat()).text()), "an empty text")
-        limit_s = 20 * client.scale
+        limit_s = client.within(20)
         require(time.monotonic() - began_s < limit_s, f"others wait more than {limit_s:g} s")
 
 

@@ -63,8 +63,9 @@ async def run_checks(
 
 async def _one(client: Client, check: Check, directory: Path) -> Result:
     began_s, outcome, reason = time.monotonic(), "pass", ""
+    limit_s = check.limit_s * max(1.0, client.slowness)
     try:
-        async with asyncio.timeout(check.limit_s):
+        async with asyncio.timeout(limit_s):
             reason = await check.run(client) or ""
     except Failed as error:
         outcome, reason = "fail", str(error)
@@ -73,7 +74,7 @@ async def _one(client: Client, check: Check, directory: Path) -> Result:
     except Skipped as error:
         outcome, reason = "skipped", str(error)
     except TimeoutError:
-        outcome, reason = "fail", f"not over within {check.limit_s:g} s"
+        outcome, reason = "fail", f"not over within {limit_s:g} s"
     except (KeyError, IndexError, TypeError, AttributeError) as error:  # an answer of another shape than OpenAI's
         outcome, reason = "fail", f"an answer of the wrong shape: {type(error).__name__} {error}"
     curl = client.curl(directory, check.name) if outcome == "fail" else ""

@@ -1,0 +1,215 @@
+"""``epd-serve verify`` against the field: our deployments of both engines, vLLM alone, other routers before vLLM.
+
+Every server has the built-in model in float32. The greedy answers of a vLLM alone are the reference for all others,
+and those of one native instance for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from benchmarks.common import RESULTS, machine, typed, write
+from benchmarks.gateway.programs import free_ports, running
+from epd_serve.config import DEMO_MODEL
+from epd_serve.verify.client import Client
+from epd_serve.verify.faults import admin_commands
+from epd_serve.verify.runner import chosen, run_checks
+
+RESULT = RESULTS / "verify-field.json"
+_READY_S = 600.0
+_ENGINE_FLAGS = {"enforce_eager": True, "chat_template_content_format": "openai"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A server under test, and the commands for its faults."""
+
+    url: str
+    admin: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peers:
+    """The programs of others.
+
+    Attributes:
+        python: of an environment that has vLLM.
+        proxy: vLLM's disagg_epd_proxy.py.
+        router: the program vllm-router.
+    """
+
+    python: str
+    proxy: Path | None
+    router: str | None
+
+
+@contextmanager
+def ours(topology: str, engine: str, peers: Peers, logs: Path) -> Iterator[Running]:
+    config: dict[str, Any] = {"topology": topology, "model": "demo", "dtype": "float32", "engine": engine}
+    config["instances"] = {"threads": 1, "max_model_len": 1024, "max_num_seqs": 32}
+    if engine == "vllm":
+        config["vllm"] = {"python": peers.python, "cpu_kv_cache_bytes": "1GiB"}
+        config["instances"]["engine_args"] = _ENGINE_FLAGS
+    file = logs / "deployment.yaml"
+    file.write_text(json.dumps(config))
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "epd_serve.cli", "up", str(file), "--port", str(port)]
+    with running(command, logs / "up.log") as process:
+        yield _ready(port, logs / "up.log", [f"up:{process.pid}"])
+
+
+def _vllm(peers: Peers, port: int, *flags: str) -> list[str]:
+    command = [peers.python, "-m", "vllm.entrypoints.cli.main", "serve", str(DEMO_MODEL), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--served-model-name", "demo", "--dtype", "float32", "--enforce-eager"]
+    command += ["--chat-template-content-format", "openai", "--max-model-len", "1024", "--max-num-seqs", "32"]
+    return [*command, *flags]
+
+
+def _environment() -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**own, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@contextmanager
+def vllm_alone(peers: Peers, logs: Path) -> Iterator[Running]:
+    (port,) = free_ports(1)
+    with running(_vllm(peers, port), logs / "vllm.log", env=_environment()):
+        yield _ready(port, logs / "vllm.log")
+
+
+@contextmanager
+def vllm_router(peers: Peers, logs: Path) -> Iterator[Running]:
+    assert peers.router is not None
+    port, metrics = free_ports(2)
+    with vllm_alone(peers, logs) as alone:
+        command = [peers.router, "--host", "127.0.0.1", "--port", str(port), "--worker-urls", alone.url]
+        command += [
+            "--policy",
+            "round_robin",
+            "--prometheus-port",
+            str(metrics),
+            "--max-payload-size",
+            str(1 << 28),
+        ]
+        with running(command, logs / "router.log") as process:
+            yield _ready(port, logs / "router.log", [f"kill-router=kill -KILL {process.pid}"])
+
+
+@contextmanager
+def vllm_proxy(peers: Peers, logs: Path) -> Iterator[Running]:
+    """vLLM's example: its proxy, an encoder, and a server that prefills and decodes; features go through files."""
+    assert peers.proxy is not None
+    encoder, rest, port = free_ports(3)
+    features = logs / "features"
+    features.mkdir()
+
+    def transfer(role: str) -> str:
+        extra = {"shared_storage_path": str(features)}
+        config = {"ec_connector": "ECExampleConnector", "ec_role": role, "ec_connector_extra_config": extra}
+        return json.dumps(config)
+
+    producer = ["--ec-transfer-config", transfer("ec_producer"), "--no-enable-prefix-caching"]
+    with ExitStack() as stack:
+        command = _vllm(peers, encoder, *producer)
+        e = stack.enter_context(running(command, logs / "encoder.log", env=_environment()))
+        command = _vllm(peers, rest, "--ec-transfer-config", transfer("ec_consumer"))
+        pd = stack.enter_context(running(command, logs / "rest.log", env=_environment()))
+        for number, log in ((encoder, "encoder.log"), (rest, "rest.log")):
+            _ready(number, logs / log)
+        command = [peers.python, str(peers.proxy), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--encode-servers-urls", f"http://127.0.0.1:{encoder}", "--prefill-servers-urls", "disable"]
+        command += ["--decode-servers-urls", f"http://127.0.0.1:{rest}"]
+        stack.enter_context(running(command, logs / "proxy.log", env=_environment()))
+        yield _ready(port, logs / "proxy.log", [f"pids:E={e.pid},D={pd.pid}"])
+
+
+def _ready(port: int, log: Path, admin: Sequence[str] = ()) -> Running:
+    """Wait for a chat with a 200. Raises RuntimeError with the end of the log."""
+    url, end_s = f"http://127.0.0.1:{port}", time.monotonic() + _READY_S
+    body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+    while time.monotonic() < end_s:
+        try:
+            if httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False).status_code == 200:
+                return Running(url=url, admin=admin)
+        except httpx.TransportError:
+            pass
+        time.sleep(1)
+    raise RuntimeError(f"{url} does not answer; its log ends with {log.read_text()[-2000:]}")
+
+
+#: Name → what makes the server.
+SERVERS: dict[str, Any] = {
+    "vLLM alone": vllm_alone,
+    **{f"epd-serve, native, {shape}": (shape, "native") for shape in ("EPD", "E-PD", "EP-D", "E-P-D")},
+    **{f"epd-serve, vLLM, {shape}": (shape, "vllm") for shape in ("EPD", "E-PD", "EP-D", "E-P-D")},
+    "vLLM's disagg_epd_proxy, E-PD": vllm_proxy,
+    "vllm-router, vLLM alone": vllm_router,
+}
+
+
+async def verified(server: Running, record: Path, suites: Sequence[str], directory: Path, slowness: float) -> Any:
+    client = Client(server.url, record=record, admin=admin_commands(server.admin), slowness=slowness)
+    try:
+        return await run_checks(client, chosen(suites), directory, told=lambda one: print(one, flush=True))
+    finally:
+        await client.close()
+
+
+async def recorded(server: Running, record: Path) -> None:
+    """Write the server's greedy answers."""
+    client = Client(server.url, reference=Client(server.url), record=record)
+    try:
+        await run_checks(client, chosen((), ["answers.reference"]), record.parent)
+    finally:
+        await client.close()
+
+
+def run(names: Sequence[str], suites: Sequence[str], peers: Peers, slowness: float) -> int:
+    """Verify the servers of these names; the results of others stay in the file."""
+    found = json.loads(RESULT.read_text())["servers"] if RESULT.exists() else {}
+    scratch = Path(tempfile.mkdtemp(prefix="epd-serve-field-"))
+    records = {name: scratch / f"{name.replace(' ', '-')}.json" for name in ("vLLM alone", "native")}
+
+    def start(name: str, logs: Path) -> Any:
+        logs.mkdir(parents=True)
+        made = SERVERS[name]
+        return ours(*made, peers, logs) if isinstance(made, tuple) else made(peers, logs)
+
+    if "vLLM alone" in names:
+        with start("epd-serve, native, EPD", scratch / "reference-native") as server:
+            asyncio.run(recorded(server, records["native"]))
+    with start("vLLM alone", scratch / "reference") as server:
+        asyncio.run(recorded(server, records["vLLM alone"]))
+    for number, name in enumerate(names):
+        record = records["native" if name == "vLLM alone" else "vLLM alone"]
+        logs = scratch / str(number)
+        print(f"== {name}", flush=True)
+        with start(name, logs) as server:
+            report = asyncio.run(verified(server, record, suites, logs, slowness))
+        results = {one.check: msgspec.to_builtins(one) for one in report.results}
+        kept = found.get(name, {}).get("checks", {})
+        found[name] = {"counts": report.counts(), "checks": {**kept, **results}}
+        versions = {"epd-serve": version("epd-serve"), "vllm": _version(peers.python, "vllm")}
+        heading = {"command": typed("verify"), "machine": machine(), "versions": versions}
+        write(RESULT, {**heading, "servers": found})
+    return 0
+
+
+def _version(python: str, name: str) -> str:
+    code = f"from importlib.metadata import version; print(version({name!r}))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
