@@ -1,7 +1,7 @@
 """``epd-serve verify`` against the field: our deployments of both engines, vLLM alone, other routers before vLLM.
 
-Every server has the built-in model in float32. The greedy answers of a vLLM alone are the reference for all others,
-and those of one native instance for it.
+Every server has the built-in model in float32. The greedy answers of a vLLM alone are the reference for all
+others, and those of one native instance for it.
 """
 
 from __future__ import annotations

@@ -19,14 +19,13 @@ ENTERED = (api, fuzz, answers, media, load, faults)
 
 
 def chosen(suites: Sequence[str], names: Sequence[str] = ()) -> list[Check]:
-    """The checks of suites, all where none is named, in the order of :data:`SUITES`."""
+    """The checks of suites and those of these names, all where neither is given, in the order of :data:`SUITES`."""
     if wrong := [one for one in suites if one not in SUITES]:
         raise ValueError(f"no suite {', '.join(wrong)}; there are {', '.join(SUITES)}")
     if wrong := [one for one in names if one not in CHECKS]:
         raise ValueError(f"no check {', '.join(wrong)}; --list shows them")
-    found = [
-        one for one in CHECKS.values() if one.name in names or (not names and one.suite in (suites or SUITES))
-    ]
+    wanted = suites or (() if names else SUITES)
+    found = [one for one in CHECKS.values() if one.name in names or one.suite in wanted]
     return sorted(found, key=lambda one: SUITES.index(one.suite))
 
 
