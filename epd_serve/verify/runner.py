@@ -19,7 +19,7 @@ ENTERED = (api, fuzz, answers, media, load, faults)
 
 
 def chosen(suites: Sequence[str], names: Sequence[str] = ()) -> list[Check]:
-    """The checks of suites and those of these names, all where neither is given, in the order of :data:`SUITES`."""
+    """The checks of suites and those of these names, all where neither is given, in SUITES' order."""
     if wrong := [one for one in suites if one not in SUITES]:
         raise ValueError(f"no suite {', '.join(wrong)}; there are {', '.join(SUITES)}")
     if wrong := [one for one in names if one not in CHECKS]:
