@@ -151,11 +151,14 @@ def health_router(
 
 
 def _figures(record: InstanceRecord) -> InstanceFigures:
+    in_flight = [(stage.value, count) for stage, count in record.in_flight.items()]
+    if not record.ready:  # what it reported before it was lost is over
+        return InstanceFigures(name=record.name, ready=False, in_flight=in_flight)
     load = record.load
     return InstanceFigures(
         name=record.name,
-        ready=record.ready,
-        in_flight=[(stage.value, count) for stage, count in record.in_flight.items()],
+        ready=True,
+        in_flight=in_flight,
         pending_s=[(stage.value, seconds) for stage, seconds in pending_s(record).items()],
         kv_usage=kv_usage(record),
         num_running=load.num_running,

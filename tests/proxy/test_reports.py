@@ -97,3 +97,19 @@ async def test_prompts_with_one_beginning_go_to_one_place(start, kit):
         await gateway.settle()
     counts = sorted(len(gateway[name].got("/stage/prefill")) for name in ("p0", "p1", "p2"))
     assert counts == [0, 0, 6]
+
+
+async def test_what_a_lost_instance_reported_is_over(start, kit):
+    """Nobody sees sequences run where nothing runs any more."""
+    gateway = await start("p0:P", "d0:D", reporting=True)
+    reporting(gateway, "d0", num_running=3)
+
+    async def running():
+        async with gateway.session.get(f"{gateway.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return [line for line in lines if line.startswith(("vllm:num_requests_running", "epd_serve_instance_req"))]
+
+    await gateway.until(lambda: gateway.table["d0"].load.num_running == 3)
+    assert any(line.endswith(" 3.0") for line in await running())
+    gateway.table.mark_lost("d0")
+    assert not any(line.endswith(" 3.0") for line in await running())
