@@ -22,10 +22,11 @@ from typing import Any
 
 import httpx
 import msgspec
+import psutil
 
 from benchmarks.common import RESULTS, machine, typed, write
 from benchmarks.gateway.programs import free_ports, running
-from epd_serve.config import DEMO_MODEL
+from epd_serve.demo import weights_dir
 from epd_serve.verify.client import Client
 from epd_serve.verify.faults import admin_commands
 from epd_serve.verify.runner import chosen, run_checks
@@ -70,11 +71,11 @@ def ours(topology: str, engine: str, peers: Peers, logs: Path) -> Iterator[Runni
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "epd_serve.cli", "up", str(file), "--port", str(port)]
     with running(command, logs / "up.log") as process:
-        yield _ready(port, logs / "up.log", [f"up:{process.pid}"])
+        yield _ready(process, port, logs / "up.log", [f"up:{process.pid}"])
 
 
 def _vllm(peers: Peers, port: int, *flags: str) -> list[str]:
-    command = [peers.python, "-m", "vllm.entrypoints.cli.main", "serve", str(DEMO_MODEL), "--port", str(port)]
+    command = [peers.python, "-m", "vllm.entrypoints.cli.main", "serve", str(weights_dir()), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--served-model-name", "demo", "--dtype", "float32", "--enforce-eager"]
     command += ["--chat-template-content-format", "openai", "--max-model-len", "1024", "--max-num-seqs", "32"]
     return [*command, *flags]
@@ -88,8 +89,8 @@ def _environment() -> dict[str, str]:
 @contextmanager
 def vllm_alone(peers: Peers, logs: Path) -> Iterator[Running]:
     (port,) = free_ports(1)
-    with running(_vllm(peers, port), logs / "vllm.log", env=_environment()):
-        yield _ready(port, logs / "vllm.log")
+    with running(_vllm(peers, port), logs / "vllm.log", env=_environment()) as process:
+        yield _ready(process, port, logs / "vllm.log")
 
 
 @contextmanager
@@ -107,7 +108,7 @@ def vllm_router(peers: Peers, logs: Path) -> Iterator[Running]:
             str(1 << 28),
         ]
         with running(command, logs / "router.log") as process:
-            yield _ready(port, logs / "router.log", [f"kill-router=kill -KILL {process.pid}"])
+            yield _ready(process, port, logs / "router.log", [f"kill-router=kill -KILL {process.pid}"])
 
 
 @contextmanager
@@ -129,20 +130,20 @@ def vllm_proxy(peers: Peers, logs: Path) -> Iterator[Running]:
         e = stack.enter_context(running(command, logs / "encoder.log", env=_environment()))
         command = _vllm(peers, rest, "--ec-transfer-config", transfer("ec_consumer"))
         pd = stack.enter_context(running(command, logs / "rest.log", env=_environment()))
-        for number, log in ((encoder, "encoder.log"), (rest, "rest.log")):
-            _ready(number, logs / log)
+        for process, number, log in ((e, encoder, "encoder.log"), (pd, rest, "rest.log")):
+            _ready(process, number, logs / log)
         command = [peers.python, str(peers.proxy), "--host", "127.0.0.1", "--port", str(port)]
         command += ["--encode-servers-urls", f"http://127.0.0.1:{encoder}", "--prefill-servers-urls", "disable"]
         command += ["--decode-servers-urls", f"http://127.0.0.1:{rest}"]
-        stack.enter_context(running(command, logs / "proxy.log", env=_environment()))
-        yield _ready(port, logs / "proxy.log", [f"pids:E={e.pid},D={pd.pid}"])
+        proxy = stack.enter_context(running(command, logs / "proxy.log", env=_environment()))
+        yield _ready(proxy, port, logs / "proxy.log", [f"pids:E={e.pid},D={pd.pid}"])
 
 
-def _ready(port: int, log: Path, admin: Sequence[str] = ()) -> Running:
+def _ready(process: psutil.Process, port: int, log: Path, admin: Sequence[str] = ()) -> Running:
     """Wait for a chat with a 200. Raises RuntimeError with the end of the log."""
     url, end_s = f"http://127.0.0.1:{port}", time.monotonic() + _READY_S
     body = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-    while time.monotonic() < end_s:
+    while time.monotonic() < end_s and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         try:
             if httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False).status_code == 200:
                 return Running(url=url, admin=admin)
