@@ -78,8 +78,8 @@ FAULTS = {
     "an unlike answer": "answers.reference",
     "a hang after a death": "faults.kill-D",
     "a stream that ends in order after a death": "faults.kill-P",
-    "[DONE] after a death's error": "faults.kill-E",
-    "another answer after a death": "faults.stop-D",
+    "another answer after a death": "faults.kill-E",
+    "[DONE] after a death's error": "faults.stop-D",
     "never back": "faults.stop-P",
     "a leak after a death": "faults.storm",
 }

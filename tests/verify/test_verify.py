@@ -14,6 +14,7 @@ import pytest
 from benchmarks.verify.misbehaving_server import FAULTS
 from benchmarks.verify.planted import client_of, results_of
 from epd_serve.verify.check import CHECKS
+from epd_serve.verify.client import Client
 from epd_serve.verify.faults import admin_commands
 from epd_serve.verify.runner import chosen, run_checks
 
@@ -63,3 +64,15 @@ def test_pods_of_a_role_can_be_cut_off_and_let_back_in() -> None:
     policy = json.loads(commands["partition-E"].partition("'")[2].partition("'")[0])
     assert policy["spec"]["podSelector"] == {"matchLabels": {"llm-d.ai/role": "encode"}}
     assert commands["heal-partition-E"] == f"kubectl -n epd delete networkpolicy {policy['metadata']['name']}"
+
+
+async def test_recorded_answers_stand_for_the_reference(tmp_path: Path) -> None:
+    record, names = tmp_path / "answers.json", ["answers.reference"]
+    for fault, outcome in (("", "pass"), ("an unlike answer", "fail")):
+        async with client_of(fault) as client:
+            told = Client(
+                client.target.url, reference=None if record.exists() else client.reference, record=record
+            )
+            (result,) = (await run_checks(told, chosen((), names), tmp_path)).results
+            await told.close()
+        assert result.outcome == outcome, result
