@@ -78,7 +78,8 @@ class Reply:
 
     def choices(self) -> list[Any]:
         """The choices of an answer; of a stream, put together as those of a plain one."""
-        require(self.status == 200, f"status {self.status}: {self.body[:200].decode('utf-8', 'replace')}")
+        said = self.failure if not self.status else self.body[:200].decode("utf-8", "replace")
+        require(self.status == 200, f"status {self.status}: {said}")
         require(self.complete, f"the body was cut: {self.failure}")
         if not self.is_stream:
             choices = self.json().get("choices")
@@ -197,6 +198,7 @@ class Client:
         exchange = Exchange(
             self.connections, "POST", path, headers, lambda _: done.set(), body, expects_events=False
         )
+        exchange.on_new_connection = True  # servers close one behind an error, and do not say so
         self.connections.begin(exchange, self.within(timeout_s))
         return exchange
 
