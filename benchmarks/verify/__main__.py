@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.common import RESULTS, argument_parser, machine, typed, write
 from benchmarks.verify.field import SERVERS, Peers, run
 from benchmarks.verify.planted import table
+from benchmarks.verify.tables import field_table, planted_table
 
 
 def planted() -> int:
@@ -33,6 +34,7 @@ def main() -> int:
     parser = argument_parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("planted")
+    commands.add_parser("tables")
     options = commands.add_parser("field")
     options.add_argument("--vllm-python", required=True, help="of an environment that has vLLM")
     options.add_argument("--proxy", type=Path, help="vLLM's examples/.../disagg_epd_proxy.py")
@@ -41,6 +43,9 @@ def main() -> int:
     options.add_argument("--suite", action="append")
     options.add_argument("--slowness", type=float, default=4.0)
     arguments = parser.parse_args()
+    if arguments.command == "tables":
+        print(*planted_table(), "", *field_table(), sep="\n")
+        return 0
     return planted() if arguments.command == "planted" else field(arguments)
 
 
