@@ -19,7 +19,8 @@ def planted_table() -> Iterator[str]:
     for fault, one in found.items():
         own, others = one["planted_for"], [name for name in one["found_by"] if name != one["planted_for"]]
         shown = ", ".join(others[:6]) + (f" and {len(others) - 6} more" if len(others) > 6 else "")
-        yield f"| {fault or 'none'} | {own or '–'} | {_MARKS['pass' if own in one['found_by'] else 'fail']} | {shown} |"
+        mark = _MARKS["pass" if own in one["found_by"] else "fail"] if fault else ""
+        yield f"| {fault or 'none'} | {own} | {mark} | {shown} |"
 
 
 def field_table() -> Iterator[str]:
