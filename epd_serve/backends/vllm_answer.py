@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from epd_serve.protocol.wire import write_prompt_note
 from epd_serve.rpc.http import HttpCall
 
 _ERROR = b'data: {"error"'
+#: Words of a 500 by which vLLM means that the model's chat template has no place for an item of that modality.
+_NO_PLACE = re.compile(r"Failed to apply prompt replacement for mm_items\['(\w+)'\]")
 DATA = b"data: "
 END_OF_EVENT = b"\n\n"
 DONE = b"[DONE]"
@@ -37,6 +40,8 @@ def error_of(status: int, body: bytes, name: str) -> ServeError:
         return (Overloaded if status == 429 else Unavailable)(told.message, param=told.param)
     if status < 500:
         return InvalidRequest(told.message, param=told.param)
+    if placeless := _NO_PLACE.search(told.message):
+        return InvalidRequest(f"the chat template of this model has no place for media of the kind {placeless[1]}")
     return InstanceFailed(f"instance {name} answered {status}: {told.message}")
 
 

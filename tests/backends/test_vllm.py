@@ -196,6 +196,12 @@ vllm:num_requests_running{engine="1"} NaN
             "too long",
         ),
         (500, b'{"error":{"message":"dead","code":500}}', InstanceFailed, "instance d0 answered 500: dead"),
+        (
+            500,
+            b'{"error":{"message":"Failed to apply prompt replacement for mm_items[\'video\'][0]"}}',
+            InvalidRequest,
+            "no place for media of the kind video",
+        ),
         (503, b"busy", Unavailable, "busy"),
         (404, b"", InvalidRequest, "nothing"),
     ],
