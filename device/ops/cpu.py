@@ -1,4 +1,4 @@
-"""The CPU's operators: plain torch in the formulations that measure fastest (``benchmarks/attention_cpu.py``)."""
+"""The CPU's operators: plain torch in the formulations that measured fastest."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from epd_serve.cost.interference import Clock, Isolation
+from epd_serve.cost.interference import Isolation
 from epd_serve.errors import needs_native
 
 
@@ -25,9 +25,6 @@ def interference(
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads of each side; by default half of the cores.")
     ] = None,
-    clock: Annotated[
-        Clock, typer.Option(help="cpu: CPU time of one thread, for a machine that others use too.")
-    ] = "wall",
     out: Annotated[
         Path | None, typer.Option(help="Write the matrix to OUT.json, its heat map to OUT.png.")
     ] = None,
@@ -42,7 +39,6 @@ def interference(
         dtype=dtype,
         seconds=seconds,
         threads=threads,
-        clock=clock,
         out=out,
         as_json=as_json,
     )

@@ -14,8 +14,9 @@ from epd_serve.cost.profile import read_measured
 Demand = Literal["compute", "bandwidth", "communication"]
 Kind = Literal["operator", "stage"]
 Isolation = Literal["process", "stream"]
-Clock = Literal["wall", "cpu"]
 
+#: Fields of files that earlier releases wrote.
+_RETIRED = ("clock", "skipped")
 #: Means that lie closer together than this are called equal: about what a repetition changes.
 _MARGIN = 0.05
 
@@ -54,10 +55,8 @@ class InterferenceMatrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     ``increase[i][j]`` is how much longer workload ``i`` takes while workload ``j`` runs beside it, as a share of
     its time alone: 0.25 is a quarter longer, a small negative number is noise. None was not measured: operators
-    are paired with operators, stages with stages. ``clock`` cpu: times are CPU seconds of the calling thread,
-    which on a machine that others use too are what wall seconds would be without them; those of a collective are
-    of all its process's threads, and leave out what it waits for the other rank. ``findings``: the
-    comparisons of like and unlike pairs in words, for readers of the file.
+    are paired with operators, stages with stages. ``findings``: the comparisons of like and unlike pairs in words,
+    for readers of the file.
     """
 
     device: str
@@ -65,11 +64,9 @@ class InterferenceMatrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     isolation: Isolation
     dtype: str
     threads: int | None
-    clock: Clock
     seconds: float
     workloads: list[Workload]
     increase: list[list[float | None]]
-    skipped: dict[str, str] = {}
     findings: list[str] = []
 
     def __post_init__(self) -> None:
@@ -84,7 +81,7 @@ class InterferenceMatrix(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises ValueError that names the file and what is wrong with it."""
-        return read_measured(path, cls, f"interference file {path}", "epd-serve interference")
+        return read_measured(path, cls, f"interference file {path}", "epd-serve interference", retired=_RETIRED)
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"

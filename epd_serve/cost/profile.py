@@ -12,15 +12,25 @@ import msgspec
 
 #: Of the file's form. A file of another version is measured again.
 VERSION = 1
-
+#: Fields of profiles that earlier releases wrote and this one has no use for.
+_RETIRED = (
+    *("crowding", "crowding_within", "cores_go_by"),
+    *("split_cpu_s", "split_token_cpu_s", "feature_cpu_s"),
+)
 
 T = TypeVar("T")
 
 
-def read_measured(path: Path, kind: type[T], what: str, maker: str) -> T:
-    """Read a file of measurements. Raises ValueError that names it, what is wrong with it, and its ``maker``."""
+def read_measured(path: Path, kind: type[T], what: str, maker: str, *, retired: Sequence[str] = ()) -> T:
+    """Read a file of measurements; ``retired`` fields are left out.
+
+    Raises ValueError that names it, what is wrong with it, and its ``maker``.
+    """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        values = msgspec.json.decode(path.read_bytes())
+        if isinstance(values, dict):
+            values = {name: value for name, value in values.items() if name not in retired}
+        return msgspec.convert(values, kind)
     except (OSError, msgspec.DecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"{what}: {reason}; '{maker}' makes one") from error
@@ -80,8 +90,6 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         feature_s: seconds from the end of an encode in another instance until the feature can be used, without the
             transfer.
         hand_over_s: seconds from the end of a prefill to the first step at D, without the transfer.
-        split_cpu_s, split_token_cpu_s, feature_cpu_s: CPU seconds of both ends for the same, beyond those over
-            shared memory, which a profile's ``crowding`` contains.
     """
 
     handshake_s: float = 3e-4
@@ -90,9 +98,6 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     split_token_s: float = 0.0
     feature_s: float = 0.0
     hand_over_s: float = 0.0
-    split_cpu_s: float = 0.0
-    split_token_cpu_s: float = 0.0
-    feature_cpu_s: float = 0.0
 
 
 class Residual(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,14 +129,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         image_s, image_pixel_s: time to read and resize an image before its encode, and each of its pixels as sent.
         split_s, split_token_s, feature_s, hand_over_s: see :class:`Transport`.
         loop_s, stream_s: time of a step besides the model: scheduling; and each sequence's: its token's way out.
-        split_cpu_s, split_token_cpu_s, feature_cpu_s: see :class:`Transport`.
         transports: others than the one that instances of a host use by default, by name.
         interference: share by which another stage on the device lengthens a stage: "P/D" is P beside D;
-            interference_within: the further share where both are in one process, with a core for each. "host"
-            prepares images.
-        crowding: share by which stages that want more cores than there are take longer than with equal parts.
-        cores_go_by: the unit that gets an equal part of a CPU's scarce cores: with "instance",
-            ``crowding_within`` is of E and P where they take turns on the cores of one instance.
+            interference_within: the share where both are in one process.
         residuals: errors of the fits, by stage.
         samples: the measurements: stage, its work, seconds.
     """
@@ -172,15 +172,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     hand_over_s: float = 0.0
     loop_s: float = 0.0
     stream_s: float = 0.0
-    split_cpu_s: float = 0.0
-    split_token_cpu_s: float = 0.0
-    feature_cpu_s: float = 0.0
     transports: dict[str, Transport] = {}
     interference: dict[str, float] = {}
     interference_within: dict[str, float] = {}
-    crowding: float = 0.0
-    crowding_within: float = 0.0
-    cores_go_by: Literal["thread", "instance"] = "thread"
     residuals: dict[str, Residual] = {}
     samples: list[tuple[str, list[float], float]] = []
 
@@ -259,7 +253,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises ValueError that names the file and what is wrong with it."""
-        return read_measured(path, cls, f"profile {path}", "epd-serve profile")
+        return read_measured(path, cls, f"profile {path}", "epd-serve profile", retired=_RETIRED)
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"

@@ -124,9 +124,6 @@ class RateFit:
         self._seconds = _MEMORY * self._seconds + seconds
         self._squares = _MEMORY * self._squares + units * units
         self._products = _MEMORY * self._products + units * seconds
-        self._solve()
-
-    def _solve(self) -> None:
         mean_units, mean_s = self._units / self._weight, self._seconds / self._weight
         variance = self._squares / self._weight - mean_units**2
         if variance > (_SPREAD * mean_units) ** 2:

@@ -367,8 +367,6 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
     devices = candidate.devices(fleet)
     pool_of: dict[str, Pool] = {name: pool for pool, name in devices}
     host_of = {name: f"{pool.device}/{index // pool.per_host}" for index, (pool, name) in enumerate(devices)}
-    cpus = [pool for pool, _ in devices if pool.threads]
-    threads = cpus[0].threads if cpus else None
     return build(
         candidate.topology,
         [name for _, name in devices],
@@ -382,8 +380,6 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
             max_num_tokens=candidate.step_tokens(fleet),
         ),
         host_of=lambda name: host_of[name],
-        threads=threads,
-        cores=None if threads is None else threads * len(cpus),
     )
 
 

@@ -1,8 +1,4 @@
-"""Slowdown of a model's stages beside each other in one process, as threads with a core for each.
-
-They wait for the interpreter's lock and for the memory of the process. Stages in processes of their own share
-cores, caches and memory alone: ``overheads.py`` measures those.
-"""
+"""Slowdown of a model's stages beside each other in one process; ``overheads.py`` measures that of processes."""
 
 from __future__ import annotations
 
@@ -11,16 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from io import BytesIO
 from statistics import fmean, median
-
-import numpy as np
-from PIL import Image
 
 from device.base import Device
 from device.registry import get_device
 from epd_serve.engine.measurements import IMAGE_SIDE
-from epd_serve.media.picture import MediaLimits, open_image
 from epd_serve.models.family import blank
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
@@ -29,13 +20,10 @@ from epd_serve.sched.step_sizes import StepShape
 
 #: Of each measurement, alone and beside; the median of some is taken.
 SECONDS, ROUNDS = 0.4, 3
-#: New tokens of the prompt, decodes and their contexts, the side of the image as it is sent.
-PROMPT, DECODES, CONTEXT, SENT_SIDE = 256, 4, 256, 1024
-#: Those that run at once: one step loop computes P and D. "host" prepares images.
-PAIRS = (("D", "E"), ("P", "E"), ("E", "P"), ("E", "D"), ("D", "host"), ("P", "host"), ("E", "host"))
-
-#: The measured picture is one of its own.
-_LIMITS = MediaLimits(max_pixels=SENT_SIDE**2, max_bytes=1 << 30)
+#: New tokens of the prompt, decodes and their contexts.
+PROMPT, DECODES, CONTEXT = 256, 4, 256
+#: Those that run at once: one step loop computes P and D.
+PAIRS = (("D", "E"), ("P", "E"), ("E", "P"), ("E", "D"))
 
 Work = Callable[[], object]
 
@@ -83,15 +71,12 @@ def _stages(options: GridOptions) -> Iterator[dict[str, Work]]:
     family = load_family(options.model)
     tower = Tower(options.model, options.dtype, device)
     inputs = family.preprocess(blank((IMAGE_SIDE, IMAGE_SIDE)))
-    sent = BytesIO()
-    Image.new("RGB", (SENT_SIDE, SENT_SIDE), "gray").save(sent, "JPEG")
     with step_timer(options, device, family, time.perf_counter) as (timer, language):
         longest = min(language.max_model_len, options.num_tokens // (2 * DECODES))
         yield {
             "E": lambda: tower.encode([inputs]),
             "P": timer.step(StepShape(chunks=((0, min(PROMPT, longest)),))),
             "D": timer.step(StepShape(num_decodes=DECODES, context=min(CONTEXT, longest))),
-            "host": lambda: family.preprocess(np.array(open_image(sent.getvalue(), _LIMITS))),
         }
 
 

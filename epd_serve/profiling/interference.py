@@ -16,11 +16,10 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from device.base import Device
 from device.registry import get_device
-from epd_serve.cost.interference import Clock, InterferenceMatrix, Isolation, Kind, Workload
+from epd_serve.cost.interference import InterferenceMatrix, Isolation, Kind, Workload
 from epd_serve.profiling.sides import ProcessSide, Run, Setting, Side, StreamSide
-from epd_serve.profiling.workloads import COLLECTIVE, WORKLOADS
+from epd_serve.profiling.workloads import WORKLOADS
 
 #: Between the command and the common start of both sides.
 _LEAD_S = 0.02
@@ -34,7 +33,6 @@ def run_interference(
     dtype: str,
     seconds: float,
     threads: int | None,
-    clock: Clock,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -48,7 +46,6 @@ def run_interference(
             dtype=dtype or ("float32" if device == "cpu" else "bfloat16"),
             seconds=seconds,
             threads=threads,
-            clock=clock,
             progress=lambda text: status.update(f"measuring {text}"),
         )
     if out is not None:
@@ -67,7 +64,6 @@ def measure(
     dtype: str,
     seconds: float,
     threads: int | None = None,
-    clock: Clock = "wall",
     names: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> InterferenceMatrix:
@@ -87,11 +83,8 @@ def measure(
         raise ValueError(f"dtype {dtype}: {device.name} computes in {', '.join(possible)}")
     if device.type == "cpu" and threads is None:
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    if clock == "cpu" and threads != 1:
-        raise ValueError("clock cpu counts the time of one thread of a CPU: use it with --device cpu --threads 1")
-    skipped = _skipped(device, isolation)
-    chosen = [name for name in names or WORKLOADS if name not in skipped]
-    setting = Setting(device=device.name, dtype=dtype, threads=threads, clock=clock)
+    chosen = list(names or WORKLOADS)
+    setting = Setting(device=device.name, dtype=dtype, threads=threads)
     make: type[ProcessSide] | type[StreamSide] = ProcessSide if isolation == "process" else StreamSide
     alone: dict[str, list[float]] = {name: [] for name in chosen}
     increase: dict[tuple[str, str], float] = {}
@@ -118,7 +111,6 @@ def measure(
         isolation=isolation,
         dtype=dtype,
         threads=threads,
-        clock=clock,
         seconds=seconds,
         workloads=[
             Workload(
@@ -131,7 +123,6 @@ def measure(
             for name in chosen
         ],
         increase=[[increase.get((of, beside)) for beside in chosen] for of in chosen],
-        skipped=skipped,
     ).with_findings()
 
 
@@ -154,14 +145,6 @@ def _together(sides: Sequence[Side], seconds: float) -> list[list[float]]:
 def _typical(times: Sequence[float]) -> float:
     """The lower quartile: others on the machine make calls longer and never shorter."""
     return sorted(times)[len(times) // 4]
-
-
-def _skipped(device: Device, isolation: Isolation) -> dict[str, str]:
-    if device.type != "cpu":
-        return {COLLECTIVE: f"{device.transport.distributed_backend} takes one rank for each device"}
-    if isolation == "stream":
-        return {COLLECTIVE: "a process can be in one group only: use isolation process"}
-    return {}
 
 
 _TITLES: dict[Kind, str] = {"operator": "operators", "stage": "stages"}
@@ -188,8 +171,6 @@ def show(matrix: InterferenceMatrix, console: Console) -> None:
         console.print(table)
     for finding in matrix.findings:
         console.print(finding)
-    for name, reason in matrix.skipped.items():
-        console.print(f"not measured: {name}: {reason}")
 
 
 def check_can_draw() -> None:
@@ -226,9 +207,7 @@ def draw_heat_map(matrix: InterferenceMatrix, path: Path) -> None:
                 colour = "white" if value > 70 else "black"
                 axis.text(column, row, f"{value:+.0f} %", ha="center", va="center", color=colour, fontsize=9)
         axis.set_title(f"{_TITLES[kind]}: latency increase of the row\nbeside the column", fontsize=9)
-    figure.suptitle(
-        f"{matrix.description}: {matrix.isolation} isolation, {matrix.dtype}, {matrix.clock} time", fontsize=10
-    )
+    figure.suptitle(f"{matrix.description}: {matrix.isolation} isolation, {matrix.dtype}", fontsize=10)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 

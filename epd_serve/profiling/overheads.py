@@ -21,20 +21,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import StringIO
-from math import sqrt
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 import msgspec
-import psutil
 from rich.console import Console
 
 from epd_serve.bench.deployed import Candidate, deployed
-from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.bench.session import Session
-from epd_serve.bench.types import Record, RunSettings, Sample
+from epd_serve.bench.types import Record, RunSettings
 from epd_serve.bench.workloads import load_workload
 from epd_serve.config import change_config, parse_config
 from epd_serve.cost.least_squares import fit
@@ -73,18 +70,16 @@ def with_overheads(
     """
     has_images = bool(profile.encode)
     with _asked("EPD", options, progress) as ask:
-        whole, _ = _measure(ask, has_images, options.num_requests)
+        whole = _measure(ask, has_images, options.num_requests)
         together = [(1, whole["text"])]
         together += [
             (count, ask(text_load(TEXT, 4 * NUM_OUTPUT), 2 * count, f"closed:{count}")) for count in TOGETHER
         ]
     line = "E-P-D" if has_images else "P-D"
     with _asked(line, options, progress) as ask:
-        apart, apart_cpu = _measure(ask, has_images, options.num_requests)
+        apart = _measure(ask, has_images, options.num_requests)
         with ask.busy(_STREAMS):
-            beside_d, _ = _measure(ask, has_images, options.num_requests)
-            with ask.busy(_LOADS["P"]):
-                crowded = ask(image_load(SIDES[1]), options.num_requests) if has_images else []
+            beside_d = _measure(ask, has_images, options.num_requests)
         beside: dict[str, tuple[list[Record], float]] = {}
         for stage, load in _LOADS.items():
             if has_images or stage != "E":
@@ -98,15 +93,9 @@ def with_overheads(
     pairs = {f"D/{stage}": (_tpot_s(records) / tpot_s - 1) / share for stage, (records, share) in beside.items()}
     prefill_s = _longer(apart, "long")
     pairs["P/D"] = _longer(beside_d, "long") / prefill_s - 1 if prefill_s > _LEAST_S else 0.0
-    crowding = 0.0
     if has_images:
-        alone_s, large = _encode_s(apart[f"{SIDES[1]}"]), f"{SIDES[1]}"
-        pairs["E/D"] = _encode_s(beside_d[large]) / alone_s - 1
-        cores = len(os.sched_getaffinity(0)) if options.device == "cpu" else len(_LOADS) + 1
-        fair = max((len(_LOADS) + 1) * (options.threads or 1) / cores, 1.0)
-        crowding = _encode_s(crowded) / alone_s / fair - 1
-    sharer: Sharer = cores_go_by() if options.device == "cpu" else "thread"
-    crowding_within = _crowding_within(options, progress) if has_images and sharer == "instance" else 0.0
+        large = f"{SIDES[1]}"
+        pairs["E/D"] = _encode_s(beside_d[large]) / _encode_s(apart[large]) - 1
     loop_s, stream_s = beside_steps(together, profile)
     known = msgspec.structs.replace(
         known,
@@ -115,50 +104,27 @@ def with_overheads(
         loop_s=loop_s,
         stream_s=stream_s,
         interference={pair: max(value, 0.0) for pair, value in pairs.items()},
-        crowding=max(crowding, 0.0),
-        crowding_within=crowding_within,
-        cores_go_by=sharer,
     )
     here = Transport(handshake_s=profile.handshake_s, bytes_per_s=profile.link_bytes_per_s)
     known = known.with_transport(_talk(here, known, whole, apart, beside_d))
     if not options.mooncake:
         return known
     with _asked(line, options, progress, _MOONCAKE) as ask:
-        apart, cpu = _measure(ask, has_images, options.num_requests)
+        apart = _measure(ask, has_images, options.num_requests)
         with ask.busy(_STREAMS):
-            beside_d, _ = _measure(ask, has_images, options.num_requests)
+            beside_d = _measure(ask, has_images, options.num_requests)
     found = _talk(profile.transports["mooncake"], known, whole, apart, beside_d)
-    request_s, token_s, image_s = talk_cpu_s(cpu, apart_cpu)
-    found = msgspec.structs.replace(found, split_cpu_s=request_s, split_token_cpu_s=token_s, feature_cpu_s=image_s)
     return msgspec.structs.replace(known, transports={"mooncake": found})
-
-
-def _crowding_within(options: OverheadOptions, progress: Callable[[str], None]) -> float:
-    """The crowding of E beside P in one instance, while D has a part of the cores for itself."""
-    image = image_load(SIDES[1])
-    with _asked("EP-D", options, progress) as ask:
-        alone_s = _encode_s(ask(image, options.num_requests))
-        with ask.busy(_STREAMS), ask.busy(_LOADS["P"]):
-            crowded_s = _encode_s(ask(image, options.num_requests))
-    cores, threads = len(os.sched_getaffinity(0)), options.threads or 1
-    part = max(cores - threads, cores / 2)
-    return max(crowded_s / alone_s / max(2 * threads / part, 1.0) - 1, 0.0)
 
 
 _Measured = dict[str, list[Record]]
 
 
-def _measure(ask: Asker, has_images: bool, count: int) -> tuple[_Measured, list[Spent]]:
+def _measure(ask: Asker, has_images: bool, count: int) -> _Measured:
     asked = {"text": text_load(TEXT), "long": text_load(LONG_TEXT)}
     if has_images:
         asked |= {f"{side}": image_load(side) for side in SIDES}
-    found: _Measured = {}
-    spent: list[Spent] = []
-    for name, workload in asked.items():
-        found[name] = ask(workload, count)
-        num_images = 0 if name in ("text", "long") else count
-        spent.append(Spent.on(ask.runs[-1], found[name], num_images))
-    return found, spent
+    return {name: ask(workload, count) for name, workload in asked.items()}
 
 
 def _talk(
@@ -220,7 +186,6 @@ class Asker:
     model: str = "profile"
     #: Each measurement has its own, so that no picture and no prompt is in a cache from an earlier one.
     seeds: Iterator[int] = field(default_factory=itertools.count)
-    runs: list[RunDirectory] = field(default_factory=list)
 
     def __call__(self, workload: str, count: int, arrivals: str = "closed:1") -> list[Record]:
         """``count`` requests of a workload. Raises ValueError unless all are answered."""
@@ -237,7 +202,6 @@ class Asker:
         )
         path = Path(tempfile.mkdtemp(dir=self.folder))
         run, _ = session.begin(path, settings, load_workload(workload))
-        self.runs.append(run)
         records = [one for one in run.records() if one.succeeded and len(one.token_times_s) > 2]
         if len(records) < count:
             failed = [one.detail for one in run.records() if not one.succeeded]
@@ -299,9 +263,8 @@ class Asker:
 def _asked(
     topology: str, options: OverheadOptions, progress: Callable[[str], None], changes: dict[str, Any] | None = None
 ) -> Iterator[Asker]:
-    on_one = options.device != "cpu" and topology != "EPD"
     deployment = {
-        "topology": f"({topology})" if on_one else topology,
+        "topology": topology if topology == "EPD" else f"({topology})",
         "model": options.model,
         "served_model_name": "profile",
         "devices": [options.device],
@@ -383,101 +346,3 @@ def beside_steps(measured: Sequence[tuple[int, Sequence[Record]]], profile: Prof
         beyond.append(gap_s - profile.step_s(count, count, count * context))
     loop_s, stream_s = fit([[1.0, count] for count, _ in measured], beyond)
     return loop_s, stream_s
-
-
-_PROCESS, _GATEWAY = "cpu_s:", "cpu_s:proxy"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spent:
-    """CPU time spent on some requests; ``cpu_s``: of all processes of the deployment but the gateway."""
-
-    num_requests: int
-    num_prompt_tokens: int
-    num_images: int
-    cpu_s: float
-
-    @classmethod
-    def on(cls, run: RunDirectory, records: Sequence[Record], num_images: int) -> Spent:
-        at = {one.phase: _cpu_s(one) for one in run.samples()}
-        return cls(
-            num_requests=len(records),
-            num_prompt_tokens=sum(one.num_prompt_tokens or 0 for one in records),
-            num_images=num_images,
-            cpu_s=at["after"] - at["before"],
-        )
-
-
-def _cpu_s(sample: Sample) -> float:
-    found = sample.devices.get("cpu", {})
-    return sum(seconds for name, seconds in found.items() if name.startswith(_PROCESS) and name != _GATEWAY)
-
-
-def talk_cpu_s(measured: Sequence[Spent], base: Sequence[Spent]) -> tuple[float, float, float]:
-    """CPU seconds of ``measured`` beyond ``base``, at equal loads, for each request, prompt token and image."""
-    rows = [[one.num_requests, one.num_prompt_tokens, one.num_images] for one in measured]
-    more = [one.cpu_s - other.cpu_s for one, other in zip(measured, base, strict=True)]
-    request_s, token_s, image_s = fit(rows, more)
-    return request_s, token_s, image_s
-
-
-#: CPU seconds of each core before the parts are compared: many of the scheduler's slices.
-_CPU_S = 2.0
-#: Threads of the process that has many, for each core.
-_THREADS = 3
-#: A thread computes without the interpreter's lock.
-_SPIN = """
-import hashlib, sys, threading
-def spin():
-    while True:
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
-threads = [threading.Thread(target=spin, daemon=True) for _ in range(int(sys.argv[1]))]
-for one in threads:
-    one.start()
-print(flush=True)
-sys.stdin.read()
-"""
-
-Sharer = Literal["thread", "instance"]
-
-
-def cores_go_by() -> Sharer:
-    """Measure the unit with a process of many threads and one of a single thread, started as instances are.
-
-    Raises OSError where these cannot run.
-    """
-    cores = len(os.sched_getaffinity(0))
-    many = _THREADS * cores
-    started = [_start(count) for count in (many, 1)]
-    try:
-        for one in started:
-            assert one.stdout is not None
-            one.stdout.readline()
-        before = _used_cpu_s(started)
-        while (
-            sum(spent := [now - then for now, then in zip(_used_cpu_s(started), before, strict=True)])
-            < _CPU_S * cores
-        ):
-            if any(one.poll() is not None for one in started):
-                raise OSError("a process that was to keep the cores busy has ended")
-            time.sleep(0.05)
-    finally:
-        for one in started:
-            one.kill()
-            one.communicate()
-    return told_by(spent[1] / spent[0], many, cores)
-
-
-def told_by(ratio: float, many: int, cores: int) -> Sharer:
-    """The unit that a ratio of CPU times shows: that of one thread to that of a process of ``many`` threads."""
-    by_thread, by_instance = 1 / many, 1 / max(cores - 1, 1)
-    return "instance" if ratio > sqrt(by_thread * by_instance) else "thread"
-
-
-def _start(num_threads: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", _SPIN, str(num_threads)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-
-
-def _used_cpu_s(processes: Sequence[subprocess.Popen[bytes]]) -> list[float]:
-    return [times.user + times.system for times in (psutil.Process(one.pid).cpu_times() for one in processes)]

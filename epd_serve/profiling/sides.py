@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from device.base import Device
-from device.distributed import ProcessGroup
 from device.registry import get_device
-from epd_serve.cost.interference import Clock
-from epd_serve.profiling.workloads import COLLECTIVE, WORKLOADS, Call, Factory, Sizes
+from epd_serve.profiling.workloads import WORKLOADS, Call, Factory, Sizes
 
 _WARM_UP_CALLS = 2
 _TIMEOUT_S = 60.0
@@ -27,15 +22,11 @@ _MODULE = "epd_serve.profiling.sides"  # also where this file runs as __main__
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """The device and number format of both sides; ``threads``: of each, on a CPU.
-
-    See :class:`InterferenceMatrix`.
-    """
+    """The device and number format of both sides; ``threads``: of each, on a CPU."""
 
     device: str
     dtype: str
     threads: int | None
-    clock: Clock
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -74,22 +65,15 @@ class Runner:
         dtype: torch.dtype = getattr(torch, setting.dtype)
         self._factory = Factory(self._device, dtype, Sizes.for_device(self._device.type))
         self._stream = self._device.stream()
-        self._setting = setting
         self._name = ""
         self._call: Call | None = None
-        self._peer: CollectivePeer | None = None
 
     def prepare(self, name: str) -> None:
         if name == self._name:
             return
         self._call, self._name = None, name  # the old one's memory goes first
-        build = WORKLOADS[name].build
         with torch.inference_mode(), self._stream:
-            if build is not None:
-                self._call = build(self._factory)
-            else:
-                self._peer = self._peer or CollectivePeer(self._setting)
-                self._call = self._peer.reduce
+            self._call = WORKLOADS[name].build(self._factory)
             for _ in range(_WARM_UP_CALLS):
                 self._call()
             self._stream.synchronize()
@@ -97,65 +81,15 @@ class Runner:
     def run(self, command: Run) -> list[float]:
         assert self._call is not None
         times: list[float] = []
-        clock = time.monotonic
-        if self._setting.clock == "cpu":
-            # a collective's work is done by threads of its group
-            clock = time.process_time if self._name == COLLECTIVE else time.thread_time
         time.sleep(max(0.0, command.start_s - time.monotonic()))
         with torch.inference_mode(), self._stream:
             while not times or time.monotonic() < command.end_s:
-                begun = clock()
+                begun = time.monotonic()
                 self._call()
                 self._stream.synchronize()
-                times.append(clock() - begun)
+                times.append(time.monotonic() - begun)
         # the last call may have outlasted the other side
         return times[:-1] or times
-
-    def close(self) -> None:
-        if self._peer is not None:
-            self._peer.close()
-
-
-class CollectivePeer:
-    """The other rank of a collective: a process that takes part until this one says so."""
-
-    def __init__(self, setting: Setting) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="epd-serve-")
-        rendezvous = Path(self._directory.name) / "rendezvous"
-        self._process = start_python("take_part", setting, str(rendezvous), pipes=False)
-        device = get_device(setting.device)
-        self._data = collective_data(device, setting)
-        self._group = ProcessGroup(device, 0, 2, rendezvous, _TIMEOUT_S)
-
-    def reduce(self) -> None:
-        self._group.all_reduce(self._data)
-
-    def close(self) -> None:
-        with torch.inference_mode():
-            self._data[0] = 1
-            self.reduce()
-        self._group.close()
-        self._process.wait(_TIMEOUT_S)
-        self._directory.cleanup()
-
-
-def collective_data(device: Device, setting: Setting) -> torch.Tensor:
-    """A tensor of zeros; a sum that begins with another number is the last one."""
-    dtype: torch.dtype = getattr(torch, setting.dtype)
-    length = Sizes.for_device(device.type).stream_bytes // 16 // dtype.itemsize
-    return torch.zeros(length, dtype=dtype, device=device.torch_device)
-
-
-def take_part(setting: Setting, rendezvous: str) -> None:
-    """The main function of a :class:`CollectivePeer`'s process."""
-    device = get_device(setting.device)
-    if setting.threads is not None:
-        device.set_threads(setting.threads)
-    group = ProcessGroup(device, 1, 2, Path(rendezvous), _TIMEOUT_S)
-    data = collective_data(device, setting)
-    while not data[0]:
-        group.all_reduce(data)
-    group.close()
 
 
 class StreamSide:
@@ -172,7 +106,6 @@ class StreamSide:
         return self._thread.submit(self._runner.run, command)
 
     def close(self) -> None:
-        self._thread.submit(self._runner.close).result()
         self._thread.shutdown()
 
 
@@ -180,7 +113,7 @@ class ProcessSide:
     """A process, as each of several instances on one device is."""
 
     def __init__(self, setting: Setting) -> None:
-        self._process = start_python("answer", setting)
+        self._process = _start(setting)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="side")
 
     def prepare(self, name: str) -> Future[None]:
@@ -229,25 +162,21 @@ def answer(setting: Setting) -> None:
             runner.prepare(command.name)
         sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
         sys.stdout.buffer.flush()
-    runner.close()
 
 
-def start_python(life: str, setting: Setting, *arguments: str, pipes: bool = True) -> subprocess.Popen[bytes]:
-    """Start a process that runs the function called ``life`` in this file."""
+def _start(setting: Setting) -> subprocess.Popen[bytes]:
+    """Start a process that runs :func:`answer`."""
     environment = dict(os.environ)
     if setting.threads is not None:
         environment["OMP_NUM_THREADS"] = str(setting.threads)
-    pipe = subprocess.PIPE if pipes else subprocess.DEVNULL
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", _MODULE, life, msgspec.json.encode(setting).decode(), *arguments],
+        [sys.executable, "-P", "-m", _MODULE, msgspec.json.encode(setting).decode()],
         bufsize=0,
-        stdin=pipe,
-        stdout=pipe,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         env=environment,
     )
 
 
 if __name__ == "__main__":
-    _life, _setting, *_arguments = sys.argv[1:]
-    lives: dict[str, Callable[..., None]] = {"answer": answer, "take_part": take_part}
-    lives[_life](msgspec.json.decode(_setting, type=Setting), *_arguments)
+    answer(msgspec.json.decode(sys.argv[1], type=Setting))

@@ -213,18 +213,15 @@ class WorkloadKind:
 
     kind: Kind
     demand: Demand
-    build: Callable[[Factory], Call] | None
-    """None for the collective, whose call needs another process."""
+    build: Callable[[Factory], Call]
 
 
-COLLECTIVE = "all-reduce"
 WORKLOADS: dict[str, WorkloadKind] = {
     "matmul": WorkloadKind(kind="operator", demand="compute", build=Factory.matmul),
     "attention prefill": WorkloadKind(kind="operator", demand="compute", build=Factory.attention_prefill),
     "attention decode": WorkloadKind(kind="operator", demand="bandwidth", build=Factory.attention_decode),
     "norm": WorkloadKind(kind="operator", demand="bandwidth", build=Factory.norm),
     "copy": WorkloadKind(kind="operator", demand="bandwidth", build=Factory.copy),
-    COLLECTIVE: WorkloadKind(kind="operator", demand="communication", build=None),
     "E": WorkloadKind(kind="stage", demand="compute", build=Factory.encode),
     "P": WorkloadKind(kind="stage", demand="compute", build=Factory.prefill),
     "D": WorkloadKind(kind="stage", demand="bandwidth", build=Factory.decode),

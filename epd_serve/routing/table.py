@@ -98,7 +98,7 @@ class InstanceTable:
         self.has_thieves = any(one.steals for one in self)
         if contains is not None:
             received = [key for key, calls in record._unreported.items() for c in calls if c.number <= contains]
-            self._report(record, Report(load=info.load, ready=info.ready, received=received, epoch=info.epoch))
+            self.report(name, Report(load=info.load, ready=info.ready, received=received, epoch=info.epoch))
         else:
             self._set_ready(record, info.ready)
 
@@ -109,9 +109,7 @@ class InstanceTable:
 
     def report(self, name: str, report: Report) -> None:
         """Take over a report of an instance whose info is known."""
-        self._report(self._records[name], report)
-
-    def _report(self, record: InstanceRecord, report: Report) -> None:
+        record = self._records[name]
         record._take_over(report.load, report.received)
         for mm_hash in report.encoded:
             record.features.add(mm_hash)

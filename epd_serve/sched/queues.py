@@ -81,22 +81,6 @@ def _numbered(claims: list[Claim], party: Callable[[Claim], Any]) -> list[Claim]
 T = TypeVar("T")
 
 
-def waiting_in_turn(waiting: Iterable[tuple[Asker, T]], num_requests: Counter[str]) -> list[T]:
-    """The most urgent first; of these the keys take turns.
-
-    Args:
-        waiting: in the order in which each key's own get their turns.
-        num_requests: how many turns keys have had: their requests that are not over.
-    """
-    counts = Counter(num_requests)
-    turns: list[tuple[int, int, T]] = []
-    for asker, one in waiting:
-        turns.append((asker.priority, counts[asker.key], one))
-        counts[asker.key] += 1
-    turns.sort(key=lambda turn: turn[:2])
-    return [one for _, _, one in turns]
-
-
 logger = logging.getLogger(__name__)
 
 ANYBODY = Asker()
@@ -336,7 +320,10 @@ class Queues:
         return [*map(_claim, here), *chain.from_iterable(self._reserved.values())]
 
     def _waiting_in_turn(self, new: Iterable[tuple[Asker, T]]) -> list[T | Sequence]:
-        """Preempted sequences and ``new`` ones, given in their order of arrival, as their turns come."""
+        """Preempted sequences and ``new`` ones, given in their order of arrival, as their turns come.
+
+        The most urgent come first; of these the keys take turns, and have had those of requests that are not over.
+        """
         begun = [*map(_asker, self._running), *(claims[0].asker for claims in self._reserved.values())]
         num_requests = Counter(key for key, _ in {(asker.key, asker.request_id) for asker in begun})
         num_choices = Counter((asker.key, asker.request_id) for asker in begun)
@@ -347,7 +334,12 @@ class Queues:
             waiting.append((num_choices[asker.key, asker.request_id], asker, one))
             num_choices[asker.key, asker.request_id] += 1
         waiting.sort(key=itemgetter(0))  # the first choice of a request goes before the second of others
-        return waiting_in_turn([(asker, one) for _, asker, one in waiting], num_requests)
+        turns: list[tuple[int, int, T | Sequence]] = []
+        for _, asker, one in waiting:
+            turns.append((asker.priority, num_requests[asker.key], one))
+            num_requests[asker.key] += 1
+        turns.sort(key=itemgetter(0, 1))
+        return [one for _, _, one in turns]
 
     def _waiting_before(self, asker: Asker, arrival_s: float) -> list[Sequence]:
         """The sequences that wait for blocks and come before a reservation."""

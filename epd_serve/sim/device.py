@@ -6,10 +6,8 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from operator import itemgetter
 from typing import Protocol
 
-from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.cost.profile import Profile
 
 
@@ -52,10 +50,9 @@ class Activity:
     """A step or a batch that computes.
 
     Attributes:
-        stage: what it does, for measured interference: "E", "P", "D", "host" (images are prepared) or "talk".
+        stage: what it does, for measured interference: "E", "P" or "D".
         compute, bandwidth: of the device's peak, the part that it uses when it is alone.
         work_s: what it takes alone; done_s of that is done.
-        cores: of a CPU.
         owner: the instance.
     """
 
@@ -64,7 +61,6 @@ class Activity:
     bandwidth: float
     work_s: float
     on_end: Callable[[], None]
-    cores: float = 1.0
     owner: str = ""
     done_s: float = 0.0
     rate: float = 1.0
@@ -95,36 +91,15 @@ class FluidSharing:
 class MeasuredSharing:
     """As pairs of stages were measured side by side; increases of several neighbours add up.
 
-    A CPU has ``cores``; where more are wanted in all, each thread gets an equal part, or ``by_instance`` each
-    instance, and none more than it asks for. An instance that takes turns with others on a core is slower by
-    ``crowding`` besides; one whose own stages take turns likewise where it decodes, and else by
-    ``crowding_within``. Both were measured with all that instances do to each other. ``within``: of two stages in
-    one instance, which wait for each other: on a CPU for the lock of Python's interpreter or of the process's
-    memory, besides ``increase``; a stage that waits leaves its core to others. On other devices it comes in place
-    of ``increase``.
+    ``within`` comes in place of ``increase`` for two stages of one instance, which wait for each other in one
+    process.
     """
 
     increase: dict[tuple[str, str], float] = field(default_factory=dict)
-    cores: float = float("inf")
     within: dict[tuple[str, str], float] = field(default_factory=dict)
-    crowding: float = 0.0
-    by_instance: bool = False
-    crowding_within: float = 0.0
 
     @classmethod
-    def of(cls, matrix: InterferenceMatrix, cores: float = float("inf")) -> MeasuredSharing:
-        names = [one.name for one in matrix.workloads if one.kind == "stage"]
-        pairs: dict[tuple[str, str], float] = {}
-        for name in names:
-            for beside in names:
-                try:
-                    pairs[name, beside] = matrix.increase_of(name, beside)
-                except KeyError:
-                    continue
-        return cls(pairs, cores)
-
-    @classmethod
-    def of_profile(cls, profile: Profile, cores: float = float("inf")) -> MeasuredSharing:
+    def of_profile(cls, profile: Profile) -> MeasuredSharing:
         """Read a profile; what was not measured is taken for what was: E beside P for E beside D."""
 
         def pairs(known: dict[str, float]) -> dict[tuple[str, str], float]:
@@ -135,50 +110,18 @@ class MeasuredSharing:
         for pair, like in ((("E", "P"), ("E", "D")), (("P", "E"), ("P", "D"))):
             if like in increase:
                 increase.setdefault(pair, increase[like])
-        by_instance = profile.cores_go_by == "instance"
-        return cls(
-            increase,
-            cores,
-            pairs(profile.interference_within),
-            profile.crowding,
-            by_instance,
-            profile.crowding_within if by_instance else profile.crowding,
-        )
+        return cls(increase, pairs(profile.interference_within))
 
     def rates(self, activities: Sequence[Activity]) -> list[float]:
-        waits: list[float] = []
-        longer: list[float] = []
-        sharers = [one.owner if self.by_instance else "" for one in activities]
-        wanted: dict[str, tuple[float, float, bool]] = {}
-        for one, sharer in zip(activities, sharers, strict=True):
-            wait = more = 1.0
-            for other in activities:
-                if other is not one:
-                    pair = one.stage, other.stage
-                    waits_for = self.within.get(pair, 0.0) if one.owner == other.owner else 0.0
-                    alike = waits_for if self.cores == float("inf") else 0.0
-                    more += max(self.increase.get(pair, 0.0) - alike, 0.0)
-                    wait += waits_for
-            waits.append(wait)
-            longer.append(more)
-            cores, most, decodes = wanted.get(sharer, (0.0, 0.0, False))
-            wanted[sharer] = cores + one.cores / wait, max(most, one.cores), decodes or one.stage == "D"
-        scarce = self._scarcity(wanted)
         return [
-            1 / (wait * max(more, scarce[sharer]))
-            for sharer, wait, more in zip(sharers, waits, longer, strict=True)
+            1 / (1 + sum(self._increase_of(one, other) for other in activities if other is not one))
+            for one in activities
         ]
 
-    def _scarcity(self, wanted: dict[str, tuple[float, float, bool]]) -> dict[str, float]:
-        """Return by how much each is longer; ``wanted``: cores in all, of one activity at most, if it decodes."""
-        scarce: dict[str, float] = {}
-        left = self.cores
-        for number, (name, (cores, most, decodes)) in enumerate(sorted(wanted.items(), key=itemgetter(1))):
-            part = left / (len(wanted) - number)
-            crowding = self.crowding if decodes or part < most else self.crowding_within
-            scarce[name] = cores / part * (1 + crowding) if cores > part else 1.0
-            left -= min(cores, part)
-        return scarce
+    def _increase_of(self, one: Activity, other: Activity) -> float:
+        pair = one.stage, other.stage
+        apart = self.increase.get(pair, 0.0)
+        return self.within.get(pair, apart) if one.owner == other.owner else apart
 
 
 class SimDevice:

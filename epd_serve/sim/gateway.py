@@ -270,9 +270,7 @@ class SimGateway:
                 arrived()
             else:
                 seconds = self._link(instance, prefill).seconds(nbytes) + profile.feature_s
-                instance.handed.join(
-                    prefill.spec.name, lambda: instance.host(seconds, profile.feature_cpu_s, arrived)
-                )
+                instance.handed.join(prefill.spec.name, lambda: self._clock.after(seconds, arrived))
 
         if prefill.features.acquire(ref.mm_hash, attempt.id) is None:
             instance.tower.encode(ref.mm_hash, ref.width, encoded)
@@ -287,8 +285,6 @@ class SimGateway:
             prefill.language.submit(sequence)
             return
 
-        profile = prefill.spec.profile
-
         def submit() -> None:
             assert prefill.language is not None
             if not attempt.is_over:
@@ -296,8 +292,7 @@ class SimGateway:
 
         def granted(blocks: Any) -> None:
             attempt.blocks = blocks
-            cpu_s = profile.split_cpu_s * profile.split_s / max(profile.split_s + profile.hand_over_s, 1e-9)
-            prefill.host(profile.split_s, cpu_s, submit)
+            self._clock.after(prefill.spec.profile.split_s, submit)
 
         attempt.reservation = Reservation(
             sequence.num_prompt_tokens, sequence.block_hashes, self._clock.now, granted
@@ -385,9 +380,7 @@ class SimGateway:
         profile = instance.spec.profile
         computing_s = profile.step_s(sequence.num_prompt_tokens, 1, 0, sequence.num_prompt_tokens**2)
         sent_s = instance.send_s(self._link(instance, decode), sequence.num_prompt_tokens, computing_s)
-        cpu_s = profile.split_cpu_s * profile.hand_over_s / max(profile.split_s + profile.hand_over_s, 1e-9)
-        cpu_s += profile.split_token_cpu_s * sequence.num_prompt_tokens
-        instance.host(sent_s + profile.hand_over_s, cpu_s, partial(self._hand_over, attempt, instance, decode))
+        self._clock.after(sent_s + profile.hand_over_s, partial(self._hand_over, attempt, instance, decode))
 
     def _hand_over(self, attempt: Attempt, prefill: SimInstance, decode: SimInstance) -> None:
         if attempt.is_over:

@@ -13,7 +13,7 @@ from epd_serve.cost.stages import Link
 from epd_serve.protocol.wire import InstanceInfo, Load, Report
 from epd_serve.sched.encode import HandoffBatcher, VisionFirst, schedule_encodes
 from epd_serve.sequence import Sequence
-from epd_serve.sim.device import Activity, Clock, MeasuredSharing, SimDevice
+from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.language import LanguageSide
 from epd_serve.sim.spec import SimInstanceSpec, find_image_budget
 from epd_serve.transfer.grouping import smallest_hidden_group
@@ -174,15 +174,6 @@ class SimInstance:
 
     # ------------------------------------------------------------------ what it does
 
-    def host(self, seconds: float, cpu_s: float, then: Callable[[], None]) -> None:
-        """Do the work of a request besides its stages, with ``cpu_s`` of CPU time; on a CPU that is theirs."""
-        if seconds <= 0:
-            then()
-        elif cpu_s > 0 and self.spec.on_cpu:
-            self._device.start(Activity("talk", 0.0, 0.0, seconds, then, cpu_s / seconds, self.spec.name))
-        else:
-            self._clock.after(seconds, then)
-
     def holds_feature(self, key: str) -> bool:
         return key in self.features
 
@@ -288,12 +279,11 @@ class TowerSide:
         self.store: FeatureCache[int] = FeatureCache(spec.feature_bytes)
         self._waiting: list[_Item] = []
         self._flights: dict[str, _Item] = {}
-        # a CPU prepares images itself, beside what it computes; of other devices the host does, with cores enough
-        self._host = device if spec.on_cpu else SimDevice(clock, MeasuredSharing())
-        # as many at a time as compute, each one thread (instance/request_processor.py)
-        self._num_preparers = max(int(spec.cores), 1) if spec.on_cpu else float("inf")
+        self._clock = clock
+        # on a CPU as many at a time as compute, each one thread (instance/request_processor.py)
+        self._num_preparers = spec.profile.threads if spec.on_cpu else float("inf")
         self._unprepared: deque[_Item] = deque()
-        self._preparing: dict[str, Activity] = {}
+        self._preparing: dict[str, _Item] = {}
         self._activity: Activity | None = None
         self.made: list[str] = []
         self.num_encoded = self.num_hits = 0
@@ -326,21 +316,25 @@ class TowerSide:
         item = self._flights[key] = _Item(key, num_pixels, [done])
         self.made.append(key)
         if not self._spec.profile.prepare_s(num_pixels):
-            self._prepared(item)
+            self._wait(item)
         elif len(self._preparing) < self._num_preparers:
             self._prepare(item)
         else:
             self._unprepared.append(item)
 
     def _prepare(self, item: _Item) -> None:
-        seconds = self._spec.profile.prepare_s(item.num_pixels)
-        host = Activity("host", 0.0, 0.0, seconds, partial(self._prepared, item), 1.0, self._spec.name)
-        self._preparing[item.key] = host
-        self._host.start(host)
+        self._preparing[item.key] = item
+        self._clock.after(self._spec.profile.prepare_s(item.num_pixels), partial(self._prepared, item))
 
     def _prepared(self, item: _Item) -> None:
-        if self._preparing.pop(item.key, None) is not None and self._unprepared:
+        if self._preparing.get(item.key) is not item:
+            return  # the process has died
+        del self._preparing[item.key]
+        if self._unprepared:
             self._prepare(self._unprepared.popleft())
+        self._wait(item)
+
+    def _wait(self, item: _Item) -> None:
         self._waiting.append(item)
         self.kick()
 
@@ -355,9 +349,7 @@ class TowerSide:
         if profile.kind == "analytic" and len(profile.encode) == 2:
             busy = [(line.seconds(pixels) - profile.encode[0].base_s) / seconds for line in profile.encode]
             compute, bandwidth = profile.compute_share * busy[0], profile.bandwidth_share * busy[1]
-        self._activity = Activity(
-            "E", compute, bandwidth, seconds, lambda: self._encoded(batch), self._spec.cores, self._spec.name
-        )
+        self._activity = Activity("E", compute, bandwidth, seconds, lambda: self._encoded(batch), self._spec.name)
         self._device.start(self._activity)
 
     def drop_all(self) -> None:
@@ -365,8 +357,6 @@ class TowerSide:
         if self._activity is not None:
             self._device.stop(self._activity)
         self._activity = None
-        for preparing in self._preparing.values():
-            self._host.stop(preparing)
         self._preparing.clear()
         self._unprepared.clear()
         self._waiting.clear()

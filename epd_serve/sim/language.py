@@ -220,15 +220,8 @@ class LanguageSide:
         self._see()
         self._run = run
         stage = "P" if output.prefills else "D"
-        self._activity = Activity(
-            stage,
-            run.compute,
-            run.bandwidth,
-            run.total_s(run.length),
-            self._ended,
-            self._spec.cores,
-            self._spec.name,
-        )
+        total_s = run.total_s(run.length)
+        self._activity = Activity(stage, run.compute, run.bandwidth, total_s, self._ended, self._spec.name)
         self._device.start(self._activity)
 
     def _length(self, output: ScheduleOutput) -> int:

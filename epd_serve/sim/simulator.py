@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
 from epd_serve.flow.stealing import DEFAULT_RULE, StealRule
@@ -283,9 +282,6 @@ def build(
     parallel_encode: bool = True,
     steals: bool = False,
     host_of: Callable[[str], str] = lambda device: "host0",
-    matrix: InterferenceMatrix | None = None,
-    cores: float | None = None,
-    threads: int | None = None,
     block_size: int | None = None,
     num_blocks: int | None = None,
     dual_stream: bool = True,
@@ -293,9 +289,8 @@ def build(
 ) -> SimDeployment:
     """Instances on their devices as ``epd-serve up`` would place them.
 
-    Memory of a device is shared by the language models on it, in equal parts. On CPUs (``cores`` given) all
-    instances of a host share its cores, each with ``threads``, or with an equal part of the cores, as ``epd-serve
-    up`` gives them out.
+    Memory of a device is shared by the language models on it, in equal parts. A CPU has cores for all instances
+    but those that the notation puts on one device.
     ``steals``: EPD instances do.
     """
     placed = place(topology, devices)
@@ -310,12 +305,11 @@ def build(
             name=one.name,
             role=one.role,
             profile=profile,
-            device=device,
+            device=f"{CPU}:{min(other.name for other in neighbours)}" if device == CPU else device,
             host=host_of(device),
             num_blocks=num_blocks or 2,
             block_size=size,
             batching=batching(one.role) if callable(batching) else batching,
-            cores=float(threads or max(cores / len(placed), 1.0)) if device == CPU and cores is not None else 1.0,
             dual_stream=dual_stream,
             runs_ahead=device != CPU and one.tensor_parallel == 1,
             steals=steals and str(one.role) == "EPD",
@@ -325,13 +319,9 @@ def build(
             towers = any(other.role.encodes for other in neighbours)
             spec = with_memory(spec, share=1 / num_models, beside_tower=towers)
         specs.append(spec)
-    sharing: dict[str, Sharing] = {}
-    for spec in specs:
-        limit = cores if cores is not None and spec.on_cpu else float("inf")
-        if matrix is not None:
-            sharing[spec.device] = MeasuredSharing.of(matrix, limit)
-        elif limit < float("inf") or spec.profile.interference:
-            sharing[spec.device] = MeasuredSharing.of_profile(spec.profile, limit)
+    sharing: dict[str, Sharing] = {
+        spec.device: MeasuredSharing.of_profile(spec.profile) for spec in specs if spec.profile.interference
+    }
     return SimDeployment(
         instances=tuple(specs),
         routing=routing,

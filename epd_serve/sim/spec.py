@@ -39,7 +39,6 @@ class SimInstanceSpec:
 
     Attributes:
         host, device: instances of one device slow each other down.
-        cores: of a CPU, that a step keeps busy.
         dual_stream: False: tower and language model of this instance take turns, as in a monolithic engine.
         runs_ahead: its next step is planned when one begins.
         steals: it encodes first, and gets prompts only by taking them from others.
@@ -56,7 +55,6 @@ class SimInstanceSpec:
     num_blocks: int
     block_size: int = 16
     batching: Batching = Batching()
-    cores: float = 1.0
     dual_stream: bool = True
     runs_ahead: bool = False
     steals: bool = False
@@ -67,7 +65,7 @@ class SimInstanceSpec:
 
     @property
     def on_cpu(self) -> bool:
-        return self.device == CPU
+        return self.device.startswith(CPU)
 
     @property
     def state_blocks(self) -> int:

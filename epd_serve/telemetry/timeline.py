@@ -154,22 +154,20 @@ class Timeline:
         with self._lock:
             for request_id, is_complete in prefills:
                 stay = self._stays.get(request_id)
-                if stay is not None:
-                    self._prefilled(request_id, stay, is_complete, start_s, end_s)
+                if stay is None:
+                    continue
+                if is_complete and stay.stage == FEATURE_WAIT:  # the engine saw the feature before we were told
+                    self._move(request_id, stay, PREFILL_QUEUE, start_s)
+                if stay.stage == PREFILL_QUEUE:
+                    self._move(request_id, stay, PREFILL_EXECUTE, start_s)
+                if is_complete and stay.stage == PREFILL_EXECUTE:
+                    self._move(request_id, stay, PD_MIGRATION if stay.hand_off else DECODE_QUEUE, end_s)
+                    self._num_queued -= stay.hand_off
             for request_id in decodes:
                 stay = self._stays.get(request_id)
                 if stay is not None and stay.stage == DECODE_QUEUE:
                     self._move(request_id, stay, DECODE_EXECUTE, start_s)
                     self._num_queued -= 1
-
-    def _prefilled(self, request_id: str, stay: _Stay, is_complete: bool, start_s: float, end_s: float) -> None:
-        if is_complete and stay.stage == FEATURE_WAIT:  # the engine has seen the feature before we were told
-            self._move(request_id, stay, PREFILL_QUEUE, start_s)
-        if stay.stage == PREFILL_QUEUE:
-            self._move(request_id, stay, PREFILL_EXECUTE, start_s)
-        if is_complete and stay.stage == PREFILL_EXECUTE:
-            self._move(request_id, stay, PD_MIGRATION if stay.hand_off else DECODE_QUEUE, end_s)
-            self._num_queued -= stay.hand_off
 
     def _move(self, request_id: str, stay: _Stay, stage: str, at: float) -> None:
         at = max(at, stay.since)

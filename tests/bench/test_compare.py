@@ -50,6 +50,7 @@ def deployment(folder: Path, name: str, **settings: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path, bench: Bench) -> None:
     """The second does not come up at first; with its file mended, the comparison goes on where it stood."""
     files = [deployment(tmp_path, "first"), deployment(tmp_path, "second", model="no-such-model")]

@@ -62,7 +62,6 @@ def test_auto_goes_by_what_was_measured() -> None:
             isolation="process",
             dtype="float32",
             threads=1,
-            clock="wall",
             seconds=1.0,
             workloads=[
                 Workload(name="E", kind="stage", demand="compute", alone_s=0.1, alone_spread=0.0),

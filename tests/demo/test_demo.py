@@ -47,6 +47,7 @@ def test_scenes_hold_what_they_say(seed: int, width: int, height: int) -> None:
         assert question is None or (question.text and question.answer)
 
 
+@pytest.mark.slow
 def test_training_writes_a_model_that_loads(tmp_path: Path) -> None:
     """A few steps of everything: the tower alone, then both parts."""
     train(Budget(cpu=8, wall=20), tmp_path, seed=0, resume=None)

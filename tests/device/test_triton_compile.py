@@ -21,6 +21,7 @@ import pytest
 import torch
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="not run: Triton is not installed"),
     pytest.mark.timeout(600),  # the compilation is one process's work
 ]

@@ -71,6 +71,7 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: 
                 assert moved["kv_bytes_total"] > 3 * memory.region.nbytes
 
 
+@pytest.mark.slow
 async def test_instances_on_one_device_share_its_memory(tmp_path: Path) -> None:
     """And they take the time that a larger model would."""
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")

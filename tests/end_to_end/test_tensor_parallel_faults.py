@@ -35,7 +35,7 @@ async def wide(tmp_path: Path) -> AsyncIterator[LocalDeployment]:
         yield deployment
 
 
-@pytest.mark.parametrize("victim", ["leader", "follower"])
+@pytest.mark.parametrize("victim", [pytest.param("leader", marks=pytest.mark.slow), "follower"])
 async def test_an_instance_is_whole_or_gone(wide: LocalDeployment, victim: str) -> None:
     """A rank that dies takes the others along, and the client is told before any deadline."""
     leader = psutil.Process(wide.instances["epd0"].pid)

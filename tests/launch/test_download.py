@@ -159,7 +159,7 @@ def snapshot(home: Path) -> str:
     return f"acme/tiny {home}/hub/models--acme--tiny/snapshots/{COMMIT}"
 
 
-@pytest.mark.parametrize("slow_s", [0.0, 0.02])
+@pytest.mark.parametrize("slow_s", [0.0, pytest.param(0.02, marks=pytest.mark.slow)])
 def test_a_model_is_downloaded_once(hub: tuple[Hub, str], tmp_path: Path, slow_s: float) -> None:
     state, url = hub
     state.slow_s = slow_s

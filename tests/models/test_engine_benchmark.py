@@ -34,6 +34,7 @@ def test_the_gpu_part_says_that_there_is_no_gpu(capsys: pytest.CaptureFixture[st
     assert "sees none here" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_worker_answers_with_times_and_a_missing_engine_with_the_reason() -> None:
     model = str(weights_dir())
     worker = Worker("native", [sys.executable, "-m", "benchmarks.engine_native", model, "--vocabulary", "700"], 1)

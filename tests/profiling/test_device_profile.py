@@ -106,6 +106,8 @@ def test_a_profile_says_what_is_wrong_with_it(tmp_path: Path) -> None:
     file.write_bytes(analytic.to_json())
     assert Profile.read(file) == analytic
     content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "crowding": 0.2, "cores_go_by": "instance", "split_cpu_s": 0.001}))
+    assert Profile.read(file) == analytic, "earlier releases wrote these"
     file.write_text(json.dumps({**content, "version": 99}))
     with pytest.raises(ValueError, match="version 99, and this program reads 1: make it anew"):
         Profile.read(file)
