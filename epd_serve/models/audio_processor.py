@@ -53,8 +53,9 @@ class AudioProcessor:
             )
         if self.padded_positions and self.extractor.nb_max_frames != 2 * tower.max_source_positions:
             raise ValueError(
-                f"preprocessor_config.json makes {self.extractor.nb_max_frames} frames of a sound; the tower "
-                f"takes {2 * tower.max_source_positions}, twice audio_config.max_source_positions"
+                f"preprocessor_config.json makes {self.extractor.nb_max_frames} frames of a sound, by its "
+                f"chunk_length, sampling_rate and hop_length; the tower takes {2 * tower.max_source_positions}, "
+                "twice audio_config.max_source_positions"
             )
 
     def check_length(self, item: MediaRef) -> None:

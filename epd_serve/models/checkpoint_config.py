@@ -68,9 +68,10 @@ def read_config(path: Path) -> Any:
     Raises ValueError that names the field, its value and what is supported, where the engine would not compute
     what transformers computes.
     """
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    config = getattr(config, "thinker_config", config)
+    whole = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = getattr(whole, "thinker_config", whole)
     try:
+        _check_quantised("", whole)
         _check(config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -106,11 +107,7 @@ def _check(config: Any) -> None:
 
 def _check_declared(where: str, config: Any, honoured: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
     """Refuse what the class declares and the engine does not honour; yield what the class does not declare."""
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"{where}quantization_config: the native engine does not run quantised weights; use the checkpoint "
-            "that is not quantised, or engine: vllm"
-        )
+    _check_quantised(where, config)
     if getattr(config, "is_heterogeneous", False):
         raise ValueError(
             f"{where}per_layer_config: layers must be alike; the native engine has no values by layer"
@@ -126,6 +123,14 @@ def _check_declared(where: str, config: Any, honoured: frozenset[str]) -> Iterat
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         if value != default:
             raise ValueError(f"{where}{name} is {value!r}; the native engine supports {default!r} alone")
+
+
+def _check_quantised(where: str, config: Any) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{where}quantization_config: the native engine does not run quantised weights; use the checkpoint "
+            "that is not quantised, or engine: vllm"
+        )
 
 
 def _check_read(config: Any, extras: Iterable[tuple[str, Any, str]]) -> None:

@@ -24,6 +24,7 @@ from fleet import Books, figures
 from identity import MAX_TOKENS, Question
 from pictures import noise, png
 from plain_audio import Sound
+from plain_video import Clip
 from reference import Reference
 from sounds import encoded, sound
 
@@ -80,7 +81,7 @@ async def ask(client: httpx.AsyncClient, question: Question) -> list[str]:
 
 
 def expected(reference: Reference, question: Question) -> list[str]:
-    ids = reference.generate(question.text, sounds=question.sounds, max_tokens=MAX_TOKENS)
+    ids = reference.generate(question.text, videos=question.videos, sounds=question.sounds, max_tokens=MAX_TOKENS)
     assert len(set(ids)) >= 5, "tokens that say little of the model"
     return [reference.tokenizer.decode([token]) for token in ids]
 
@@ -152,11 +153,20 @@ async def test_a_format_that_is_another_is_named(deployment: LocalDeployment) ->
     assert "of the format wav, and the request says mp3" in error["message"]
 
 
-async def test_the_answer_is_the_same_when_the_encoder_dies(model: Path, reference: Reference) -> None:
-    """E is killed while it has the sound; P encodes it. Its chunks have 7 tokens."""
-    question = Question("What is said?", sounds=(Sound(sound(9, 3.9, 48_000, 2, "flac"), "flac"),))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("qwen3_asr", "qwen2_5_omni"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_audio", "voxtral", "qwen3_omni")),
+    ],
+)
+async def test_the_answer_is_the_same_when_the_encoder_dies(kind: str, tmp_path: Path) -> None:
+    """E is killed while it has the sound, and a video before it; P encodes them. Its chunks have 7 tokens."""
+    path = tiny_models.make_tiny_model(kind, tmp_path / "model")
+    videos = (Clip(clip(2, 8, (64, 96), fps=2)),) if kind in tiny_models.OMNI_KINDS else ()
+    question = Question("What is said?", videos=videos, sounds=(Sound(sound(9, 3.9, 48_000, 2, "flac"), "flac"),))
     async with (
-        serving(model, "E-P-D", max_num_batched_tokens=7) as deployment,
+        serving(path, "E-P-D", max_num_batched_tokens=7) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
     ):
         handle = deployment.instances["e0"]
@@ -164,7 +174,7 @@ async def test_the_answer_is_the_same_when_the_encoder_dies(model: Path, referen
         task = asyncio.create_task(ask(client, question))
         await asyncio.sleep(0.3)
         os.kill(handle.pid, signal.SIGKILL)
-        assert await task == expected(reference, question)
+        assert await task == expected(Reference(path), question)
 
 
 async def test_a_file_is_transcribed_as_openai_does(deployment: LocalDeployment, reference: Reference) -> None:

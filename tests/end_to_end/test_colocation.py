@@ -7,14 +7,17 @@ from pathlib import Path
 import httpx
 import pytest
 from identity import start_fleet
-from tiny_models import make_tiny_model
+from tiny_models import STATE_KINDS, make_tiny_model
 
 
+@pytest.mark.parametrize(
+    "kind", ["qwen2_5_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in STATE_KINDS)]
+)
 async def test_tokens_are_the_same_under_shares_and_the_guard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path / "cache"))
-    path = make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    path = make_tiny_model(kind, tmp_path / "model")
     settings = {
         "roles": {
             "E": {"share": 0.5, "stream_priority": 5},

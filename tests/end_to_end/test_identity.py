@@ -15,13 +15,20 @@ from epd_serve.demo import weights_dir
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-#: Of pictures that are tiles or rows, of sounds, and of recurrent states.
+#: Of pictures that are tiles or rows, and of sounds.
 _SPLITS = ("EPD", "EP-D", "E-P-D", "(E-P)-D")
 #: The others' are tried without processes each time.
 _EACH_TIME = ("mistral3", "idefics3")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*tiny_models.KINDS, "qwen2_audio", "demo"])
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[
+        *(*tiny_models.KINDS, "qwen2_audio", "demo"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in tiny_models.STATE_KINDS),
+    ],
+)
 async def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     kind = request.param
     if kind == "demo":
@@ -42,7 +49,7 @@ async def test_tokens_equal_generate(fleet: Fleet, topology: str) -> None:
     loop_scope="module",
     params=[
         pytest.param(kind, marks=[] if kind in _EACH_TIME else [pytest.mark.slow])
-        for kind in (*TINY, *tiny_models.STATE_KINDS, *tiny_models.AUDIO_KINDS)
+        for kind in (*TINY, *tiny_models.AUDIO_KINDS)
         if kind != "qwen2_audio"
     ],
 )

@@ -63,7 +63,7 @@ _OTHERS: dict[str, list[Any]] = {
     "num_key_value_heads": [1, 3, 4, None],
     "head_dim": [8, 32, None],
     "vocab_size": [160],
-    "max_position_embeddings": [64, 24],
+    "max_position_embeddings": [64, 48],
     "layer_types": [
         ["full_attention", "sliding_attention"],
         ["chunked_attention"] * 2,
@@ -115,6 +115,18 @@ _OTHERS: dict[str, list[Any]] = {
     "vision_feature_layer": [-1, 0, [-1, 1]],
     "image_token_id": [9],
     "image_token_index": [9],
+    "audio_token_id": [9],
+    "audio_token_index": [9],
+    "audio_start_token_id": [13],
+    "audio_end_token_id": [13],
+    "encoder_attention_heads": [4],
+    "d_model": [64],
+    "activation_function": _ACTIVATIONS,
+    "max_source_positions": [200],
+    "conv_chunksize": [1],
+    "n_window": [25],
+    "n_window_infer": [200],
+    "audio_config.intermediate_size": [256],
 }
 #: Without these a field would say nothing.
 _WITH = {
@@ -129,18 +141,27 @@ _FIXED = {
     "is_encoder_decoder",
     "text_config.return_dict",
     "vision_config.return_dict",
+    "audio_config.return_dict",
     "vision_config.in_channels",
     "vision_config.num_channels",
     "vision_config.out_hidden_size",
     "vision_config.hidden_size",
+    "audio_config.intermediate_size",
+    "audio_config.output_dim",
 }
 #: And of pictures that are tiles or rows.
 _FIXED_OF_TILES = {"vision_feature_layer", "vision_feature_select_strategy"}
+#: And of Qwen3's towers that hear: 13 rows are of 100 frames.
+_FIXED_OF_EARS = {"audio_config.n_window"}
 
 
 #: LLaVA over text models whose own fields little differs from Llama's.
-_TRIED_APART = ("llava-mistral", "llava-qwen2", "llava-qwen3", "mistral", "qwen2", "qwen3")
-_TRIED_APART += ("next-siglip", "onevision", "pixtral", "smolvlm", "glm4v_moe", "aya_vision", "qwen2_5_omni")
+_TRIED_APART = (
+    *("llava-mistral", "llava-qwen2", "llava-qwen3", "mistral", "qwen2", "qwen3"),
+    *("next-siglip", "onevision", "pixtral", "smolvlm", "glm4v_moe", "aya_vision"),
+)
+_PARTS = ("text_config", "vision_config", "audio_config")
+_QWEN3_EARS = ("qwen3_omni", "qwen3_asr")
 #: Of every configuration class.
 _COMMON = {field.name for field in dataclasses.fields(PreTrainedConfig)}
 
@@ -163,18 +184,16 @@ def _changes(family: str) -> Iterator[tuple[str, list[list[odd_models.Change]]]]
     """All fields of a family's configuration classes, each with the changes to be tried."""
     _, text_type, tower_type = odd_models.FAMILIES[family]
     config: Any = AutoConfig.for_model(**odd_models.config_of(family))
-    owners = [("", config)]
-    if tower_type:
-        owners += [("text_config", config.text_config), ("vision_config", config.vision_config)]
-    for part, owner in owners:
+    parts = [part for part in _PARTS if hasattr(config, part)]
+    for part, owner in [("", config), *((part, getattr(config, part)) for part in parts)]:
         if family.startswith("llava"):  # what another family here has as well is tried once
             is_new = {"": text_type == "llama", "text_config": tower_type == "clip_vision_model"}
             if not is_new.get(part, text_type == "llama"):
                 continue
-        if family in odd_models.TILED and part == "text_config":
+        if family in (*odd_models.TILED, *odd_models.SOUNDS) and part == "text_config":
             continue
         for field in dataclasses.fields(owner):
-            if field.name not in ("text_config", "vision_config", "audio_config"):
+            if field.name not in _PARTS:
                 others = _others(part, field, getattr(owner, field.name))
                 along = [(part, name, v) for name, v in _WITH.get(field.name, {}).items() if hasattr(owner, name)]
                 yield f"{part}.{field.name}".lstrip("."), [[(part, field.name, other), *along] for other in others]
@@ -220,10 +239,12 @@ def _check_fields(path: Path, family: str, capsys: pytest.CaptureFixture[str], *
         print(
             f"\n{family}: {counts.total()} fields tried, {dict(counts)}; transformers runs no other: {not_tried}"
         )
-    assert wrong == []
-    is_tiled = family in odd_models.TILED
-    assert set(not_tried) <= (_FIXED | _FIXED_OF_TILES if is_tiled or family == "aya_vision" else _FIXED)
-    assert counts["equal"] + counts["by value"] > (12 if is_tiled else 15)
+    assert wrong == [], "\n".join(wrong)
+    has_tiles = family in odd_models.TILED or family == "aya_vision"
+    fixed = _FIXED | (_FIXED_OF_TILES if has_tiles else _FIXED_OF_EARS if family in _QWEN3_EARS else set())
+    assert set(not_tried) <= fixed
+    has_text = family not in (*odd_models.TILED, *odd_models.SOUNDS)
+    assert counts["equal"] + counts["by value"] > (15 if has_text else 9)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +288,12 @@ def test_every_value_is_honoured_or_refused(
         ("qwen2_5_vl", "vision_config", "in_chans", 1, "equal"),
         ("qwen2_5_vl", "", "vision_token_id", 3, "equal"),
         ("qwen2_5_vl", "text_config", "rope_scaling", {"type": "mrope", "mrope_section": [4, 2, 2]}, "equal"),
+        ("qwen2_audio", "audio_config", "is_causal", False, "equal"),
+        ("voxtral", "", "multimodal_projector_bias", True, "equal"),
+        ("qwen3_asr", "audio_config", "layer_norm_eps", 1e-2, "equal"),
+        ("qwen3_omni", "text_config", "shared_expert_intermediate_size", 0, "equal"),
+        ("qwen3_omni", "text_config", "use_qk_norm", True, "equal"),
+        ("qwen3_omni", "", "seconds_per_chunk", 4, "equal"),
         # for weights or layers of another kind
         ("qwen3_vl", "text_config", "per_layer_config", {"0": {"num_key_value_heads": 4}}, "refused"),
     ],
@@ -286,6 +313,16 @@ def _refusal(path: Path, name: str) -> tuple[str, str]:
     except ValueError as error:
         return ("refused" if name in str(error) else "wrong"), str(error)
     return "wrong", "read"
+
+
+def test_quantised_weights_are_refused_by_the_checkpoint_around_a_thinker(tmp_path: Path) -> None:
+    content = {"model_type": "qwen3_omni_moe", "thinker_config": odd_models.config_of("qwen3_omni")}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert read_config(tmp_path).model_type == "qwen3_omni_moe_thinker"
+    content["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"quantization_config: .*quantised weights"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["", "text_config", "vision_config"])

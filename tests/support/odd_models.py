@@ -1,7 +1,7 @@
 """Tiny models of every family that the native engine runs, with any field of their configuration changed.
 
-The oracle is transformers' ``generate``; ours is what an instance computes: pictures through the tower, tokens and
-features through the paged decoder.
+The oracle is transformers' ``generate``; ours is what an instance computes: pictures and sounds through the
+towers, tokens and features through the paged decoder.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from sounds import tune
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    AutoFeatureExtractor,
     AutoImageProcessor,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     GenerationConfig,
+    Qwen3ASRFeatureExtractor,
     WhisperFeatureExtractor,
 )
 
@@ -28,12 +31,14 @@ from device.base import AttnMeta
 from device.registry import get_device
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.families import TEXT
+from epd_serve.models.family import TowerInputs, sound
 from epd_serve.models.family import picture as sized
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
+from epd_serve.protocol.wire import MediaRef
 
-#: name → (model type, text type, tower type)
+#: name → (model type, text type, type of the tower that sees; of one that hears alone: that tower's)
 FAMILIES = {
     "qwen2_vl": ("qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision"),
     "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_vl_vision"),
@@ -59,24 +64,24 @@ FAMILIES = {
     "glm4v_moe": ("glm4v_moe", "glm4v_moe_text", "glm4v_moe_vision"),
     "aya_vision": ("aya_vision", "cohere2", "siglip_vision_model"),
     "qwen2_5_omni": ("qwen2_5_omni_thinker", "qwen2_5_omni_text", "qwen2_5_omni_vision_encoder"),
+    "qwen3_omni": ("qwen3_omni_moe_thinker", "qwen3_omni_moe_text", "qwen3_omni_moe_vision_encoder"),
+    "qwen2_audio": ("qwen2_audio", "qwen2", "qwen2_audio_encoder"),
+    "voxtral": ("voxtral", "llama", "voxtral_encoder"),
+    "qwen3_asr": ("qwen3_asr", "qwen3", "qwen3_asr_encoder"),
     **{name: (name, name, "") for name in TEXT},
 }
 #: Families whose pictures are tiles or rows. Their language models are other families'.
 TILED = ("internvl", "mistral3", "pixtral", "next-clip", "next-siglip", "onevision", "idefics3", "smolvlm")
-#: Of a tower that hears.
-_EARS = {
-    "num_mel_bins": 16,
-    "encoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "d_model": 32,
-}
-IMAGE_TOKEN, VIDEO_TOKEN, START, END = 5, 6, 7, 8
+#: Families that take sounds alone. Their language models are other families', too.
+SOUNDS = ("qwen2_audio", "voxtral", "qwen3_asr")
+_EARS = {"qwen2_5_omni": "qwen2_5_omni_audio_encoder", "qwen3_omni": "qwen3_omni_moe_audio_encoder"}
+IMAGE_TOKEN, VIDEO_TOKEN, START, END, AUDIO_TOKEN = 5, 6, 7, 8, 10
 NUM_NEW_TOKENS = 4
 _BLOCK_SIZE = 16
 _PICTURE = (70, 50)
+_RATE = 16_000
 
-Change = tuple[str, str, Any]  # part ("", "text_config" or "vision_config"), field, value
+Change = tuple[str, str, Any]  # part ("", "text_config", "vision_config" or "audio_config"), field, value
 
 
 class CannotBuild(Exception):
@@ -88,15 +93,21 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
     model_type, text_type, tower_type = FAMILIES[family]
     if not tower_type:
         return _text(text_type) | {field: value for _, field, value in changes}
-    parts: dict[str, dict[str, Any]] = {
-        "": {},
-        "text_config": _text(text_type),
-        "vision_config": _vision(tower_type),
-    }
+    parts: dict[str, dict[str, Any]] = {"": {}, "text_config": _text(text_type)}
+    if family not in SOUNDS:
+        parts["vision_config"] = _vision(tower_type)
+    if family in SOUNDS or "omni" in family:
+        parts["audio_config"] = _audio(family)
     for part, field, value in changes:
         parts[part][field] = value
-    top, text, vision = parts[""], parts["text_config"], parts["vision_config"]
+    top, text = parts[""], parts["text_config"]
     changed = {(part, field) for part, field, _ in changes}
+    if "output_dim" in parts.get("audio_config", ()) and ("audio_config", "output_dim") not in changed:
+        parts["audio_config"]["output_dim"] = text["hidden_size"]
+    if family in SOUNDS:
+        name = "audio_token_index" if family == "qwen2_audio" else "audio_token_id"
+        return {"model_type": model_type, name: AUDIO_TOKEN, **top, **_own(parts)}
+    vision = parts["vision_config"]
     if model_type.startswith("qwen"):
         width = "hidden_size" if tower_type == "qwen2_vl_vision" else "out_hidden_size"
         if ("vision_config", width) not in changed:
@@ -108,8 +119,9 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         text["rope_parameters"] = {"mrope_section": sections, **turned, **text["rope_parameters"]}
         tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
         tokens |= {"vision_start_token_id": START, "vision_end_token_id": END}
-        if model_type == "qwen2_5_omni_thinker":
-            top["audio_config"] = {"output_dim": text["hidden_size"], **_EARS}
+        if "omni" in family:
+            tokens["audio_token_id"] = AUDIO_TOKEN
+            tokens |= {"audio_start_token_id": START + 4, "audio_end_token_id": END + 4}
     elif model_type.startswith("glm4v"):
         if ("vision_config", "out_hidden_size") not in changed:
             vision["out_hidden_size"] = text["hidden_size"]
@@ -136,7 +148,12 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         top.setdefault("vision_feature_select_strategy", "full")
     if family == "pixtral":
         top.setdefault("vision_feature_select_strategy", "full")
-    return {"model_type": model_type, **tokens, **top, "text_config": text, "vision_config": vision}
+    return {"model_type": model_type, **tokens, **top, **_own(parts)}
+
+
+def _own(parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The parts below the top level."""
+    return {name: part for name, part in parts.items() if name}
 
 
 def _text(model_type: str) -> dict[str, Any]:
@@ -169,7 +186,7 @@ def _text(model_type: str) -> dict[str, Any]:
         text |= {"sliding_window": 12, "sliding_window_pattern": 2}
     if model_type == "glm4v_moe_text":
         text |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    if model_type in ("qwen3_vl_moe_text", "qwen3_moe"):
+    if model_type in ("qwen3_vl_moe_text", "qwen3_omni_moe_text", "qwen3_moe"):
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [1]}
     return text
 
@@ -192,7 +209,35 @@ def _vision(model_type: str) -> dict[str, Any]:
     return vision if model_type.startswith("qwen3_5") else vision | {"deepstack_visual_indexes": [0, 1]}
 
 
+def _audio(family: str) -> dict[str, Any]:
+    audio: dict[str, Any]
+    if family == "voxtral":
+        audio = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, "hidden_size": 32}
+    else:
+        audio = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32}
+    audio |= {"num_mel_bins": 16, "max_source_positions": 100, "initializer_range": 0.2}
+    if family == "qwen2_5_omni":
+        audio |= {"n_window": 8, "output_dim": 0}
+    if family in ("qwen3_asr", "qwen3_omni"):
+        audio |= {"n_window_infer": 100, "output_dim": 0, "downsample_hidden_size": 8}
+    if family == "qwen3_asr":
+        del audio["max_source_positions"]
+    return {"model_type": _EARS.get(family, FAMILIES[family][2]), **audio}
+
+
+def _extractor(config: Any) -> dict[str, Any]:
+    """The file of a feature extractor that is the tower's."""
+    audio = config.audio_config
+    chunk = getattr(audio, "max_source_positions", 100) // 50
+    kind = Qwen3ASRFeatureExtractor if config.model_type == "qwen3_asr" else WhisperFeatureExtractor
+    more = {"n_window": audio.n_window} if config.model_type == "qwen3_asr" else {}
+    return dict(kind(feature_size=audio.num_mel_bins, chunk_length=chunk, **more).to_dict())
+
+
 def _preprocessor(config: Any) -> dict[str, Any]:
+    ears = _extractor(config) if hasattr(config, "audio_config") else {}
+    if not hasattr(config, "vision_config"):
+        return ears
     vision = config.vision_config
     normalised = {"do_rescale": True, "do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     side: Any = getattr(vision, "image_size", 0)
@@ -216,7 +261,6 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         sizes = {"size": {"longest_edge": 2 * side}, "max_image_size": {"longest_edge": side}}
         return {"image_processor_type": f"{kind}ImageProcessor", **sizes, **normalised}
     kind, frames = ("Glm4v", 2) if config.model_type.startswith("glm4v") else ("Qwen2VL", 1)
-    ears = WhisperFeatureExtractor(feature_size=16).to_dict() if hasattr(config, "audio_config") else {}
     return {
         **ears,
         "image_processor_type": f"{kind}ImageProcessor",
@@ -239,7 +283,7 @@ def _options(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer to :func:`_ids` and a picture: its tokens, and the logits [tokens, vocab] they come from."""
+    """A greedy answer to :func:`_ids` and media: its tokens, and the logits [tokens, vocab] they come from."""
 
     prompt: list[int]
     tokens: list[int]
@@ -253,7 +297,8 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
     try:
         read = AutoConfig.from_pretrained(path)
         torch.manual_seed(0)
-        auto: Any = AutoModelForMultimodalLM if hasattr(read, "vision_config") else AutoModelForCausalLM
+        takes_media = hasattr(read, "vision_config") or hasattr(read, "audio_config")
+        auto: Any = AutoModelForMultimodalLM if takes_media else AutoModelForCausalLM
         model: Any = auto.from_config(read, dtype=torch.float32).eval()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -263,16 +308,22 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
         model.save_pretrained(path)
         (path / "config.json").write_text(json.dumps(config))  # as a checkpoint of somebody else has it
         inputs: dict[str, Any] = {}
-        ids = [20, 21, 22, *range(30, 42)]
+        num_rows = dict[str, int]()
         with torch.inference_mode():
-            if hasattr(read, "vision_config"):
+            if takes_media:
                 (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(read)))
+            if hasattr(read, "vision_config"):
                 processor = AutoImageProcessor.from_pretrained(path)
                 inputs = dict(processor(images=[picture()], return_tensors="pt", **_options(read)))
                 for name in ("num_patches", "num_crops"):
                     inputs.pop(name, None)
                 features = model.get_image_features(**inputs, return_dict=True).pooler_output
-                ids = _ids(read, sum(len(feature.view(-1, feature.shape[-1])) for feature in features))
+                num_rows["image"] = sum(feature.view(-1, feature.shape[-1]).shape[0] for feature in features)
+            if hasattr(read, "audio_config"):
+                heard = _heard(path, read)
+                num_rows["audio"] = _num_rows_heard(model, heard)
+                inputs |= heard
+            ids = _ids(read, num_rows)
             tokens = torch.tensor([ids])
             if read.model_type == "gemma3":
                 inputs["token_type_ids"] = (tokens == _image_token(read)).int()
@@ -299,13 +350,20 @@ def answer(path: Path, reference: Answer) -> Tensor:
     family = load_family(path)
     model = LanguageModel(path, torch.float32, device)
     prompt = reference.prompt
-    images = [picture()] if family.modalities else []
-    features: Tensor | None = None
-    for image in images:
-        features = Tower(path, torch.float32, device).encode([family.preprocess(np.array(image))])[0]
-        assert len(features) == family.num_image_tokens(image.size), "as many tokens as the tower makes"
-        assert prompt.count(family.row_token_ids["image"]) == len(features)
-    positions, delta = family.positions(prompt, [sized(image.size) for image in images], model.inner)
+    media, items = list[TowerInputs](), list[MediaRef]()
+    if "image" in family.modalities:
+        media.append(family.preprocess(np.array(picture())))
+        items.append(sized(_PICTURE))
+    if family.audio is not None:
+        media.append(family.audio.inputs(_samples(family.config)))
+        items.append(sound(_seconds(family.config), _RATE))
+    features = Tower(path, torch.float32, device, family=family).encode(media) if media else []
+    feature_rows = list[int]()
+    for item, feature in zip(items, features, strict=True):
+        token = family.row_token_ids[item.modality]
+        assert prompt.count(token) == len(feature) == family.num_tokens(item), "as many tokens as the tower makes"
+        feature_rows += [index for index, id_ in enumerate(prompt) if id_ == token]
+    positions, delta = family.positions(prompt, items, model.inner)
     ids = torch.tensor(prompt + reference.tokens[:-1])
     rest = torch.arange(len(prompt), len(ids)) + delta
     positions = torch.cat((positions, rest.expand(len(positions), -1)), dim=1)
@@ -325,15 +383,14 @@ def answer(path: Path, reference: Answer) -> Tensor:
         prefill_context_lens=[len(ids)],
         prefill_block_table=torch.arange(1, num_blocks)[None],
     )
-    feature_rows = (torch.tensor(prompt) == family.row_token_ids.get("image", -1)).nonzero()[:, 0]
-    runs = [(int(feature_rows[0]), int(feature_rows[-1]) + 1)] if family.both_ways_tokens else []
+    runs = [(feature_rows[0], feature_rows[-1] + 1)] if family.both_ways_tokens else []
     return model.forward(
         ids,
         positions,
         StepContext(plan=device.ops.prepare(meta, torch.float32), kv=kv, both_ways=[runs], states=state[None]),
         rows=torch.arange(len(prompt) - 1, len(ids)),
-        features=features,
-        feature_rows=feature_rows,
+        features=torch.cat(features) if features else None,
+        feature_rows=torch.tensor(feature_rows, dtype=torch.long),
     )
 
 
@@ -347,8 +404,45 @@ def _image_token(config: Any) -> int:
     return token
 
 
-def _ids(config: Any, num_image_tokens: int) -> list[int]:
-    image = [_image_token(config)] * num_image_tokens
-    start = [config.vision_start_token_id] if hasattr(config, "vision_start_token_id") else []
-    end = [config.vision_end_token_id] if hasattr(config, "vision_end_token_id") else []
-    return [20, 21, 22, *start, *image, *end, *range(30, 42)]
+def _seconds(config: Any) -> float:
+    """Of the sound: more than a window of the tower, and few tokens."""
+    return 0.36 if config.model_type == "qwen2_5_omni_thinker" else 1.02
+
+
+def _samples(config: Any) -> Any:
+    return tune(5, _seconds(config), _RATE)[0] / np.float32(32768)
+
+
+def _heard(path: Path, config: Any) -> dict[str, Tensor]:
+    """The sound as the family's processor prepares it for the tower."""
+    extractor = AutoFeatureExtractor.from_pretrained(path)
+    batch = extractor(
+        _samples(config),
+        sampling_rate=_RATE,
+        return_attention_mask=True,
+        padding=True if config.model_type.startswith("qwen3") else "max_length",
+        truncation=False,
+        return_tensors="pt",
+    )
+    mask = {"qwen3_asr": "input_features_mask", "voxtral": ""}.get(config.model_type, "feature_attention_mask")
+    masks = {mask: batch["attention_mask"]} if mask else {}
+    return {"input_features": batch["input_features"], **masks}
+
+
+def _num_rows_heard(model: Any, inputs: dict[str, Tensor]) -> int:
+    if hasattr(model, "get_audio_features"):
+        return len(model.get_audio_features(**inputs, return_dict=True).pooler_output)
+    frames = inputs["feature_attention_mask"].sum()  # of Qwen2-Audio
+    return int(model.model.audio_tower._get_feat_extract_output_lengths(frames)[1])
+
+
+def _ids(config: Any, num_rows: dict[str, int]) -> list[int]:
+    """Words around the tokens of a picture, a sound, or both."""
+    ids = [20, 21, 22]
+    for kind, around in (("image", "vision"), ("audio", "audio")):
+        if kind in num_rows:
+            token = _image_token(config) if kind == "image" else config.audio_token_id
+            between = [token] * num_rows[kind]
+            first, last = (getattr(config, f"{around}_{end}_token_id", None) for end in ("start", "end"))
+            ids += [id_ for id_ in (first, *between, last) if id_ is not None]
+    return [*ids, *range(30, 42)]
