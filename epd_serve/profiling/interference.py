@@ -64,6 +64,7 @@ def measure(
     dtype: str,
     seconds: float,
     threads: int | None = None,
+    share: float | None = None,
     names: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> InterferenceMatrix:
@@ -74,6 +75,7 @@ def measure(
 
     Args:
         threads: number for each side on a CPU; None: half of the cores, what two instances get by default.
+        share: of the device for each process; None: no limit.
 
     Raises ValueError for a device or a dtype that is not there.
     """
@@ -84,7 +86,7 @@ def measure(
     if device.type == "cpu" and threads is None:
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
     chosen = list(names or WORKLOADS)
-    setting = Setting(device=device.name, dtype=dtype, threads=threads)
+    setting = Setting(device=device.name, dtype=dtype, threads=threads, share=share)
     make: type[ProcessSide] | type[StreamSide] = ProcessSide if isolation == "process" else StreamSide
     alone: dict[str, list[float]] = {name: [] for name in chosen}
     increase: dict[tuple[str, str], float] = {}
