@@ -16,7 +16,7 @@ from epd_serve.sequence import Sequence
 from epd_serve.sim.device import Activity, Clock, MeasuredSharing, SimDevice
 from epd_serve.sim.language import LanguageSide
 from epd_serve.sim.spec import SimInstanceSpec, find_image_budget
-from epd_serve.transfer.grouping import smallest_hidden_group
+from epd_serve.transfer.grouping import seconds_until_sent, smallest_hidden_group
 from epd_serve.types import Stage, StageRate
 
 #: Of a new answer in the mean of lengths, as instances keep it (instance/rates.py).
@@ -200,24 +200,20 @@ class SimInstance:
     def send_s(self, link: Link, num_tokens: int, computing_s: float) -> float:
         """Return the seconds until the KV of a prompt that is computed now has been written elsewhere.
 
-        Groups of layers went out while the prompt was computed, but for those behind an earlier transfer. The rest
-        is the last group, or what the link is slower than computing.
+        Groups of layers went out while the prompt was computed, but for those behind an earlier transfer. A
+        recurrent state goes with the last, as a whole.
         """
         profile = self.spec.profile
-        nbytes = float(num_tokens * profile.kv_token_bytes)
-        layers = profile.num_layers
+        layers, handshake_s = profile.num_layers, link.handshake_s
+        layer_s, layer_bytes = computing_s / layers, num_tokens * profile.kv_token_bytes / layers
         group = layers
         if self.spec.is_grouped and computing_s > 0:
-            group = smallest_hidden_group(
-                layers, computing_s / layers, nbytes / layers, link.handshake_s, link.bytes_per_s
-            )
-        num_groups = -(-layers // group)
-        state = profile.state_bytes  # goes last, as a whole
-        all_s = num_groups * link.handshake_s + (nbytes + state) / link.bytes_per_s
-        last_s = link.seconds(nbytes * group / layers + state)
-        hidden_s = computing_s * (1 - group / layers) if self.spec.is_grouped else 0.0
-        start = max(self._clock.now, self._link_free_s)
-        self._link_free_s = start + max(last_s, all_s - hidden_s)
+            group = smallest_hidden_group(layers, layer_s, layer_bytes, handshake_s, link.bytes_per_s)
+        begun_s = self._clock.now - computing_s
+        sent_s = seconds_until_sent(
+            layers, group, layer_s, layer_bytes / link.bytes_per_s, handshake_s, free_s=self._link_free_s - begun_s
+        )
+        self._link_free_s = begun_s + sent_s + profile.state_bytes / link.bytes_per_s
         return self._link_free_s - self._clock.now
 
     def drop_all(self) -> None:

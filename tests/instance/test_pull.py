@@ -268,7 +268,7 @@ class Sender:
     def __init__(self) -> None:
         self.pushed: list[Part] = []
 
-    def push(self, layers: range, parts: list[Part], wait: Callable[[], None]) -> None:
+    def push(self, layers: range, parts: list[Part]) -> None:
         self.pushed += parts
 
     def fence(self, transfer: OutgoingTransfer, passed: Callable[[OutgoingTransfer], None]) -> None:
