@@ -384,7 +384,8 @@ class SimGateway:
         decode = self._instances[attempt.route.decode.name]
         profile = instance.spec.profile
         computing_s = profile.step_s(sequence.num_prompt_tokens, 1, 0, sequence.num_prompt_tokens**2)
-        sent_s = instance.send_s(self._link(instance, decode), sequence.num_prompt_tokens, computing_s)
+        link = self._link(instance, decode)
+        sent_s = instance.send_s(decode.spec.name, link, sequence.num_prompt_tokens, computing_s)
         cpu_s = profile.split_cpu_s * profile.hand_over_s / max(profile.split_s + profile.hand_over_s, 1e-9)
         cpu_s += profile.split_token_cpu_s * sequence.num_prompt_tokens
         instance.host(sent_s + profile.hand_over_s, cpu_s, partial(self._hand_over, attempt, instance, decode))

@@ -89,7 +89,9 @@ class SimInstance:
         self.received: list[str] = []
         self.is_changed = True
         self._mean_output = 0.0
-        self._link_free_s = 0.0
+        self._lanes: dict[
+            str, tuple[float, float]
+        ] = {}  # (is free at, the last prompt was computed at), by target
         self._rates = self._stage_rates()
 
     # ------------------------------------------------------------------ what it says
@@ -197,24 +199,28 @@ class SimInstance:
         self.is_changed = True
         self._grant()
 
-    def send_s(self, link: Link, num_tokens: int, computing_s: float) -> float:
-        """Return the seconds until the KV of a prompt that is computed now has been written elsewhere.
+    def send_s(self, target: str, link: Link, num_tokens: int, computing_s: float) -> float:
+        """Return the seconds until the KV of a prompt that is computed now has been written to another instance.
 
         Groups of layers went out while the prompt was computed, but for those behind an earlier transfer. A
-        recurrent state goes with the last, as a whole.
+        recurrent state goes with the last, as a whole. Prompts of one step are in the same writes.
         """
-        profile = self.spec.profile
+        profile, now = self.spec.profile, self._clock.now
         layers, handshake_s = profile.num_layers, link.handshake_s
         layer_s, layer_bytes = computing_s / layers, num_tokens * profile.kv_token_bytes / layers
-        group = layers
-        if self.spec.is_grouped and computing_s > 0:
-            group = smallest_hidden_group(layers, layer_s, layer_bytes, handshake_s, link.bytes_per_s)
-        begun_s = self._clock.now - computing_s
-        sent_s = seconds_until_sent(
-            layers, group, layer_s, layer_bytes / link.bytes_per_s, handshake_s, free_s=self._link_free_s - begun_s
-        )
-        self._link_free_s = begun_s + sent_s + profile.state_bytes / link.bytes_per_s
-        return self._link_free_s - self._clock.now
+        send_s, state_s = layer_bytes / link.bytes_per_s, profile.state_bytes / link.bytes_per_s
+        free_s, computed_s = self._lanes.get(target, (0.0, -1.0))
+        if computed_s == now:
+            free_s += layers * send_s + state_s
+        else:
+            group = layers
+            if self.spec.is_grouped and computing_s > 0:
+                group = smallest_hidden_group(layers, layer_s, layer_bytes, handshake_s, link.bytes_per_s)
+            begun_s = now - computing_s
+            sent_s = seconds_until_sent(layers, group, layer_s, send_s, handshake_s, free_s=free_s - begun_s)
+            free_s = begun_s + sent_s + state_s
+        self._lanes[target] = free_s, now
+        return free_s - now
 
     def drop_all(self) -> None:
         """The process has died; another one comes up later."""
@@ -227,7 +233,7 @@ class SimInstance:
         self.features = FeatureCache(self.spec.feature_bytes, IDLE_FEATURES)
         self.num_expected = 0
         self.received.clear()
-        self._link_free_s = 0.0
+        self._lanes.clear()
 
     def _grant(self) -> None:
         """Give blocks to what waits for them, in order."""
