@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
+from device.base import Event
 from epd_serve.engine.step_loop import KVPush, LayerGroups, SendLane
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sequence import Sequence
-from epd_serve.transfer.grouping import group_ends
-from epd_serve.transfer.kv_sender import OutgoingTransfer, Part
+from epd_serve.transfer.kv_sender import OutgoingTransfer
 
 
 class SingleLayers(LayerGroups):
     """Each layer of each prompt by itself."""
 
-    def _ends(self, region_name: str, parts: list[Part], num_tokens: int) -> frozenset[int]:
-        return group_ends(self._push.num_layers, 1)
+    def __init__(self, push: KVPush, output: ScheduleOutput, transfers: dict[Sequence, OutgoingTransfer]) -> None:
+        push.sender.sizer.fixed = 1  # no write is joined to another then
+        super().__init__(push, output, transfers)
 
-    def _send(self, lane: SendLane, layers: range, wait: Callable[[], None]) -> None:
+    def _send(self, lane: SendLane, layers: range, computed: Event) -> None:
         for part in lane.parts:
-            self._push.sender.push(layers, [part], wait)
+            self._push.sender.push(layers, [part], computed)
 
 
 class WholePrompts(LayerGroups):
@@ -28,6 +28,7 @@ class WholePrompts(LayerGroups):
 
     def __init__(self, push: KVPush, output: ScheduleOutput, transfers: dict[Sequence, OutgoingTransfer]) -> None:
         last = [(one, count) for one, count in output.prefills if one.num_computed + count == one.num_tokens]
+        push.sender.sizer.fixed = push.num_layers
         super().__init__(push, replace(output, prefills=last), transfers)
 
     def on_layer(self, layer: int) -> None:
@@ -36,7 +37,7 @@ class WholePrompts(LayerGroups):
     def on_computed(self) -> None:
         super().on_computed()
         for lane in self._lanes:
-            self._send(lane, range(self._push.num_layers), lambda: None)
+            self._push.sender.push(range(self._push.num_layers), lane.parts)
 
 
 LAYER_GROUPS = {"layerwise": SingleLayers, "oneshot": WholePrompts}

@@ -14,8 +14,7 @@ from epd_serve.protocol.wire import KVLayout, TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sequence import Sequence
-from epd_serve.transfer.kv_sender import KVSource
-from epd_serve.transfer.staging import Span
+from epd_serve.transfer.kv_sender import KVSource, StagedKV
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
@@ -87,7 +86,7 @@ class KVCacheMemory(BlockMemory, KVSource, Protocol):
     @property
     def num_staged(self) -> int: ...
 
-    def land(self, layers: range, blocks: AbstractSequence[int]) -> AbstractContextManager[list[Span]]:
+    def land(self, layers: range, blocks: AbstractSequence[int]) -> AbstractContextManager[StagedKV]:
         """A context for writing blocks of some layers where its value says in the slab.
 
         At its end, unless that is an error, the model can read them. It may wait for others' to end.

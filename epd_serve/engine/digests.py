@@ -171,9 +171,9 @@ class DigestMemory:
             yield StagedDigests(first * LAYER_BYTES, len(layers) * LAYER_BYTES)
 
     @contextmanager
-    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[list[Span]]:
+    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedDigests]:
         with self._area.arriving.lend(len(layers) * len(blocks)) as first:
-            yield StagedDigests(first * LAYER_BYTES, len(layers) * LAYER_BYTES).spans(0, len(blocks))
+            yield StagedDigests(first * LAYER_BYTES, len(layers) * LAYER_BYTES)
             for here, place in self._places(layers, blocks, first):
                 self._cache[place] = self.buffer[here]
 

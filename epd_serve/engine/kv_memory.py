@@ -181,12 +181,12 @@ class KVMemory:
             yield self._in_cells(layers, len(blocks), first)
 
     @contextmanager
-    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[list[Span]]:
+    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedKV]:
         if self._area is None:
-            yield _InSlab(self, layers, blocks, self.num_blocks).spans(0, len(blocks))
+            yield _InSlab(self, layers, blocks, self.num_blocks)
             return
         with self._area.arriving.lend(len(layers) * len(blocks)) as first:
-            yield self._in_cells(layers, len(blocks), first).spans(0, len(blocks))
+            yield self._in_cells(layers, len(blocks), first)
             self._copy(layers, blocks, first, lands=True)
 
     def save(self, blocks: Sequence[int]) -> Tensor:

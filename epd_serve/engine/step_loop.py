@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from device.base import Event
 from epd_serve.engine.computing import LaunchedStep, Runner, StepResult
 from epd_serve.engine.engine import Engine
 from epd_serve.engine.hooks import EngineEvent, EngineHooks
@@ -206,9 +207,9 @@ class LayerGroups:
         """The layer's K and V are in the cache, or will be when the device's work so far is done."""
         ending = [lane for lane in self._lanes if layer in lane.ends]
         if ending:
-            wait = self._push.record_event()
+            computed = self._push.record_event()
             for lane in ending:
-                self._send(lane, range(lane.next_layer, layer + 1), wait)
+                self._send(lane, range(lane.next_layer, layer + 1), computed)
                 lane.next_layer = layer + 1
 
     def on_computed(self) -> None:
@@ -217,8 +218,8 @@ class LayerGroups:
         for transfer in self._finished:
             transfer.computed_at = now
 
-    def _send(self, lane: SendLane, layers: range, wait: Callable[[], None]) -> None:
-        self._push.sender.push(layers, lane.parts, wait)
+    def _send(self, lane: SendLane, layers: range, computed: Event) -> None:
+        self._push.sender.push(layers, lane.parts, computed)
 
     def _ends(self, region_name: str, parts: list[Part], num_tokens: int) -> frozenset[int]:
         push = self._push
@@ -241,7 +242,7 @@ class KVPush:
 
     Args:
         layer_bytes: of one block in one layer, K and V.
-        record_event: marks the device's work so far; what it returns waits for that work.
+        record_event: marks the device's work so far.
         clock: the sender's.
         layer_groups: the groups of a step.
     """
@@ -250,6 +251,6 @@ class KVPush:
     num_layers: int
     block_size: int
     layer_bytes: int
-    record_event: Callable[[], Callable[[], None]]
+    record_event: Callable[[], Event]
     clock: Callable[[], float] = time.monotonic
     layer_groups: type[LayerGroups] = LayerGroups

@@ -32,7 +32,7 @@ from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
 from epd_serve.transfer.shared_memory import is_being_written
 from epd_serve.transfer.staging import paired
-from epd_serve.transfer.transport import PeerGone, TransferError, Transport
+from epd_serve.transfer.transport import PeerGone, Piece, TransferError, Transport
 from epd_serve.types import Grammar
 
 if TYPE_CHECKING:
@@ -341,15 +341,22 @@ class DecodeService:
             self._reservations.end_read(part.transfer_id)
 
     def _read(self, offer: wire.KVOffer, parts: list[wire.OfferedKV]) -> None:
+        """All parts at once: what P offers fits into what is landed here at a time."""
+        blocks = [block for part in parts for block in part.block_ids]
+        if not blocks:
+            return
         layers, buffer = range(offer.first_layer, offer.end_layer), self._memory.buffer
-        for part in parts:
-            with self._memory.land(layers, part.block_ids) as spans:
-                pairs = paired(part.spans, spans)
-                pieces = [(there, buffer[here : here + count]) for there, here, count in pairs]
-                start = time.monotonic()
-                self._transport.read(offer.region, pieces)
-                seconds = time.monotonic() - start
-            self._on_read(self._memory.nbytes(len(layers), len(part.block_ids)), seconds)
+        with self._memory.land(layers, blocks) as landing:
+            pieces: list[Piece] = []
+            first = 0
+            for part in parts:
+                pairs = paired(part.spans, landing.spans(first, len(part.block_ids)))
+                pieces += [(there, buffer[here : here + count]) for there, here, count in pairs]
+                first += len(part.block_ids)
+            start = time.monotonic()
+            self._transport.read(offer.region, pieces)
+            seconds = time.monotonic() - start
+        self._on_read(self._memory.nbytes(len(layers), len(blocks)), seconds)
 
     def cancel(self, ref: wire.TransferRef) -> None:
         """P has stopped writing; with a reason, the request has failed. Idempotent."""

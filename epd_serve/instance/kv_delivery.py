@@ -248,7 +248,7 @@ def send_all(
     local = sequence.blocks[first:num_blocks] + sequence.state_blocks
     part = Part(transfer, local, transfer.target.block_ids[first:])
     if part.local:
-        sender.push(range(layout.num_layers), [part], lambda: None)
+        sender.push(range(layout.num_layers), [part])
 
 
 def _blamed(url: str, error: Unavailable) -> ServeError:

@@ -96,7 +96,7 @@ class LanguageEngine(EngineHooks):
                 num_layers=self._layout.num_layers,
                 block_size=self._layout.block_size,
                 layer_bytes=self.weights.block_nbytes // self._layout.num_layers,
-                record_event=lambda: instance.device.record_event().synchronize,
+                record_event=instance.device.record_event,
                 layer_groups=factory("layer groups", LayerGroups),
             ),
             runs_ahead=options.runs_ahead,

@@ -22,7 +22,7 @@ _MODULE = "epd_serve.profiling.sides"  # also where this file runs as __main__
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """The device and number format of both sides; ``threads``: of each, on a CPU; ``share``: of the device, of each."""
+    """The device and number format of both sides. Of each: ``threads`` of a CPU, the ``share`` of the device."""
 
     device: str
     dtype: str

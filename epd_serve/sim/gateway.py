@@ -379,7 +379,8 @@ class SimGateway:
         decode = self._instances[attempt.route.decode.name]
         profile = instance.spec.profile
         computing_s = profile.step_s(sequence.num_prompt_tokens, 1, 0, sequence.num_prompt_tokens**2)
-        sent_s = instance.send_s(self._link(instance, decode), sequence.num_prompt_tokens, computing_s)
+        link = self._link(instance, decode)
+        sent_s = instance.send_s(decode.spec.name, link, sequence.num_prompt_tokens, computing_s)
         self._clock.after(sent_s + profile.hand_over_s, partial(self._hand_over, attempt, instance, decode))
 
     def _hand_over(self, attempt: Attempt, prefill: SimInstance, decode: SimInstance) -> None:

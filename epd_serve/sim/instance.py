@@ -16,7 +16,7 @@ from epd_serve.sequence import Sequence
 from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.language import LanguageSide
 from epd_serve.sim.spec import SimInstanceSpec, find_image_budget
-from epd_serve.transfer.grouping import smallest_hidden_group
+from epd_serve.transfer.grouping import seconds_until_sent, smallest_hidden_group
 from epd_serve.types import Stage, StageRate
 
 #: Of a new answer in the mean of lengths, as instances keep it (instance/rates.py).
@@ -89,7 +89,9 @@ class SimInstance:
         self.received: list[str] = []
         self.is_changed = True
         self._mean_output = 0.0
-        self._link_free_s = 0.0
+        self._lanes: dict[
+            str, tuple[float, float]
+        ] = {}  # (is free at, the last prompt was computed at), by target
         self._rates = self._stage_rates()
 
     # ------------------------------------------------------------------ what it says
@@ -188,28 +190,28 @@ class SimInstance:
         self.is_changed = True
         self._grant()
 
-    def send_s(self, link: Link, num_tokens: int, computing_s: float) -> float:
-        """Return the seconds until the KV of a prompt that is computed now has been written elsewhere.
+    def send_s(self, target: str, link: Link, num_tokens: int, computing_s: float) -> float:
+        """Return the seconds until the KV of a prompt that is computed now has been written to another instance.
 
-        Groups of layers went out while the prompt was computed, but for those behind an earlier transfer. The rest
-        is the last group, or what the link is slower than computing.
+        Groups of layers went out while the prompt was computed, but for those behind an earlier transfer. A
+        recurrent state goes with the last, as a whole. Prompts of one step are in the same writes.
         """
-        profile = self.spec.profile
-        nbytes = float(num_tokens * profile.kv_token_bytes)
-        layers = profile.num_layers
-        group = layers
-        if self.spec.is_grouped and computing_s > 0:
-            group = smallest_hidden_group(
-                layers, computing_s / layers, nbytes / layers, link.handshake_s, link.bytes_per_s
-            )
-        num_groups = -(-layers // group)
-        state = profile.state_bytes  # goes last, as a whole
-        all_s = num_groups * link.handshake_s + (nbytes + state) / link.bytes_per_s
-        last_s = link.seconds(nbytes * group / layers + state)
-        hidden_s = computing_s * (1 - group / layers) if self.spec.is_grouped else 0.0
-        start = max(self._clock.now, self._link_free_s)
-        self._link_free_s = start + max(last_s, all_s - hidden_s)
-        return self._link_free_s - self._clock.now
+        profile, now = self.spec.profile, self._clock.now
+        layers, handshake_s = profile.num_layers, link.handshake_s
+        layer_s, layer_bytes = computing_s / layers, num_tokens * profile.kv_token_bytes / layers
+        send_s, state_s = layer_bytes / link.bytes_per_s, profile.state_bytes / link.bytes_per_s
+        free_s, computed_s = self._lanes.get(target, (0.0, -1.0))
+        if computed_s == now:
+            free_s += layers * send_s + state_s
+        else:
+            group = layers
+            if self.spec.is_grouped and computing_s > 0:
+                group = smallest_hidden_group(layers, layer_s, layer_bytes, handshake_s, link.bytes_per_s)
+            begun_s = now - computing_s
+            sent_s = seconds_until_sent(layers, group, layer_s, send_s, handshake_s, free_s=free_s - begun_s)
+            free_s = begun_s + sent_s + state_s
+        self._lanes[target] = free_s, now
+        return free_s - now
 
     def drop_all(self) -> None:
         """The process has died; another one comes up later."""
@@ -222,7 +224,7 @@ class SimInstance:
         self.features = FeatureCache(self.spec.feature_bytes, IDLE_FEATURES)
         self.num_expected = 0
         self.received.clear()
-        self._link_free_s = 0.0
+        self._lanes.clear()
 
     def _grant(self) -> None:
         """Give blocks to what waits for them, in order."""

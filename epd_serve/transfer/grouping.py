@@ -22,27 +22,32 @@ def smallest_hidden_group(
         return min(max(math.ceil(handshake_s / gain_s), 1), num_layers)
     send_s = layer_bytes / bytes_per_s
     return min(
-        range(1, num_layers + 1),
+        range(num_layers, 0, -1),  # of equals the one of fewer writes
         key=lambda group: seconds_until_sent(num_layers, group, layer_s, send_s, handshake_s),
     )
 
 
-def seconds_until_sent(num_layers: int, group: int, layer_s: float, send_s: float, handshake_s: float) -> float:
+def seconds_until_sent(
+    num_layers: int, group: int, layer_s: float, send_s: float, handshake_s: float, *, free_s: float = 0.0
+) -> float:
     """Seconds from the start of the first layer until the last group is sent, in groups as of :func:`group_ends`.
 
-    The link waits for one group at last, and the rest follows at its pace. Which one that is changes the time by
-    the same for each group but the first, which may be smaller: so it is the first, the second or the last.
+    Groups that are computed when the link gets to them go as one write, as of
+    :class:`~epd_serve.transfer.kv_sender.KVSender`.
 
     Args:
-        group: at most ``num_layers``.
         send_s: seconds to send one layer, without the handshake.
+        free_s: when the link has sent what is of others.
     """
-    num_groups = -(-num_layers // group)
-    first = num_layers - (num_groups - 1) * group
-    if_first_s = first * layer_s + num_groups * handshake_s + num_layers * send_s
-    if_last_s = num_layers * layer_s + handshake_s + group * send_s
-    one_before_s = handshake_s + group * (send_s - layer_s)
-    return max(if_first_s, if_last_s, if_last_s + (num_groups - 2) * one_before_s if num_groups > 2 else 0.0)
+    now, sent = free_s, 0
+    while sent < num_layers:
+        end = sent + (group if sent else (num_layers - 1) % group + 1)
+        now = max(now, end * layer_s)
+        while end < num_layers and (end + group) * layer_s <= now:
+            end += group
+        now += handshake_s + (end - sent) * send_s
+        sent = end
+    return now
 
 
 def group_ends(num_layers: int, group_size: int) -> frozenset[int]:
@@ -55,45 +60,48 @@ def group_ends(num_layers: int, group_size: int) -> frozenset[int]:
 
 
 @dataclass(slots=True, kw_only=True)
-class LinkEstimate:
-    """``seconds = handshake + bytes / bandwidth``, fitted to the writes over one link; older ones count less.
+class TimeEstimate:
+    """``seconds = base + amount · slope``, fitted to measured times; older ones count less.
 
-    Where all writes are of one size, their times cannot tell the two apart: then the handshake stays as it was.
+    Where all amounts are alike, their times cannot tell the two apart: then the base stays as it was.
     """
 
     memory: float = 0.9
-    handshake_s: float = 0.0
-    s_per_byte: float = 0.0
+    base_s: float = 0.0
+    slope_s: float = 0.0
     _weight: float = 0.0
-    _bytes: float = 0.0
+    _amount: float = 0.0
     _seconds: float = 0.0
-    _bytes_squared: float = 0.0
+    _amount_squared: float = 0.0
     _product: float = 0.0
 
     @property
     def is_known(self) -> bool:
-        return self.s_per_byte > 0.0
+        return self.slope_s > 0.0
 
-    def observe(self, nbytes: int, seconds: float) -> None:
-        """Learn from a write that took ``seconds``; a write of no bytes is all handshake."""
+    def seconds(self, amount: float) -> float:
+        return self.base_s + self.slope_s * amount
+
+    def observe(self, amount: int, seconds: float) -> None:
+        """Learn from one time; where the amount is none, it is all base."""
         self._weight = self.memory * self._weight + 1
-        self._bytes = self.memory * self._bytes + nbytes
+        self._amount = self.memory * self._amount + amount
         self._seconds = self.memory * self._seconds + seconds
-        self._bytes_squared = self.memory * self._bytes_squared + nbytes * nbytes
-        self._product = self.memory * self._product + nbytes * seconds
-        mean_bytes, mean_seconds = self._bytes / self._weight, self._seconds / self._weight
-        if not mean_bytes:
-            self.handshake_s = mean_seconds
+        self._amount_squared = self.memory * self._amount_squared + amount * amount
+        self._product = self.memory * self._product + amount * seconds
+        mean, mean_s = self._amount / self._weight, self._seconds / self._weight
+        if not mean:
+            self.base_s = mean_s
             return
-        variance = self._bytes_squared / self._weight - mean_bytes**2
-        slope = 0.0
-        if variance > (0.05 * mean_bytes) ** 2:
-            slope = (self._product / self._weight - mean_bytes * mean_seconds) / variance
-        if slope > 0:
-            self.handshake_s = max(mean_seconds - slope * mean_bytes, 0.0)
+        variance = self._amount_squared / self._weight - mean**2
+        slope_s = 0.0
+        if variance > (0.05 * mean) ** 2:
+            slope_s = (self._product / self._weight - mean * mean_s) / variance
+        if slope_s > 0:
+            self.base_s = max(mean_s - slope_s * mean, 0.0)
         else:  # an old handshake must not make a link infinitely fast that has become quicker
-            self.handshake_s = min(self.handshake_s, 0.99 * mean_seconds)
-        self.s_per_byte = max((mean_seconds - self.handshake_s) / mean_bytes, 1e-15)
+            self.base_s = min(self.base_s, 0.99 * mean_s)
+        self.slope_s = max((mean_s - self.base_s) / mean, 1e-15)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,38 +112,38 @@ class GroupSizer:
 
     Attributes:
         fixed: a group size that is not to be changed.
-        token_s: compute time of one token in one layer.
+        layer: seconds that one layer takes to compute, over the tokens of the step.
+        links: seconds of a write, over its bytes.
     """
 
     num_layers: int
     fixed: int | None = None
-    smoothing: float = 0.2
-    token_s: float = 0.0
-    links: dict[str, LinkEstimate] = field(default_factory=dict)
+    layer: TimeEstimate = field(default_factory=TimeEstimate)
+    links: dict[str, TimeEstimate] = field(default_factory=dict)
 
     def group_size(self, link: str, num_tokens: int, layer_bytes: float) -> int:
         """Layers to send together in a step of ``num_tokens`` that adds ``layer_bytes`` of KV to a layer."""
         estimate = self.links.get(link)
         if self.fixed is not None:
             return min(self.fixed, self.num_layers)
-        if not self.token_s or estimate is None or not estimate.is_known:
+        if not self.layer.is_known or estimate is None or not estimate.is_known:
             return -(-self.num_layers // 4)
         return smallest_hidden_group(
-            self.num_layers,
-            self.token_s * num_tokens,
-            layer_bytes,
-            estimate.handshake_s,
-            1 / estimate.s_per_byte,
+            self.num_layers, self.layer.seconds(num_tokens), layer_bytes, estimate.base_s, 1 / estimate.slope_s
         )
+
+    def is_mostly_handshake(self, link: str, nbytes: int) -> bool:
+        """Whether a write's bytes take the link no longer than the handshake does; False where none is known."""
+        estimate = self.links.get(link)
+        return estimate is not None and estimate.is_known and estimate.slope_s * nbytes <= estimate.base_s
 
     def observe_compute(self, num_tokens: int, seconds: float) -> None:
         """Learn from a prefill step of ``num_tokens`` that took ``seconds`` over all layers."""
-        new = seconds / (self.num_layers * num_tokens)
-        self.token_s = new if not self.token_s else self.token_s + self.smoothing * (new - self.token_s)
+        self.layer.observe(num_tokens, seconds / self.num_layers)
 
     def observe_transfer(self, link: str, nbytes: int, seconds: float) -> None:
         """Learn from one write over a link."""
-        self.links.setdefault(link, LinkEstimate()).observe(nbytes, seconds)
+        self.links.setdefault(link, TimeEstimate()).observe(nbytes, seconds)
 
     def forget(self, link: str) -> None:
         """Forget a link that is gone."""
@@ -143,8 +151,4 @@ class GroupSizer:
 
     def known_links(self) -> dict[str, tuple[float, float]]:
         """(handshake seconds, bytes per second) of each link that was used."""
-        return {
-            name: (link.handshake_s, 1 / link.s_per_byte)
-            for name, link in list(self.links.items())
-            if link.is_known
-        }
+        return {name: (link.base_s, 1 / link.slope_s) for name, link in list(self.links.items()) if link.is_known}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
+from device.base import Event
 from epd_serve.protocol.wire import KVOffer, KVTaken, OfferedKV, Region, ReserveReply
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.shared_memory import WriteLocks
@@ -130,7 +132,7 @@ class Part:
 class _Push:
     layers: range
     parts: Sequence[Part]
-    wait_for_compute: Callable[[], None]
+    computed: Event | None = None
 
     @property
     def region(self) -> Region:
@@ -156,6 +158,10 @@ _Job = _Push | _Connect
 
 class KVSender:
     """Pushes to each decode instance in the order given, to several of them at once.
+
+    What is late goes together: layers of one step that are computed when their turn comes are one write, and so
+    are steps of the same layers whose bytes take the link no longer than a handshake does. A transfer waits for
+    another's bytes for that long at most. Where the size of groups is fixed, so are the writes.
 
     A transfer that failed or was cancelled writes nothing more.
 
@@ -187,16 +193,16 @@ class KVSender:
             if region.name not in self._lanes:
                 self._put(region.name, _Connect(region))
 
-    def push(self, layers: range, parts: Sequence[Part], wait_for_compute: Callable[[], None]) -> None:
+    def push(self, layers: range, parts: Sequence[Part], computed: Event | None = None) -> None:
         """Queue blocks of ``layers`` as one write; all parts go to one region.
 
-        ``wait_for_compute`` returns once the device has written them.
+        ``computed`` comes when the device has written them; None: it has.
         """
         assert parts and parts[0].transfer.target is not None
         with self._lock:
             for part in parts:
                 part.transfer.num_queued += 1
-            self._put(parts[0].transfer.target.region.name, _Push(layers, parts, wait_for_compute))
+            self._put(parts[0].transfer.target.region.name, _Push(layers, parts, computed))
 
     def fence(self, transfer: OutgoingTransfer, passed: Callable[[OutgoingTransfer], None]) -> None:
         """Call ``passed`` when nothing of this transfer is queued or under way: now, or on a thread of the sender.
@@ -230,8 +236,6 @@ class KVSender:
         while (job := self._next(lane)) is not None:
             if isinstance(job, _Push):
                 self._push(lane, job)
-                for part in job.parts:
-                    self._pass(part.transfer)
             else:
                 self._connect(lane, job.region)
 
@@ -250,6 +254,8 @@ class KVSender:
 
     def _next(self, lane: _Lane) -> _Job | None:
         """The next job; None where there was none for long, and the lane is gone, or at the end."""
+        if lane.ahead:
+            return lane.ahead.popleft()
         try:
             return lane.jobs.get(timeout=_IDLE_LANE_S)
         except queue.Empty:
@@ -275,7 +281,9 @@ class KVSender:
 
     def _push(self, lane: _Lane, job: _Push) -> None:
         try:
-            job.wait_for_compute()
+            if job.computed is not None:
+                job.computed.synchronize()
+            job = self._with_late(lane, job)
             for layers, parts in job.rounds(self._source.staged_cells):
                 wanted = [part for part in parts if self._may_write(part.transfer, self._clock())]
                 if wanted:
@@ -287,6 +295,45 @@ class KVSender:
             logger.exception("transfers to %s failed", lane.region_name)
             for part in job.parts:
                 part.transfer.error = part.transfer.error or TransferError(f"the copy failed: {error}")
+        for part in job.parts:
+            self._pass(part.transfer)
+
+    def _with_late(self, lane: _Lane, job: _Push) -> _Push:
+        """A push whose turn has come, with those behind it that are computed and can go in its write."""
+        while not lane.jobs.empty():
+            lane.ahead.append(lane.jobs.get())
+        joined = [job]
+        for push in list(lane.computed_ahead()):
+            lane.ahead.popleft()
+            joined.append(push)
+            while len(joined) > 1 and (both := self._joined(lane, *joined[-2:])) is not None:
+                joined[-2:] = [both]
+        lane.ahead.extendleft(reversed(joined[1:]))
+        return joined[0]
+
+    def _joined(self, lane: _Lane, first: _Push, second: _Push) -> _Push | None:
+        """Two pushes as one; None where they are not better off together."""
+        if self.sizer.fixed is not None:
+            return None
+        if first.layers.stop == second.layers.start and first.parts == second.parts:
+            both = _Push(range(first.layers.start, second.layers.stop), first.parts)
+        elif first.layers == second.layers:
+            blocks: dict[OutgoingTransfer, dict[int, int]] = {}
+            for part in (*first.parts, *second.parts):  # what a chunk filled in part is in the next one, too
+                blocks.setdefault(part.transfer, {}).update(zip(part.remote, part.local, strict=True))
+            parts = [Part(one, list(places.values()), list(places)) for one, places in blocks.items()]
+            nbytes = self._source.nbytes(len(first.layers), sum(len(part.local) for part in parts))
+            if not self.sizer.is_mostly_handshake(lane.region_name, nbytes):
+                return None
+            both = _Push(first.layers, parts)
+        else:
+            return None
+        with self._lock:
+            for part in (*first.parts, *second.parts):
+                part.transfer.num_queued -= 1
+            for part in both.parts:
+                part.transfer.num_queued += 1
+        return both
 
     def _move(self, lane: _Lane, layers: range, parts: Sequence[Part]) -> None:
         """Bring parts over, as one write or one offer."""
@@ -349,13 +396,25 @@ class KVSender:
 
 
 class _Lane:
-    """The queue and thread of one decode instance, so that one that stalls holds up no other."""
+    """The queue and thread of one decode instance, so that one that stalls holds up no other.
+
+    Attributes:
+        ahead: jobs that the thread has taken from the queue and not done.
+    """
 
     def __init__(self, region_name: str, run: Callable[[_Lane], None]) -> None:
         self.region_name = region_name
         self.jobs: queue.Queue[_Job | None] = queue.Queue()
+        self.ahead: deque[_Job | None] = deque()
         self.thread = threading.Thread(target=run, args=(self,), name="kv-sender", daemon=True)
         self.thread.start()
+
+    def computed_ahead(self) -> Iterator[_Push]:
+        """The pushes ahead up to the first that is not computed."""
+        for job in self.ahead:
+            if not isinstance(job, _Push) or not (job.computed is None or job.computed.query()):
+                return
+            yield job
 
 
 def _account(transfer: OutgoingTransfer, nbytes: int, share: float, start: float, end: float) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from services import language_of
 from tiny_models import make_tiny_model
 
 from benchmarks.ablations.processes import ablated
+from device.base import Event
 from epd_serve.config import DeploymentConfig
 from epd_serve.demo import weights_dir
 from epd_serve.instance.http import Reply
@@ -130,7 +131,7 @@ async def test_kv_that_cannot_go_speaks_against_nobody(monkeypatch: pytest.Monke
         text = await ask(here, question, stream=True)
         source = language_of(here.instances["d1"])
 
-        def write_nothing(layers: range, parts: Sequence[Part], wait_for_compute: Callable[[], None]) -> None:
+        def write_nothing(layers: range, parts: Sequence[Part], computed: Event | None = None) -> None:
             for part in parts:
                 part.transfer.cancelled = True
 

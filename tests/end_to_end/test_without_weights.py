@@ -18,6 +18,7 @@ from fleet import figures, wait_until
 from in_process import Deployment, deployment
 from PIL import Image
 
+from device.cpu import CpuEvent
 from device.timeline import EMULATED_FAULTS, WHOLE
 from epd_serve.config import DeploymentConfig, ShapeConfig
 from epd_serve.engine.digests import DigestMemory
@@ -145,8 +146,8 @@ async def test_kv_that_goes_bad_gives_no_answer_but_a_named_error(parts: Deploym
 
     @contextmanager
     def harm(layers: range, blocks: Any) -> Iterator[Any]:
-        with land(layers, blocks) as spans:
-            yield spans
+        with land(layers, blocks) as landing:
+            yield landing
         if 3 in layers:
             kept.write(blocks[0], bytes(kept.block_bytes), range(3, 4))
 
@@ -168,7 +169,7 @@ async def test_kv_is_not_there_before_its_layer_is_computed(parts: Deployment) -
     """Groups of layers are sent by somebody who does not wait for the device."""
     language = parts.instances["p1"].language
     assert language is not None and language._loop._push is not None
-    object.__setattr__(language._loop._push, "record_event", lambda: lambda: None)
+    object.__setattr__(language._loop._push, "record_event", CpuEvent)
     runner: Any = language._loop._runner
     runner.cost = lambda work: (1.0, WHOLE)  # however late its threads are
     assert "is not that of its tokens" in await refusal(parts, 11)

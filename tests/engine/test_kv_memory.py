@@ -99,8 +99,8 @@ def test_kv_goes_from_device_to_device_through_few_cells(num_ranks: int) -> None
     assert there.staged_cells is not None and there.staged_cells < len(theirs)
     for layers, numbers in rounds(range(1, 3), len(theirs), there.staged_cells):
         some = slice(numbers.start, numbers.stop)
-        with there.stage(layers, theirs[some]) as staged, here.land(layers, ours[some]) as spans:
-            for start, to, count in paired(staged.spans(0, len(numbers)), spans):
+        with there.stage(layers, theirs[some]) as staged, here.land(layers, ours[some]) as landing:
+            for start, to, count in paired(staged.spans(0, len(numbers)), landing.spans(0, len(numbers))):
                 here.buffer[to : to + count] = there.buffer[start : start + count]
             assert (there.num_staged, here.num_staged) == (1, 1)
     for source, target in zip(sources, targets, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.ablations.kv_push import LAYER_GROUPS
+from device.base import Event
+from device.cpu import CpuEvent
 from epd_serve.engine.step_loop import KVPush, LayerGroups
 from epd_serve.protocol.wire import Region, ReserveReply
 from epd_serve.sched.schedule import ScheduleOutput
@@ -30,8 +32,7 @@ class Sender:
         self.sizer = GroupSizer(num_layers=num_layers, fixed=group)
         self.pushes: list[tuple[range, list[Part]]] = []
 
-    def push(self, layers: range, parts: Sequence[Part], wait_for_compute: Callable[[], None]) -> None:
-        wait_for_compute()
+    def push(self, layers: range, parts: Sequence[Part], computed: Event | None = None) -> None:
         self.pushes.append((layers, list(parts)))
 
 
@@ -75,14 +76,13 @@ def test_what_arrives(
         transfers[sequence] = outgoing(sequence, f"d{lane}", num_cached)
         if mode == "pull":
             transfers[sequence].target = None
-    events: list[int] = []
     written: dict[tuple[str, int], set[int]] = {}
     push = KVPush(
         sender=sender,
         num_layers=num_layers,
         block_size=BLOCK_SIZE,
         layer_bytes=8,
-        record_event=lambda: lambda: events.append(1),
+        record_event=CpuEvent,
         clock=lambda: 5.0,
         layer_groups=LAYER_GROUPS.get(mode, LayerGroups),
     )

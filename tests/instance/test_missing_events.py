@@ -13,6 +13,7 @@ from in_process import deployment
 from services import language_of
 
 from device.copies import Readback
+from device.cpu import CpuEvent
 from device.emulated import EmulatedDevice
 from device.registry import get_device
 
@@ -40,7 +41,7 @@ async def test_no_answer_comes_of_what_was_read_early(tmp_path: Path, monkeypatc
         loop = language_of(here.instances["p0"])._loop
         assert loop._push is not None
         with monkeypatch.context() as patch:  # groups of layers go out while they are computed
-            patch.setattr(loop, "_push", replace(loop._push, record_event=lambda: lambda: None))
+            patch.setattr(loop, "_push", replace(loop._push, record_event=CpuEvent))
             assert "the logits of 1 of 1 rows are no numbers. Something was read before" in await refusal()
         with monkeypatch.context() as patch:  # tokens are taken while the step after theirs is launched
             patch.setattr(Readback, "wait", lambda readback: readback._copy)

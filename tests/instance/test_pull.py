@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -42,9 +43,9 @@ def handoff(num_tokens: int = 9) -> wire.Handoff:
     )
 
 
-def reserve() -> wire.ReserveRequest:
+def reserve(name: str = "t") -> wire.ReserveRequest:
     return wire.ReserveRequest(
-        transfer_id="t",
+        transfer_id=name,
         request_id="r",
         num_prompt_tokens=9,
         max_tokens=3,
@@ -93,6 +94,14 @@ class Engine:
         self.pool.release(blocks.all())
 
 
+@dataclass
+class Landing:
+    blocks: Sequence[int]
+
+    def spans(self, first: int, count: int) -> list[tuple[int, int]]:
+        return [(block, 1) for block in self.blocks[first : first + count]]
+
+
 class Memory:
     region = REGION
     num_blocks = 11
@@ -103,9 +112,9 @@ class Memory:
         self.landed: list[int] = []
 
     @contextmanager
-    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[Landing]:
         assert threading.current_thread() is not threading.main_thread(), "never on the event loop"
-        yield [(block, 1) for block in blocks]
+        yield Landing(blocks)
         self.landed += blocks
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
@@ -135,13 +144,17 @@ class Transport:
         self.go_on = threading.Event()
         self.error: TransferError | None = None
         self.read_from: list[int] = []
+        self.num_reads = 0
 
     def read(self, region: wire.Region, pieces: Sequence[Piece]) -> None:
         self.begun.set()
         assert self.go_on.wait(60)
         if self.error is not None:
             raise self.error
-        self.read_from += [offset for offset, _ in pieces]
+        self.num_reads += 1
+        for offset, piece in pieces:
+            self.read_from.append(offset)
+            piece[:] = bytes([offset])
 
 
 class Peers:
@@ -217,6 +230,17 @@ async def test_what_was_read_is_decoded(bench: Bench) -> None:
     assert not (await bench.decode.take_offered(offer(blocks.root[1:3]))).transfer_ids, "too late"
 
 
+async def test_all_of_an_offer_is_one_read(bench: Bench) -> None:
+    bench.transport.go_on.set()
+    replies = [await bench.decode.reserve(reserve(name)) for name in ("t", "u")]
+    (one,), (two,) = (offer(reply.block_ids, name).parts for reply, name in zip(replies, ("t", "u"), strict=True))
+    given_up = offer([9], "v").parts
+    taken = await bench.decode.take_offered(wire.KVOffer(REGION, 0, 1, [one, *given_up, two]))
+    assert taken.transfer_ids == ["t", "u"]
+    assert bench.transport.num_reads == 1
+    assert all(bench.memory.buffer[block] == 50 + block for block in (*one.block_ids, *two.block_ids))
+
+
 async def test_nothing_is_read_into_blocks_of_others(bench: Bench) -> None:
     bench.transport.go_on.set()
     reply = await bench.decode.reserve(reserve())
@@ -268,7 +292,7 @@ class Sender:
     def __init__(self) -> None:
         self.pushed: list[Part] = []
 
-    def push(self, layers: range, parts: list[Part], wait: Callable[[], None]) -> None:
+    def push(self, layers: range, parts: list[Part]) -> None:
         self.pushed += parts
 
     def fence(self, transfer: OutgoingTransfer, passed: Callable[[OutgoingTransfer], None]) -> None:

@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from epd_serve.cost.profile import Profile
+from epd_serve.cost.stages import Link
+from epd_serve.sim.device import Clock, FluidSharing, SimDevice
+from epd_serve.sim.instance import SimInstance
 from epd_serve.sim.language import LanguageSide
 from epd_serve.sim.simulator import Fault, NoWay, Outcome, SimDeployment, build, check_books, simulate
 from epd_serve.sim.spec import Batching
@@ -98,6 +101,25 @@ def test_a_request_alone_takes_what_its_stages_take(deployed: Deploy, ascend: Pr
     assert apart.first_token_s is not None
     feature_s = ascend.handshake_s + 500 * ascend.feature_token_bytes / ascend.link_bytes_per_s
     assert apart.first_token_s == pytest.approx(job.first_token_s + feature_s)
+
+
+def test_prompts_of_a_step_are_in_the_same_writes_and_late_layers_in_one(
+    deployed: Deploy, ascend: Profile
+) -> None:
+    """As those of KVSender."""
+    clock = Clock()
+    clock.now = 1.0
+    spec = deployed("EP-2D").instances[0]
+    prefill = SimInstance(
+        clock, SimDevice(clock, FluidSharing()), spec, on_prompt=lambda *_: None, on_end=lambda _: None
+    )
+    link, token_s = Link(handshake_s=0.02, bytes_per_s=1e9), ascend.kv_token_bytes / 1e9
+    first_s = prefill.send_s("d0", link, 1000, 0.1)
+    assert prefill.send_s("d0", link, 500, 0.1) == pytest.approx(first_s + 500 * token_s)
+    assert prefill.send_s("d1", link, 1000, 0.1) == pytest.approx(first_s), "it has a link of its own"
+    clock.now += 0.001
+    later_s = prefill.send_s("d1", link, 100, 0.001)
+    assert later_s == pytest.approx(first_s - 0.001 + 0.02 + 100 * token_s), "one handshake, however many layers"
 
 
 def test_what_comes_while_a_step_runs_waits_for_one_more_where_the_engine_runs_ahead(deployed: Deploy) -> None:

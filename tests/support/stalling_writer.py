@@ -55,7 +55,7 @@ def write_kv(path: str, lease_s: float, connection: Connection) -> None:
     sender = KVSender(transport, Source(), GroupSizer(num_layers=1), time.monotonic)
     target = wire.decode(connection.recv_bytes(), wire.ReserveReply)
     transfer = OutgoingTransfer("t", target=target, deadline=time.monotonic() + lease_s / 2)
-    sender.push(range(1), [Part(transfer, target.block_ids, target.block_ids)], lambda: None)
+    sender.push(range(1), [Part(transfer, target.block_ids, target.block_ids)])
     sender.fence(transfer, lambda done: connection.send(str(done.error or "")))
     connection.recv_bytes()
 

