@@ -55,8 +55,8 @@ def run_parts(result: dict[str, Any], parts: Mapping[str, Part], chosen: Collect
             result[part], found = parts[part]()
         targets += found
         gc.collect()
-        if torch.accelerator.is_available():
-            torch.get_device_module().empty_cache()
+        if (empty_cache := getattr(torch.get_device_module(), "empty_cache", None)) is not None:
+            empty_cache()
         show(f"{part} ({time.perf_counter() - started:.0f} s)", result[part])
     result["targets"] = [target.as_json() for target in targets]
     for target in targets:

@@ -47,7 +47,7 @@ def test_a_process_keeps_to_its_share() -> None:
     device = get_device("emulated:h200:7")
     assert isinstance(device, EmulatedDevice)
     try:
-        Runner(Setting(device=device.name, dtype="bfloat16", threads=None, clock="wall", share=0.5))
+        Runner(Setting(device=device.name, dtype="bfloat16", threads=None, share=0.5))
         assert device.timeline.share == 0.5
     finally:
         device.apply_share(1.0)
