@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import RESULTS, ROOT, write
+from device.base import Device
 
 # On a machine with an accelerator plugins of the full test environment may be missing, and libraries warn.
 _PYTEST = ("--noconftest", "-q", "--tb=short", "-W", "default", "-p", "no:cacheprovider")
@@ -44,7 +45,14 @@ Part = Callable[[], tuple[Any, list[Target]]]
 """Returns what it measured, and its requirements."""
 
 
-def run_parts(result: dict[str, Any], parts: Mapping[str, Part], chosen: Collection[str]) -> bool:
+def empty_cache(device: Device) -> None:
+    """Give back what the allocator of an accelerator holds and nobody uses."""
+    gc.collect()
+    if device.type in ("cuda", "npu"):
+        torch.get_device_module(device.type).empty_cache()
+
+
+def run_parts(device: Device, result: dict[str, Any], parts: Mapping[str, Part], chosen: Collection[str]) -> bool:
     """Put the chosen parts and all targets into ``result``. Returns whether tests and targets passed."""
     targets: list[Target] = []
     for part in (name for name in parts if name in chosen):
@@ -54,9 +62,7 @@ def run_parts(result: dict[str, Any], parts: Mapping[str, Part], chosen: Collect
             warnings.simplefilter("ignore", UserWarning)
             result[part], found = parts[part]()
         targets += found
-        gc.collect()
-        if (empty_cache := getattr(torch.get_device_module(), "empty_cache", None)) is not None:
-            empty_cache()
+        empty_cache(device)
         show(f"{part} ({time.perf_counter() - started:.0f} s)", result[part])
     result["targets"] = [target.as_json() for target in targets]
     for target in targets:

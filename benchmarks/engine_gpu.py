@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.accelerator import empty_cache
 from benchmarks.common import RESULTS, write
 from benchmarks.engine_native import image_inputs
 from benchmarks.models import make_shape
@@ -79,9 +79,7 @@ def measure_engine(device: Device, limits: dict[str, float], *, tiny: bool = Fal
         with tempfile.TemporaryDirectory() as folder:
             path = make_shape(name, Path(folder), device.name)
             results[name] = _Model(path, device, limits, tiny=tiny).measure()
-        gc.collect()
-        if device.type in ("cuda", "npu"):
-            torch.get_device_module(device.type).empty_cache()
+        empty_cache(device)
     return results
 
 

@@ -78,7 +78,7 @@ def measure(name: str, chosen: tuple[str, ...] | list[str]) -> tuple[dict[str, A
         "engine": lambda: (engine_gpu.measure_engine(device, limits), []),
         "tune": lambda: (gpu_memory.tune_decode(device, copy_gb_s), []),
     }
-    return result, run_parts(result, parts, chosen)
+    return result, run_parts(device, result, parts, chosen)
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ def measure(device: Device, chosen: Sequence[str], *, tiny: bool) -> tuple[dict[
         "engine": lambda: (measure_engine(device, limits, tiny=tiny), []),
         "colocation": lambda: (measure_colocation(device, tiny=tiny), []),
     }
-    return result, run_parts(result, parts, chosen)
+    return result, run_parts(device, result, parts, chosen)
 
 
 def call_ms(device: Device, call: Callable[[], object], rounds: int = _ROUNDS) -> float:
