@@ -92,12 +92,21 @@ def connectors(
 ) -> tuple[FeatureConnector | None, KVConnector | None]:
     """Return a deployment's connectors: as the file says, else by the devices; None: nothing is handed on."""
     placement = tuple(placement)
-    kinds = {device.partition(":")[0] for one in placement for device in one.devices}
-    features = vllm.features or ("file" if "npu" in kinds else "store")
+    kinds = _kinds(_moving(placement))
+    features = vllm.features or ("file" if "npu" in _kinds(placement) else "store")
     kv = vllm.kv or ("mooncake" if "npu" in kinds else "nixl" if "cuda" in kinds else "grouped")
     encodes = any(str(one.role) == "E" for one in placement)
     decodes = any(one.role.decodes and not one.role.prefills for one in placement)
     return features if encodes else None, kv if decodes else None
+
+
+def _moving(placement: Iterable[InstancePlacement]) -> list[InstancePlacement]:
+    """The instances that hand KV over or take it over."""
+    return [one for one in placement if one.role.prefills != one.role.decodes]
+
+
+def _kinds(placement: Iterable[InstancePlacement]) -> set[str]:
+    return {device.partition(":")[0] for one in placement for device in one.devices}
 
 
 def check_vllm(
@@ -122,16 +131,22 @@ def check_vllm(
         if one.share == "auto":
             raise ValueError(f"share of {role}: auto is measured with engine: native; write a number")
     placement = tuple(placement)
-    moving = [one for one in placement if one.role.prefills != one.role.decodes]
-    on_host = all(instance.devices[0] == "cpu" for instance in placement)
+    moving = _moving(placement)
     for instance in placement:
         role = str(instance.role)
         if role == "ED":
             raise ValueError("ED: a vLLM instance that encodes for others does not decode; write E-P-D or EP-D")
         if instance.tensor_parallel > _MAX_TENSOR_PARALLEL:
             raise ValueError(f"@tp{instance.tensor_parallel}: at most {_MAX_TENSOR_PARALLEL} ranks have ports")
-    if connectors(placement, vllm)[1] == "grouped":
-        if not on_host:
+    kv, kinds = connectors(placement, vllm)[1], _kinds(moving)
+    if kv is not None and len(kinds) > 1:
+        raise ValueError(
+            f"devices: KV moves between P and D of one kind, and these are on {' and '.join(sorted(kinds))}"
+        )
+    if kv is not None and kinds == {"npu"}:
+        _check_npu(moving, kv)
+    if kv == "grouped":
+        if kinds != {"cpu"}:
             raise ValueError("vllm.kv: grouped moves KV caches in host memory; write mooncake or nixl")
         if len({one.tensor_parallel for one in moving}) > 1:
             raise ValueError("vllm.kv: grouped needs the same @tp for P and D; write mooncake or nixl")
@@ -147,3 +162,15 @@ def check_vllm(
         )
     if encoders and vllm.features == "file" and vllm.feature_dir is None:
         raise ValueError("vllm.features: file needs vllm.feature_dir, a directory that E and P both see")
+
+
+def _check_npu(moving: Iterable[InstancePlacement], kv: KVConnector) -> None:
+    """Raise ValueError for KV that vllm-ascend 0.23.0 does not move (ascend_config.py there)."""
+    if kv == "nixl":
+        raise ValueError("vllm.kv: nixl knows no NPU; write mooncake")
+    prefill, decode = (
+        max((one.tensor_parallel for one in moving if one.role.prefills is is_prefill), default=1)
+        for is_prefill in (True, False)
+    )
+    if prefill % decode:
+        raise ValueError(f"@tp{decode} of D beside @tp{prefill} of P: on NPUs P's width must be a multiple of D's")

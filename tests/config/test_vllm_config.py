@@ -24,6 +24,9 @@ ROOT = Path(__file__).parents[2]
         ("devices: ['cuda:0', 'cuda:1', 'cuda:2']\nvllm: {kv: grouped}", "write mooncake or nixl"),
         ("topology: E-P@tp2-D\nvllm: {kv: grouped}", "needs the same @tp for P and D"),
         ("topology: E-P@tp2-D", "needs the same @tp for P and D"),  # grouped is what CPUs get
+        ("topology: P-D@tp2\ndevices: ['npu:0', 'npu:1', 'npu:2']", "P's width must be a multiple of D's"),
+        ("topology: P-D\ndevices: ['npu:0', 'npu:1']\nvllm: {kv: nixl}", "nixl knows no NPU; write mooncake"),
+        ("topology: P-D\ndevices: ['npu:0', 'cuda:0']", "P and D of one kind, and these are on cuda and npu"),
         ("vllm: {features: file}", "needs vllm.feature_dir"),
         ("topology: EP-D\nvllm: {media: rewritten}", "it needs E, P and D, and vllm.features: store"),
         ("topology: E-PD\nvllm: {media: rewritten}", "it needs E, P and D"),
@@ -61,6 +64,7 @@ def test_flags_of_a_role_go_over_those_of_all() -> None:
         ("", ("store", "grouped")),
         ("devices: ['cuda:0', 'cuda:1', 'cuda:2']", ("store", "nixl")),
         ("devices: ['npu:0', 'npu:1', 'npu:2']", ("file", "mooncake")),
+        ("devices: ['npu:0', 'cuda:0', 'cuda:1']\nvllm: {feature_dir: x}", ("file", "nixl")),
         ("topology: EPD", (None, None)),
         ("topology: E-PD", ("store", None)),
         ("topology: EP-D\nvllm: {kv: nixl}", (None, "nixl")),

@@ -264,7 +264,7 @@ def test_the_command_lines_use_flags_of_vllm_alone(
 
 def test_two_processes_on_one_npu_share_no_port(model: Path) -> None:
     found = processes(
-        "topology: (E-P)-D@tp2\ndevices: [npu:3, npu:4, npu:5]\nvllm: {feature_dir: /dev/shm/f}", model
+        "topology: (E-P@tp2)-D\ndevices: [npu:3, npu:4, npu:5]\nvllm: {feature_dir: /dev/shm/f}", model
     )
     ports: set[int] = set()
     for one in found.values():
@@ -274,7 +274,7 @@ def test_two_processes_on_one_npu_share_no_port(model: Path) -> None:
         assert not ports & own
         ports |= own
         assert variables["VLLM_HOST_IP"] == flag(one, "host")
-    assert [one.variables["ASCEND_RT_VISIBLE_DEVICES"] for one in found.values()] == ["3", "3", "4,5"]
+    assert [one.variables["ASCEND_RT_VISIBLE_DEVICES"] for one in found.values()] == ["3", "3,4", "5"]
     assert ["ASCEND_TRANSFER_TIMEOUT" in one.variables for one in found.values()] == [False, True, True]
 
 
