@@ -2,7 +2,7 @@
 
 ``sh tests/vllm_ascend/install.sh DIRECTORY`` makes its environment; EPD_SERVE_VLLM_ASCEND_PYTHON names its Python.
 Without it these tests are skipped. CANN's libraries are generated (``tests/ascend/stub_libraries.py``; needs gcc
-and nm); CANN's Python module ``acl`` and Mooncake are stand-ins, which are written here. Nothing of the vendor's is
+and nm); CANN's Python module ``acl`` and Mooncake are stand-ins, which are written here. Nothing of the vendor is
 kept. The tests show calls, shapes, hooks and their order in the vendor's Python; no numerics of an NPU, no speed.
 """
 
