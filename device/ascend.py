@@ -49,6 +49,10 @@ class AscendDevice(AcceleratorDevice):
         """Cube cores, which do the matrix products; the vector cores come on top."""
         return int(self._vendor.get_device_properties(self.index).cube_core_num)
 
+    def memory(self) -> tuple[int, int]:
+        self.activate()  # other calls of torch_npu see to the thread's context themselves
+        return super().memory()
+
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """A share of the memory, the cube cores and the vector cores.
 

@@ -2,7 +2,7 @@
 
     python tests/ascend/ladder.py [--wheel torch_npu-....whl] [--update-lock]
 
-Four levels, each named by what it proves:
+Five levels, each named by what it proves:
 
 * **schema**: the *real* torch_npu wheel is loaded. The operators and the Python API that the backend calls exist
   there with the arguments that it passes; the operators' schemas are those in ``schema_lock.json``.
@@ -11,14 +11,16 @@ Four levels, each named by what it proves:
 * **semantics**: with CPU kernels of our own under the wheel's schemas the backend computes on CPU tensors: equal
   to the reference operators, and the tiny models give the tokens of the plain-torch path. Captured decode steps go
   through torch_npu's own capture bookkeeping, on an emulated device.
+* **host**: the device layer runs through the wheel's own C++ code over a runtime of host memory, whose streams,
+  events and copies are asynchronous and keep order, and whose contexts belong to threads (``host_runtime.c``).
 * **hw**: needs an NPU and an installed torch_npu, where plain ``pytest tests/ascend`` runs all levels. Elsewhere
   it is listed as not run.
 
-Accuracy, speed, memory, ordering and overlap on a real NPU are beyond the first three.
+Accuracy, speed, memory, ordering and overlap on a real NPU are beyond the first four.
 
 The wheel for the installed torch (or ``--wheel``) is downloaded once to ``~/.cache/epd-serve`` and unpacked into a
 temporary folder on PYTHONPATH of the tests' process: installed, it would load itself with every ``import torch``.
-CANN's libraries are replaced by generated stubs (``stub_libraries.py``; needs gcc and nm: Debian's gcc and
+CANN's libraries are replaced by generated ones (``stub_libraries.py``; needs gcc and nm: Debian's gcc and
 libc6-dev). ``--update-lock`` writes ``schema_lock.json`` anew from the wheel; other arguments go to pytest.
 """
 
@@ -60,6 +62,8 @@ def main() -> int:
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(stubs), os.environ.get("LD_LIBRARY_PATH")))),
             # torch would import torch_npu by its entry point, before the tests can silence its warnings.
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            # Operators of the graph engine are set up at their first use, and none is used.
+            "ACL_OP_INIT_MODE": "1",
             "EPD_ASCEND_STUBS": "1",
         }
         if options.update_lock:

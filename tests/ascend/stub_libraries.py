@@ -1,7 +1,7 @@
-"""Empty shared libraries with which a real torch_npu wheel loads on a machine without CANN and without an NPU.
+"""Shared libraries with which a real torch_npu wheel loads on a machine without CANN and without an NPU.
 
 They hold the names that torch_npu's libraries import and nobody on the machine exports. Functions report an error,
-except for what the guards around a fake tensor's operators ask: there is one device, and it is the current one.
+except for the runtime's part that ``host_runtime.c`` fills: devices, memory, streams, events and copies.
 Names come from ``nm`` at run time: nothing of the vendor's is kept.
 """
 
@@ -27,10 +27,9 @@ _RETURN_NULL = (
     "aclCreateTensorDesc",
     "aclopCreateAttr",
     "aclGetRecentErrMsg",
-    "aclrtGetSocName",
 )
-_HARMLESS = ("Msprof", "aclAppLog", "aclrtSetDevice")
-_ANSWERS = {"aclrtGetDeviceCount": 1, "aclrtGetDevice": 0}
+_HARMLESS = ("Msprof", "aclAppLog")
+_RUNTIME = Path(__file__).parent / "host_runtime.c"
 
 
 def build(package: Path, target: Path) -> int:
@@ -48,9 +47,11 @@ def build(package: Path, target: Path) -> int:
         for name in set().union(*map(_imports, own)) - provided
         if not name.startswith("_Z") and not _is_loaded(name)
     )
-    _compile(target / _LIBRARIES[0], "\n".join(_function(name) for name in symbols))
+    runtime = target / _LIBRARIES[0]
+    _compile(runtime, "\n".join(_function(name) for name in symbols), _RUNTIME)
+    # Whoever looks a function up in one of these is given the runtime's.
     for library in _LIBRARIES[1:]:
-        _compile(target / library, "")
+        _compile(target / library, "", "-x", "none", "-Wl,--no-as-needed", runtime)
     mangled = (
         sorted(name for name in _imports(atb_plugin) if name.startswith("_ZN3atb")) if atb_plugin.exists() else []
     )
@@ -86,17 +87,16 @@ def _is_loaded(symbol: str) -> bool:
 
 
 def _function(name: str) -> str:
-    if name in _ANSWERS:
-        return f"int {name}(int *answer) {{ if (answer) *answer = {_ANSWERS[name]}; return 0; }}"
+    """Weak: a function of the runtime's comes before it."""
     if name in _RETURN_NULL:
-        return f"void *{name}(void) {{ return 0; }}"
+        return f"__attribute__((weak)) void *{name}(void) {{ return 0; }}"
     result = 0 if name.startswith(_HARMLESS) else _ERROR
-    return f"long {name}(void) {{ return {result}; }}"
+    return f"__attribute__((weak)) long {name}(void) {{ return {result}; }}"
 
 
-def _compile(library: Path, source: str) -> None:
+def _compile(library: Path, source: str, *inputs: str | Path) -> None:
     subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", library, f"-Wl,-soname,{library.name}"],
+        ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", *inputs, "-o", library, f"-Wl,-soname,{library.name}"],
         input=source,
         text=True,
         check=True,

@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 
 COMMAND = "python tests/ascend/ladder.py"
-LEVELS = ("schema", "shape", "semantics", "hw")
+LEVELS = ("schema", "shape", "semantics", "host", "hw")
 OPERATORS: defaultdict[str, set[str]] = defaultdict(set)
 """Operators of ``npu::`` that a level checked, by level."""
 
