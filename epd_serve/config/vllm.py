@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from epd_serve.config.applied import Anew, Section
+from epd_serve.config.elastic import RoleName
 from epd_serve.config.sections import InstanceSettings
 from epd_serve.config.sizes import Bytes
 from epd_serve.topology import InstancePlacement
@@ -40,15 +42,21 @@ _NATIVE_SECTIONS = {
     "feature_store": "choose vllm.features",
     "interference": "shares of vLLM instances are numbers: instances.share",
 }
+#: Seen in its code (tests/vllm_ascend/test_layerwise.py).
+_LAYERWISE = (
+    "vllm-ascend's MooncakeLayerwiseConnector (0.23.0) tells D that KV has come of which a write has failed, and "
+    "D keeps the blocks of a request for good where P fails; write mooncake"
+)
 
 
 class VllmConfig(Section):
     """vLLM and vllm-ascend, where ``engine`` is vllm."""
 
-    python: Anew[Path | None] = Field(
+    python: Anew[Path | dict[RoleName, Path] | None] = Field(
         default=None,
         description="Python of the environment that vLLM is installed in, relative to this file; null: the one "
-        "that runs epd-serve.",
+        "that runs epd-serve. By role, as in {E: /opt/vllm-ascend/bin/python, PD: /opt/vllm/bin/python}, where "
+        "devices of several kinds need a vLLM each; roles that are not named have the one that runs epd-serve.",
     )
     features: Anew[FeatureConnector | None] = Field(
         default=None,
@@ -85,6 +93,18 @@ class VllmConfig(Section):
     environment: Anew[dict[str, str]] = Field(
         default_factory=dict, description="Variables for all vLLM processes, as in VLLM_LOGGING_LEVEL: DEBUG."
     )
+
+    @field_validator("kv", mode="before")
+    @classmethod
+    def _not_layerwise(cls, kv: Any) -> Any:
+        if kv == "layerwise":
+            raise ValueError(_LAYERWISE)
+        return kv
+
+    def python_of(self, role: str) -> str:
+        """The interpreter of the instances of a role."""
+        named = self.python.items() if isinstance(self.python, dict) else [(role, self.python)]
+        return str(next((python for name, python in named if name == role), None) or sys.executable)
 
 
 def connectors(
@@ -160,6 +180,12 @@ def check_vllm(
         raise ValueError(
             "vllm.media: rewritten gives D what E tells of pictures: it needs E, P and D, and vllm.features: store"
         )
+    for role in sorted(roles & {"E", "P", "PD"}) if encoders else ():
+        if str(settings[role].engine_args.get("mm_processor_cache_gb")) in ("0", "0.0"):
+            raise ValueError(
+                f"engine_args of {role}: mm_processor_cache_gb: 0: vLLM 0.23 then numbers the pictures of each "
+                "process, in place of the hashes by which E hands them to P; leave it out"
+            )
     if encoders and vllm.features == "file" and vllm.feature_dir is None:
         raise ValueError("vllm.features: file needs vllm.feature_dir, a directory that E and P both see")
 

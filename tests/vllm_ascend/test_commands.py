@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_the_vendors_vllm_takes_every_command(vendor: Vendor, found: VllmFound, 
     names: list[tuple[str, str]] = []
     for name, config in _deployments(model).items():
         ports = range(9000, 9000 + 16 * len(config.placement()), 16)
-        for one in vllm_processes(config, list(ports), {}, flags=found.flags):
+        for one in vllm_processes(config, list(ports), {}, found={sys.executable: found}):
             command = list(one.command)
             asked.append((command[command.index("serve") + 1 :], one.variables))
             names.append((name, str(one.placement.role)))
@@ -74,7 +75,7 @@ def test_the_vendors_vllm_takes_every_command(vendor: Vendor, found: VllmFound, 
 def test_the_pair_fits_and_another_does_not(vendor_python: str, found: VllmFound) -> None:
     assert found.vllm.startswith("0.23.0") and found.vllm_ascend == "0.23.0"
     check_found(found, python=vendor_python, needs=["vllm_ascend"])
-    check_flags(found, ["enforce_eager", "trust_remote_code", "mm_processor_cache_gb", "enable_prefix_caching"])
+    check_flags(found, ["enforce_eager", "trust_remote_code", "enable_prefix_caching"])
     for change in ({"vllm_ascend": "0.22.1"}, {"vllm": "0.24.0"}):
         with pytest.raises(ValueError, match="install the pair that belongs together"):
             check_found(msgspec.structs.replace(found, **change), python=vendor_python, needs=["vllm_ascend"])
