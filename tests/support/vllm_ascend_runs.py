@@ -17,7 +17,7 @@ from typing import Any
 
 _ROOT = Path(__file__).parents[2]
 _SCRIPTS = _ROOT / "tests" / "vllm_ascend"
-_TIMEOUT_S = 300
+_TIMEOUT_S = 600
 _STAND_INS = {
     "acl/__init__.py": "",
     "acl/rt.py": "def memcpy(*arguments):\n    raise AssertionError('not asked for without sleep mode')\n",
