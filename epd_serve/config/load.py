@@ -135,8 +135,14 @@ def _gateway_paths(gateway: GatewayConfig, here: Path) -> dict[str, Any]:
 
 
 def _vllm_paths(vllm: VllmConfig, here: Path) -> dict[str, Any]:
-    paths = {"python": vllm.python, "feature_dir": vllm.feature_dir}
-    return {key: str(here / path.expanduser()) for key, path in paths.items() if path is not None}
+    changes: dict[str, Any] = {}
+    if isinstance(vllm.python, dict):
+        changes["python"] = {role: str(here / path.expanduser()) for role, path in vllm.python.items()}
+    elif vllm.python is not None:
+        changes["python"] = str(here / vllm.python.expanduser())
+    if vllm.feature_dir is not None:
+        changes["feature_dir"] = str(here / vllm.feature_dir.expanduser())
+    return changes
 
 
 def change_config(

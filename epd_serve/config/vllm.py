@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from epd_serve.config.applied import Anew, Section
+from epd_serve.config.elastic import RoleName
 from epd_serve.config.sections import InstanceSettings
 from epd_serve.config.sizes import Bytes
 from epd_serve.topology import InstancePlacement
@@ -40,15 +42,21 @@ _NATIVE_SECTIONS = {
     "feature_store": "choose vllm.features",
     "interference": "shares of vLLM instances are numbers: instances.share",
 }
+#: Seen in its code (tests/vllm_ascend/test_layerwise.py).
+_LAYERWISE = (
+    "vllm-ascend's MooncakeLayerwiseConnector (0.23.0) tells D that KV has come of which a write has failed, and "
+    "D keeps the blocks of a request for good where P fails; write mooncake"
+)
 
 
 class VllmConfig(Section):
     """vLLM and vllm-ascend, where ``engine`` is vllm."""
 
-    python: Anew[Path | None] = Field(
+    python: Anew[Path | dict[RoleName, Path] | None] = Field(
         default=None,
         description="Python of the environment that vLLM is installed in, relative to this file; null: the one "
-        "that runs epd-serve.",
+        "that runs epd-serve. By role, as in {E: /opt/vllm-ascend/bin/python, PD: /opt/vllm/bin/python}, where "
+        "devices of several kinds need a vLLM each; roles that are not named have the one that runs epd-serve.",
     )
     features: Anew[FeatureConnector | None] = Field(
         default=None,
@@ -86,18 +94,39 @@ class VllmConfig(Section):
         default_factory=dict, description="Variables for all vLLM processes, as in VLLM_LOGGING_LEVEL: DEBUG."
     )
 
+    @field_validator("kv", mode="before")
+    @classmethod
+    def _not_layerwise(cls, kv: Any) -> Any:
+        if kv == "layerwise":
+            raise ValueError(_LAYERWISE)
+        return kv
+
+    def python_of(self, role: str) -> str:
+        """The interpreter of the instances of a role."""
+        named = self.python.items() if isinstance(self.python, dict) else [(role, self.python)]
+        return str(next((python for name, python in named if name == role), None) or sys.executable)
+
 
 def connectors(
     placement: Iterable[InstancePlacement], vllm: VllmConfig
 ) -> tuple[FeatureConnector | None, KVConnector | None]:
     """Return a deployment's connectors: as the file says, else by the devices; None: nothing is handed on."""
     placement = tuple(placement)
-    kinds = {device.partition(":")[0] for one in placement for device in one.devices}
-    features = vllm.features or ("file" if "npu" in kinds else "store")
+    kinds = _kinds(_moving(placement))
+    features = vllm.features or ("file" if "npu" in _kinds(placement) else "store")
     kv = vllm.kv or ("mooncake" if "npu" in kinds else "nixl" if "cuda" in kinds else "grouped")
     encodes = any(str(one.role) == "E" for one in placement)
     decodes = any(one.role.decodes and not one.role.prefills for one in placement)
     return features if encodes else None, kv if decodes else None
+
+
+def _moving(placement: Iterable[InstancePlacement]) -> list[InstancePlacement]:
+    """The instances that hand KV over or take it over."""
+    return [one for one in placement if one.role.prefills != one.role.decodes]
+
+
+def _kinds(placement: Iterable[InstancePlacement]) -> set[str]:
+    return {device.partition(":")[0] for one in placement for device in one.devices}
 
 
 def check_vllm(
@@ -122,16 +151,22 @@ def check_vllm(
         if one.share == "auto":
             raise ValueError(f"share of {role}: auto is measured with engine: native; write a number")
     placement = tuple(placement)
-    moving = [one for one in placement if one.role.prefills != one.role.decodes]
-    on_host = all(instance.devices[0] == "cpu" for instance in placement)
+    moving = _moving(placement)
     for instance in placement:
         role = str(instance.role)
         if role == "ED":
             raise ValueError("ED: a vLLM instance that encodes for others does not decode; write E-P-D or EP-D")
         if instance.tensor_parallel > _MAX_TENSOR_PARALLEL:
             raise ValueError(f"@tp{instance.tensor_parallel}: at most {_MAX_TENSOR_PARALLEL} ranks have ports")
-    if connectors(placement, vllm)[1] == "grouped":
-        if not on_host:
+    kv, kinds = connectors(placement, vllm)[1], _kinds(moving)
+    if kv is not None and len(kinds) > 1:
+        raise ValueError(
+            f"devices: KV moves between P and D of one kind, and these are on {' and '.join(sorted(kinds))}"
+        )
+    if kv is not None and kinds == {"npu"}:
+        _check_npu(moving, kv)
+    if kv == "grouped":
+        if kinds != {"cpu"}:
             raise ValueError("vllm.kv: grouped moves KV caches in host memory; write mooncake or nixl")
         if len({one.tensor_parallel for one in moving}) > 1:
             raise ValueError("vllm.kv: grouped needs the same @tp for P and D; write mooncake or nixl")
@@ -145,5 +180,23 @@ def check_vllm(
         raise ValueError(
             "vllm.media: rewritten gives D what E tells of pictures: it needs E, P and D, and vllm.features: store"
         )
+    for role in sorted(roles & {"E", "P", "PD"}) if encoders else ():
+        if str(settings[role].engine_args.get("mm_processor_cache_gb")) in ("0", "0.0"):
+            raise ValueError(
+                f"engine_args of {role}: mm_processor_cache_gb: 0: vLLM 0.23 then numbers the pictures of each "
+                "process, in place of the hashes by which E hands them to P; leave it out"
+            )
     if encoders and vllm.features == "file" and vllm.feature_dir is None:
         raise ValueError("vllm.features: file needs vllm.feature_dir, a directory that E and P both see")
+
+
+def _check_npu(moving: Iterable[InstancePlacement], kv: KVConnector) -> None:
+    """Raise ValueError for KV that vllm-ascend 0.23.0 does not move (ascend_config.py there)."""
+    if kv == "nixl":
+        raise ValueError("vllm.kv: nixl knows no NPU; write mooncake")
+    prefill, decode = (
+        max((one.tensor_parallel for one in moving if one.role.prefills is is_prefill), default=1)
+        for is_prefill in (True, False)
+    )
+    if prefill % decode:
+        raise ValueError(f"@tp{decode} of D beside @tp{prefill} of P: on NPUs P's width must be a multiple of D's")

@@ -14,8 +14,8 @@ from epd_serve.launch.deployment_record import resolved
 from epd_serve.launch.ports import Ports, choose_ports, instance_urls
 from epd_serve.launch.preflight import device_faults
 from epd_serve.launch.process import ProcessSpec
-from epd_serve.launch.vllm import check_engine, vllm_processes
-from epd_serve.launch.vllm_probe import NoVllm
+from epd_serve.launch.vllm import check_engines, engine_names, vllm_processes
+from epd_serve.launch.vllm_probe import NoVllm, VllmFound
 from epd_serve.protocol.addresses import url_of
 
 _PARENT = "--parent-pid"
@@ -76,14 +76,13 @@ def _instances(config: DeploymentConfig, ports: Ports) -> Iterator[str]:
 
 
 def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping[str, str]) -> Iterator[str]:
-    path, flags = "", list[str]()
+    path, found = "", dict[str, VllmFound]()
     for fault in device_faults(config, environment):
         yield f"# not on this machine: {fault}"
     try:
-        found = check_engine(config)
-        flags = found.flags
-        yield f"# vLLM {found.vllm}" + (f", vllm-ascend {found.vllm_ascend}" if found.vllm_ascend else "")
-        if not found.epd_serve:
+        found = check_engines(config)
+        yield f"# {engine_names(found)}"
+        if not all(one.epd_serve for one in found.values()):
             path = "PLUGIN_PATH"
             yield "# PLUGIN_PATH: a directory with the packages epd_serve and device, or install epd-serve there"
     except NoVllm as error:
@@ -93,7 +92,7 @@ def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping
     except ValueError as error:
         model = beside(config.checkpoint, Path.cwd())
         yield f"# not on this machine: {error}"
-    for process in vllm_processes(config, ports, environment, path, flags=flags, model=model):
+    for process in vllm_processes(config, ports, environment, path, found=found, model=model):
         placed = process.placement
         yield f"\n# {placed.name}: {placed.role} on {', '.join(dict.fromkeys(placed.devices))}"
         yield shell_line(process.command, process.variables)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, change_config, model_path
 from epd_serve.config.model_files import read_model_config
-from epd_serve.launch.vllm import check_engine
+from epd_serve.launch.vllm import check_engines, engine_names
 
 
 class EngineChoice(NamedTuple):
@@ -26,7 +26,7 @@ def choose_engine(config: DeploymentConfig) -> EngineChoice:
     if reason := _against_vllm(config):
         return EngineChoice(change_config(config, {"engine": "native"}), reason)
     chosen = change_config(config, {"engine": "vllm"})
-    return EngineChoice(chosen, f"vLLM {check_engine(chosen).vllm} is installed here and knows the model")
+    return EngineChoice(chosen, f"{engine_names(check_engines(chosen))} is installed here and knows the model")
 
 
 def _against_vllm(config: DeploymentConfig) -> str:
@@ -39,7 +39,7 @@ def _against_vllm(config: DeploymentConfig) -> str:
     try:
         chosen = change_config(config, {"engine": "vllm"})
         content = read_model_config(model_path(config.checkpoint))
-        check_engine(chosen)
+        check_engines(chosen)
     except ValueError as error:  # no vLLM, one that does not fit, or an option of the native engine alone
         return str(error)
     return (

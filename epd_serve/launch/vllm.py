@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -76,22 +76,21 @@ def vllm_processes(
     environment: Mapping[str, str],
     plugin_path: str = "",
     *,
-    flags: Collection[str] = (),
+    found: Mapping[str, VllmFound] | None = None,
     model: str | None = None,
     names: Mapping[str, str] | None = None,
 ) -> list[VllmProcess]:
     """The processes in placement order; ``ports`` are theirs.
 
-    ``plugin_path`` is a directory from which vLLM's Python can import epd_serve; "" where it is installed there.
-    ``flags`` are those that vLLM is known to have. ``model`` is the model's directory where it need not be on this
-    machine. ``names``: what to call instances that have other names elsewhere, by their names in the placement.
+    ``plugin_path`` is a directory from which a Python without epd_serve can import it. ``found`` is what is known
+    of the vLLM of each interpreter. ``model`` is the model's directory where it need not be on this machine.
+    ``names``: what to call instances that have other names elsewhere, by their names in the placement.
     Raises ValueError where the model must be here and is not.
     """
     model = model or str(model_path(config.checkpoint))
     used = connectors_of(config)
     if used.features == "file" and not used.feature_dir:
         raise ValueError("vllm.feature_dir is not set: a directory through which E hands its features to P")
-    media = media_flags(Path(model), flags)
     placement = config.placement()
     num_ranks = sum(instance.tensor_parallel for instance in placement)
     shares = config.device_shares()
@@ -99,6 +98,8 @@ def vllm_processes(
     for number, (instance, port) in enumerate(zip(placement, ports, strict=True)):
         share = shares.get(instance.name)
         settings = config.settings_for(str(instance.role))
+        engine = (found or {}).get(config.vllm.python_of(str(instance.role)))
+        media = media_flags(Path(model), engine.flags if engine else ())
         threads = threads_each(num_ranks, environment, share)
         if settings.threads is not None:  # more would take turns on the share's cores
             on_a_share = share is not None and _kind(instance.devices[0]) == "cpu"
@@ -113,7 +114,7 @@ def vllm_processes(
             variables |= hccl_environment(number)
         if used.kv == "nixl" and is_loopback(options.host):
             variables["UCX_NET_DEVICES"] = "lo"  # it would listen on every interface
-        if plugin_path:
+        if plugin_path and engine is not None and not engine.epd_serve:
             variables["PYTHONPATH"] = plugin_path
         if share is not None and options.kind == "cuda":
             variables |= share_environment(share.share)
@@ -160,34 +161,53 @@ def vllm_instance_specs(
     ``directory`` takes the files that another Python needs to find epd_serve. Raises ValueError that names what is
     missing.
     """
-    found = check_engine(config)
-    plugin_path = "" if found.epd_serve else link_plugin(directory / "plugin")
-    processes = vllm_processes(config, ports, environment, plugin_path, flags=found.flags, names=names)
+    found = check_engines(config)
+    has_all = all(one.epd_serve for one in found.values())
+    plugin_path = "" if has_all else link_plugin(directory / "plugin")
+    processes = vllm_processes(config, ports, environment, plugin_path, found=found, names=names)
     return vllm_specs(config, processes, environment)
 
 
-def check_engine(config: DeploymentConfig) -> VllmFound:
-    """The vLLM that a deployment will run on. Raises ValueError where it cannot, NoVllm where there is none."""
-    python = config.vllm.python or sys.executable
-    found = probe_vllm(python)
-    used = connectors_of(config)
-    kinds = {_kind(device) for instance in config.placement() for device in instance.devices}
-    needs = [used.kv] if used.kv in ("mooncake", "nixl") else []
-    check_found(
-        found,
-        python=python,
-        connectors=own_connectors(used),
-        needs=[*needs, *(["vllm_ascend"] if "npu" in kinds else [])],
+def check_engines(config: DeploymentConfig) -> dict[str, VllmFound]:
+    """The vLLM of each interpreter that a deployment will run on.
+
+    Raises ValueError where one cannot run its instances, NoVllm where there is none.
+    """
+    engines: dict[str, VllmFound] = {}
+    for python in dict.fromkeys(config.vllm.python_of(str(one.role)) for one in config.placement()):
+        engines[python] = found = probe_vllm(python)
+        instances = [one for one in config.placement() if config.vllm.python_of(str(one.role)) == python]
+        used = {name for one in instances for name in _handed_on(one, connectors_of(config))}
+        kinds = {_kind(device) for one in instances for device in one.devices}
+        check_found(
+            found,
+            python=python,
+            connectors=sorted(used & set(CONNECTORS)),
+            needs=[*sorted(used & {"mooncake", "nixl"}), *(["vllm_ascend"] if "npu" in kinds else [])],
+        )
+        roles = {str(one.role) for one in instances}
+        check_flags(found, {flag for role in roles for flag in config.settings_for(role).engine_args})
+    return engines
+
+
+def engine_names(engines: Mapping[str, VllmFound]) -> str:
+    """As in ``vLLM 0.23.0, vllm-ascend 0.23.0 and vLLM 0.33.0``."""
+    names = (
+        f"vLLM {one.vllm}" + (f", vllm-ascend {one.vllm_ascend}" if one.vllm_ascend else "")
+        for one in engines.values()
     )
-    roles = {str(instance.role) for instance in config.placement()}
-    check_flags(found, {flag for role in roles for flag in config.settings_for(role).engine_args})
-    return found
+    return " and ".join(dict.fromkeys(names))
 
 
-def own_connectors(used: Connectors) -> list[str]:
-    """The connectors in use that are epd-serve's own."""
-    own = [one for one in (used.features, used.kv) if one in CONNECTORS]
-    return [*own, *(["rewritten"] if used.rewrites else [])]
+def _handed_on(instance: InstancePlacement, used: Connectors) -> Iterator[str]:
+    """The connectors of one instance, as a deployment file names them."""
+    role = instance.role
+    if role.prefills != role.decodes and used.kv is not None:
+        yield used.kv
+    if used.features is not None and (str(role) == "E" or (role.prefills and not role.encodes)):
+        yield used.features
+    if used.rewrites and role.decodes and not role.prefills:
+        yield "rewritten"
 
 
 def _options(
@@ -218,7 +238,7 @@ def _options(
     return VllmOptions(
         name=instance.name,
         role=instance.role,
-        python=str(config.vllm.python or sys.executable),
+        python=config.vllm.python_of(str(instance.role)),
         model=model,
         served_model_name=config.model_name,
         host=config.instances.host,

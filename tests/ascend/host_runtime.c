@@ -95,6 +95,7 @@ int aclrtGetDeviceInfo(uint32_t device, int what, int64_t *value) {
 int aclrtGetDeviceResLimit(int device, int what, uint32_t *value) { return *value = limits[device][what], OK; }
 int aclrtSetDeviceResLimit(int device, int what, uint32_t value) { return limits[device][what] = value, OK; }
 int aclrtSetOpExecuteTimeOut(uint32_t seconds) { return OK; }
+int aclrtSetOpWaitTimeout(uint32_t seconds) { return OK; }
 int aclrtSetDeviceSatMode(int mode) { return OK; }
 int aclrtGetSysParamOpt(int option, int64_t *value) { return *value = 0, OK; }
 int aclrtSetSysParamOpt(int option, int64_t value) { return OK; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file.write_text(f'_MULTIMODAL = {{"{ARCHITECTURE}": ("qwen2_5_vl", "Q")}}')
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     found = VllmFound("0.33.0", "", mooncake=False, nixl=True, epd_serve=True, python="3.11", flags=[])
-    monkeypatch.setattr(engine_choice, "check_engine", lambda config: found)
+    monkeypatch.setattr(engine_choice, "check_engines", lambda config: {sys.executable: found})
     return file
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from epd_serve.config import change_config, load_config, parse_config
 from epd_serve.launch import vllm_sources
 from epd_serve.launch.dry_run import dry_run
-from epd_serve.launch.vllm import VllmProcess, link_plugin, vllm_processes
+from epd_serve.launch.vllm import VllmProcess, check_engines, link_plugin, vllm_processes
 from epd_serve.launch.vllm_probe import (
     CONNECTORS,
     Module,
@@ -38,7 +38,7 @@ KNOWN_FLAGS = {
     "host", "port", "served_model_name", "dtype", "tensor_parallel_size", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "ec_transfer_config", "kv_transfer_config", "enable_prefix_caching", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override", "enforce_eager",
-    "trust_remote_code", "mm_processor_cache_gb", "enable_auto_tool_choice", "tool_call_parser",
+    "trust_remote_code", "enable_auto_tool_choice", "tool_call_parser",
     "mm_device_do_normalize",
 }  # fmt: skip
 
@@ -150,21 +150,23 @@ def test_every_connector_has_its_configuration(
     ],
 )
 def test_pixels_are_normalised_where_the_model_does_not_say_how(
-    files: dict[str, object], flags: list[str], raw: bool, model: Path
+    files: dict[str, object], flags: list[str], raw: bool, model: Path, good: VllmFound
 ) -> None:
     for name, content in files.items():
         (model / name).write_text(json.dumps(content))
     config = parse_config(f"engine: vllm\nmodel: {model}\ntopology: PD")
-    (process,) = vllm_processes(config, [9000], {}, flags=flags)
+    found = {sys.executable: changed(good, flags=flags)}
+    (process,) = vllm_processes(config, [9000], {}, found=found)
     assert ("--no-mm-device-do-normalize" in process.command) is raw
 
 
 @pytest.mark.parametrize("flags", [[], ["trust_request_mm_kwargs"]])
 def test_options_of_videos_are_taken_from_the_gateway_where_vllm_asks_for_trust(
-    flags: list[str], model: Path
+    flags: list[str], model: Path, good: VllmFound
 ) -> None:
     config = parse_config(f"engine: vllm\nmodel: {model}\ntopology: PD")
-    (process,) = vllm_processes(config, [9000], {}, flags=flags)
+    found = {sys.executable: changed(good, flags=flags)}
+    (process,) = vllm_processes(config, [9000], {}, found=found)
     assert ("--trust-request-mm-kwargs" in process.command) is bool(flags)
 
 
@@ -212,6 +214,37 @@ def test_the_dry_run_refuses_a_vllm_that_up_would_refuse(
         list(dry_run(config, None, {}))
     monkeypatch.setattr("epd_serve.launch.vllm.probe_vllm", lambda python: changed(good, vllm=""))
     assert any(line.startswith("# not checked on this machine: ") for line in dry_run(config, None, {}))
+
+
+def test_each_kind_of_device_has_its_own_vllm(
+    model: Path, good: VllmFound, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E on an NPU takes no connector of ours, PD on a GPU needs no vllm-ascend: each Python is asked by itself."""
+    file = tmp_path / "mixed.yaml"
+    file.write_text(
+        f"engine: vllm\nmodel: {model}\ntopology: E-PD\ndevices: [npu:0, cuda:0]\ninstances: {{base_port: 8100}}\n"
+        "vllm: {python: {E: ascend/bin/python, PD: /opt/cuda/bin/python}, features: file, feature_dir: /shared}\n"
+        "roles: {E: {engine_args: {enforce_eager: true}}}"
+    )
+    ascend, cuda = str(tmp_path / "ascend/bin/python"), "/opt/cuda/bin/python"
+    engines = {
+        ascend: changed(
+            good, vllm="0.23.0", vllm_ascend="0.23.0", epd_serve=False, modules={}, flags=["enforce_eager"]
+        ),
+        cuda: good,
+    }
+    monkeypatch.setattr("epd_serve.launch.vllm.probe_vllm", lambda python: engines[python])
+    config = load_config(file)
+    assert check_engines(config) == engines
+    found = vllm_processes(config, [8100, 8116], {}, "plugin", found=engines)
+    assert [one.command[0] for one in found] == [ascend, cuda]
+    assert [one.variables.get("PYTHONPATH") for one in found] == ["plugin", None]
+    lines = list(dry_run(config, file, {}))
+    assert "# vLLM 0.23.0, vllm-ascend 0.23.0 and vLLM 0.34.0+cpu" in lines
+    assert sum(f" {python} " in line for line in lines for python in engines) == 2
+    engines[ascend] = changed(engines[ascend], vllm_ascend="")
+    with pytest.raises(ValueError, match=f"vllm-ascend is missing in {ascend}"):
+        check_engines(config)
 
 
 def test_settings_and_flags_are_passed_on(model: Path) -> None:
@@ -264,7 +297,7 @@ def test_the_command_lines_use_flags_of_vllm_alone(
 
 def test_two_processes_on_one_npu_share_no_port(model: Path) -> None:
     found = processes(
-        "topology: (E-P)-D@tp2\ndevices: [npu:3, npu:4, npu:5]\nvllm: {feature_dir: /dev/shm/f}", model
+        "topology: (E-P@tp2)-D\ndevices: [npu:3, npu:4, npu:5]\nvllm: {feature_dir: /dev/shm/f}", model
     )
     ports: set[int] = set()
     for one in found.values():
@@ -274,7 +307,7 @@ def test_two_processes_on_one_npu_share_no_port(model: Path) -> None:
         assert not ports & own
         ports |= own
         assert variables["VLLM_HOST_IP"] == flag(one, "host")
-    assert [one.variables["ASCEND_RT_VISIBLE_DEVICES"] for one in found.values()] == ["3", "3", "4,5"]
+    assert [one.variables["ASCEND_RT_VISIBLE_DEVICES"] for one in found.values()] == ["3", "3,4", "5"]
     assert ["ASCEND_TRANSFER_TIMEOUT" in one.variables for one in found.values()] == [False, True, True]
 
 
