@@ -60,7 +60,7 @@ class Family:
         title: names of its models.
         model_types: the ``model_type`` of the config.json of its models.
         mixtures: those of them whose experts are not split over several devices.
-        other_parts: of a checkpoint beside the model that is run: the beginnings of their weights' names.
+        other_parts: of a checkpoint beside what is run: the beginnings of their weights' names.
         modalities: that its tower takes; a family of text alone has none, and no other part of a tower.
         fields: what the engine honours at the top level of its configuration.
         towers: what it honours of each tower's configuration, by the tower's ``model_type``.
@@ -77,8 +77,10 @@ class Family:
         image_token_id: the token that stands for a picture in a chat.
         token_ids: these tokens for each modality that the checkpoint takes.
         row_token_ids: those that stand for each row of a feature.
-        both_ways_tokens: tokens of a run of rows that see each other, earlier and later ones; 0: all see those
-            before them.
+        both_ways_tokens: most tokens of a run of rows that see each other, earlier and later ones; 0: all see
+            those before them.
+        both_ways_in_windows: whether they do so in layers of a sliding window alone.
+        as_padding: fields of its configuration with tokens that are embedded as padding where an answer has them.
         video: how videos are sampled and cut; None where they are not taken.
         audio: what sounds become; None where they are not taken.
     """
@@ -97,6 +99,8 @@ class Family:
     joins: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
     shown: ClassVar[str] = ""
+    both_ways_in_windows: ClassVar[bool] = False
+    as_padding: ClassVar[tuple[str, ...]] = ()
 
     video: VideoProcessor | None = None
     both_ways_tokens: int = 0

@@ -16,7 +16,7 @@ from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.sched.schedule import Budget
 
 MAX_TOKENS = 40
-_SLOW = ("qwen2_audio", "qwen2_5_omni", "qwen3_omni", "qwen3_5_moe", "aya_vision", "glm4v_moe")
+_SLOW = ("qwen2_audio", "qwen2_5_omni", "qwen3_omni", "qwen3_5_moe", "aya_vision", "glm4v_moe", "gemma4")
 
 
 @pytest.fixture(

@@ -53,6 +53,7 @@ FAMILIES = {
     "idefics3": ("idefics3", "llama", "idefics3_vision"),
     "smolvlm": ("smolvlm", "llama", "smolvlm_vision"),
     "gemma3": ("gemma3", "gemma3_text", "siglip_vision_model"),
+    "gemma4": ("gemma4", "gemma4_text", "gemma4_vision"),
     "glm4v": ("glm4v", "glm4v_text", "glm4v_vision"),
     "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
@@ -118,7 +119,7 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         partial = {"mrope_section": sections, "partial_rotary_factor": 0.5}
         text["rope_parameters"] = {**partial, **text["rope_parameters"]}
         tokens = {"image_token_id": IMAGE_TOKEN}
-    elif model_type in ("internvl", "idefics3", "smolvlm"):
+    elif model_type in ("internvl", "idefics3", "smolvlm", "gemma4"):
         tokens = {"image_token_id": IMAGE_TOKEN}
     elif model_type == "gemma3":
         tokens = {"image_token_index": IMAGE_TOKEN, "boi_token_index": START, "eoi_token_index": END}
@@ -163,6 +164,10 @@ def _text(model_type: str) -> dict[str, Any]:
         text |= {"shared_expert_intermediate_size": 24}
     if model_type == "gemma3_text":
         text |= {"head_dim": 24, "sliding_window": 12, "sliding_window_pattern": 2, "rope_parameters": None}
+    if model_type == "gemma4_text":
+        text |= {"head_dim": 24, "global_head_dim": 48, "sliding_window": 12, "rope_parameters": None}
+        text |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
     if model_type == "lfm2":
         text |= {"full_attn_idxs": [1], "block_multiple_of": 32}
     if model_type == "cohere2":
@@ -179,6 +184,9 @@ def _vision(model_type: str) -> dict[str, Any]:
     if model_type.startswith("glm4v"):
         sides = {"image_size": 56, "patch_size": 14}
         return vision | {"intermediate_size": 48, "depth": 2, "num_heads": 2} | sides
+    if model_type == "gemma4_vision":
+        vision |= {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return vision | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 512}
     if not model_type.startswith("qwen"):
         sides = {"image_size": 84 if model_type == "pixtral" else 28, "patch_size": 14}
         return vision | {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2} | sides
@@ -202,6 +210,9 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         return {"image_processor_type": "PixtralImageProcessor", "size": size, **normalised}
     if config.model_type == "gemma3":
         return {"image_processor_type": "Gemma3ImageProcessor", "size": square, **normalised}
+    if config.model_type == "gemma4":
+        sizes = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
+        return {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, **sizes, **normalised}
     if config.model_type == "llava":
         return {"image_processor_type": "SiglipImageProcessor", "size": square, **normalised}
     if config.model_type in ("internvl", "aya_vision"):
@@ -269,14 +280,18 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
                 (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(read)))
                 processor = AutoImageProcessor.from_pretrained(path)
                 inputs = dict(processor(images=[picture()], return_tensors="pt", **_options(read)))
-                for name in ("num_patches", "num_crops"):
+                for name in ("num_patches", "num_crops", "num_soft_tokens_per_image"):
                     inputs.pop(name, None)
                 features = model.get_image_features(**inputs, return_dict=True).pooler_output
                 ids = _ids(read, sum(len(feature.view(-1, feature.shape[-1])) for feature in features))
+            if len(ids) + NUM_NEW_TOKENS > read.get_text_config().max_position_embeddings:
+                raise ValueError("a prompt that is longer than the context")
             tokens = torch.tensor([ids])
             if read.model_type == "gemma3":
                 inputs["token_type_ids"] = (tokens == _image_token(read)).int()
-            if "image_grid_thw" in inputs and not hasattr(read, "audio_config"):
+            if "image_position_ids" in inputs or (
+                "image_grid_thw" in inputs and not hasattr(read, "audio_config")
+            ):
                 inputs["mm_token_type_ids"] = (tokens == _image_token(read)).int()
             output = model.generate(
                 input_ids=tokens,

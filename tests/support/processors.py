@@ -91,6 +91,7 @@ _PACKAGES = {
     "idefics3",
     "smolvlm",
     "gemma3",
+    "gemma4",
     "glm4v",
     "glm4v_moe",
     "aya_vision",

@@ -143,7 +143,85 @@ def _glm4v(name: str, **text: Any) -> Tiny:
     )
 
 
+def _gemma4(text: dict[str, Any], vision: dict[str, Any], top: dict[str, Any] | None = None) -> Tiny:
+    """Pictures of many tokens: its processor knows no fewer."""
+    around = {"boi_token": "<|image>", "eoi_token": "<image|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
+    return Tiny(
+        model_type="gemma4",
+        text={
+            "head_dim": 32,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_hidden_layers": 6,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 20.0,
+            **text,
+        },
+        vision={
+            **_LAYERS,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "position_embedding_size": 256,
+            **vision,
+        },
+        top={
+            "boi_token_id": "<|image>",
+            "eoi_token_id": "<image|>",
+            "video_token_id": "<|video|>",
+            "audio_token_id": "<|audio|>",
+            "tie_word_embeddings": False,
+            **(top or {}),
+        },
+        image="<|image|>",
+        image_field="image_token_id",
+        tokens=[*around.values(), "<|video|>", "<|audio|>"],
+        named={"image_token": "<|image|>", "audio_token": "<|audio|>", **around},
+        preprocessor={
+            "image_processor_type": "Gemma4ImageProcessor",
+            "feature_extractor_type": "Gemma4AudioFeatureExtractor",
+            "max_soft_tokens": 70,
+        },
+        processor={"processor_class": "Gemma4Processor"},
+    )
+
+
 TINY = {
+    # embeddings by layer; the last layers read K and V of others, which are of two widths
+    "gemma4": _gemma4(
+        {
+            "global_head_dim": 64,
+            "num_hidden_layers": 9,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+        },
+        {},
+        # which is not loaded
+        {
+            "audio_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "output_proj_dims": 48,
+            }
+        },
+    ),
+    # pictures that attend both ways, experts, and heads of two shapes and one width
+    "gemma4_moe": _gemma4(
+        {
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "use_bidirectional_attention": "vision",
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
+        },
+        {"use_clipped_linears": True, "standardize": True},
+    ),
     "internvl": Tiny(
         model_type="internvl",
         text={"model_type": "qwen3", "head_dim": 32},
@@ -271,7 +349,7 @@ TINY = {
 }
 
 #: Their pictures are laid out as another family's, which is tried each time.
-LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "aya_vision")
+LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "aya_vision", "gemma4_moe")
 
 
 def make_tiny_family(
