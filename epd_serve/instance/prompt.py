@@ -164,13 +164,18 @@ class PromptProcessor:
         if self._generation.max_tokens is not None:
             max_tokens = min(max_tokens, self._generation.max_tokens)
         positions, delta = self._family.positions(ids, request.items, self._language_model)
+        both_ways = tuple((s.start, s.end) for s in spans) if self._family.both_ways_tokens else ()
+        salt = request.prompting.cache_salt
+        if both_ways and self._family.both_ways_prompts:
+            both_ways = ((0, len(ids)),)
+            salt += hash_blocks(ids, len(ids), spans)[0].hex()  # the KV of its beginning is of this prompt alone
         return Prompt(
             ids=ids,
             spans=spans,
-            both_ways=tuple((s.start, s.end) for s in spans) if self._family.both_ways_tokens else (),
+            both_ways=both_ways,
             positions=positions,
             position_delta=delta,
-            block_hashes=hash_blocks(ids, self._block_size, spans, request.prompting.cache_salt),
+            block_hashes=hash_blocks(ids, self._block_size, spans, salt),
             max_tokens=max_tokens,
             sampling=sampling,
         )

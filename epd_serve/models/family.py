@@ -72,6 +72,7 @@ class Family:
         joins: whether the tower takes several items in one call, their inputs joined along dimension 0.
         tokens: special ones in the text between the rows of a picture's feature.
         shown: the text by which a chat template shows a picture, where that is no token.
+        chat_template: of checkpoints that have none; "" where they all have one.
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
         image_token_id: the token that stands for a picture in a chat.
@@ -79,7 +80,8 @@ class Family:
         row_token_ids: those that stand for each row of a feature.
         both_ways_tokens: most tokens of a run of rows that see each other, earlier and later ones; 0: all see
             those before them.
-        both_ways_in_windows: whether they do so in layers of a sliding window alone.
+        both_ways_in_windows: whether they do so in layers of a sliding window alone, and inside it.
+        both_ways_prompts: whether all tokens of a prompt with media see each other.
         as_padding: fields of its configuration with tokens that are embedded as padding where an answer has them.
         video: how videos are sampled and cut; None where they are not taken.
         audio: what sounds become; None where they are not taken.
@@ -99,7 +101,9 @@ class Family:
     joins: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
     shown: ClassVar[str] = ""
+    chat_template: ClassVar[str] = ""
     both_ways_in_windows: ClassVar[bool] = False
+    both_ways_prompts: ClassVar[bool] = False
     as_padding: ClassVar[tuple[str, ...]] = ()
 
     video: VideoProcessor | None = None

@@ -69,7 +69,7 @@ class GenericDecoder:
         """Take over a transformers language model. Raises ValueError for a group of several devices.
 
         Args:
-            both_ways_in_windows: tokens see later ones in layers of a sliding window alone.
+            both_ways_in_windows: tokens see later ones in layers of a sliding window alone, and inside it.
         """
         config = model.config
         if group is not None and group.size > 1:
@@ -82,6 +82,9 @@ class GenericDecoder:
         self._planes, (num_heads, self.head_dim) = _planes(config, self._states.layers)
         self.num_layers = 1 + max(planes.last for planes in self._planes.values())
         self.kv_heads = range(num_heads)
+        kinds = getattr(config, "layer_types", None) or ()
+        self._chunked = {index for index, kind in enumerate(kinds) if kind == "chunked_attention"}
+        self._chunk: int | None = getattr(config, "attention_chunk_size", None)
         # what Gemma 4 adds to each layer's hidden states by the token
         self._embeds_by_layer = bool(getattr(config, "hidden_size_per_layer_input", 0))
         self._step: _Step
@@ -127,6 +130,7 @@ class GenericDecoder:
         attention_mask: Tensor | None = None,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Attention in transformers' convention: [1, heads, T, head_dim] each → [1, T, heads, head_dim]."""
@@ -136,22 +140,21 @@ class GenericDecoder:
         if planes.is_written:
             self._write(key, value, kv_layer, planes)
         scale = query.shape[2] ** -0.5 if scaling is None else scaling
-        spans = sliding_window is not None or not self._both_ways_in_windows
-        if planes.count == 1 and planes.head_dim <= _MAX_HEAD_DIM and step.is_plain(sliding_window, spans=spans):
+        reach = _Reach(
+            window=sliding_window,
+            chunk=self._chunk if module.layer_idx in self._chunked else None,
+            both_ways=sliding_window is not None or not self._both_ways_in_windows,
+            is_cut=self._both_ways_in_windows,
+        )
+        is_plain = softcap is None and step.is_plain(reach)
+        if is_plain and planes.count == 1 and planes.head_dim <= _MAX_HEAD_DIM:
             pages = kv_layer[0].flatten(3).unflatten(3, (planes.heads, planes.head_dim))
             return self._ops.attend(query, key, value, pages, context.plan, scale)[None], None
         output = query.new_empty(query.shape)
-        for run in step.runs(sliding_window, spans=spans):
+        for run in step.runs(reach):
             keys, values = (_gather(pages, run.blocks, planes) for pages in kv_layer.unbind(1))
-            attended = F.scaled_dot_product_attention(
-                query[run.rows].transpose(0, 1)[None],
-                keys.transpose(0, 1)[None],
-                values.transpose(0, 1)[None],
-                attn_mask=run.mask,
-                scale=scale,
-                enable_gqa=query.shape[1] != keys.shape[1],
-            )
-            output[run.rows] = attended[0].transpose(0, 1)
+            states = (query[run.rows].transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1))
+            output[run.rows] = _masked(*states, run.mask, scale, softcap).transpose(0, 1)
         return output[None], None
 
     def _write(self, key: Tensor, value: Tensor, kv_layer: Tensor, planes: _Planes) -> None:
@@ -169,6 +172,20 @@ class GenericDecoder:
 
 #: Of the device's own attention on GPUs.
 _MAX_HEAD_DIM = 256
+
+
+def _masked(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """Attention of [heads, T, head_dim] to [KV heads, S, head_dim] where a mask [T, S] says so."""
+    if softcap is None:
+        is_grouped = len(query) != len(keys)
+        states = query[None], keys[None], values[None]
+        return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=is_grouped)[0]
+    grouped = query.unflatten(0, (len(keys), -1))
+    scores = torch.tanh(grouped @ keys[:, None].transpose(2, 3) * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32)
+    return (weights.to(values.dtype) @ values[:, None]).flatten(0, 1)
 
 
 def _planes(config: Any, without: Sequence[int]) -> tuple[dict[int, _Planes], tuple[int, int]]:
@@ -220,34 +237,70 @@ class _Run:
     mask: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reach:
+    """The tokens that one sees in a layer: those before it, in a window, in its own chunk of the sequence.
+
+    ``both_ways``: and later ones, where they are of a run that sees all of itself; ``is_cut``: inside the window.
+    """
+
+    window: int | None
+    chunk: int | None
+    both_ways: bool
+    is_cut: bool
+
+    def first(self, start: int, spans: Sequence[tuple[int, int]]) -> int:
+        """The first token that those from ``start`` on may see."""
+        firsts = [0]
+        if self.window is not None:
+            firsts.append(start - self.window + 1)
+        if self.chunk is not None:
+            firsts.append(start // self.chunk * self.chunk)
+        return min(max(firsts), *(low for low, _ in spans if not self.is_cut), start)
+
+    def mask(self, own: Tensor, others: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """Positions [rows, 1] and [columns] → [rows, columns]."""
+        inside = torch.ones_like(own - others, dtype=torch.bool)
+        if self.window is not None:
+            inside &= own - others < self.window
+        if self.chunk is not None:
+            inside &= own // self.chunk == others // self.chunk
+        mask = others <= own
+        if not self.is_cut:
+            mask = mask & inside
+        for low, high in spans:
+            mask |= (own >= low) & (own < high) & (others >= low) & (others < high)
+        return mask & inside if self.is_cut else mask
+
+
 class _Step:
     """One step's sequences, and the masks of its layers."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
-        self._runs: dict[tuple[int | None, bool], list[_Run]] = {}
+        self._runs: dict[_Reach, list[_Run]] = {}
         meta = context.plan.meta
         self._longest = max((*meta.decode_context_lens_host, *meta.prefill_context_lens), default=0)
 
-    def is_plain(self, window: int | None, *, spans: bool) -> bool:
-        """Whether each token sees all before it and nothing else, as the device's own attention has it.
-        ``spans``: tokens that attend both ways do so in this layer."""
-        return not (spans and any(self.context.both_ways)) and (window is None or self._longest <= window)
+    def is_plain(self, reach: _Reach) -> bool:
+        """Whether each token sees all before it and nothing else, as the device's own attention has it."""
+        is_whole = all(most is None or self._longest <= most for most in (reach.window, reach.chunk))
+        return is_whole and not (reach.both_ways and any(self.context.both_ways))
 
-    def runs(self, window: int | None, *, spans: bool) -> list[_Run]:
-        """The sequences with their masks, made once for all layers of a window; None: of no window."""
-        if (window, spans) not in self._runs:
+    def runs(self, reach: _Reach) -> list[_Run]:
+        """The sequences with their masks, made once for all layers of a reach."""
+        if reach not in self._runs:
             meta, runs, row = self.context.plan.meta, [], 0
             for length, blocks in zip(meta.decode_context_lens_host, meta.decode_block_table, strict=True):
-                runs.append(self._run(row, 1, length, blocks, window, ()))
+                runs.append(self._run(row, 1, length, blocks, reach, ()))
                 row += 1
             chunks = zip(meta.prefill_query_lens, meta.prefill_context_lens, strict=True)
-            both_ways = (spans and self.context.both_ways) or [()] * len(meta.prefill_query_lens)
-            for (count, length), blocks, own in zip(chunks, meta.prefill_block_table, both_ways, strict=True):
-                runs.append(self._run(row, count, length, blocks, window, own))
+            both_ways = (reach.both_ways and self.context.both_ways) or [()] * len(meta.prefill_query_lens)
+            for (count, length), blocks, spans in zip(chunks, meta.prefill_block_table, both_ways, strict=True):
+                runs.append(self._run(row, count, length, blocks, reach, spans))
                 row += count
-            self._runs[window, spans] = runs
-        return self._runs[window, spans]
+            self._runs[reach] = runs
+        return self._runs[reach]
 
     def _run(
         self,
@@ -255,18 +308,13 @@ class _Step:
         count: int,
         length: int,
         blocks: Tensor,
-        window: int | None,
+        reach: _Reach,
         spans: Sequence[tuple[int, int]],
     ) -> _Run:
         """The last ``count`` tokens of a sequence of ``length``, from ``row`` of the batch on."""
         size, start = self.context.plan.meta.block_size, length - count
-        first = 0 if window is None else max(start - window + 1, 0) // size
+        first = reach.first(start, spans) // size
         blocks = blocks[first : -(-length // size)]
         own = torch.arange(start, length, device=blocks.device)[:, None]
         others = torch.arange(first * size, (first + len(blocks)) * size, device=blocks.device)
-        mask = others <= own
-        for low, high in spans:
-            mask |= (own >= low) & (own < high) & (others >= low) & (others < high)
-        if window is not None:
-            mask &= own - others < window
-        return _Run(rows=slice(row, row + count), blocks=blocks, mask=mask)
+        return _Run(rows=slice(row, row + count), blocks=blocks, mask=reach.mask(own, others, spans))

@@ -83,7 +83,7 @@ _OTHERS: dict[str, list[Any]] = {
     "decoder_sparse_step": [2],
     "num_experts": [6],
     "top_k_experts": [1],
-    "use_bidirectional_attention": [True, "vision"],
+    "use_bidirectional_attention": [False, True, "vision"],
     "moe_intermediate_size": [48],
     "linear_num_key_heads": [1, 4],
     "linear_num_value_heads": [2, 8],
@@ -143,6 +143,7 @@ _FIXED = {
     "vision_config.num_channels",
     "vision_config.out_hidden_size",
     "vision_config.hidden_size",
+    "projection_dim",
 }
 #: And of pictures that are tiles or rows.
 _FIXED_OF_TILES = {"vision_feature_layer", "vision_feature_select_strategy"}
@@ -150,7 +151,16 @@ _FIXED_OF_TILES = {"vision_feature_layer", "vision_feature_select_strategy"}
 
 #: LLaVA over text models whose own fields little differs from Llama's.
 _TRIED_APART = ("llava-mistral", "llava-qwen2", "llava-qwen3", "mistral", "qwen2", "qwen3")
-_TRIED_APART += ("next-siglip", "onevision", "pixtral", "smolvlm", "glm4v_moe", "aya_vision", "qwen2_5_omni")
+_TRIED_APART += (
+    "paligemma",
+    "next-siglip",
+    "onevision",
+    "pixtral",
+    "smolvlm",
+    "glm4v_moe",
+    "aya_vision",
+    "qwen2_5_omni",
+)
 #: Of every configuration class.
 _COMMON = {field.name for field in dataclasses.fields(PreTrainedConfig)}
 

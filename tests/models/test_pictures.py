@@ -53,7 +53,7 @@ def test_expanded_ids_are_the_processor_s(path: Path) -> None:
     shown = family.shown or token
     for first, second in zip(_sizes(50), reversed(_sizes(50)), strict=True):
         sizes = [size for size in (first, second) if _is_taken(family, size)]
-        text = "What is " + " or\n".join(shown for _ in sizes) + "?"
+        text = getattr(processor, "whole", str)("What is " + " or\n".join(shown for _ in sizes) + "?")
         expected = processor(
             text=[text], images=[noise(1, size) for size in sizes], return_tensors="pt", add_special_tokens=False
         )

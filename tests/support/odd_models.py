@@ -54,6 +54,7 @@ FAMILIES = {
     "smolvlm": ("smolvlm", "llama", "smolvlm_vision"),
     "gemma3": ("gemma3", "gemma3_text", "siglip_vision_model"),
     "gemma4": ("gemma4", "gemma4_text", "gemma4_vision"),
+    "paligemma": ("paligemma", "gemma2", "siglip_vision_model"),
     "glm4v": ("glm4v", "glm4v_text", "glm4v_vision"),
     "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
@@ -125,6 +126,10 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         tokens = {"image_token_index": IMAGE_TOKEN, "boi_token_index": START, "eoi_token_index": END}
         top.setdefault("mm_tokens_per_image", 4)
         vision.setdefault("vision_use_head", False)
+    elif model_type == "paligemma":
+        tokens = {"image_token_index": IMAGE_TOKEN}
+        top.setdefault("projection_dim", text["hidden_size"])
+        vision.setdefault("vision_use_head", False)
     elif model_type == "aya_vision":
         tokens = {"image_token_index": IMAGE_TOKEN}
         vision.setdefault("vision_use_head", False)
@@ -162,6 +167,8 @@ def _text(model_type: str) -> dict[str, Any]:
     if model_type == "qwen3_5_moe_text":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         text |= {"shared_expert_intermediate_size": 24}
+    if model_type == "gemma2":
+        text |= {"head_dim": 24, "sliding_window": 12}
     if model_type == "gemma3_text":
         text |= {"head_dim": 24, "sliding_window": 12, "sliding_window_pattern": 2, "rope_parameters": None}
     if model_type == "gemma4_text":
@@ -213,7 +220,7 @@ def _preprocessor(config: Any) -> dict[str, Any]:
     if config.model_type == "gemma4":
         sizes = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
         return {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, **sizes, **normalised}
-    if config.model_type == "llava":
+    if config.model_type in ("llava", "paligemma"):
         return {"image_processor_type": "SiglipImageProcessor", "size": square, **normalised}
     if config.model_type in ("internvl", "aya_vision"):
         square = square if isinstance(side, int) else dict(zip(("height", "width"), side, strict=True))
@@ -289,6 +296,8 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
             tokens = torch.tensor([ids])
             if read.model_type == "gemma3":
                 inputs["token_type_ids"] = (tokens == _image_token(read)).int()
+            if read.model_type == "paligemma":  # all of a prompt is what attends both ways
+                inputs["token_type_ids"] = torch.zeros_like(tokens)
             if "image_position_ids" in inputs or (
                 "image_grid_thw" in inputs and not hasattr(read, "audio_config")
             ):
@@ -342,6 +351,7 @@ def answer(path: Path, reference: Answer) -> Tensor:
     )
     feature_rows = (torch.tensor(prompt) == family.row_token_ids.get("image", -1)).nonzero()[:, 0]
     runs = [(int(feature_rows[0]), int(feature_rows[-1]) + 1)] if family.both_ways_tokens else []
+    runs = [(0, len(prompt))] if family.both_ways_prompts else runs
     return model.forward(
         ids,
         positions,

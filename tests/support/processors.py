@@ -46,6 +46,29 @@ class PlainVoxtralProcessor:
         return BatchFeature({**ids, "input_features": features})
 
 
+class WholePaliGemmaProcessor:
+    """PaliGemmaProcessor for texts that have the beginning and the end which it adds, and for text alone."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self.tokenizer = processor.tokenizer
+
+    def whole(self, text: str) -> str:
+        """A text with that beginning and end."""
+        pictures, last, words = text.rpartition("<image>")
+        return f"{pictures}{last}{self.tokenizer.bos_token}{words}\n"
+
+    def __call__(self, text: list[str], images: Any = (), **options: Any) -> BatchFeature:
+        if not images:
+            return self.tokenizer(text, return_token_type_ids=False, **options)
+        (given,) = text
+        bare = given.replace(self.tokenizer.bos_token, "").removesuffix("\n")
+        assert self.whole(bare) == given
+        output = self._processor(text=[bare], images=images, **options)
+        output.pop("labels")
+        return output
+
+
 def processor_of(path: Path) -> Any:
     """The processor of a checkpoint, for text, pictures and sounds."""
     file = path / "processor_config.json"
@@ -72,7 +95,8 @@ def processor_of(path: Path) -> Any:
         mock.patch.object(ProcessorMixin, "check_argument_for_proper_class"),
         mock.patch.object(module, "num2words", str, create=True),  # SmolVLM's, of frames
     ):
-        return kind(**parts, **content)
+        processor = kind(**parts, **content)
+        return WholePaliGemmaProcessor(processor) if config.model_type == "paligemma" else processor
 
 
 _PACKAGES = {
@@ -92,6 +116,7 @@ _PACKAGES = {
     "smolvlm",
     "gemma3",
     "gemma4",
+    "paligemma",
     "glm4v",
     "glm4v_moe",
     "aya_vision",

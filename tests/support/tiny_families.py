@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from epd_serve.demo import weights_dir
+from epd_serve.models.families.paligemma import PaliGemma
 
 _INIT = {"initializer_range": 0.2}
 _LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, **_INIT}
@@ -24,12 +25,13 @@ _GRID = [[56, 112], [112, 56], [112, 112]]
 _ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 _AROUND = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 
-#: Layers inside a window that is shorter than prompts, and of other frequencies than those of full attention.
+#: Layers inside a window that is shorter than prompts and pictures, and of other frequencies than those of full
+#: attention.
 GEMMA3: dict[str, Any] = {
     "head_dim": 32,
     "query_pre_attn_scalar": 20,
     "tie_word_embeddings": False,
-    "sliding_window": 24,
+    "sliding_window": 7,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "num_hidden_layers": 6,
     "rope_parameters": {
@@ -47,7 +49,7 @@ class Tiny:
         text, vision, top: fields of the parts of its configuration; the id of ``image`` is put in.
         image: the token that stands for a picture. tokens: others that its pictures have.
         rows: the token of the rows of its feature, where it is another. shown: what a chat shows of a picture,
-            with tokens around that of the picture.
+            with tokens around that of the picture. chat_template: its own, in place of that of the others.
         named: those that its processor asks the tokenizer for. processor: of processor_config.json.
     """
 
@@ -61,6 +63,7 @@ class Tiny:
     processor: dict[str, Any]
     rows: str = ""
     shown: str = ""
+    chat_template: str = ""
     tokens: list[str] = field(default_factory=list)
     named: dict[str, str] = field(default_factory=dict)
 
@@ -348,6 +351,27 @@ TINY = {
     "smolvlm": _idefics3("smolvlm", "SmolVLM"),
 }
 
+TINY["paligemma"] = Tiny(
+    model_type="paligemma",
+    text={
+        "model_type": "gemma2",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 4,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 20.0,
+        "tie_word_embeddings": False,
+    },
+    vision={**_SIGLIP, "vision_use_head": False},
+    top={"projection_dim": 128, "hidden_size": 128, "tie_word_embeddings": False},
+    image="<image>",
+    image_field="image_token_index",
+    tokens=["<bos>"],
+    chat_template=PaliGemma.chat_template,
+    preprocessor={"image_processor_type": "SiglipImageProcessor", "size": _SQUARE, "image_seq_length": 16},
+    processor={"processor_class": "PaliGemmaProcessor"},
+)
+
 #: Their pictures are laid out as another family's, which is tried each time.
 LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "aya_vision", "gemma4_moe")
 
@@ -358,7 +382,9 @@ def make_tiny_family(
     """Build a model in ``path``. ``text`` makes the fields of its text config, of a vocabulary's size."""
     tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir(), extra_special_tokens=tiny.named)
     tokenizer.add_tokens([tiny.image, *filter(None, [tiny.rows]), *tiny.tokens], special_tokens=True)
-    tokenizer.chat_template = (
+    if "<bos>" in tiny.tokens:
+        tokenizer.bos_token = "<bos>"
+    tokenizer.chat_template = tiny.chat_template or (
         (weights_dir() / "chat_template.jinja")
         .read_text()
         .replace("<|vision_start|><|image_pad|><|vision_end|>", tiny.shown or tiny.image)

@@ -39,7 +39,6 @@ NOT_RUN = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k25"), _LATENT),
     "minicpmv4_6": "the text around a picture numbers it within its prompt",
     "lfm2_vl": "transformers prepares its pictures with torchvision alone",
-    "paligemma": "all of a prompt attends both ways",
     "deepseek_ocr2": "its layers are mixtures of experts",
     "llama4": "some of its layers attend in chunks",
 }
