@@ -142,8 +142,13 @@ def _check_declared(where: str, config: Any, honoured: frozenset[str]) -> Iterat
             continue
         field = declared[name]
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if value != default:
+        if _plain(value) != _plain(default):
             raise ValueError(f"{where}{name} is {value!r}; the native engine supports {default!r} alone")
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_read(config: Any, extras: Iterable[tuple[str, Any, str]]) -> None:

@@ -159,6 +159,10 @@ class Family:
             return (self.audio.num_tokens(item),)
         return self.video_parts(item)
 
+    def text_before(self, number: int) -> str:
+        """Text before the tokens of an item, by its number among those of its modality in a prompt."""
+        return ""
+
     def num_tokens(self, item: MediaRef) -> int:
         """Rows of an item's feature. Raises as :meth:`parts_of`."""
         return sum(part for part in self.parts_of(item) if isinstance(part, int))

@@ -82,9 +82,6 @@ class GenericDecoder:
         self._planes, (num_heads, self.head_dim) = _planes(config, self._states.layers)
         self.num_layers = 1 + max(planes.last for planes in self._planes.values())
         self.kv_heads = range(num_heads)
-        kinds = getattr(config, "layer_types", None) or ()
-        self._chunked = {index for index, kind in enumerate(kinds) if kind == "chunked_attention"}
-        self._chunk: int | None = getattr(config, "attention_chunk_size", None)
         # what Gemma 4 adds to each layer's hidden states by the token
         self._embeds_by_layer = bool(getattr(config, "hidden_size_per_layer_input", 0))
         self._step: _Step
@@ -142,13 +139,12 @@ class GenericDecoder:
         scale = query.shape[2] ** -0.5 if scaling is None else scaling
         reach = _Reach(
             window=sliding_window,
-            chunk=self._chunk if module.layer_idx in self._chunked else None,
             both_ways=sliding_window is not None or not self._both_ways_in_windows,
             is_cut=self._both_ways_in_windows,
         )
         is_plain = softcap is None and step.is_plain(reach)
         if is_plain and planes.count == 1 and planes.head_dim <= _MAX_HEAD_DIM:
-            pages = kv_layer[0].flatten(3).unflatten(3, (planes.heads, planes.head_dim))
+            pages = kv_layer[0].view(*kv_layer.shape[1:4], planes.heads, planes.head_dim)
             return self._ops.attend(query, key, value, pages, context.plan, scale)[None], None
         output = query.new_empty(query.shape)
         for run in step.runs(reach):
@@ -160,7 +156,7 @@ class GenericDecoder:
     def _write(self, key: Tensor, value: Tensor, kv_layer: Tensor, planes: _Planes) -> None:
         """Write a layer's K and V [T, heads, head_dim] into its planes of the cache."""
         context, shape = self._step.context, (planes.count, len(self.kv_heads), self.head_dim)
-        keys, values = (states.flatten(1).unflatten(1, shape) for states in (key, value))
+        keys, values = (states.reshape(len(states), *shape) for states in (key, value))
         for number, plane in enumerate(kv_layer):
             parts = keys[:, number].contiguous(), values[:, number].contiguous()
             self._ops.write_kv(*parts, plane, context.plan.meta.slot_mapping)
@@ -182,7 +178,7 @@ def _masked(
         is_grouped = len(query) != len(keys)
         states = query[None], keys[None], values[None]
         return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=is_grouped)[0]
-    grouped = query.unflatten(0, (len(keys), -1))
+    grouped = query.reshape(len(keys), -1, *query.shape[1:])
     scores = torch.tanh(grouped @ keys[:, None].transpose(2, 3) * (scale / softcap)) * softcap
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32)
     return (weights.to(values.dtype) @ values[:, None]).flatten(0, 1)
@@ -239,33 +235,25 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reach:
-    """The tokens that one sees in a layer: those before it, in a window, in its own chunk of the sequence.
+    """The tokens that one sees in a layer: those before it, inside a window where there is one.
 
     ``both_ways``: and later ones, where they are of a run that sees all of itself; ``is_cut``: inside the window.
     """
 
     window: int | None
-    chunk: int | None
     both_ways: bool
     is_cut: bool
 
     def first(self, start: int, spans: Sequence[tuple[int, int]]) -> int:
         """The first token that those from ``start`` on may see."""
-        firsts = [0]
-        if self.window is not None:
-            firsts.append(start - self.window + 1)
-        if self.chunk is not None:
-            firsts.append(start // self.chunk * self.chunk)
-        return min(max(firsts), *(low for low, _ in spans if not self.is_cut), start)
+        first = 0 if self.window is None else max(start - self.window + 1, 0)
+        return min([first, *(low for low, _ in spans if not self.is_cut)])
 
     def mask(self, own: Tensor, others: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
         """Positions [rows, 1] and [columns] → [rows, columns]."""
-        inside = torch.ones_like(own - others, dtype=torch.bool)
+        mask, inside = others <= own, torch.ones_like(others, dtype=torch.bool)
         if self.window is not None:
-            inside &= own - others < self.window
-        if self.chunk is not None:
-            inside &= own // self.chunk == others // self.chunk
-        mask = others <= own
+            inside = own - others < self.window
         if not self.is_cut:
             mask = mask & inside
         for low, high in spans:
@@ -284,7 +272,7 @@ class _Step:
 
     def is_plain(self, reach: _Reach) -> bool:
         """Whether each token sees all before it and nothing else, as the device's own attention has it."""
-        is_whole = all(most is None or self._longest <= most for most in (reach.window, reach.chunk))
+        is_whole = reach.window is None or self._longest <= reach.window
         return is_whole and not (reach.both_ways and any(self.context.both_ways))
 
     def runs(self, reach: _Reach) -> list[_Run]:

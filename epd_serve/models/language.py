@@ -80,7 +80,7 @@ class LanguageModel:
         self._embed: nn.Module = language_model.embed_tokens.to(self._device)  # some scale what they look up
         as_padding = [getattr(model.config, name) for name in family.as_padding]
         self._as_padding = torch.tensor(as_padding, device=self._device) if as_padding else None
-        self._padding: int | None = text.pad_token_id
+        self._padding: int = text.pad_token_id if as_padding else 0
         self._vocab_size: int = text.vocab_size
         self._logit_scale: float = getattr(text, "logit_scale", 1.0)
         is_capped = "final_logit_softcapping" in family.texts.get(text.model_type, ())

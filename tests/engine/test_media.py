@@ -25,6 +25,7 @@ _SLOW = (
     "glm4v_moe",
     "gemma4",
     "paligemma",
+    "minicpmv4_6",
 )
 
 

@@ -115,6 +115,10 @@ _OTHERS: dict[str, list[Any]] = {
     "vision_aspect_ratio": ["anyres_max_1", "anyres_max_9"],
     "downsample_ratio": [1.0, 0.25],
     "scale_factor": [1],
+    "downsample_mode": ["4x"],
+    "insert_layer_id": [1],
+    "merge_kernel_size": [[1, 1], [4, 4]],
+    "window_kernel_size": [[4, 4]],
     "downsample_factor": [1],
     "norm_type": ["rms_norm"],
     "video_token_index": [9],
@@ -144,6 +148,9 @@ _FIXED = {
     "vision_config.out_hidden_size",
     "vision_config.hidden_size",
     "projection_dim",
+    "merge_kernel_size",
+    "merger_times",
+    "vision_config.window_kernel_size",
 }
 #: And of pictures that are tiles or rows.
 _FIXED_OF_TILES = {"vision_feature_layer", "vision_feature_select_strategy"}

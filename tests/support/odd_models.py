@@ -55,6 +55,7 @@ FAMILIES = {
     "gemma3": ("gemma3", "gemma3_text", "siglip_vision_model"),
     "gemma4": ("gemma4", "gemma4_text", "gemma4_vision"),
     "paligemma": ("paligemma", "gemma2", "siglip_vision_model"),
+    "minicpmv4_6": ("minicpmv4_6", "qwen3_5_text", "minicpmv4_6_vision"),
     "glm4v": ("glm4v", "glm4v_text", "glm4v_vision"),
     "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
@@ -126,6 +127,9 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         tokens = {"image_token_index": IMAGE_TOKEN, "boi_token_index": START, "eoi_token_index": END}
         top.setdefault("mm_tokens_per_image", 4)
         vision.setdefault("vision_use_head", False)
+    elif model_type == "minicpmv4_6":
+        tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+        top.setdefault("insert_layer_id", 0)
     elif model_type == "paligemma":
         tokens = {"image_token_index": IMAGE_TOKEN}
         top.setdefault("projection_dim", text["hidden_size"])
@@ -217,6 +221,10 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         return {"image_processor_type": "PixtralImageProcessor", "size": size, **normalised}
     if config.model_type == "gemma3":
         return {"image_processor_type": "Gemma3ImageProcessor", "size": square, **normalised}
+    if config.model_type == "minicpmv4_6":
+        sizes = {"scale_resolution": 56, "max_slice_nums": 2, "patch_size": vision.patch_size}
+        sizes["downsample_mode"] = config.downsample_mode
+        return {"image_processor_type": "MiniCPMV4_6ImageProcessor", **sizes, **normalised}
     if config.model_type == "gemma4":
         sizes = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
         return {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, **sizes, **normalised}
@@ -287,7 +295,13 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
                 (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(read)))
                 processor = AutoImageProcessor.from_pretrained(path)
                 inputs = dict(processor(images=[picture()], return_tensors="pt", **_options(read)))
-                for name in ("num_patches", "num_crops", "num_soft_tokens_per_image"):
+                for name in (
+                    "num_patches",
+                    "num_crops",
+                    "num_soft_tokens_per_image",
+                    "grids",
+                    "num_patches_per_image",
+                ):
                     inputs.pop(name, None)
                 features = model.get_image_features(**inputs, return_dict=True).pooler_output
                 ids = _ids(read, sum(len(feature.view(-1, feature.shape[-1])) for feature in features))

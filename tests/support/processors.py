@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -90,7 +91,9 @@ def processor_of(path: Path) -> Any:
     if "feature_extractor" in kind.get_attributes():
         parts["feature_extractor"] = AutoFeatureExtractor.from_pretrained(path)
     if "video_processor" in kind.get_attributes():
-        parts["video_processor"] = None
+        # MiniCPM-V's asks how it cuts frames
+        cut = SimpleNamespace(slice_mode=False, downsample_mode="16x")
+        parts["video_processor"] = cut if config.model_type == "minicpmv4_6" else None
     with (
         mock.patch.object(ProcessorMixin, "check_argument_for_proper_class"),
         mock.patch.object(module, "num2words", str, create=True),  # SmolVLM's, of frames
@@ -117,6 +120,7 @@ _PACKAGES = {
     "gemma3",
     "gemma4",
     "paligemma",
+    "minicpmv4_6",
     "glm4v",
     "glm4v_moe",
     "aya_vision",

@@ -39,6 +39,23 @@ GEMMA3: dict[str, Any] = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     },
 }
+#: Most layers have a recurrent state, the last one among them.
+QWEN3_5: dict[str, Any] = {
+    "head_dim": 32,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "full", "linear")],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_MINICPM = {
+    "image_start_token": "<image>",
+    "image_end_token": "</image>",
+    "slice_start_token": "<slice>",
+    "slice_end_token": "</slice>",
+    "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,6 +387,28 @@ TINY["paligemma"] = Tiny(
     chat_template=PaliGemma.chat_template,
     preprocessor={"image_processor_type": "SiglipImageProcessor", "size": _SQUARE, "image_seq_length": 16},
     processor={"processor_class": "PaliGemmaProcessor"},
+)
+
+TINY["minicpmv4_6"] = Tiny(
+    model_type="minicpmv4_6",
+    text={
+        "model_type": "qwen3_5_text",
+        **QWEN3_5,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
+    },
+    vision={**_LAYERS, "image_size": 112, "patch_size": 14},
+    top={"insert_layer_id": 1, "video_token_id": "<|video_pad|>"},
+    image="<|image_pad|>",
+    image_field="image_token_id",
+    tokens=list(_MINICPM.values()),
+    named={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", **_MINICPM},
+    preprocessor={
+        "image_processor_type": "MiniCPMV4_6ImageProcessor",
+        "scale_resolution": 112,
+        "max_slice_nums": 4,
+        "patch_size": 14,
+    },
+    processor={"processor_class": "MiniCPMV4_6Processor"},
 )
 
 #: Their pictures are laid out as another family's, which is tried each time.
