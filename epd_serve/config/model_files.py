@@ -62,7 +62,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _INDEX = "model.safetensors.index.json"
 #: In the names of the tower's weights and of its projector's.
-_TOWER = re.compile(r"visual|vision|audio|projector|connector|image_newline")
+_TOWER = re.compile(r"visual|vision|audio|projector|connector|merger|image_newline")
 _LFS = b"version https://git-lfs"
 #: The longest header that the format allows.
 _MAX_HEADER_BYTES = 100_000_000

@@ -164,13 +164,18 @@ class PromptProcessor:
         if self._generation.max_tokens is not None:
             max_tokens = min(max_tokens, self._generation.max_tokens)
         positions, delta = self._family.positions(ids, request.items, self._language_model)
+        both_ways = tuple((s.start, s.end) for s in spans) if self._family.both_ways_tokens else ()
+        salt = request.prompting.cache_salt
+        if both_ways and self._family.both_ways_prompts:
+            both_ways = ((0, len(ids)),)
+            salt += hash_blocks(ids, len(ids), spans)[0].hex()  # the KV of its beginning is of this prompt alone
         return Prompt(
             ids=ids,
             spans=spans,
-            both_ways=tuple((s.start, s.end) for s in spans) if self._family.both_ways_tokens else (),
+            both_ways=both_ways,
             positions=positions,
             position_delta=delta,
-            block_hashes=hash_blocks(ids, self._block_size, spans, request.prompting.cache_salt),
+            block_hashes=hash_blocks(ids, self._block_size, spans, salt),
             max_tokens=max_tokens,
             sampling=sampling,
         )
@@ -284,12 +289,14 @@ class PromptProcessor:
         expanded: list[int] = []
         spans: list[MediaSpan] = []
         remaining = iter(items)
+        numbers = dict.fromkeys(placeholders, 0)
         for token in ids:
             if token not in placeholders:
                 expanded.append(token)
                 continue
             item = next(remaining)
-            layout = self._layouts.of(item)
+            layout = self._layouts.of(item, numbers[token])
+            numbers[token] += 1
             start = len(expanded)
             for begin, length, offset in layout.runs:
                 spans.append(MediaSpan(start + begin, length, item.mm_hash, offset))
@@ -365,12 +372,15 @@ class MediaLayouts:
             for seconds in TRIED_SECONDS:
                 self._check(sound(seconds, family.audio.rate))
 
-    def of(self, item: MediaRef) -> Layout:
-        """Raises InvalidRequest for an item that the model cannot take."""
-        return self._of_facts(msgspec.structs.replace(item, mm_hash=""))
+    def of(self, item: MediaRef, number: int = 0) -> Layout:
+        """The layout of an item with this number among those of its modality in a prompt.
 
-    def _new(self, item: MediaRef) -> Layout:
-        ids: list[int] = []
+        Raises InvalidRequest for an item that the model cannot take.
+        """
+        return self._of_facts(msgspec.structs.replace(item, mm_hash=""), self._family.text_before(number))
+
+    def _new(self, item: MediaRef, before: str) -> Layout:
+        ids = self._read(before) if before else []
         runs: list[tuple[int, int, int]] = []
         offset = 0
         for part in self._family.parts_of(item):
@@ -384,7 +394,8 @@ class MediaLayouts:
 
     def _check(self, item: MediaRef) -> None:
         token: str = self._tokenizer.convert_ids_to_tokens(self._family.row_token_ids[item.modality])
-        text = "".join(part if isinstance(part, str) else token * part for part in self._family.parts_of(item))
+        parts = [self._family.text_before(0), *self._family.parts_of(item)]
+        text = "".join(part if isinstance(part, str) else token * part for part in parts)
         before, _, after = (self._read(piece) for piece in ("a ", token, " b"))
         ids = self._read(f"a {text} b")
         if ids != [*before, *self.of(item).ids, *after]:

@@ -58,8 +58,12 @@ _DESCRIPTIVE = names(
     "projection_dim image_seq_length tokens_per_second",
 )
 _PARTS = ("text_config", "vision_config", "audio_config")
-_TOWERS = ("vision_config", "audio_config")
+_TOWERS = {"vision_config": "image", "audio_config": "audio"}
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+#: Of transformers' own layers, some of whose dimensions are not turned.
+_GENERIC_ROPE_TYPES = (*_ROPE_TYPES, "proportional")
+#: What the generic decoder honours of each layer.
+_OF_LAYERS = {"head_dim", "num_key_value_heads"}
 
 
 def read_config(path: Path) -> Any:
@@ -84,6 +88,16 @@ def model_class(config: Any) -> Any:
     return auto._model_mapping[type(config)]
 
 
+def of_layers(config: Any) -> set[str]:
+    """Fields of a language model's configuration that have a value for each layer."""
+    return config.per_layer_attributes if getattr(config, "is_heterogeneous", False) else set()
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """The configuration of each layer of a language model."""
+    return list(config.per_layer_config) if of_layers(config) else [config] * config.num_hidden_layers
+
+
 def _check(config: Any) -> None:
     family, text = family_of(config), config.get_text_config()
     texts = family.texts if family.decoder == "generic" else dict.fromkeys(_FUSED, _TEXT_FIELDS)
@@ -91,7 +105,11 @@ def _check(config: Any) -> None:
         raise ValueError(unknown("language model", text.model_type, texts))
     where = "text_config." if family.modalities else ""
     parts = [(where, text, texts[text.model_type])]
-    towers = {name: getattr(config, name) for name in _TOWERS if family.modalities and hasattr(config, name)}
+    towers = {
+        name: getattr(config, name)
+        for name, modality in _TOWERS.items()
+        if modality in family.modalities and hasattr(config, name)
+    }
     if family.modalities:
         found = [(f"{name}.", tower, family.towers[tower.model_type]) for name, tower in towers.items()]
         parts = [("", config, family.fields), *parts, *found]
@@ -100,7 +118,7 @@ def _check(config: Any) -> None:
     if "vision_config" in towers:
         _check_vision(towers["vision_config"])
     if "audio_config" in towers:
-        _check_activation("audio_config.activation_function", towers["audio_config"].activation_function)
+        _check_activations("audio_config.", towers["audio_config"])
     if extras:
         _check_read(config, extras)
 
@@ -108,7 +126,7 @@ def _check(config: Any) -> None:
 def _check_declared(where: str, config: Any, honoured: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
     """Refuse what the class declares and the engine does not honour; yield what the class does not declare."""
     _check_quantised(where, config)
-    if getattr(config, "is_heterogeneous", False):
+    if not of_layers(config) <= (_OF_LAYERS if "per_layer_config" in honoured else set()):
         raise ValueError(
             f"{where}per_layer_config: layers must be alike; the native engine has no values by layer"
         )
@@ -121,7 +139,7 @@ def _check_declared(where: str, config: Any, honoured: frozenset[str]) -> Iterat
             continue
         field = declared[name]
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if value != default:
+        if _plain(value) != _plain(default):
             raise ValueError(f"{where}{name} is {value!r}; the native engine supports {default!r} alone")
 
 
@@ -131,6 +149,11 @@ def _check_quantised(where: str, config: Any) -> None:
             f"{where}quantization_config: the native engine does not run quantised weights; use the checkpoint "
             "that is not quantised, or engine: vllm"
         )
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_read(config: Any, extras: Iterable[tuple[str, Any, str]]) -> None:
@@ -151,14 +174,13 @@ def _check_read(config: Any, extras: Iterable[tuple[str, Any, str]]) -> None:
 
 
 def _check_text(where: str, text: Any, family: type[Family]) -> None:
-    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-    if heads % kv_heads:
-        raise ValueError(
-            f"{where}num_key_value_heads is {kv_heads}; it must divide num_attention_heads, which is {heads}"
-        )
-    for activation in ("hidden_act", "hidden_activation"):
-        if hasattr(text, activation):
-            _check_activation(f"{where}{activation}", getattr(text, activation))
+    heads = text.num_attention_heads
+    for kv_heads in {one.num_key_value_heads: None for one in layer_configs(text)}:
+        if heads % kv_heads:
+            raise ValueError(
+                f"{where}num_key_value_heads is {kv_heads}; it must divide num_attention_heads, which is {heads}"
+            )
+    _check_activations(where, text)
     if family.decoder == "generic":
         _check_generic_rope(f"{where}rope_parameters", text.rope_parameters)
         return
@@ -190,10 +212,10 @@ def _check_generic_rope(where: str, parameters: Any) -> None:
     """Raises for frequencies that differ between lengths: a step computes sequences of several."""
     by_layer = {} if "rope_type" in parameters else parameters
     for name, own in by_layer.items() or [("", parameters)]:
-        if own["rope_type"] not in _ROPE_TYPES:
+        if own["rope_type"] not in _GENERIC_ROPE_TYPES:
             raise ValueError(
                 f"{where}{name and '.'}{name}.rope_type is {own['rope_type']!r}; the native engine runs "
-                f"{', '.join(_ROPE_TYPES)}, alike at any length of the context"
+                f"{', '.join(_GENERIC_ROPE_TYPES)}, alike at any length of the context"
             )
 
 
@@ -211,7 +233,7 @@ def _check_rope(where: str, parameters: Any) -> None:
 
 def _check_vision(vision: Any) -> None:
     where = "vision_config."
-    _check_activation(f"{where}hidden_act", vision.hidden_act)
+    _check_activations(where, vision)
     for name in ("in_channels", "num_channels"):
         if (channels := getattr(vision, name, 3)) != 3:
             raise ValueError(f"{where}{name} is {channels}; pictures have 3 channels, red, green and blue")
@@ -223,9 +245,10 @@ def _check_vision(vision: Any) -> None:
         )
 
 
-def _check_activation(where: str, name: str) -> None:
-    if name not in ACT2FN:
-        raise ValueError(f"{where} is {name!r}; transformers has {', '.join(ACT2FN)}")
+def _check_activations(where: str, config: Any) -> None:
+    for field in ("hidden_act", "hidden_activation", "activation_function"):
+        if (name := getattr(config, field, None)) is not None and name not in ACT2FN:
+            raise ValueError(f"{where}{field} is {name!r}; transformers has {', '.join(ACT2FN)}")
 
 
 #: What every language model calls.

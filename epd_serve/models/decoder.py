@@ -88,6 +88,7 @@ class Decoder:
 
     def forward(
         self,
+        ids: Tensor,
         embeddings: Tensor,
         positions: Tensor,
         context: StepContext,
@@ -97,7 +98,7 @@ class Decoder:
         """Hidden states after the final norm.
 
         Args:
-            embeddings: [T, hidden]. positions: [axes, T].
+            ids: [T], which these layers do not read. embeddings: [T, hidden]. positions: [axes, T].
             feature_rows: [F] int64, tokens that stand for media.
             deepstack: features to add to those tokens after each of the first layers, [F, hidden] each.
 

@@ -60,7 +60,7 @@ class Family:
         title: names of its models.
         model_types: the ``model_type`` of the config.json of its models.
         mixtures: those of them whose experts are not split over several devices.
-        other_parts: of a checkpoint beside the model that is run: the beginnings of their weights' names.
+        other_parts: of a checkpoint beside what is run: the beginnings of their weights' names.
         modalities: that its tower takes; a family of text alone has none, and no other part of a tower.
         fields: what the engine honours at the top level of its configuration.
         towers: what it honours of each tower's configuration, by the tower's ``model_type``.
@@ -72,13 +72,17 @@ class Family:
         joins: whether the tower takes several items in one call, their inputs joined along dimension 0.
         tokens: special ones in the text between the rows of a picture's feature.
         shown: the text by which a chat template shows a picture, where that is no token.
+        chat_template: of checkpoints that have none; "" where they all have one.
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
         image_token_id: the token that stands for a picture in a chat.
         token_ids: these tokens for each modality that the checkpoint takes.
         row_token_ids: those that stand for each row of a feature.
-        both_ways_tokens: tokens of a run of rows that see each other, earlier and later ones; 0: all see those
-            before them.
+        both_ways_tokens: most tokens of a run of rows that see each other, earlier and later ones; 0: all see
+            those before them.
+        both_ways_in_windows: whether they do so in layers of a sliding window alone, and inside it.
+        both_ways_prompts: whether all tokens of a prompt with media see each other.
+        as_padding: fields of its configuration with tokens that are embedded as padding where an answer has them.
         video: how videos are sampled and cut; None where they are not taken.
         audio: what sounds become; None where they are not taken.
     """
@@ -97,6 +101,10 @@ class Family:
     joins: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
     shown: ClassVar[str] = ""
+    chat_template: ClassVar[str] = ""
+    both_ways_in_windows: ClassVar[bool] = False
+    both_ways_prompts: ClassVar[bool] = False
+    as_padding: ClassVar[tuple[str, ...]] = ()
 
     video: VideoProcessor | None = None
     both_ways_tokens: int = 0
@@ -150,6 +158,10 @@ class Family:
         if item.modality == "audio" and self.audio is not None:
             return (self.audio.num_tokens(item),)
         return self.video_parts(item)
+
+    def text_before(self, number: int) -> str:
+        """Text before the tokens of an item, by its number among those of its modality in a prompt."""
+        return ""
 
     def num_tokens(self, item: MediaRef) -> int:
         """Rows of an item's feature. Raises as :meth:`parts_of`."""

@@ -3,13 +3,15 @@
 Attention goes through transformers' registry of attention functions: K and V are written into pages, then each
 sequence of a step attends to its own. Masks are ours, as transformers knows neither pages nor packed sequences.
 Layers of a sliding window keep all K and V in pages, and mask what lies outside their window. Layers without K and
-V have states (:mod:`~epd_serve.models.recurrent_states`).
+V have states (:mod:`~epd_serve.models.recurrent_states`), or read those of an earlier layer. A layer whose K and V
+are wider than another's has several planes of the cache: each is as wide as the common divisor of all widths.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,36 +22,68 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from device.base import AttentionOps
 from device.distributed import Group
 from device.ops.linear import pack_modules
+from epd_serve.models.checkpoint_config import layer_configs
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.loader import attend_by
 from epd_serve.models.recurrent_states import RecurrentStates
+
+
+@dataclass(frozen=True, slots=True)
+class _Planes:
+    """Where a layer's K and V lie in the cache: heads of a width, in some planes from the first one on.
+
+    ``is_written``: False for a layer that reads another one's.
+    """
+
+    first: int
+    count: int
+    heads: int
+    head_dim: int
+    is_written: bool = True
+
+    @property
+    def last(self) -> int:
+        return self.first + self.count - 1
 
 
 class GenericDecoder:
     """Runs a language model of transformers. The same to its caller as :class:`~epd_serve.models.decoder.Decoder`.
 
     Attributes:
-        kv_heads: all of the model's KV heads.
-        num_layers: those with K and V.
+        kv_heads, head_dim: of a plane of the cache: all of a layer's KV heads, where layers are alike.
+        num_layers: planes of the cache: layers with K and V, where these are alike.
         capturable: False; masks are made on the host.
     """
 
     capturable = False
 
-    def __init__(self, model: Any, ops: AttentionOps, device: torch.device, group: Group | None = None) -> None:
-        """Take over a transformers language model. Raises ValueError for a group of several devices."""
+    def __init__(
+        self,
+        model: Any,
+        ops: AttentionOps,
+        device: torch.device,
+        group: Group | None = None,
+        *,
+        both_ways_in_windows: bool = False,
+    ) -> None:
+        """Take over a transformers language model. Raises ValueError for a group of several devices.
+
+        Args:
+            both_ways_in_windows: tokens see later ones in layers of a sliding window alone, and inside it.
+        """
         config = model.config
         if group is not None and group.size > 1:
             raise ValueError(f"the layers of {config.model_type!r} are not split over devices; use one")
         self._ops = ops
         self._model: Any = model.to(device)
         pack_modules(model)
+        self._both_ways_in_windows = both_ways_in_windows
         self._states = RecurrentStates(model, model.dtype)
-        others = [index for index in range(config.num_hidden_layers) if index not in self._states.layers]
-        self._kv_layers = {index: number for number, index in enumerate(others)}
-        self.num_layers = len(others)
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.kv_heads = range(config.num_key_value_heads)
+        self._planes, (num_heads, self.head_dim) = _planes(config, self._states.layers)
+        self.num_layers = 1 + max(planes.last for planes in self._planes.values())
+        self.kv_heads = range(num_heads)
+        # what Gemma 4 adds to each layer's hidden states by the token
+        self._embeds_by_layer = bool(getattr(config, "hidden_size_per_layer_input", 0))
         self._step: _Step
         name = f"epd_paged_{id(self):x}"  # masks of an implementation that transformers does not know are None
         ALL_ATTENTION_FUNCTIONS.register(name, self._attend)
@@ -61,19 +95,24 @@ class GenericDecoder:
 
     def forward(
         self,
+        ids: Tensor,
         embeddings: Tensor,
         positions: Tensor,
         context: StepContext,
         feature_rows: Tensor | None = None,
         deepstack: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Hidden states [T, hidden] after the final norm of embeddings [T, hidden] at positions [axes, T]."""
+        """Hidden states [T, hidden] after the final norm of tokens [T] with embeddings [T, hidden] at positions
+        [axes, T]."""
         assert not deepstack, "no model of this decoder adds features to its layers"
         self._step = _Step(context)
         if self._states.layers:
             self._states.begin(context)
         positions = positions if len(positions) == 1 else positions[:, None]
-        output = self._model(inputs_embeds=embeddings[None], position_ids=positions, use_cache=False)
+        more: dict[str, Tensor] = {}
+        if self._embeds_by_layer:
+            more["per_layer_inputs"] = self._model.get_per_layer_inputs(ids[None])
+        output = self._model(inputs_embeds=embeddings[None], position_ids=positions, use_cache=False, **more)
         hidden: Tensor = output.last_hidden_state[0]
         if self._states.layers and context.on_layer is not None:
             context.on_layer(self.num_layers - 1)
@@ -88,31 +127,96 @@ class GenericDecoder:
         attention_mask: Tensor | None = None,
         scaling: float | None = None,
         sliding_window: int | None = None,
+        softcap: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Attention in transformers' convention: [1, heads, T, head_dim] each → [1, T, heads, head_dim]."""
-        step, context, index = self._step, self._step.context, self._kv_layers[module.layer_idx]
+        step, context, planes = self._step, self._step.context, self._planes[module.layer_idx]
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-        kv_layer = context.kv[index]
-        self._ops.write_kv(key, value, kv_layer, context.plan.meta.slot_mapping)
-        if context.on_layer is not None and not (self._states.layers and index == self.num_layers - 1):
-            context.on_layer(index)  # the last one is told when all states are written, which go with it
-        scale = self.head_dim**-0.5 if scaling is None else scaling
-        if step.is_plain(sliding_window):
-            return self._ops.attend(query, key, value, kv_layer, context.plan, scale)[None], None
+        kv_layer = context.kv[planes.first : planes.last + 1]
+        if planes.is_written:
+            self._write(key, value, kv_layer, planes)
+        scale = query.shape[2] ** -0.5 if scaling is None else scaling
+        reach = _Reach(
+            window=sliding_window,
+            both_ways=sliding_window is not None or not self._both_ways_in_windows,
+            is_cut=self._both_ways_in_windows,
+        )
+        is_plain = softcap is None and step.is_plain(reach)
+        if is_plain and planes.count == 1 and planes.head_dim <= _MAX_HEAD_DIM:
+            pages = kv_layer[0].view(*kv_layer.shape[1:4], planes.heads, planes.head_dim)
+            return self._ops.attend(query, key, value, pages, context.plan, scale)[None], None
         output = query.new_empty(query.shape)
-        for run in step.runs(sliding_window):
-            keys, values = (pages.index_select(0, run.blocks).flatten(0, 1) for pages in kv_layer)
-            attended = F.scaled_dot_product_attention(
-                query[run.rows].transpose(0, 1)[None],
-                keys.transpose(0, 1)[None],
-                values.transpose(0, 1)[None],
-                attn_mask=run.mask,
-                scale=scale,
-                enable_gqa=query.shape[1] != keys.shape[1],
-            )
-            output[run.rows] = attended[0].transpose(0, 1)
+        for run in step.runs(reach):
+            keys, values = (_gather(pages, run.blocks, planes) for pages in kv_layer.unbind(1))
+            states = (query[run.rows].transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1))
+            output[run.rows] = _masked(*states, run.mask, scale, softcap).transpose(0, 1)
         return output[None], None
+
+    def _write(self, key: Tensor, value: Tensor, kv_layer: Tensor, planes: _Planes) -> None:
+        """Write a layer's K and V [T, heads, head_dim] into its planes of the cache."""
+        context, shape = self._step.context, (planes.count, len(self.kv_heads), self.head_dim)
+        keys, values = (states.reshape(len(states), *shape) for states in (key, value))
+        for number, plane in enumerate(kv_layer):
+            parts = keys[:, number].contiguous(), values[:, number].contiguous()
+            self._ops.write_kv(*parts, plane, context.plan.meta.slot_mapping)
+            index = planes.first + number
+            # the last one is told when all states are written, which go with it
+            if context.on_layer is not None and not (self._states.layers and index == self.num_layers - 1):
+                context.on_layer(index)
+
+
+#: Of the device's own attention on GPUs.
+_MAX_HEAD_DIM = 256
+
+
+def _masked(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None
+) -> Tensor:
+    """Attention of [heads, T, head_dim] to [KV heads, S, head_dim] where a mask [T, S] says so."""
+    if softcap is None:
+        is_grouped = len(query) != len(keys)
+        states = query[None], keys[None], values[None]
+        return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=is_grouped)[0]
+    grouped = query.reshape(len(keys), -1, *query.shape[1:])
+    scores = torch.tanh(grouped @ keys[:, None].transpose(2, 3) * (scale / softcap)) * softcap
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32)
+    return (weights.to(values.dtype) @ values[:, None]).flatten(0, 1)
+
+
+def _planes(config: Any, without: Sequence[int]) -> tuple[dict[int, _Planes], tuple[int, int]]:
+    """The planes of each layer but some, and the heads of a plane and their width."""
+    own = layer_configs(config)
+    shapes = [
+        (one.num_key_value_heads, getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
+        for one in own
+    ]
+    sources = _sources(config)
+    kept = [index for index in range(config.num_hidden_layers) if index not in without]
+    width = math.gcd(*(math.prod(shapes[index]) for index in kept))
+    planes: dict[int, _Planes] = {}
+    first = 0
+    for index in kept:
+        if index in sources:
+            planes[index] = replace(planes[sources[index]], is_written=False)
+            continue
+        planes[index] = _Planes(first, math.prod(shapes[index]) // width, *shapes[index])
+        first += planes[index].count
+    plain = next((shapes[index] for index in kept if math.prod(shapes[index]) == width), (1, width))
+    return planes, plain
+
+
+def _sources(config: Any) -> dict[int, int]:
+    """Layers that read K and V of an earlier one, and that one."""
+    modes = getattr(config, "kv_sharing_modes", None) or []
+    stores = {config.layer_types[index]: index for index, mode in enumerate(modes) if mode == "store"}
+    return {index: stores[config.layer_types[index]] for index, mode in enumerate(modes) if mode == "reuse"}
+
+
+def _gather(pages: Tensor, blocks: Tensor, planes: _Planes) -> Tensor:
+    """K or V of some blocks, out of [planes, num_blocks, block_size, heads, width]: [tokens, heads, head_dim]."""
+    tokens = pages.index_select(1, blocks).flatten(1, 2).flatten(2).transpose(0, 1)
+    return tokens.reshape(len(tokens), planes.heads, planes.head_dim)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,33 +233,62 @@ class _Run:
     mask: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reach:
+    """The tokens that one sees in a layer: those before it, inside a window where there is one.
+
+    ``both_ways``: and later ones, where they are of a run that sees all of itself; ``is_cut``: inside the window.
+    """
+
+    window: int | None
+    both_ways: bool
+    is_cut: bool
+
+    def first(self, start: int, spans: Sequence[tuple[int, int]]) -> int:
+        """The first token that those from ``start`` on may see."""
+        first = 0 if self.window is None else max(start - self.window + 1, 0)
+        return min([first, *(low for low, _ in spans if not self.is_cut)])
+
+    def mask(self, own: Tensor, others: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
+        """Positions [rows, 1] and [columns] → [rows, columns]."""
+        mask, inside = others <= own, torch.ones_like(others, dtype=torch.bool)
+        if self.window is not None:
+            inside = own - others < self.window
+        if not self.is_cut:
+            mask = mask & inside
+        for low, high in spans:
+            mask |= (own >= low) & (own < high) & (others >= low) & (others < high)
+        return mask & inside if self.is_cut else mask
+
+
 class _Step:
     """One step's sequences, and the masks of its layers."""
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
-        self._runs: dict[int | None, list[_Run]] = {}
+        self._runs: dict[_Reach, list[_Run]] = {}
         meta = context.plan.meta
         self._longest = max((*meta.decode_context_lens_host, *meta.prefill_context_lens), default=0)
 
-    def is_plain(self, window: int | None) -> bool:
+    def is_plain(self, reach: _Reach) -> bool:
         """Whether each token sees all before it and nothing else, as the device's own attention has it."""
-        return not any(self.context.both_ways) and (window is None or self._longest <= window)
+        is_whole = reach.window is None or self._longest <= reach.window
+        return is_whole and not (reach.both_ways and any(self.context.both_ways))
 
-    def runs(self, window: int | None) -> list[_Run]:
-        """The sequences with their masks, made once for all layers of a window; None: of no window."""
-        if window not in self._runs:
+    def runs(self, reach: _Reach) -> list[_Run]:
+        """The sequences with their masks, made once for all layers of a reach."""
+        if reach not in self._runs:
             meta, runs, row = self.context.plan.meta, [], 0
             for length, blocks in zip(meta.decode_context_lens_host, meta.decode_block_table, strict=True):
-                runs.append(self._run(row, 1, length, blocks, window, ()))
+                runs.append(self._run(row, 1, length, blocks, reach, ()))
                 row += 1
             chunks = zip(meta.prefill_query_lens, meta.prefill_context_lens, strict=True)
-            both_ways = self.context.both_ways or [()] * len(meta.prefill_query_lens)
+            both_ways = (reach.both_ways and self.context.both_ways) or [()] * len(meta.prefill_query_lens)
             for (count, length), blocks, spans in zip(chunks, meta.prefill_block_table, both_ways, strict=True):
-                runs.append(self._run(row, count, length, blocks, window, spans))
+                runs.append(self._run(row, count, length, blocks, reach, spans))
                 row += count
-            self._runs[window] = runs
-        return self._runs[window]
+            self._runs[reach] = runs
+        return self._runs[reach]
 
     def _run(
         self,
@@ -163,18 +296,13 @@ class _Step:
         count: int,
         length: int,
         blocks: Tensor,
-        window: int | None,
+        reach: _Reach,
         spans: Sequence[tuple[int, int]],
     ) -> _Run:
         """The last ``count`` tokens of a sequence of ``length``, from ``row`` of the batch on."""
         size, start = self.context.plan.meta.block_size, length - count
-        first = 0 if window is None else max(start - window + 1, 0) // size
+        first = reach.first(start, spans) // size
         blocks = blocks[first : -(-length // size)]
         own = torch.arange(start, length, device=blocks.device)[:, None]
         others = torch.arange(first * size, (first + len(blocks)) * size, device=blocks.device)
-        mask = others <= own
-        for low, high in spans:
-            mask |= (own >= low) & (own < high) & (others >= low) & (others < high)
-        if window is not None:
-            mask &= own - others < window
-        return _Run(rows=slice(row, row + count), blocks=blocks, mask=mask)
+        return _Run(rows=slice(row, row + count), blocks=blocks, mask=reach.mask(own, others, spans))

@@ -37,7 +37,7 @@ class LanguageModel:
     """Embedding, decoder and head of a transformers model, or one rank's share of them.
 
     Attributes:
-        num_layers, num_kv_heads, head_dim: the shape of one token's KV, all ranks together.
+        num_layers, num_kv_heads, head_dim: the shape of one token's KV in the cache, all ranks together.
         state_blocks: of a block size, how many blocks the recurrent state of a sequence takes; 0: there is none.
         kv_heads: those that this rank keeps.
         capturable: whether a step may be captured as a graph.
@@ -67,7 +67,8 @@ class LanguageModel:
         text = model.config.get_text_config()
         self.dtype = dtype
         self.num_parameters = num_parameters(model)
-        decoder = decoder or family_of(model.config).decoder
+        family = family_of(model.config)
+        decoder = decoder or family.decoder
         self.max_model_len = _max_model_len(text) if decoder == "fused" else text.max_position_embeddings
         self._hidden_size: int = text.hidden_size
         vision = getattr(model.config, "vision_config", None)
@@ -77,16 +78,25 @@ class LanguageModel:
         self._group = group or Alone()
         language_model = getattr(model.model, language_name(model.model), model.model)
         self._embed: nn.Module = language_model.embed_tokens.to(self._device)  # some scale what they look up
+        as_padding = [getattr(model.config, name) for name in family.as_padding]
+        self._as_padding = torch.tensor(as_padding, device=self._device) if as_padding else None
+        self._padding: int = text.pad_token_id if as_padding else 0
         self._vocab_size: int = text.vocab_size
         self._logit_scale: float = getattr(text, "logit_scale", 1.0)
+        is_capped = "final_logit_softcapping" in family.texts.get(text.model_type, ())
+        self._logit_cap: float | None = text.final_logit_softcapping if is_capped else None
         key = f"{path} {dtype} {self._group.rank}/{self._group.size}"
         with shared_weights(ModelPart.LANGUAGE_MODEL.value, key, at_once=at_once):
             self._head, self._head_rows = self._load_head(model.lm_head.weight, text.vocab_size)
-            make = Decoder if decoder == "fused" else GenericDecoder
-            self._decoder = make(language_model, device.ops, self._device, self._group)
+            parts = language_model, device.ops, self._device, self._group
+            self._decoder = (
+                Decoder(*parts)
+                if decoder == "fused"
+                else GenericDecoder(*parts, both_ways_in_windows=family.both_ways_in_windows)
+            )
         self.num_layers = self._decoder.num_layers
-        self.num_kv_heads: int = text.num_key_value_heads
         self.kv_heads = self._decoder.kv_heads
+        self.num_kv_heads: int = text.num_key_value_heads if decoder == "fused" else len(self.kv_heads)
         self.head_dim = self._decoder.head_dim
         self.capturable = self._decoder.capturable
         self.state_blocks = self._decoder.state_blocks
@@ -124,12 +134,14 @@ class LanguageModel:
         Returns:
             Logits [len(rows), vocab] of the model's dtype.
         """
+        if self._as_padding is not None:
+            ids = ids.masked_fill(torch.isin(ids, self._as_padding), self._padding)
         embeddings: Tensor = self._embed(ids)
         deepstack: list[Tensor] = []
         if features is not None and feature_rows is not None:
             first, *deepstack = torch.split(features.to(embeddings.dtype), self._hidden_size, dim=-1)
             embeddings = embeddings.index_copy(0, feature_rows, first)
-        hidden = self._decoder.forward(embeddings, positions, context, feature_rows, deepstack)
+        hidden = self._decoder.forward(ids, embeddings, positions, context, feature_rows, deepstack)
         if more is not None:
             for piece in more.pieces():
                 more.take(self._logits(hidden.index_select(0, piece)))
@@ -141,6 +153,8 @@ class LanguageModel:
         logits = self._head(hidden)
         if self._logit_scale != 1.0:
             logits = logits * self._logit_scale
+        if self._logit_cap is not None:
+            logits = torch.tanh(logits / self._logit_cap) * self._logit_cap
         if self._group.size == 1:
             return logits
         part = -(-self._vocab_size // self._group.size)

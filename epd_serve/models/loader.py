@@ -144,7 +144,9 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
         if part is ModelPart.TOWER:
-            dropped = [f"model.{language_name(self.model)}", "lm_head"]
+            modules = dict(self.named_modules())
+            others = [name for name in family_of(config).other_parts if name in modules]
+            dropped = [f"model.{language_name(self.model)}", "lm_head", *others]
             self.all_tied_weights_keys = {}
         elif config.model_type in TEXT:
             dropped = []
@@ -158,7 +160,7 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
             delattr(owner, child)
             # transformers fills all weights that it knows of, but no module that is not there
             setattr(owner, child, torch.empty(0) if is_weight else None)
-        unread = (*dropped, *family_of(config).other_parts)
+        unread = {*dropped, *family_of(config).other_parts}
         self._keys_to_ignore_on_load_unexpected |= {f"^{re.escape(name)}([.]|$)" for name in unread}
 
     members: dict[str, Any] = {

@@ -39,6 +39,10 @@ _ROPES = [
         "rope_theta": 1e4,
     },
     {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e3, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+    },
     _YARN,
     _LLAMA3,
 ]
@@ -63,13 +67,14 @@ _OTHERS: dict[str, list[Any]] = {
     "num_key_value_heads": [1, 3, 4, None],
     "head_dim": [8, 32, None],
     "vocab_size": [160],
-    "max_position_embeddings": [64, 48],
+    "max_position_embeddings": [640, 64, 48, 24],
     "layer_types": [
         ["full_attention", "sliding_attention"],
         ["chunked_attention"] * 2,
         ["linear_attention"] * 2,
         ["full_attention"] * 2,
         ["full_attention", "linear_attention"],
+        ["full_attention"] * 4,
     ],
     "full_attn_idxs": [[0], [0, 1], None],
     "sliding_window": [40, None],
@@ -77,6 +82,8 @@ _OTHERS: dict[str, list[Any]] = {
     "mlp_only_layers": [[], [0]],
     "decoder_sparse_step": [2],
     "num_experts": [6],
+    "top_k_experts": [1],
+    "use_bidirectional_attention": [False, True, "vision"],
     "moe_intermediate_size": [48],
     "linear_num_key_heads": [1, 4],
     "linear_num_value_heads": [2, 8],
@@ -108,6 +115,10 @@ _OTHERS: dict[str, list[Any]] = {
     "vision_aspect_ratio": ["anyres_max_1", "anyres_max_9"],
     "downsample_ratio": [1.0, 0.25],
     "scale_factor": [1],
+    "downsample_mode": ["4x"],
+    "insert_layer_id": [1],
+    "merge_kernel_size": [[1, 1], [4, 4]],
+    "window_kernel_size": [[4, 4]],
     "downsample_factor": [1],
     "norm_type": ["rms_norm"],
     "video_token_index": [9],
@@ -134,6 +145,9 @@ _WITH = {
     "max_window_layers": {"sliding_window": 40, "use_sliding_window": True},
     "layer_types": {"sliding_window": 40, "use_sliding_window": True},
     "topk_group": {"n_group": 2},
+    "enable_moe_block": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "use_double_wide_mlp": {"num_kv_shared_layers": 1},
+    "num_hidden_layers": {"layer_types": None},
 }
 #: Fields of which transformers runs one value alone, or one that follows from others.
 _FIXED = {
@@ -148,6 +162,10 @@ _FIXED = {
     "vision_config.hidden_size",
     "audio_config.intermediate_size",
     "audio_config.output_dim",
+    "projection_dim",
+    "merge_kernel_size",
+    "merger_times",
+    "vision_config.window_kernel_size",
 }
 #: And of pictures that are tiles or rows.
 _FIXED_OF_TILES = {"vision_feature_layer", "vision_feature_select_strategy"}
@@ -158,7 +176,7 @@ _FIXED_OF_EARS = {"audio_config.n_window"}
 #: LLaVA over text models whose own fields little differs from Llama's.
 _TRIED_APART = (
     *("llava-mistral", "llava-qwen2", "llava-qwen3", "mistral", "qwen2", "qwen3"),
-    *("next-siglip", "onevision", "pixtral", "smolvlm", "glm4v_moe", "aya_vision"),
+    *("next-siglip", "onevision", "pixtral", "smolvlm", "glm4v_moe", "aya_vision", "paligemma"),
 )
 _PARTS = ("text_config", "vision_config", "audio_config")
 _QWEN3_EARS = ("qwen3_omni", "qwen3_asr")
@@ -194,7 +212,7 @@ def _changes(family: str) -> Iterator[tuple[str, list[list[odd_models.Change]]]]
             continue
         for field in dataclasses.fields(owner):
             if field.name not in _PARTS:
-                others = _others(part, field, getattr(owner, field.name))
+                others = _others(part, field, vars(owner)[field.name])
                 along = [(part, name, v) for name, v in _WITH.get(field.name, {}).items() if hasattr(owner, name)]
                 yield f"{part}.{field.name}".lstrip("."), [[(part, field.name, other), *along] for other in others]
 

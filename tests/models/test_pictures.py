@@ -53,14 +53,18 @@ def test_expanded_ids_are_the_processor_s(path: Path) -> None:
     shown = family.shown or token
     for first, second in zip(_sizes(50), reversed(_sizes(50)), strict=True):
         sizes = [size for size in (first, second) if _is_taken(family, size)]
-        text = "What is " + " or\n".join(shown for _ in sizes) + "?"
+        text = getattr(processor, "whole", str)("What is " + " or\n".join(shown for _ in sizes) + "?")
         expected = processor(
             text=[text], images=[noise(1, size) for size in sizes], return_tensors="pt", add_special_tokens=False
         )
         ids: list[int] = []
-        rest = iter(sizes)
+        rest = enumerate(sizes)
         for one in processor.tokenizer.encode(text.replace(shown, token), add_special_tokens=False):
-            ids += layouts.of(picture(next(rest))).ids if one == family.image_token_id else [one]
+            if one != family.image_token_id:
+                ids.append(one)
+                continue
+            number, size = next(rest)
+            ids += layouts.of(picture(size), number).ids
         assert ids == expected["input_ids"][0].tolist(), sizes
 
 

@@ -23,6 +23,7 @@ from sounds import sound
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
+from epd_serve.models.loader import load_family
 
 MAX_TOKENS = 10
 
@@ -160,11 +161,11 @@ async def start_fleet(
         served_model_name="tested",
         dtype="float32",
         gateway={"port": 0},
-        # the token budget is smaller than any image: every image is computed in several chunks
+        # the token budget is smaller than any image: every image that can be is computed in several chunks
         instances={
             "base_port": 0,
             "threads": 1,
-            "max_num_batched_tokens": 13,
+            "max_num_batched_tokens": max(13, load_family(path).both_ways_tokens),
             "block_size": 8,
             **(instances or {}),
         },

@@ -58,6 +58,9 @@ FAMILIES = {
     "idefics3": ("idefics3", "llama", "idefics3_vision"),
     "smolvlm": ("smolvlm", "llama", "smolvlm_vision"),
     "gemma3": ("gemma3", "gemma3_text", "siglip_vision_model"),
+    "gemma4": ("gemma4", "gemma4_text", "gemma4_vision"),
+    "paligemma": ("paligemma", "gemma2", "siglip_vision_model"),
+    "minicpmv4_6": ("minicpmv4_6", "qwen3_5_text", "minicpmv4_6_vision"),
     "glm4v": ("glm4v", "glm4v_text", "glm4v_vision"),
     "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
@@ -130,11 +133,18 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         partial = {"mrope_section": sections, "partial_rotary_factor": 0.5}
         text["rope_parameters"] = {**partial, **text["rope_parameters"]}
         tokens = {"image_token_id": IMAGE_TOKEN}
-    elif model_type in ("internvl", "idefics3", "smolvlm"):
+    elif model_type in ("internvl", "idefics3", "smolvlm", "gemma4"):
         tokens = {"image_token_id": IMAGE_TOKEN}
     elif model_type == "gemma3":
         tokens = {"image_token_index": IMAGE_TOKEN, "boi_token_index": START, "eoi_token_index": END}
         top.setdefault("mm_tokens_per_image", 4)
+        vision.setdefault("vision_use_head", False)
+    elif model_type == "minicpmv4_6":
+        tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+        top.setdefault("insert_layer_id", 0)
+    elif model_type == "paligemma":
+        tokens = {"image_token_index": IMAGE_TOKEN}
+        top.setdefault("projection_dim", text["hidden_size"])
         vision.setdefault("vision_use_head", False)
     elif model_type == "aya_vision":
         tokens = {"image_token_index": IMAGE_TOKEN}
@@ -178,8 +188,14 @@ def _text(model_type: str) -> dict[str, Any]:
     if model_type == "qwen3_5_moe_text":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         text |= {"shared_expert_intermediate_size": 24}
+    if model_type == "gemma2":
+        text |= {"head_dim": 24, "sliding_window": 12}
     if model_type == "gemma3_text":
         text |= {"head_dim": 24, "sliding_window": 12, "sliding_window_pattern": 2, "rope_parameters": None}
+    if model_type == "gemma4_text":
+        text |= {"head_dim": 24, "global_head_dim": 48, "sliding_window": 12, "rope_parameters": None}
+        text |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
     if model_type == "lfm2":
         text |= {"full_attn_idxs": [1], "block_multiple_of": 32}
     if model_type == "cohere2":
@@ -196,6 +212,9 @@ def _vision(model_type: str) -> dict[str, Any]:
     if model_type.startswith("glm4v"):
         sides = {"image_size": 56, "patch_size": 14}
         return vision | {"intermediate_size": 48, "depth": 2, "num_heads": 2} | sides
+    if model_type == "gemma4_vision":
+        vision |= {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return vision | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 512}
     if not model_type.startswith("qwen"):
         sides = {"image_size": 84 if model_type == "pixtral" else 28, "patch_size": 14}
         return vision | {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2} | sides
@@ -247,7 +266,14 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         return {"image_processor_type": "PixtralImageProcessor", "size": size, **normalised}
     if config.model_type == "gemma3":
         return {"image_processor_type": "Gemma3ImageProcessor", "size": square, **normalised}
-    if config.model_type == "llava":
+    if config.model_type == "minicpmv4_6":
+        sizes = {"scale_resolution": 56, "max_slice_nums": 2, "patch_size": vision.patch_size}
+        sizes["downsample_mode"] = config.downsample_mode
+        return {"image_processor_type": "MiniCPMV4_6ImageProcessor", **sizes, **normalised}
+    if config.model_type == "gemma4":
+        sizes = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
+        return {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, **sizes, **normalised}
+    if config.model_type in ("llava", "paligemma"):
         return {"image_processor_type": "SiglipImageProcessor", "size": square, **normalised}
     if config.model_type in ("internvl", "aya_vision"):
         square = square if isinstance(side, int) else dict(zip(("height", "width"), side, strict=True))
@@ -315,7 +341,13 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
             if hasattr(read, "vision_config"):
                 processor = AutoImageProcessor.from_pretrained(path)
                 inputs = dict(processor(images=[picture()], return_tensors="pt", **_options(read)))
-                for name in ("num_patches", "num_crops"):
+                for name in (
+                    "num_patches",
+                    "num_crops",
+                    "num_soft_tokens_per_image",
+                    "grids",
+                    "num_patches_per_image",
+                ):
                     inputs.pop(name, None)
                 features = model.get_image_features(**inputs, return_dict=True).pooler_output
                 num_rows["image"] = sum(feature.view(-1, feature.shape[-1]).shape[0] for feature in features)
@@ -324,10 +356,16 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
                 num_rows["audio"] = _num_rows_heard(model, heard)
                 inputs |= heard
             ids = _ids(read, num_rows)
+            if len(ids) + NUM_NEW_TOKENS > read.get_text_config().max_position_embeddings:
+                raise ValueError("a prompt that is longer than the context")
             tokens = torch.tensor([ids])
             if read.model_type == "gemma3":
                 inputs["token_type_ids"] = (tokens == _image_token(read)).int()
-            if "image_grid_thw" in inputs and not hasattr(read, "audio_config"):
+            if read.model_type == "paligemma":  # all of a prompt is what attends both ways
+                inputs["token_type_ids"] = torch.zeros_like(tokens)
+            if "image_position_ids" in inputs or (
+                "image_grid_thw" in inputs and not hasattr(read, "audio_config")
+            ):
                 inputs["mm_token_type_ids"] = (tokens == _image_token(read)).int()
             output = model.generate(
                 input_ids=tokens,
@@ -384,6 +422,7 @@ def answer(path: Path, reference: Answer) -> Tensor:
         prefill_block_table=torch.arange(1, num_blocks)[None],
     )
     runs = [(feature_rows[0], feature_rows[-1] + 1)] if family.both_ways_tokens else []
+    runs = [(0, len(prompt))] if family.both_ways_prompts else runs
     return model.forward(
         ids,
         positions,

@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -46,6 +47,29 @@ class PlainVoxtralProcessor:
         return BatchFeature({**ids, "input_features": features})
 
 
+class WholePaliGemmaProcessor:
+    """PaliGemmaProcessor for texts that have the beginning and the end which it adds, and for text alone."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self.tokenizer = processor.tokenizer
+
+    def whole(self, text: str) -> str:
+        """A text with that beginning and end."""
+        pictures, last, words = text.rpartition("<image>")
+        return f"{pictures}{last}{self.tokenizer.bos_token}{words}\n"
+
+    def __call__(self, text: list[str], images: Any = (), **options: Any) -> BatchFeature:
+        if not images:
+            return self.tokenizer(text, return_token_type_ids=False, **options)
+        (given,) = text
+        bare = given.replace(self.tokenizer.bos_token, "").removesuffix("\n")
+        assert self.whole(bare) == given
+        output = self._processor(text=[bare], images=images, **options)
+        output.pop("labels")
+        return output
+
+
 def processor_of(path: Path) -> Any:
     """The processor of a checkpoint, for text, pictures and sounds."""
     file = path / "processor_config.json"
@@ -67,12 +91,15 @@ def processor_of(path: Path) -> Any:
     if "feature_extractor" in kind.get_attributes():
         parts["feature_extractor"] = AutoFeatureExtractor.from_pretrained(path)
     if "video_processor" in kind.get_attributes():
-        parts["video_processor"] = None
+        # MiniCPM-V's asks how it cuts frames
+        cut = SimpleNamespace(slice_mode=False, downsample_mode="16x")
+        parts["video_processor"] = cut if config.model_type == "minicpmv4_6" else None
     with (
         mock.patch.object(ProcessorMixin, "check_argument_for_proper_class"),
         mock.patch.object(module, "num2words", str, create=True),  # SmolVLM's, of frames
     ):
-        return kind(**parts, **content)
+        processor = kind(**parts, **content)
+        return WholePaliGemmaProcessor(processor) if config.model_type == "paligemma" else processor
 
 
 _PACKAGES = {
@@ -91,6 +118,9 @@ _PACKAGES = {
     "idefics3",
     "smolvlm",
     "gemma3",
+    "gemma4",
+    "paligemma",
+    "minicpmv4_6",
     "glm4v",
     "glm4v_moe",
     "aya_vision",

@@ -24,7 +24,8 @@ class Reference:
     def __init__(self, path: Path) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
         config = AutoConfig.from_pretrained(path)
-        self.takes_images, self.takes_sounds = hasattr(config, "vision_config"), hasattr(config, "audio_config")
+        self.takes_images = hasattr(config, "vision_config")
+        self.takes_sounds = hasattr(config, "audio_config") and "audio" in self.tokenizer.chat_template
         is_multimodal = self.takes_images or self.takes_sounds
         auto: Any = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
         self._model: Any = auto.from_pretrained(path, dtype=torch.float32).eval()

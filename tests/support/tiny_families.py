@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from epd_serve.demo import weights_dir
+from epd_serve.models.families.paligemma import PaliGemma
 
 _INIT = {"initializer_range": 0.2}
 _LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, **_INIT}
@@ -24,18 +25,36 @@ _GRID = [[56, 112], [112, 56], [112, 112]]
 _ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 _AROUND = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 
-#: Layers inside a window that is shorter than prompts, and of other frequencies than those of full attention.
+#: Layers inside a window that is shorter than prompts and pictures, and of other frequencies than those of full
+#: attention.
 GEMMA3: dict[str, Any] = {
     "head_dim": 32,
     "query_pre_attn_scalar": 20,
     "tie_word_embeddings": False,
-    "sliding_window": 24,
+    "sliding_window": 7,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "num_hidden_layers": 6,
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     },
+}
+#: Most layers have a recurrent state, the last one among them.
+QWEN3_5: dict[str, Any] = {
+    "head_dim": 32,
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "full", "linear")],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_MINICPM = {
+    "image_start_token": "<image>",
+    "image_end_token": "</image>",
+    "slice_start_token": "<slice>",
+    "slice_end_token": "</slice>",
+    "image_id_start_token": "<image_id>",
+    "image_id_end_token": "</image_id>",
 }
 
 
@@ -47,7 +66,7 @@ class Tiny:
         text, vision, top: fields of the parts of its configuration; the id of ``image`` is put in.
         image: the token that stands for a picture. tokens: others that its pictures have.
         rows: the token of the rows of its feature, where it is another. shown: what a chat shows of a picture,
-            with tokens around that of the picture.
+            with tokens around that of the picture. chat_template: its own, in place of that of the others.
         named: those that its processor asks the tokenizer for. processor: of processor_config.json.
     """
 
@@ -61,6 +80,7 @@ class Tiny:
     processor: dict[str, Any]
     rows: str = ""
     shown: str = ""
+    chat_template: str = ""
     tokens: list[str] = field(default_factory=list)
     named: dict[str, str] = field(default_factory=dict)
 
@@ -143,7 +163,85 @@ def _glm4v(name: str, **text: Any) -> Tiny:
     )
 
 
+def _gemma4(text: dict[str, Any], vision: dict[str, Any], top: dict[str, Any] | None = None) -> Tiny:
+    """Pictures of many tokens: its processor knows no fewer."""
+    around = {"boi_token": "<|image>", "eoi_token": "<image|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
+    return Tiny(
+        model_type="gemma4",
+        text={
+            "head_dim": 32,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_hidden_layers": 6,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 20.0,
+            **text,
+        },
+        vision={
+            **_LAYERS,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "position_embedding_size": 256,
+            **vision,
+        },
+        top={
+            "boi_token_id": "<|image>",
+            "eoi_token_id": "<image|>",
+            "video_token_id": "<|video|>",
+            "audio_token_id": "<|audio|>",
+            "tie_word_embeddings": False,
+            **(top or {}),
+        },
+        image="<|image|>",
+        image_field="image_token_id",
+        tokens=[*around.values(), "<|video|>", "<|audio|>"],
+        named={"image_token": "<|image|>", "audio_token": "<|audio|>", **around},
+        preprocessor={
+            "image_processor_type": "Gemma4ImageProcessor",
+            "feature_extractor_type": "Gemma4AudioFeatureExtractor",
+            "max_soft_tokens": 70,
+        },
+        processor={"processor_class": "Gemma4Processor"},
+    )
+
+
 TINY = {
+    # embeddings by layer; the last layers read K and V of others, which are of two widths
+    "gemma4": _gemma4(
+        {
+            "global_head_dim": 64,
+            "num_hidden_layers": 9,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+        },
+        {},
+        # which is not loaded
+        {
+            "audio_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 4,
+                "output_proj_dims": 48,
+            }
+        },
+    ),
+    # pictures that attend both ways, experts, and heads of two shapes and one width
+    "gemma4_moe": _gemma4(
+        {
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "use_bidirectional_attention": "vision",
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
+        },
+        {"use_clipped_linears": True, "standardize": True},
+    ),
     "internvl": Tiny(
         model_type="internvl",
         text={"model_type": "qwen3", "head_dim": 32},
@@ -270,8 +368,51 @@ TINY = {
     "smolvlm": _idefics3("smolvlm", "SmolVLM"),
 }
 
+TINY["paligemma"] = Tiny(
+    model_type="paligemma",
+    text={
+        "model_type": "gemma2",
+        "head_dim": 32,
+        "query_pre_attn_scalar": 4,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 20.0,
+        "tie_word_embeddings": False,
+    },
+    vision={**_SIGLIP, "vision_use_head": False},
+    top={"projection_dim": 128, "hidden_size": 128, "tie_word_embeddings": False},
+    image="<image>",
+    image_field="image_token_index",
+    tokens=["<bos>"],
+    chat_template=PaliGemma.chat_template,
+    preprocessor={"image_processor_type": "SiglipImageProcessor", "size": _SQUARE, "image_seq_length": 16},
+    processor={"processor_class": "PaliGemmaProcessor"},
+)
+
+TINY["minicpmv4_6"] = Tiny(
+    model_type="minicpmv4_6",
+    text={
+        "model_type": "qwen3_5_text",
+        **QWEN3_5,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
+    },
+    vision={**_LAYERS, "image_size": 112, "patch_size": 14},
+    top={"insert_layer_id": 1, "video_token_id": "<|video_pad|>"},
+    image="<|image_pad|>",
+    image_field="image_token_id",
+    tokens=list(_MINICPM.values()),
+    named={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", **_MINICPM},
+    preprocessor={
+        "image_processor_type": "MiniCPMV4_6ImageProcessor",
+        "scale_resolution": 112,
+        "max_slice_nums": 4,
+        "patch_size": 14,
+    },
+    processor={"processor_class": "MiniCPMV4_6Processor"},
+)
+
 #: Their pictures are laid out as another family's, which is tried each time.
-LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "aya_vision")
+LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "aya_vision", "gemma4_moe")
 
 
 def make_tiny_family(
@@ -280,7 +421,9 @@ def make_tiny_family(
     """Build a model in ``path``. ``text`` makes the fields of its text config, of a vocabulary's size."""
     tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir(), extra_special_tokens=tiny.named)
     tokenizer.add_tokens([tiny.image, *filter(None, [tiny.rows]), *tiny.tokens], special_tokens=True)
-    tokenizer.chat_template = (
+    if "<bos>" in tiny.tokens:
+        tokenizer.bos_token = "<bos>"
+    tokenizer.chat_template = tiny.chat_template or (
         (weights_dir() / "chat_template.jinja")
         .read_text()
         .replace("<|vision_start|><|image_pad|><|vision_end|>", tiny.shown or tiny.image)

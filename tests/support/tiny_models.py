@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_audio import TINY_AUDIO, make_tiny_audio
-from tiny_families import GEMMA3, LIKE_ANOTHER, TINY, make_tiny_family
+from tiny_families import GEMMA3, LIKE_ANOTHER, QWEN3_5, TINY, make_tiny_family
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -49,14 +49,8 @@ ALL_KINDS = (
     *(pytest.param(kind, marks=[pytest.mark.slow] if kind in LIKE_ANOTHER else []) for kind in TINY),
 )
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-#: Most layers have a recurrent state, the last one among them.
 _QWEN3_5: dict[str, Any] = {
-    "head_dim": 32,
-    "layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "full", "linear")],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    **QWEN3_5,
     "rope_parameters": {
         "rope_type": "default",
         "mrope_interleaved": True,

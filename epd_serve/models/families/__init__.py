@@ -37,12 +37,8 @@ NOT_RUN = {
     "mllama": "pictures reach its language model by cross-attention",
     "phi4_multimodal": "transformers has no function that makes its features alone",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k25"), _LATENT),
-    "minicpmv4_6": "the text around a picture numbers it within its prompt",
-    "lfm2_vl": "transformers prepares its pictures with torchvision alone",
-    "gemma4": "its layers have heads of several widths and share KV",
-    "paligemma": "all of a prompt attends both ways",
+    **dict.fromkeys(("lfm2_vl", "llama4"), "transformers prepares its pictures with torchvision alone"),
     "deepseek_ocr2": "its layers are mixtures of experts",
-    "llama4": "some of its layers attend in chunks",
 }
 
 

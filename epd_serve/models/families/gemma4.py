@@ -1,0 +1,94 @@
+"""Gemma 4: pictures of any proportions; layers of several widths, some of which read K and V of others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.models.family import Family, Size, TowerInputs, names
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Gemma4(Family):
+    """As many patches as fit into a number of tokens, in the picture's proportions; its videos and sounds are not
+    taken."""
+
+    title = "Gemma 4"
+    model_types = ("gemma4",)
+    other_parts = ("model.audio_tower", "model.embed_audio")
+    decoder = "generic"
+    texts: ClassVar = {
+        "gemma4_text": names(
+            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
+            "head_dim per_layer_config hidden_activation max_position_embeddings rms_norm_eps rope_parameters",
+            "attention_bias tie_word_embeddings sliding_window layer_types final_logit_softcapping",
+            "use_bidirectional_attention vocab_size_per_layer_input hidden_size_per_layer_input attention_k_eq_v",
+            "num_kv_shared_layers use_double_wide_mlp enable_moe_block num_experts top_k_experts",
+            "moe_intermediate_size",
+        )
+    }
+    fields = names(
+        "image_token_id boi_token_id eoi_token_id video_token_id audio_token_id boa_token_id eoa_token_index",
+        "tie_word_embeddings",
+    )
+    towers: ClassVar = {
+        "gemma4_vision": names(
+            "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
+            "hidden_activation rms_norm_eps rope_parameters attention_bias pooling_kernel_size patch_size",
+            "position_embedding_size use_clipped_linears standardize",
+        )
+    }
+    input_names = ("pixel_values", "image_position_ids")
+    tokens = ("<|image>", "<image|>")
+    both_ways_in_windows = True
+    as_padding = ("image_token_id", "video_token_id", "audio_token_id")
+
+    def __init__(self, config: Any, image_processor: Any) -> None:
+        super().__init__(config, image_processor)
+        self._fit = sys.modules[type(image_processor).__module__].get_aspect_ratio_preserving_size
+        self._kernel: int = image_processor.pooling_kernel_size
+        if config.text_config.use_bidirectional_attention == "vision":
+            self.both_ways_tokens = image_processor.max_soft_tokens
+
+    def num_pixels(self, size: Size) -> int:
+        processor, area = self.processor, self._kernel**2
+        most_patches = processor.max_soft_tokens * area
+        try:
+            height, width = self._fit(size[1], size[0], processor.patch_size, most_patches, self._kernel)
+        except ValueError as error:
+            raise InvalidRequest(f"an image of {size[0]}x{size[1]} pixels cannot be used: {error}") from error
+        return int(height * width)
+
+    def parts(self, size: Size) -> Sequence[int | str]:
+        start, end = self.tokens
+        return start, self.num_pixels(size) // (self._kernel * self.processor.patch_size) ** 2, end
+
+    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
+        """The patches without those that only fill up their number."""
+        inputs = super().preprocess(pixels)
+        is_patch = (inputs["image_position_ids"][0] >= 0).all(-1)
+        return {name: values[:, is_patch] for name, values in inputs.items()}
+
+    def check(self) -> None:
+        vision = self.config.vision_config
+        for name in ("patch_size", "pooling_kernel_size"):
+            if (ours := getattr(vision, name)) != (found := getattr(self.processor, name)):
+                raise ValueError(f"vision_config.{name} is {ours}, and {found} in preprocessor_config.json")
+        if (most := self.processor.max_soft_tokens * self._kernel) > vision.position_embedding_size:
+            raise ValueError(
+                f"vision_config.position_embedding_size must be {most}, the patches of a side, or more"
+            )
+        if vision.num_key_value_heads != vision.num_attention_heads:
+            raise ValueError("vision_config.num_key_value_heads must be num_attention_heads")
+        if self.config.text_config.use_bidirectional_attention == "all":
+            raise ValueError(
+                "text_config.use_bidirectional_attention is 'all'; an answer attends to what is before it"
+            )
+        if self.config.text_config.pad_token_id is None:
+            raise ValueError("text_config.pad_token_id is missing; it stands for media among embeddings by layer")
+        super().check()
