@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.accelerator import empty_cache
 from benchmarks.common import RESULTS, write
 from benchmarks.engine_native import image_inputs
 from benchmarks.models import make_shape
@@ -39,7 +39,6 @@ from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 
 SHAPES = ("Qwen2.5-VL-7B", "Qwen3-VL-8B")
-BLOCK_SIZE = 16
 _RESULTS = RESULTS
 
 
@@ -80,9 +79,7 @@ def measure_engine(device: Device, limits: dict[str, float], *, tiny: bool = Fal
         with tempfile.TemporaryDirectory() as folder:
             path = make_shape(name, Path(folder), device.name)
             results[name] = _Model(path, device, limits, tiny=tiny).measure()
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(device)
     return results
 
 
@@ -91,6 +88,7 @@ class _Model:
 
     def __init__(self, path: Path, device: Device, limits: dict[str, float], *, tiny: bool) -> None:
         self._device, self._limits = device, limits
+        self._block_size = 128 if device.type == "npu" else 16  # what Ascend's operators recommend
         self.prompts = [64, 128] if tiny else [1024, 2048, 4096, 8192]
         self.batches = [1, 4] if tiny else [1, 32]
         self.context = 64 if tiny else 1024
@@ -106,8 +104,15 @@ class _Model:
         tables = 1 if family.config.tie_word_embeddings else 2
         self._layer_parameters = model.num_parameters - tables * table
         self._decode_parameters = self._layer_parameters + table
-        tokens = max(*self.prompts, self.batches[-1] * (self.context + BLOCK_SIZE))
-        shape = (model.num_layers, 2, tokens // BLOCK_SIZE + 2, BLOCK_SIZE, model.num_kv_heads, model.head_dim)
+        tokens = max(*self.prompts, self.batches[-1] * (self.context + self._block_size))
+        shape = (
+            model.num_layers,
+            2,
+            tokens // self._block_size + 2,
+            self._block_size,
+            model.num_kv_heads,
+            model.head_dim,
+        )
         self._kv = torch.zeros(shape, dtype=torch.bfloat16, device=device.torch_device)
         self._eager, self._graphs = self._executor([]), self._executor(self.batches)
 
@@ -118,7 +123,7 @@ class _Model:
             self._kv,
             num_position_axes=self._axes,
             graph_sizes=graph_sizes,
-            max_model_len=self.context + BLOCK_SIZE,
+            max_model_len=self.context + self._block_size,
         )
 
     def measure(self) -> dict[str, Any]:
@@ -187,6 +192,7 @@ class _Model:
         steps = max(1, round(self._seconds(encode, 3) / self._seconds(step, 3)))
 
         def repeat(call: Callable[[], object], count: int, low_priority: bool) -> None:
+            self._device.activate()
             with self._device.stream(0 if low_priority else -1) as stream:
                 for _ in range(count):
                     call()
@@ -214,13 +220,13 @@ class _Model:
         lengths = [self.context] * decodes + prefill
         first, blocks = 1, []
         for length in lengths:
-            count = -(-length // BLOCK_SIZE)
+            count = -(-length // self._block_size)
             blocks.append(list(range(first, first + count)))
             first += count
         starts = [self.context - 1] * decodes + [0] * len(prefill)
         positions = [i for start, end in zip(starts, lengths, strict=True) for i in range(start, end)]
         slots = [
-            own[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE
+            own[i // self._block_size] * self._block_size + i % self._block_size
             for own, start, end in zip(blocks, starts, lengths, strict=True)
             for i in range(start, end)
         ]

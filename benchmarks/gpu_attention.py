@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu_timing import Target, graph_ms, host_ms
+from benchmarks.accelerator import Target
+from benchmarks.gpu_timing import graph_ms, host_ms
 from device.base import AttnMeta, Device
 from device.ops.varlen import find_varlen
 

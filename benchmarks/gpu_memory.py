@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_timing import Target, graph_ms
+from benchmarks.accelerator import Target
+from benchmarks.gpu_timing import graph_ms
 from device.base import AttentionOps, Device
 from device.ops import triton_decode
 from device.ops.plain import PlainOps

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_timing import Target, graph_ms, host_ms, replay_ms
+from benchmarks.accelerator import Target
+from benchmarks.gpu_timing import graph_ms, host_ms, replay_ms
 from device.base import AttentionOps, AttnMeta, Device
 from device.ops.plain import PlainOps
 from epd_serve.models.decoder import Decoder, StepContext
@@ -27,12 +28,13 @@ def measure_layers(device: Device) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for tokens in LAYER_TOKENS:
         for name, ops in (("ours", device.ops), ("torch", PlainOps())):
-            for operator, call in _layer_calls(ops, tokens, device.torch_device).items():
+            for operator, call in layer_calls(ops, tokens, device.torch_device).items():
                 results.setdefault(f"{operator}, {tokens} tokens", {})[name] = graph_ms([call] * 8)
     return results
 
 
-def _layer_calls(ops: AttentionOps, tokens: int, where: torch.device) -> dict[str, Callable[[], object]]:
+def layer_calls(ops: AttentionOps, tokens: int, where: torch.device) -> dict[str, Callable[[], object]]:
+    """The operators between the matrix products of Qwen2.5-VL-7B, by name."""
     hidden, residual = torch.randn(2, tokens, HIDDEN, dtype=torch.bfloat16, device=where).unbind(0)
     weight = torch.randn(HIDDEN, dtype=torch.bfloat16, device=where)
     fused = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=where)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_timing import Target, replay_ms
+from benchmarks.accelerator import Target
+from benchmarks.gpu_timing import replay_ms
 from device.base import Device
 from epd_serve.engine.sampler import Row, Sampler, draw
 from epd_serve.sequence import Sequence

@@ -5,30 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 _ROUNDS = 15
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """One requirement and what was measured of it."""
-
-    name: str
-    measured: float
-    required: float
-    at_least: bool
-
-    @property
-    def passed(self) -> bool:
-        return self.measured >= self.required if self.at_least else self.measured <= self.required
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"passed": self.passed}
 
 
 def graph_ms(calls: Sequence[Callable[[], object]]) -> float:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from device import npu_smi
 from device.datasheets import DEVICE_SPECS
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ _EMULATED = (
     f"slower, the times of a device by its data sheet\nkinds: {', '.join(DEVICE_SPECS)}, "
     "or FILE.json that 'epd-serve profile' wrote"
 )
+_HEALTH_ADVICE = "see npu-smi info -t health -i ID for the faults of the NPU"
 _TRANSPORT_ADVICE = (
     "instances on this machine cannot exchange features and KV: may this user create memfds, read /proc/<pid>/fd "
     "of its own processes, and open sockets on 127.0.0.1?"
@@ -53,14 +55,16 @@ def check_devices(console: Console, reports: list[DeviceReport]) -> bool:
 def _check(console: Console, device: Device) -> bool:
     from device.check import Check, check_device
 
-    transports: dict[str, tuple[Check, str]] = {
+    more: dict[str, tuple[Check, str]] = {
         "transport: shared memory": (lambda device: _send(device, "shm"), _TRANSPORT_ADVICE),
         "transport: TCP": (lambda device: _send(device, "tcp"), _TRANSPORT_ADVICE),
     }
+    if device.type == "npu":
+        more["health"] = (lambda device: npu_smi.check_health(device.index), _HEALTH_ADVICE)
     table = Table("check", "result", "detail", "seconds", title=f"{device.name}: {device.description}")
     advice: dict[str, str] = {}
     with console.status(f"checking {device.name}"):
-        for result in check_device(device, transports):
+        for result in check_device(device, more):
             word = Text("passed", "green") if result.passed else Text("FAILED", "bold red")
             table.add_row(result.check, word, Text(result.detail), f"{result.seconds:.1f}")
             if result.advice is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from device import npu_smi
 from device.datasheets import emulated_kind
 from epd_serve.bench.connection import Connections
 from epd_serve.bench.statistics import wilson
@@ -26,6 +27,7 @@ from epd_serve.bench.types import Sample, Share, StageSpan
 MEET_TIMEOUT_S = 60.0
 #: For what is asked besides; without an answer there is no figure.
 LOOK_TIMEOUT_S = 10.0
+_TOOL_TIMEOUT_S = 5.0
 #: Of other names in a page of metrics there may be thousands.
 _PREFIXES = (b"epd_serve_", b"vllm:", b"sglang:", b"process_cpu_seconds_total", b"process_resident_memory_bytes")
 
@@ -190,23 +192,20 @@ def _span(stage: _Stage) -> StageSpan:
     )
 
 
-_QUERY = "index,utilization.gpu,memory.used,memory.total"
-
-
 class LocalServer:
     """The processes behind a port of this machine; nothing where the server is elsewhere."""
 
     def __init__(self, address: str, port: int) -> None:
         is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
         self._root = _listener(port) if is_local else None
-        self._nvidia = shutil.which("nvidia-smi") if self._root else None
+        self._tools = [tool for tool in _TOOLS if self._root and shutil.which(tool[0])]
         self._last: tuple[float, float] | None = None
 
     async def sample(self) -> dict[str, dict[str, float]]:
         """The figures of each device, by its name.
 
-        ``utilisation`` since the last call (of all cores; of a GPU by its driver), ``cpu_s`` of each process of
-        the server, and of a GPU ``memory_used_bytes`` and ``memory_bytes``.
+        ``utilisation`` since the last call (of all cores; of a GPU or NPU by its driver), ``cpu_s`` of each
+        process of the server, and of a GPU or NPU ``memory_used_bytes`` and ``memory_bytes``.
         """
         if self._root is None:
             return {}
@@ -217,27 +216,29 @@ class LocalServer:
             share = (cpu_s - self._last[1]) / (now_s - self._last[0]) / (os.cpu_count() or 1)
             cpu["utilisation"] = round(max(0.0, share), 4)
         self._last = now_s, cpu_s
-        return {"cpu": cpu, **await self._gpus()}
+        devices = {"cpu": cpu}
+        for command in list(self._tools):
+            output = await _output(command)
+            if output is None:
+                self._tools.remove(command)  # a driver that hangs is asked once
+            else:
+                devices |= _TOOLS[command](output)
+        return devices
 
-    async def _gpus(self) -> dict[str, dict[str, float]]:
-        if self._nvidia is None:
-            return {}
-        process = await asyncio.create_subprocess_exec(
-            self._nvidia,
-            f"--query-gpu={_QUERY}",
-            "--format=csv,noheader,nounits",
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        try:
-            async with asyncio.timeout(5):
-                output, _ = await process.communicate()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
-            self._nvidia = None  # a driver that hangs is asked once
-            return {}
-        return parse_nvidia(output.decode())
+
+async def _output(command: Sequence[str]) -> str | None:
+    """What a program prints; None where it does not end."""
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        async with asyncio.timeout(_TOOL_TIMEOUT_S):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return None
+    return output.decode(errors="replace")
 
 
 def parse_nvidia(text: str) -> dict[str, dict[str, float]]:
@@ -255,6 +256,29 @@ def parse_nvidia(text: str) -> dict[str, dict[str, float]]:
                 figures[name] = float(value) * scale
         found[f"cuda:{index}"] = figures
     return found
+
+
+def parse_npus(text: str) -> dict[str, dict[str, float]]:
+    """The chips that npu-smi lists, without what it gives no number for."""
+    return {
+        f"npu:{index}": {
+            name: float(value)
+            for name in ("utilisation", "memory_used_bytes", "memory_bytes")
+            if (value := getattr(chip, name)) is not None
+        }
+        for index, chip in enumerate(npu_smi.parse(text))
+    }
+
+
+#: The parser of each driver's tool.
+_TOOLS = {
+    (
+        "nvidia-smi",
+        "--query-gpu=index,utilization.gpu,memory.used,memory.total",
+        "--format=csv,noheader,nounits",
+    ): parse_nvidia,
+    npu_smi.COMMAND: parse_npus,
+}
 
 
 def _listener(port: int) -> psutil.Process | None:

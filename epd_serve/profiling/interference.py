@@ -68,6 +68,7 @@ def measure(
     seconds: float,
     threads: int | None = None,
     clock: Clock = "wall",
+    share: float | None = None,
     names: Sequence[str] | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> InterferenceMatrix:
@@ -78,6 +79,7 @@ def measure(
 
     Args:
         threads: number for each side on a CPU; None: half of the cores, what two instances get by default.
+        share: of the device for each process; None: no limit.
 
     Raises ValueError for a device or a dtype that is not there.
     """
@@ -91,7 +93,7 @@ def measure(
         raise ValueError("clock cpu counts the time of one thread of a CPU: use it with --device cpu --threads 1")
     skipped = _skipped(device, isolation)
     chosen = [name for name in names or WORKLOADS if name not in skipped]
-    setting = Setting(device=device.name, dtype=dtype, threads=threads, clock=clock)
+    setting = Setting(device=device.name, dtype=dtype, threads=threads, clock=clock, share=share)
     make: type[ProcessSide] | type[StreamSide] = ProcessSide if isolation == "process" else StreamSide
     alone: dict[str, list[float]] = {name: [] for name in chosen}
     increase: dict[tuple[str, str], float] = {}

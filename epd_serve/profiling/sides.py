@@ -29,13 +29,14 @@ _MODULE = "epd_serve.profiling.sides"  # also where this file runs as __main__
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """The device and number format of both sides; ``threads``: of each, on a CPU.
 
-    See :class:`InterferenceMatrix`.
+    See :class:`InterferenceMatrix`. ``share``: of the device, for the process of each side.
     """
 
     device: str
     dtype: str
     threads: int | None
     clock: Clock
+    share: float | None = None
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
@@ -69,6 +70,8 @@ class Runner:
     def __init__(self, setting: Setting) -> None:
         self._device: Device = get_device(setting.device)
         self._device.activate()
+        if setting.share is not None:
+            self._device.apply_share(setting.share)
         if setting.threads is not None:
             self._device.set_threads(setting.threads)
         dtype: torch.dtype = getattr(torch, setting.dtype)

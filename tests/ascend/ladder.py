@@ -5,7 +5,8 @@
 Five levels, each named by what it proves:
 
 * **schema**: the *real* torch_npu wheel is loaded. The operators and the Python API that the backend calls exist
-  there with the arguments that it passes; the operators' schemas are those in ``schema_lock.json``.
+  there with the arguments that it passes; the operators' schemas are those in ``schema_lock.json``. Of an older
+  wheel, which vllm-ascend pins and which needs an older torch, the schemas are read from the library's text.
 * **shape**: whole engine steps of Qwen2.5-VL- and Qwen3-VL-shaped models run on fake tensors of ``npu:0``: types
   and shapes pass the wheel's own Meta kernels, and a recorder checks each call against the documented constraints.
 * **semantics**: with CPU kernels of our own under the wheel's schemas the backend computes on CPU tensors: equal
@@ -40,6 +41,7 @@ import stub_libraries
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
+_OLDER = "2.10.0.post4"
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "epd-serve"
 
 
@@ -53,6 +55,8 @@ def main() -> int:
         site, stubs = Path(folder, "site"), Path(folder, "stubs")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
+        with zipfile.ZipFile(_download(_OLDER)) as archive:
+            older = archive.extract("torch_npu/lib/libtorch_npu.so", Path(folder, "older"))
         symbols = stub_libraries.build(site / "torch_npu", stubs)
         print(f"{wheel.name} over {symbols} stub symbols", flush=True)
         compileall.compile_dir(site, quiet=2)
@@ -65,6 +69,7 @@ def main() -> int:
             # Operators of the graph engine are set up at their first use, and none is used.
             "ACL_OP_INIT_MODE": "1",
             "EPD_ASCEND_STUBS": "1",
+            "EPD_OLDER_TORCH_NPU": older,
         }
         if options.update_lock:
             environment["EPD_UPDATE_SCHEMA_LOCK"] = "1"
@@ -72,13 +77,13 @@ def main() -> int:
         return subprocess.run(command, cwd=_ROOT, env=environment, check=False).returncode
 
 
-def _download(torch_version: str) -> Path:
+def _download(npu_version: str) -> Path:
     """The wheel for this Python, from the cache where it is there."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    pattern = f"torch_npu-{torch_version}*-{tag}-*.whl"
+    pattern = f"torch_npu-{npu_version}*-{tag}-*.whl"
     if not any(_CACHE.glob(pattern)):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(_CACHE)]
-        subprocess.run([*command, f"torch_npu=={torch_version}"], check=True)
+        subprocess.run([*command, f"torch_npu=={npu_version}"], check=True)
     return next(_CACHE.glob(pattern))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,15 @@ def test_the_schema_is_the_locked_one(name: str, lock: dict[str, Any]) -> None:
     what = f"npu::{name} of torch_npu {torch_npu.__version__} is not that of {lock['torch_npu']}:"
     remedy = f"adapt device/ops/ascend.py, then run: {COMMAND} --update-lock"
     assert not changed, "\n".join([what, *changed, remedy])
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_an_older_wheel_has_the_same_schema(name: str, lock: dict[str, Any]) -> None:
+    """As its library spells it; that torch_npu is for an older torch and cannot be loaded here."""
+    if (library := os.environ.get("EPD_OLDER_TORCH_NPU")) is None:
+        pytest.skip(f"the older wheel is brought by: {COMMAND}")
+    texts = re.findall(rf"{name}\(Tensor[^\0]* -> [^\0]*".encode(), Path(library).read_bytes())
+    assert {str(torch._C.parse_schema(f"npu::{text.decode()}")) for text in texts} == {lock["operators"][name]}
 
 
 def test_the_lock_has_the_called_operators_and_no_other(lock: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from load_tester import Scripts, session, settings
 
 from epd_serve.bench import server
 from epd_serve.bench.connection import Connections, Target
-from epd_serve.bench.server import Server, parse_metrics, parse_nvidia
+from epd_serve.bench.server import Server, parse_metrics, parse_npus, parse_nvidia
 
 PAGE = rb"""# HELP vllm:num_requests_running of the engine
 vllm:num_requests_running{model_name="a b}c\"d"} 3.0
@@ -48,6 +48,17 @@ def test_gpus_as_nvidias_tool_lists_them() -> None:
         parse_nvidia("NVIDIA-SMI has failed because it couldn't talk to the driver, which is not there.\n") == {}
     )
     assert parse_nvidia("") == {}
+
+
+def test_npus_as_npu_smi_lists_them() -> None:
+    row = "| 0     910B3               | OK            | 97.5        41                0    / 0             |\n"
+    text = (
+        row
+        + "| 0                         | 0000:C1:00.0  | 7           0    / 0          3379 / 65536         |\n"
+    )
+    figures = {"utilisation": 0.07, "memory_used_bytes": 3379 * 2**20, "memory_bytes": 65536 * 2**20}
+    assert parse_npus(text) == {"npu:0": figures}
+    assert parse_npus("") == {}
 
 
 def test_a_server_that_takes_connections_and_never_answers_is_given_up(

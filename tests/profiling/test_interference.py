@@ -15,12 +15,13 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from device.emulated import EmulatedDevice
 from device.registry import get_device
 from epd_serve.cli.app import app
 from epd_serve.cost.interference import Clock, InterferenceMatrix
 from epd_serve.profiling import interference, workloads
 from epd_serve.profiling.interference import measure
-from epd_serve.profiling.sides import Run, Setting, StreamSide
+from epd_serve.profiling.sides import Run, Runner, Setting, StreamSide
 from epd_serve.profiling.workloads import WORKLOADS, Factory, Sizes
 
 SMALL = Sizes(
@@ -44,6 +45,16 @@ def test_every_workload_computes_something_finite(name: str) -> None:
     with torch.inference_mode():
         result = build(Factory(get_device("cpu"), torch.float32, SMALL))()
     assert isinstance(result, torch.Tensor) and bool(result.isfinite().all())
+
+
+def test_a_process_keeps_to_its_share() -> None:
+    device = get_device("emulated:h200:7")
+    assert isinstance(device, EmulatedDevice)
+    try:
+        Runner(Setting(device=device.name, dtype="bfloat16", threads=None, clock="wall", share=0.5))
+        assert device.timeline.share == 0.5
+    finally:
+        device.apply_share(1.0)
 
 
 def test_streams_of_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""npu-smi's table as users published it, cut to the first chips."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from device import npu_smi
+from device.npu_smi import Chip, parse
+
+# github.com/vllm-project/vllm-ascend/issues/1130
+A2 = """
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     910B3               | OK            | 97.5        41                0    / 0             |
+| 0                         | 0000:C1:00.0  | 0           0    / 0          3379 / 65536         |
++===========================+===============+====================================================+
+| 1     910B3               | OK            | 93.9        40                0    / 0             |
+| 0                         | 0000:C2:00.0  | 0           0    / 0          3385 / 65536         |
++===========================+===============+====================================================+
+"""
+# github.com/vllm-project/vllm-ascend/issues/2035
+A3 = """
++------------------------------------------------------------------------------------------------+
+| npu-smi 24.1.rc3.7               Version: 24.1.rc3.7                                           |
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip  Phy-ID              | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 0     Ascend910           | OK            | 178.8       36                0    / 0             |
+| 0     0                   | 0000:9D:00.0  | 0           0    / 0          3397 / 65536         |
++------------------------------------------------------------------------------------------------+
+| 0     Ascend910           | OK            | -           36                0    / 0             |
+| 1     1                   | 0000:9F:00.0  | 0           0    / 0          3186 / 65536         |
++===========================+===============+====================================================+
+"""
+# github.com/ollama/ollama/issues/5315
+OF_310P = """
++--------------------------------------------------------------------------------------------------------+
+| npu-smi 24.1.rc2                                 Version: 24.1.rc2                                     |
++-------------------------------+-----------------+------------------------------------------------------+
+| NPU     Name                  | Health          | Power(W)     Temp(C)           Hugepages-Usage(page) |
+| Chip    Device                | Bus-Id          | AICore(%)    Memory-Usage(MB)                        |
++===============================+=================+======================================================+
+| 1       310P3                 | OK              | NA           59                0     / 0             |
+| 0       0                     | 0000:01:00.0    | 0            1397 / 44280                            |
++-------------------------------+-----------------+------------------------------------------------------+
+| 1       310P3                 | OK              | NA           58                0     / 0             |
+| 1       1                     | 0000:01:00.0    | 0            1520 / 43693                            |
++===============================+=================+======================================================+
+"""
+# Listings end with the processes; this one is made up in the columns of the others.
+PROCESSES = """
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
++===========================+===============+====================================================+
+| 0       0                 | 1712733       | python3                  | 48954                   |
+"""
+
+
+def chip(name: str, used: int, total: int) -> Chip:
+    return Chip(name=name, health="OK", utilisation=0.0, memory_used_bytes=used << 20, memory_bytes=total << 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "chips"),
+    [
+        (A2, [chip("910B3", 3379, 65536), chip("910B3", 3385, 65536)]),
+        (A2 + PROCESSES, [chip("910B3", 3379, 65536), chip("910B3", 3385, 65536)]),
+        (A3, [chip("Ascend910", 3397, 65536), chip("Ascend910", 3186, 65536)]),
+        (OF_310P, [chip("310P3", 1397, 44280), chip("310P3", 1520, 43693)]),
+        ("dcmi model initialized failed, because the device is used. ret is -8020\n", []),
+        ("", []),
+    ],
+)
+def test_chips_of_a_table(text: str, chips: list[Chip]) -> None:
+    assert parse(text) == chips
+
+
+def test_what_is_no_number_is_left_out() -> None:
+    (one,) = parse(
+        A2.replace(
+            "| 0           0    / 0          3379 / 65536 ", "| NA          NA                NA            "
+        )
+    )[:1]
+    assert (one.utilisation, one.memory_bytes) == (None, None)
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An npu-smi that prints the table of A2, whose second chip is not well."""
+    table = A2.replace("910B3               | OK            | 93.9", "910B3               | Alarm         | 93.9")
+    program = tmp_path / "npu-smi"
+    program.write_text(f"#!/bin/sh\ncat <<'TABLE'\n{table}TABLE\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+
+
+def test_health_of_a_visible_device(tool: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert npu_smi.check_health(0) == "npu-smi says OK of chip 0, 910B3"
+    with pytest.raises(AssertionError, match="Alarm of chip 1"):
+        npu_smi.check_health(1)
+    assert "none with number 2" in npu_smi.check_health(2)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
+    with pytest.raises(AssertionError, match="Alarm of chip 1"):
+        npu_smi.check_health(0)
+
+
+def test_without_the_tool_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "not asked" in npu_smi.check_health(0)
