@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -17,12 +19,14 @@ import pytest
 import pytest_asyncio
 import tiny_models
 from chat import data_url
-from clips import clip
+from clips import clip, wide
 from fleet import Books, figures
 from identity import MAX_TOKENS, Question
 from pictures import noise, png
+from PIL import Image
 from plain_video import Clip
 from reference import Reference
+from sounds import sound
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.demo import weights_dir
@@ -31,7 +35,7 @@ from epd_serve.types import MODALITIES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 21
 CHATS = "/v1/chat/completions"
 
 
@@ -108,6 +112,15 @@ async def test_a_prefix_hit_may_end_within_a_video(deployment: LocalDeployment, 
             assert await ask(client, question) == expected(reference, question)
 
 
+def animation(num_frames: int) -> bytes:
+    """A GIF that shows a picture that many times."""
+    file = io.BytesIO()
+    Image.new("P", (16, 16)).save(file, "GIF")
+    data = file.getvalue()
+    begin = data.index(b",")
+    return data[:begin] + data[begin:-1] * num_frames + data[-1:]
+
+
 GOOD = clip(7, 60)
 HOSTILE: dict[str, tuple[str, str]] = {
     "empty": ("data:video/mp4;base64,", "empty"),
@@ -116,6 +129,10 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "called a picture": (data_url(GOOD, "image/mp4"), "only video/... is supported; send it as image_url"),
     "cut": (data_url(GOOD[: len(GOOD) // 2], "video/mp4"), "broken or cut off"),
     "a GIF": (data_url(b"GIF89a" + bytes(5000), "video/gif"), "send it as image_url"),
+    "a GIF of 10,000 frames": (data_url(animation(10_000), "video/gif"), "send it as image_url"),
+    "a GIF of 10,000 frames that is called a video": (data_url(animation(10_000), "video/mp4"), "image_url"),
+    "a sound": (data_url(sound(0, 2.0), "video/mp4"), "no"),
+    "10,000 by 10,000 pixels": (data_url(wide(), "video/avi"), "10000×10000"),
     "many frames": (
         data_url(clip(0, 401, (16, 16), fps=100, codec="mpeg4", container="avi"), "video/avi"),
         "more than 400 frames",
@@ -130,21 +147,51 @@ HOSTILE: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-async def test_hostile_videos_are_refused_by_part(deployment: LocalDeployment, kind: str) -> None:
-    url, words = HOSTILE[kind]
+async def refused(client: httpx.AsyncClient, url: str, part: str = "video_url") -> httpx.Response:
+    """The answer to a good video, and this one behind it."""
     parts = [
         {"type": "text", "text": "What happens?"},
         {"type": "video_url", "video_url": {"url": data_url(GOOD, "video/mp4")}},
-        {"type": "video_url", "video_url": {"url": url}},
+        {"type": part, part: {"url": url}},
     ]
     begun = time.monotonic()
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
-        answer = await client.post(CHATS, json={"messages": [{"role": "user", "content": parts}]})
-    error = answer.json()["error"]
-    assert answer.status_code == (413 if kind == "large" else 400)
-    assert error["param"] == "messages[0].content[2].video_url.url" and words in error["message"], error
+    answer = await client.post(CHATS, json={"messages": [{"role": "user", "content": parts}]})
     assert time.monotonic() - begun < 30
+    assert answer.json()["error"]["param"] == f"messages[0].content[2].{part}.url", answer.text
+    return answer
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+async def test_hostile_videos_are_refused_by_part(deployment: LocalDeployment, kind: str) -> None:
+    url, words = HOSTILE[kind]
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+        answer = await refused(client, url)
+    assert answer.status_code == (413 if kind == "large" else 400)
+    assert words in answer.json()["error"]["message"], answer.text
+
+
+def held(pid: int) -> tuple[int, int, int]:
+    """Threads, descriptors and MiB of memory of a process."""
+    here = Path(f"/proc/{pid}")
+    threads, files = (len([*(here / name).iterdir()]) for name in ("task", "fd"))
+    pages = int((here / "statm").read_text().split()[1])
+    return threads, files, pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+async def test_hostile_videos_hold_nothing(deployment: LocalDeployment) -> None:
+    """All of them at once, and again: what is held after the second time was held after the first."""
+    pids = {process.spec.name: process.pid for process in deployment.processes}
+    rounds: list[dict[str, tuple[int, int, int]]] = []
+    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+        for _ in range(3):
+            await asyncio.gather(*(refused(client, url) for url, _ in HOSTILE.values()))
+            await Books({name: one.url for name, one in deployment.instances.items()}).check()
+            metrics = (await client.get("/metrics")).text
+            assert not re.search(r"^epd_serve_in_flight_calls[{].* [^0]", metrics, re.M), "places"
+            rounds.append({name: held(pid) for name, pid in pids.items()})
+    for name, (threads, files, mebibytes) in rounds[2].items():
+        before = rounds[1][name]
+        assert threads <= before[0] and files <= before[1] + 2 and mebibytes <= before[2] + 32, (name, rounds)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
 
-import av
 import numpy as np
 import pytest
-from clips import LIMITS, clip, moving
+from clips import LIMITS, clip, moving, wide
 from msgspec.structs import replace
 from pictures import noise, png
 from PIL import Image
@@ -84,18 +81,6 @@ def test_frames_are_turned_as_the_camera_says(turns: int) -> None:
     assert (facts.width, facts.height) == ((48, 64) if turns % 2 else (64, 48))
     (frame,) = read_frames(data, facts, (0,))
     assert np.abs(np.rot90(moving(2, 1)[0], turns).astype(int) - frame).mean() < 10
-
-
-def wide() -> bytes:
-    """A frame of 10,000 × 10,000 pixels of one colour in a file of a few hundred kilobytes."""
-    file = io.BytesIO()
-    with av.open(file, "w", format="avi") as out:
-        stream: Any = out.add_stream("mjpeg", rate=1)
-        stream.width = stream.height = 10_000
-        stream.pix_fmt = "yuvj420p"
-        out.mux(stream.encode(av.VideoFrame(10_000, 10_000, "yuvj420p")))
-        out.mux(stream.encode())
-    return file.getvalue()
 
 
 GOOD = clip(3, 60)

@@ -9,6 +9,7 @@ import pytest
 from proxy.http.arrival import ArrivalLimits
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+FORM = b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
 
 
 async def trickle(url: str, begin: bytes, drop: bytes, limit_s: float = 30.0) -> tuple[bytes, float]:
@@ -55,16 +56,17 @@ async def test_a_head_that_does_not_come_ends_its_connection(start, kit, begin, 
 
 
 @pytest.mark.parametrize(
-    "framing",
+    ("begin", "drop"),
     [
-        (b"content-length: 100000\r\n\r\n{", b"  "),
-        (b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", b"1\r\n \r\n"),
+        (HEAD + b"content-length: 100000\r\n\r\n{", b"  "),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n", b"1\r\n \r\n"),
+        (FORM + b"transfer-encoding: chunked\r\n\r\n5\r\n--b\r\n\r\n", b"1\r\nx\r\n"),
     ],
-    ids=["length", "chunks"],
+    ids=["length", "chunks", "a file"],
 )
-async def test_a_body_that_trickles_is_a_408(start, kit, framing):
+async def test_a_body_that_trickles_is_a_408(start, kit, begin, drop):
     gateway = await start("pd0:PD", body_timeout_s=0.3)
-    answer, seconds = await trickle(gateway.url, HEAD + framing[0], framing[1])
+    answer, seconds = await trickle(gateway.url, begin, drop)
     assert answer.startswith(b"HTTP/1.1 408 ") and b'"request_timeout"' in answer
     assert seconds < 20
     [client] = gateway.admission.authenticator.clients

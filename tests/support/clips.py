@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 from collections.abc import Iterator
@@ -66,3 +67,15 @@ def clip(
         out.mux(stream.encode())
         out.close()
         return (Path(folder) / "clip").read_bytes()
+
+
+def wide() -> bytes:
+    """A frame of 10,000 × 10,000 pixels of one colour in a file of a few hundred kilobytes."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="avi") as out:
+        stream: Any = out.add_stream("mjpeg", rate=1)
+        stream.width = stream.height = 10_000
+        stream.pix_fmt = "yuvj420p"
+        out.mux(stream.encode(av.VideoFrame(10_000, 10_000, "yuvj420p")))
+        out.mux(stream.encode())
+    return file.getvalue()
