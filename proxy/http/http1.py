@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from epd_serve.config import GatewayConfig
-from proxy.http.arrival import ArrivalLimits, HeadWatch
+from proxy.http.arrival import GRACE_S, ArrivalLimits, HeadWatch
 
 #: What a client may send ahead of or behind its body: request line, headers, trailers.
 MAX_HEADER_BYTES = 64 * 1024
@@ -54,6 +54,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     #: Received since the last piece of a body or the end of a request.
     _collected_bytes = 0
+    #: The request whose body still comes behind its answer.
+    _refused: RequestResponseCycle | None = None
     _problem: str | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -88,10 +90,19 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._collected_bytes = 0
+        if self.cycle.response_complete and self._refused is not self.cycle:
+            # The rest of a body that was refused is read and forgotten for a while, so that its sender sees why.
+            self._refused = self.cycle
+            self.loop.call_later(GRACE_S, self._close_if_refused, self.cycle)
         super().on_body(body)
+
+    def _close_if_refused(self, cycle: RequestResponseCycle) -> None:
+        if self._refused is cycle and not self.transport.is_closing():
+            self.transport.close()
 
     def on_message_complete(self) -> None:
         self._collected_bytes = 0
+        self._refused = None
         if not self.parser.should_upgrade():
             super().on_message_complete()
 

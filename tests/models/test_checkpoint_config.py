@@ -202,7 +202,7 @@ def _changes(family: str) -> Iterator[tuple[str, list[list[odd_models.Change]]]]
     """All fields of a family's configuration classes, each with the changes to be tried."""
     _, text_type, tower_type = odd_models.FAMILIES[family]
     config: Any = AutoConfig.for_model(**odd_models.config_of(family))
-    parts = [part for part in _PARTS if hasattr(config, part)]
+    parts = [part for part in _PARTS if getattr(config, part, None) is not None]
     for part, owner in [("", config), *((part, getattr(config, part)) for part in parts)]:
         if family.startswith("llava"):  # what another family here has as well is tried once
             is_new = {"": text_type == "llama", "text_config": tower_type == "clip_vision_model"}
@@ -212,7 +212,11 @@ def _changes(family: str) -> Iterator[tuple[str, list[list[odd_models.Change]]]]
             continue
         for field in dataclasses.fields(owner):
             if field.name not in _PARTS:
-                others = _others(part, field, vars(owner)[field.name])
+                own = vars(
+                    owner
+                )  # without what some classes find by layer; others keep a field under another name
+                value = own[field.name] if field.name in own else getattr(owner, field.name)
+                others = _others(part, field, value)
                 along = [(part, name, v) for name, v in _WITH.get(field.name, {}).items() if hasattr(owner, name)]
                 yield f"{part}.{field.name}".lstrip("."), [[(part, field.name, other), *along] for other in others]
 

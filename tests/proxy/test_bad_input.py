@@ -269,3 +269,34 @@ async def test_headers_without_end_are_cut_off(gateway, kit, head):
         pytest.fail("two megabytes of headers were taken")
     writer.close()
     assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/v1/chat/completions", b"application/json"),
+        ("/v1/audio/transcriptions", b"multipart/form-data; boundary=x"),
+    ],
+)
+async def test_a_body_without_end_is_refused_and_then_cut_off(start, kit, monkeypatch, path, kind):
+    """Its sender has the time to see the 413, and no more."""
+    monkeypatch.setattr("proxy.http.http1.GRACE_S", 0.3)
+    gateway = await start("e0:E", "p0:P", "d0:D", max_body_bytes=50_000)
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: %b\r\n" % (path.encode(), kind))
+    writer.write(b"transfer-encoding: chunked\r\n\r\n")
+
+    async def send():
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"2710\r\n" + b"x" * 10_000 + b"\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.001)
+
+    async with asyncio.timeout(60):
+        sending = asyncio.create_task(send())
+        assert (await reader.readline()).split()[1] == b"413"
+        await sending
+    writer.close()
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)

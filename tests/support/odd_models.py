@@ -254,7 +254,7 @@ def _extractor(config: Any) -> dict[str, Any]:
 
 
 def _preprocessor(config: Any) -> dict[str, Any]:
-    ears = _extractor(config) if hasattr(config, "audio_config") else {}
+    ears = _extractor(config) if getattr(config, "audio_config", None) else {}
     if not hasattr(config, "vision_config"):
         return ears
     vision = config.vision_config
@@ -323,7 +323,7 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
     try:
         read = AutoConfig.from_pretrained(path)
         torch.manual_seed(0)
-        takes_media = hasattr(read, "vision_config") or hasattr(read, "audio_config")
+        takes_media = hasattr(read, "vision_config") or getattr(read, "audio_config", None)
         auto: Any = AutoModelForMultimodalLM if takes_media else AutoModelForCausalLM
         model: Any = auto.from_config(read, dtype=torch.float32).eval()
         with torch.no_grad():
@@ -351,7 +351,7 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
                     inputs.pop(name, None)
                 features = model.get_image_features(**inputs, return_dict=True).pooler_output
                 num_rows["image"] = sum(feature.view(-1, feature.shape[-1]).shape[0] for feature in features)
-            if hasattr(read, "audio_config"):
+            if getattr(read, "audio_config", None):
                 heard = _heard(path, read)
                 num_rows["audio"] = _num_rows_heard(model, heard)
                 inputs |= heard
@@ -364,7 +364,7 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
             if read.model_type == "paligemma":  # all of a prompt is what attends both ways
                 inputs["token_type_ids"] = torch.zeros_like(tokens)
             if "image_position_ids" in inputs or (
-                "image_grid_thw" in inputs and not hasattr(read, "audio_config")
+                "image_grid_thw" in inputs and not getattr(read, "audio_config", None)
             ):
                 inputs["mm_token_type_ids"] = (tokens == _image_token(read)).int()
             output = model.generate(
