@@ -128,7 +128,7 @@ class FeatureStore(Protocol):
         ...
 
 
-def verify(event: FeatureEvent, data: bytearray) -> None:
+def verify_checksum(event: FeatureEvent, data: bytearray) -> None:
     """Raise TransferError unless the bytes are those that the event announced."""
     if checksum(data) != event.checksum:
         raise TransferError(f"feature {event.mm_hash[:12]} fails its checksum")
@@ -232,7 +232,7 @@ class EmbeddedFeatureStore:
         data = bytearray(event.nbytes)
         with observed_fetch(self._observe, "embedded", event):
             self._transport.read(event.region, [(event.offset, memoryview(data))])
-            verify(event, data)
+            verify_checksum(event, data)
         return data
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from epd_serve.transfer.feature_store import (
     checksum,
     observed_fetch,
     unobserved,
-    verify,
+    verify_checksum,
 )
 from epd_serve.transfer.mooncake import MooncakeOptions, Staged, StagingPool, StoreClient, StoreUnreachable
 from epd_serve.transfer.transport import TransferError
@@ -158,7 +158,7 @@ class MooncakeFeatureStore:
                 self._client.get(event.mm_hash, staged.address, nbytes)
                 data = bytearray(staged.memory[: event.nbytes])
             try:
-                verify(event, data)
+                verify_checksum(event, data)
             except TransferError:
                 self._client.remove(event.mm_hash, force=True)  # else it would be announced again and again
                 raise

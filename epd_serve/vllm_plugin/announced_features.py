@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.protocol.engine_notices import AnyNotice, FeatureAnnounced, FeatureWithdrawn
 from epd_serve.protocol.wire import FeatureEvent, Region
-from epd_serve.transfer.feature_store import StoredFeature, checksum, verify
+from epd_serve.transfer.feature_store import StoredFeature, checksum, verify_checksum
 from epd_serve.transfer.shared_memory import SlabAllocator
 from epd_serve.transfer.transport import TransferError, Transport
 
@@ -118,7 +118,7 @@ class AnnouncedFeatures:
         data = bytearray(event.nbytes)
         try:
             self._transport.read(event.region, [(event.offset, memoryview(data))])
-            verify(event, data)
+            verify_checksum(event, data)
         except TransferError as error:
             self._withdraw(event.request_id, event.mm_hash)
             return str(error)
