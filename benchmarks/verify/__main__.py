@@ -26,7 +26,12 @@ def planted() -> int:
 
 
 def field(arguments: argparse.Namespace) -> int:
-    peers = Peers(python=arguments.vllm_python, proxy=arguments.proxy, router=arguments.router)
+    peers = Peers(
+        python=arguments.vllm_python,
+        proxy=arguments.proxy,
+        router=arguments.router,
+        sglang_router=arguments.sglang_router,
+    )
     return run(arguments.only or list(SERVERS), arguments.suite or (), peers, arguments.slowness)
 
 
@@ -39,6 +44,7 @@ def main() -> int:
     options.add_argument("--vllm-python", required=True, help="of an environment that has vLLM")
     options.add_argument("--proxy", type=Path, help="vLLM's examples/.../disagg_epd_proxy.py")
     options.add_argument("--router", help="the program vllm-router")
+    options.add_argument("--sglang-router", help="the program sglang-router")
     options.add_argument("--only", action="append", choices=list(SERVERS))
     options.add_argument("--suite", action="append")
     options.add_argument("--slowness", type=float, default=4.0)

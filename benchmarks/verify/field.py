@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -51,12 +51,13 @@ class Peers:
     Attributes:
         python: of an environment that has vLLM.
         proxy: vLLM's disagg_epd_proxy.py.
-        router: the program vllm-router.
+        router, sglang_router: the programs vllm-router and sglang-router.
     """
 
     python: str
     proxy: Path | None
     router: str | None
+    sglang_router: str | None
 
 
 @contextmanager
@@ -94,11 +95,12 @@ def vllm_alone(peers: Peers, logs: Path) -> Iterator[Running]:
 
 
 @contextmanager
-def vllm_router(peers: Peers, logs: Path) -> Iterator[Running]:
-    assert peers.router is not None
+def _router(program: str | None, peers: Peers, logs: Path, *flags: str) -> Iterator[Running]:
+    """A router before one vLLM."""
+    assert program is not None, "--router and --sglang-router name the programs"
     port, metrics = free_ports(2)
     with vllm_alone(peers, logs) as alone:
-        command = [peers.router, "--host", "127.0.0.1", "--port", str(port), "--worker-urls", alone.url]
+        command = [program, *flags, "--host", "127.0.0.1", "--port", str(port), "--worker-urls", alone.url]
         command += [
             "--policy",
             "round_robin",
@@ -109,6 +111,14 @@ def vllm_router(peers: Peers, logs: Path) -> Iterator[Running]:
         ]
         with running(command, logs / "router.log") as process:
             yield _ready(process, port, logs / "router.log", [f"kill-router=kill -KILL {process.pid}"])
+
+
+def vllm_router(peers: Peers, logs: Path) -> AbstractContextManager[Running]:
+    return _router(peers.router, peers, logs)
+
+
+def sglang_router(peers: Peers, logs: Path) -> AbstractContextManager[Running]:
+    return _router(peers.sglang_router, peers, logs, "launch", "--backend", "openai")
 
 
 @contextmanager
@@ -160,6 +170,7 @@ SERVERS: dict[str, Any] = {
     **{f"epd-serve, vLLM, {shape}": (shape, "vllm") for shape in ("EPD", "E-PD", "EP-D", "E-P-D")},
     "vLLM's disagg_epd_proxy, E-PD": vllm_proxy,
     "vllm-router, vLLM alone": vllm_router,
+    "sglang-router, vLLM alone": sglang_router,
 }
 
 
