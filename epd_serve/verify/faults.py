@@ -183,7 +183,7 @@ async def _recovered(traffic: Traffic, requests: Sequence[Request]) -> float:
             require(time.monotonic() < began_s + limit_s, late)
             await asyncio.sleep(traffic.pause_s)
 
-    await in_parallel(map(one, requests), CONCURRENCY)
+    await in_parallel(one, requests, CONCURRENCY)
     return time.monotonic() - began_s
 
 

@@ -7,14 +7,15 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from epd_serve.verify.check import Failed
 from epd_serve.verify.client import Client, Reply, asked, noise
 
+T = TypeVar("T")
 #: Statuses of a clear error that a fault may lead to.
 FAULT_STATUSES = (429, 500, 502, 503, 504)
 _NUM_PICTURES = 24
@@ -181,7 +182,7 @@ class Traffic:
                 raise Failed(f"{request.key} failed without any fault: {result.detail}")
             self.expected[request.key] = result.text
 
-        await in_parallel((one(each) for each in {each.key: each for each in requests}.values()), concurrency)
+        await in_parallel(one, {each.key: each for each in requests}.values(), concurrency)
 
     async def _judged(self, request: Request) -> None:
         result = await self.ask(request)
@@ -190,7 +191,7 @@ class Traffic:
             await asyncio.sleep(self.pause_s)
 
     async def ask_all(self, requests: Sequence[Request], concurrency: int) -> None:
-        await in_parallel((self._judged(one) for one in requests), concurrency)
+        await in_parallel(self._judged, requests, concurrency)
 
     async def ask_until(self, requests: Sequence[Request], concurrency: int, over: asyncio.Event) -> None:
         """Ask the requests again and again, until it is over."""
@@ -223,12 +224,18 @@ class Traffic:
         }
 
 
-async def in_parallel(work: Iterable[Awaitable[None]], concurrency: int) -> None:
-    """Do all of it, at most ``concurrency`` at a time."""
-    slots = asyncio.Semaphore(concurrency)
+async def in_parallel(do: Callable[[T], Awaitable[None]], items: Iterable[T], concurrency: int) -> None:
+    """Do it with each item, at most ``concurrency`` at a time. The first exception ends all."""
+    remaining = iter(items)
 
-    async def one(task: Awaitable[None]) -> None:
-        async with slots:
-            await task
+    async def work() -> None:
+        for one in remaining:
+            await do(one)
 
-    await asyncio.gather(*(one(task) for task in work))
+    workers = [asyncio.create_task(work()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
