@@ -175,7 +175,8 @@ SERVERS: dict[str, Any] = {
 
 
 async def verified(server: Running, record: Path, suites: Sequence[str], directory: Path, slowness: float) -> Any:
-    client = Client(server.url, record=record, admin=admin_commands(server.admin), slowness=slowness)
+    admin = admin_commands(server.admin)
+    client = Client(server.url, model="demo", record=record, admin=admin, slowness=slowness)
     try:
         return await run_checks(client, chosen(suites), directory, told=lambda one: print(one, flush=True))
     finally:
@@ -184,7 +185,7 @@ async def verified(server: Running, record: Path, suites: Sequence[str], directo
 
 async def recorded(server: Running, record: Path) -> None:
     """Write the server's greedy answers."""
-    client = Client(server.url, reference=Client(server.url), record=record)
+    client = Client(server.url, model="demo", reference=Client(server.url, model="demo"), record=record)
     try:
         await run_checks(client, chosen((), ["answers.reference"]), record.parent)
     finally:
