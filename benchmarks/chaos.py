@@ -134,7 +134,7 @@ class Chaos(Traffic):
         if restarts < self.kills.total():
             self.leaks["processes"] = "one that was killed or stopped has not been started again"
         try:
-            await balanced(self.client)
+            await balanced(self.client, _SETTLE_S)
         except Failed as failed:
             self.leaks["gateway"] = str(failed)
 

@@ -177,7 +177,7 @@ def _vision_call(device: Device, ops: AttentionOps, patches: int, head_dim: int)
 
 
 def measure_parity(device: Device) -> tuple[dict[str, Any], list[Target]]:
-    """What P would say of this device's features beside a CPU's."""
+    """Compare this device's features with a CPU's, as P does."""
     from epd_serve.demo import weights_dir
     from epd_serve.instance.parity import difference, fixed_inputs, sample_of
     from epd_serve.models.loader import load_family
@@ -226,7 +226,7 @@ def measure_transfer(device: Device, *, tiny: bool) -> dict[str, float]:
 
 
 def measure_colocation(device: Device, *, tiny: bool) -> dict[str, Any]:
-    """How much stages slow each other down, shares off first: limits of cores may cost more than they save."""
+    """Measure how stages slow each other down, shares off first: limits of cores may cost more than they save."""
     from epd_serve.profiling.interference import draw_heat_map
     from epd_serve.profiling.interference import measure as measure_pairs
 

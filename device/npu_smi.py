@@ -22,13 +22,16 @@ _BUS = re.compile(r"NA|[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chip:
-    """Two rows of the table; None where npu-smi gives no number."""
+    """Two rows of the table; None where npu-smi gives no number.
+
+    Attributes:
+        health: OK, Warning, Alarm, Critical or UNKNOWN.
+        utilisation: that of the AI cores, as a fraction of 1.
+    """
 
     name: str
     health: str
-    """OK, Warning, Alarm, Critical or UNKNOWN."""
     utilisation: float | None
-    """Of the AI cores, as a fraction of 1."""
     memory_used_bytes: int | None
     memory_bytes: int | None
 

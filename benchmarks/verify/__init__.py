@@ -1,1 +1,1 @@
-"""What ``epd-serve verify`` finds: planted faults, and the field."""
+"""``epd-serve verify`` against planted faults, the demo deployment and the field."""

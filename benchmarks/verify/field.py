@@ -21,17 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import psutil
 
-from benchmarks.common import RESULTS, machine, typed, write
+from benchmarks.common import RESULTS, machine, write
 from benchmarks.gateway.programs import free_ports, running
 from epd_serve.demo import weights_dir
 from epd_serve.verify.client import Client
 from epd_serve.verify.faults import admin_commands
+from epd_serve.verify.report import Report
 from epd_serve.verify.runner import chosen, run_checks
 
 RESULT = RESULTS / "verify-field.json"
+#: The command, without the paths of a machine.
+COMMAND = (
+    "python -m benchmarks.verify field --vllm-python PYTHON --proxy disagg_epd_proxy.py --router vllm-router "
+    "--sglang-router sglang-router"
+)
 _READY_S = 600.0
 _ENGINE_FLAGS = {"enforce_eager": True, "chat_template_content_format": "openai"}
 
@@ -69,6 +74,12 @@ def ours(topology: str, engine: str, peers: Peers, logs: Path) -> Iterator[Runni
         config["instances"]["engine_args"] = _ENGINE_FLAGS
     file = logs / "deployment.yaml"
     file.write_text(json.dumps(config))
+    with up(file, logs) as server:
+        yield server
+
+
+@contextmanager
+def up(file: Path, logs: Path) -> Iterator[Running]:
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "epd_serve.cli", "up", str(file), "--port", str(port)]
     with running(command, logs / "up.log") as process:
@@ -174,13 +185,22 @@ SERVERS: dict[str, Any] = {
 }
 
 
-async def verified(server: Running, record: Path, suites: Sequence[str], directory: Path, slowness: float) -> Any:
+async def verified(
+    server: Running, record: Path | None, suites: Sequence[str], directory: Path, slowness: float
+) -> Report:
     admin = admin_commands(server.admin)
     client = Client(server.url, model="demo", record=record, admin=admin, slowness=slowness)
     try:
         return await run_checks(client, chosen(suites), directory, told=lambda one: print(one, flush=True))
     finally:
         await client.close()
+
+
+def kept(report: Report) -> dict[str, dict[str, Any]]:
+    """Results by check, without the lines that repeat a request on this machine."""
+    return {
+        one.check: {"outcome": one.outcome, "reason": one.reason, "seconds": one.seconds} for one in report.results
+    }
 
 
 async def recorded(server: Running, record: Path) -> None:
@@ -214,11 +234,9 @@ def run(names: Sequence[str], suites: Sequence[str], peers: Peers, slowness: flo
         print(f"== {name}", flush=True)
         with start(name, logs) as server:
             report = asyncio.run(verified(server, record, suites, logs, slowness))
-        results = {one.check: msgspec.to_builtins(one) for one in report.results}
-        kept = found.get(name, {}).get("checks", {})
-        found[name] = {"counts": report.counts(), "checks": {**kept, **results}}
+        found[name] = {**found.get(name, {}), **kept(report)}
         versions = {"epd-serve": version("epd-serve"), "vllm": _version(peers.python, "vllm")}
-        heading = {"command": typed("verify"), "machine": machine(), "versions": versions}
+        heading = {"command": COMMAND, "machine": machine(), "versions": versions}
         write(RESULT, {**heading, "servers": found})
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,17 +29,18 @@ def field_table() -> Iterator[str]:
     servers: dict[str, Any] = json.loads((RESULTS / "verify-field.json").read_text())["servers"]
     names = {name: f"{number}" for number, name in enumerate(servers, start=1)}
     for name, number in names.items():
-        yield f"{number}. {name}: {servers[name]['counts']}"
+        counts = Counter(one["outcome"] for one in servers[name].values())
+        yield f"{number}. {name}: {', '.join(f'{counts[outcome]} {outcome}' for outcome in _MARKS)}"
     yield ""
     yield f"| check | {' | '.join(names.values())} |"
     yield f"|---|{'---|' * len(names)}"
-    for check in dict.fromkeys(check for one in servers.values() for check in one["checks"]):
-        results = [one["checks"].get(check) for one in servers.values()]
+    for check in dict.fromkeys(check for one in servers.values() for check in one):
+        results = [one.get(check) for one in servers.values()]
         yield f"| {check} | {' | '.join(_MARKS[one['outcome']] if one else '' for one in results)} |"
     yield ""
     yield "| server | check | what was wrong |"
     yield "|---|---|---|"
     for name, one in servers.items():
-        for check, result in one["checks"].items():
+        for check, result in one.items():
             if result["outcome"] == "fail":
                 yield f"| {names[name]} | {check} | {' '.join(result['reason'].replace('|', '/')[:160].split())} |"

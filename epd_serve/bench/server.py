@@ -227,7 +227,7 @@ class LocalServer:
 
 
 async def _output(command: Sequence[str]) -> str | None:
-    """What a program prints; None where it does not end."""
+    """Run a program and return what it prints; None where it does not end."""
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
     )

@@ -30,7 +30,7 @@ from epd_serve.models.recurrent_states import RecurrentStates
 
 @dataclass(frozen=True, slots=True)
 class _Planes:
-    """Where a layer's K and V lie in the cache: heads of a width, in some planes from the first one on.
+    """The place of a layer's K and V in the cache: heads of a width, in some planes from the first one on.
 
     ``is_written``: False for a layer that reads another one's.
     """

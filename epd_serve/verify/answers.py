@@ -9,7 +9,8 @@ import re
 from typing import Any
 
 from epd_serve.verify.check import Failed, Skipped, Unjudged, check, require
-from epd_serve.verify.client import Client, Reply, asked, clip, picture, same, sound, turned
+from epd_serve.verify.client import Client, Reply, same
+from epd_serve.verify.items import asked, clip, picture, sound, turned
 
 COLORS = ("red", "lime", "blue", "yellow", "black", "white")
 _TOLD: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
@@ -95,16 +96,16 @@ async def content(client: Client) -> None:
     await _told_apart(client, {color: picture(color) for color in COLORS}, "What color is it?")
 
 
-async def _taken(client: Client, item: Any) -> None:
-    reply = await client.chat(asked(item, text="What is it?"), max_tokens=1)
+def _accepted(reply: Reply) -> Any:
+    """The first choice. Raises Skipped for a request that the server refuses."""
     if 400 <= reply.status < 500 and not reply.is_busy:
-        raise Skipped(f"the model takes none: {reply.error()[:120]}")
-    reply.choices()
+        raise Skipped(f"the server refuses: {reply.error()[:120]}")
+    return reply.choices()[0]
 
 
 async def _clips(client: Client, clips: dict[str, Any]) -> None:
-    """What holds for pictures holds for items of another kind."""
-    await _taken(client, next(iter(clips.values())))
+    """Show for items of another kind what holds for pictures."""
+    _accepted(await client.chat(asked(next(iter(clips.values())), text="What is it?"), max_tokens=1))
     await _told_apart(client, clips, "What is it?")
     contents: list[Any] = [asked(one, text="What is it?") for one in clips.values()]
     await _alone_and_batched(client, [*contents, *contents, "What colours are there?"])
@@ -158,7 +159,7 @@ async def exif(client: Client) -> None:
         raise Unjudged("the turned and the plain picture have one answer")
 
 
-_CITY = {
+_SCHEMA = {
     "type": "object",
     "properties": {"color": {"enum": ["red", "blue"]}, "known": {"type": "boolean"}},
     "required": ["color", "known"],
@@ -166,48 +167,45 @@ _CITY = {
 }
 
 
-def _fits(text: str, what: str) -> None:
+def _ended(reply: Reply) -> Any:
+    """The choice of a guided answer. Raises Skipped where it is refused, Unjudged where max_tokens cut it."""
+    choice = _accepted(reply)
+    if choice["finish_reason"] == "length":
+        raise Unjudged("the answer was not over within its max_tokens")
+    return choice
+
+
+def _fits(text: str, stream: bool) -> None:
     try:
         value = json.loads(text)
     except ValueError:
-        raise Failed(f"{what}: no JSON: {text!r}") from None
+        value = None
     is_right = isinstance(value, dict) and set(value) == {"color", "known"}
-    require(is_right and value["color"] in ("red", "blue") and type(value["known"]) is bool, f"{what}: {text!r}")
-
-
-def _guided(reply: Reply) -> Any:
-    if 400 <= reply.status < 500 and not reply.is_busy:
-        raise Skipped(f"the server refuses: {reply.error()[:120]}")
-    return reply.choices()[0]
+    is_right = is_right and value["color"] in ("red", "blue") and type(value["known"]) is bool
+    require(is_right, f"{'streamed' if stream else 'plain'}: {text!r} does not fit the schema")
 
 
 @check("answers", "grammars that are lost between P and D", limit_s=90)
 async def schemas(client: Client) -> None:
     """An answer that is to fit a JSON schema fits it, streamed and not, with a picture and without."""
-    form = {"type": "json_schema", "json_schema": {"name": "seen", "strict": True, "schema": _CITY}}
+    form = {"type": "json_schema", "json_schema": {"name": "seen", "strict": True, "schema": _SCHEMA}}
     for stream in (False, True):
         for content in (asked(picture()), "What colours are there?"):
             reply = await client.chat(content, response_format=form, max_tokens=96, stream=stream)
-            choice = _guided(reply)
-            if choice["finish_reason"] == "length":
-                raise Unjudged("the answer was not over within 96 tokens")
-            _fits(choice["message"]["content"], "streamed" if stream else "plain")
+            _fits(_ended(reply)["message"]["content"], stream)
 
 
 @check("answers", "tools that work in a monolithic server only", limit_s=90)
 async def tools(client: Client) -> None:
     """A tool that has to be called is called, with arguments that fit its parameters, streamed and not."""
-    tool = {"type": "function", "function": {"name": "paint", "description": "Paints.", "parameters": _CITY}}
+    tool = {"type": "function", "function": {"name": "paint", "description": "Paints.", "parameters": _SCHEMA}}
     chosen = {"type": "function", "function": {"name": "paint"}}
     for stream in (False, True):
         reply = await client.chat(asked(picture()), tools=[tool], tool_choice=chosen, max_tokens=96, stream=stream)
-        choice = _guided(reply)
-        if choice["finish_reason"] == "length":
-            raise Unjudged("the call was not over within 96 tokens")
-        calls = choice["message"].get("tool_calls") or []
+        calls = _ended(reply)["message"].get("tool_calls") or []
         require(len(calls) == 1, f"{len(calls)} calls: {reply.body[:200]!r}")
         require(calls[0]["function"]["name"] == "paint", f"a call of {calls[0]['function']['name']!r}")
-        _fits(calls[0]["function"]["arguments"], "streamed" if stream else "plain")
+        _fits(calls[0]["function"]["arguments"], stream)
 
 
 @check("answers", "prompts that end where the model's length does", limit_s=120)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from epd_serve.verify.check import Skipped, check, require
-from epd_serve.verify.client import Client, asked, picture
+from epd_serve.verify.client import Client
+from epd_serve.verify.items import asked, picture
 
 _OPENAI = "OpenAI's API reference"
 _FINISH = ("stop", "length", "tool_calls", "content_filter")

@@ -25,12 +25,12 @@ HELD = (
     "dynamo_frontend_queued_requests",
 )
 #: Seconds in which what an ended request held has to be given back; what dead parts held goes by leases.
-SETTLE_S = 45.0
+SETTLE_S, LEASES_S = 15.0, 45.0
 
 
-async def balanced(client: Client) -> None:
+async def balanced(client: Client, settle_s: float = SETTLE_S) -> None:
     """Wait until nothing is held. Raises Failed with what still is, and Unjudged where no metric tells."""
-    settle_s = client.within(SETTLE_S)
+    settle_s = client.within(settle_s)
     end_s = time.monotonic() + settle_s
     while True:
         seen = {name: value for name, value in (await client.metrics()).items() if name.split("{")[0] in HELD}

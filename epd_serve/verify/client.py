@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
-import io
 import json
-import math
-import random
 import shlex
-import wave
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from PIL import Image, ImageDraw
 
 from epd_serve.bench.connection import Connections, Exchange, Target
 from epd_serve.bench.server import parse_metrics
@@ -176,21 +169,25 @@ class Client:
 
     async def get(self, path: str) -> Reply:
         self.last = (path, b"")
-        return Reply(await self.connections.get(path, self._headers(), timeout_s=20.0))
+        return Reply(await self.connections.get(path, self._headers(), timeout_s=self.within(20.0)))
 
     async def post(self, body: bytes, path: str = CHAT, *, patient: bool = True, timeout_s: float = 60.0) -> Reply:
         """Send a body as it is; a rate limit is waited for unless the caller is not ``patient``."""
         self.last, waited_s = (path, body), 0.0
         while True:
-            done = asyncio.Event()
-            exchange = self.begin(body, done, path, timeout_s)
-            await done.wait()
-            reply = Reply(exchange)
+            reply = Reply(await self.exchange(body, path, timeout_s))
             if not (patient and reply.is_busy) or waited_s >= PATIENCE_S:
                 return reply
             pause_s = min(_seconds(reply.headers.get("retry-after", "")), PATIENCE_S - waited_s)
             await asyncio.sleep(pause_s)
             waited_s += pause_s
+
+    async def exchange(self, body: bytes, path: str = CHAT, timeout_s: float = 60.0) -> Exchange:
+        """Send a request and wait for its end, whatever that is."""
+        done = asyncio.Event()
+        exchange = self.begin(body, done, path, timeout_s)
+        await done.wait()
+        return exchange
 
     def begin(self, body: bytes, done: asyncio.Event, path: str = CHAT, timeout_s: float = 60.0) -> Exchange:
         """Send a request and return at once; ``close()`` of what is returned is a client that goes away."""
@@ -284,77 +281,6 @@ def same(one: Any, other: Any, between: str) -> None:
 
 def _tokens(choice: Any) -> Sequence[Any]:
     return (choice.get("logprobs") or {}).get("content") or ()
-
-
-def picture(color: Any = "red", size: tuple[int, int] = (64, 64), mode: str = "RGB", form: str = "PNG") -> Any:
-    """A part of a chat with a picture of one colour."""
-    image = Image.new("RGB", size, color)
-    image = image.convert("I").convert(mode) if mode == "I;16" else image.convert(mode)
-    buffer = io.BytesIO()
-    image.save(buffer, form)
-    return part(buffer.getvalue(), f"image/{form.lower()}")
-
-
-def noise(number: int) -> Any:
-    """A part of a chat with coloured rectangles under noise: another picture for each number, of three sizes."""
-    rng, size = random.Random(number), ((120, 90), (200, 150), (90, 240))[number % 3]
-    image = Image.frombytes("RGB", size, bytes(one % 60 for one in rng.randbytes(3 * size[0] * size[1])))
-    draw = ImageDraw.Draw(image)
-    for _ in range(3):
-        x, y = rng.randrange(size[0]), rng.randrange(size[1])
-        draw.rectangle((x, y, x + 50, y + 50), fill=tuple(rng.randbytes(3)))
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return part(buffer.getvalue())
-
-
-def turned() -> tuple[Any, Any, Any]:
-    """Parts of a picture with an EXIF tag that turns it, of the turned one, and of the one without the tag."""
-    image = Image.new("RGB", (64, 64), "red")
-    image.paste("blue", (0, 0, 64, 20))
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be shown turned by 90 degrees clockwise
-    parts = []
-    for one, tag in ((image, exif), (image.transpose(Image.Transpose.ROTATE_270), None), (image, None)):
-        buffer = io.BytesIO()
-        one.save(buffer, "PNG", **({"exif": tag} if tag is not None else {}))
-        parts.append(part(buffer.getvalue()))
-    return parts[0], parts[1], parts[2]
-
-
-def clip(colors: Sequence[str], num_frames: int = 8) -> Any:
-    """A part of a chat with a video, as JPEG frames in a row: vLLM's form, for which nobody needs a codec."""
-    frames = []
-    for index in range(num_frames):
-        buffer = io.BytesIO()
-        Image.new("RGB", (64, 64), colors[index * len(colors) // num_frames]).save(buffer, "JPEG")
-        frames.append(base64.b64encode(buffer.getvalue()).decode())
-    return {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{','.join(frames)}"}}
-
-
-def sound(hertz: float, seconds: float = 1.0) -> Any:
-    """A part of a chat with a tone, 16,000 samples a second."""
-    samples = (round(20_000 * math.sin(2 * math.pi * hertz * n / 16_000)) for n in range(round(16_000 * seconds)))
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(16_000)
-        file.writeframes(b"".join(sample.to_bytes(2, "little", signed=True) for sample in samples))
-    data = base64.b64encode(buffer.getvalue()).decode()
-    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
-
-
-def part(data: bytes, mime: str = "image/png") -> Any:
-    return url_part(f"data:{mime};base64,{base64.b64encode(data).decode()}")
-
-
-def url_part(url: str) -> Any:
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def asked(*parts: Any, text: str = "What color is it?") -> list[Any]:
-    return [*parts, {"type": "text", "text": text}]
 
 
 def _object(data: bytes) -> dict[str, Any]:

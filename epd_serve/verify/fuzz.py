@@ -13,7 +13,8 @@ from typing import Any
 
 from epd_serve.verify.books import balanced
 from epd_serve.verify.check import check, require
-from epd_serve.verify.client import CHAT, Client, asked, picture
+from epd_serve.verify.client import CHAT, Client
+from epd_serve.verify.items import asked, picture
 
 _SCHEMA = {
     "type": "object",
@@ -229,9 +230,7 @@ class Findings:
 
 
 async def send(client: Client, case: Case, found: Findings) -> None:
-    done = asyncio.Event()
-    exchange = client.begin(case.body, done, case.path, HANG_S)
-    await done.wait()
+    exchange = await client.exchange(case.body, case.path, HANG_S)
     content_type = exchange.headers.get(b"content-type", b"").decode("latin-1")
     problem = exchange.detail
     if exchange.status:
@@ -256,14 +255,11 @@ async def run_cases(client: Client, fuzzer: Fuzzer, count: int, found: Findings,
 
 async def answered(client: Client) -> list[tuple[str, dict[str, Any]]]:
     """The valid bodies that the server answers with 200: of the APIs that it has."""
-    found = []
-    for path, body in valid_bodies(client.model):
-        done = asyncio.Event()
-        exchange = client.begin(json.dumps(body).encode(), done, path, HANG_S)
-        await done.wait()
-        if exchange.status == 200:
-            found.append((path, body))
-    return found
+    return [
+        (path, body)
+        for path, body in valid_bodies(client.model)
+        if (await client.exchange(json.dumps(body).encode(), path, HANG_S)).status == 200
+    ]
 
 
 @check("api", "servers that turn a client's mistake into a 500", limit_s=300)

@@ -9,7 +9,8 @@ from collections import Counter
 
 from epd_serve.verify.books import balanced
 from epd_serve.verify.check import Failed, Skipped, check, require
-from epd_serve.verify.client import Client, asked, picture
+from epd_serve.verify.client import Client
+from epd_serve.verify.items import asked, picture
 
 #: Seconds for each request of a burst.
 _BURST_S = 240.0

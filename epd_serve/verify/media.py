@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from epd_serve.verify.check import check, require
-from epd_serve.verify.client import Client, asked, part, picture, sound, url_part
+from epd_serve.verify.client import Client
+from epd_serve.verify.items import asked, part, picture, sound, url_part
 
 #: Seconds within which a hostile item has to be refused.
 REFUSED_S = 20.0
@@ -73,21 +74,16 @@ async def clips(client: Client) -> None:
     await _refused(
         client,
         {
-            "no video": _clip("video", b"no video", "mp4"),
-            "an empty video": _clip("video", b"", "mp4"),
-            "a video without frames": _clip("video", mp4, "mp4"),
-            "a sound as a video": _clip("video", base64.b64decode(whole), "mp4"),
-            "no sound": _clip("audio", b"no sound", "wav"),
-            "an empty sound": _clip("audio", b"", "wav"),
-            "a picture as a sound": _clip("audio", _png(8, 8, 8), "wav"),
-            "a sound's head": _clip("audio", base64.b64decode(whole)[:40], "wav"),
+            "no video": part(b"no video", "video/mp4"),
+            "an empty video": part(b"", "video/mp4"),
+            "a video without frames": part(mp4, "video/mp4"),
+            "a sound as a video": part(base64.b64decode(whole), "video/mp4"),
+            "no sound": part(b"no sound", "audio/wav"),
+            "an empty sound": part(b"", "audio/wav"),
+            "a picture as a sound": part(_png(8, 8, 8), "audio/wav"),
+            "a sound's head": part(base64.b64decode(whole)[:40], "audio/wav"),
         },
     )
-
-
-def _clip(kind: str, data: bytes, form: str) -> Any:
-    url = f"data:{kind}/{form};base64,{base64.b64encode(data).decode()}"
-    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 @check("media", "server-side requests to private addresses", limit_s=120)

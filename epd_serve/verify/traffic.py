@@ -13,7 +13,8 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from epd_serve.verify.check import Failed
-from epd_serve.verify.client import Client, Reply, asked, noise
+from epd_serve.verify.client import Client, Reply
+from epd_serve.verify.items import asked, noise
 
 T = TypeVar("T")
 #: Statuses of a clear error that a fault may lead to.
@@ -209,7 +210,7 @@ class Traffic:
         return Counter(result.outcome for _, result in self.results)
 
     def wrong(self) -> list[str]:
-        """What was wrong, of each result that no fault excuses."""
+        """Tell what was wrong, for each result that no fault excuses."""
         return [f"{one.key}: {result.detail}" for one, result in self.results if result.outcome in BAD]
 
     def report(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ascend_ladder import require_torch_npu
+from on_thread import elsewhere
 
 if "EPD_ASCEND_STUBS" not in os.environ:
     pytest.skip("this is about the ladder's own runtime", allow_module_level=True)
@@ -50,18 +50,8 @@ def held(stream: base.Stream) -> Iterator[None]:
         RUNTIME.host_hold(handle, 0)
 
 
-def elsewhere(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a call on a new thread."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function(*args)))
-    thread.start()
-    thread.join()
-    assert results, "the call failed"
-    return results[0]
-
-
 def context_error() -> int:
-    """What the runtime answers to one who asks for the calling thread's context, as Mooncake does."""
+    """Ask the runtime for the calling thread's context, as Mooncake does."""
     return int(RUNTIME.aclrtGetCurrentContext(ctypes.byref(ctypes.c_void_p())))
 
 

@@ -444,7 +444,7 @@ def _image_token(config: Any) -> int:
 
 
 def _seconds(config: Any) -> float:
-    """Of the sound: more than a window of the tower, and few tokens."""
+    """Seconds of the sound: more than a window of the tower, and few tokens."""
     return 0.36 if config.model_type == "qwen2_5_omni_thinker" else 1.02
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from on_thread import elsewhere
 
 from epd_serve.transfer import mooncake
 from epd_serve.transfer.mooncake import MooncakeOptions, StoreClient
@@ -112,16 +113,6 @@ def options(monkeypatch: pytest.MonkeyPatch) -> MooncakeOptions:
     return MooncakeOptions(
         host="127.0.0.1", protocol="ascend", staging_bytes=1 << 16, timeout_s=2.0, activate=activate
     )
-
-
-def elsewhere(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a call on a new thread."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function(*args)))
-    thread.start()
-    thread.join()
-    assert results, "the call failed"
-    return results[0]
 
 
 def test_a_transport_activates_the_device_on_every_thread(options: MooncakeOptions) -> None:
