@@ -10,11 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from epd_serve.cli.flags import BaseUrl
+
 _WORKLOADS = "sharegpt4o-like, visualwebinstruct-like, synthetic[,KEY=VALUE...], custom:FILE or trace:FILE"
 
 
 def bench(
-    base_url: Annotated[str, typer.Option(help="Of the server, any that speaks OpenAI's chat API.")] = "",
+    base_url: BaseUrl = "",
     workload: Annotated[str, typer.Option(help=_WORKLOADS)] = "synthetic",
     model: Annotated[str | None, typer.Option(help="Needed where the server has several.")] = None,
     num_requests: Annotated[int, typer.Option(min=0, help="Of each run; 0 for the whole workload.")] = 0,

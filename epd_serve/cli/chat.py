@@ -9,24 +9,26 @@ from typing import Annotated
 
 import typer
 
+from epd_serve.cli.flags import BaseUrl
+
 
 def chat(
     image: Annotated[
         list[Path] | None, typer.Option(help="A picture for the first question; once for each.")
     ] = None,
-    url: Annotated[
-        str | None, typer.Option(help="Of any OpenAI API; by default the deployment that runs here.")
-    ] = None,
+    base_url: BaseUrl = "",
     model: Annotated[str | None, typer.Option(help="Where the server has several.")] = None,
 ) -> None:
     """Chat with a model; answers are shown while they come. '/image FILE' adds a picture to a question.
+
+    Without --base-url it is the deployment that runs here.
 
     Questions are read from the standard input where that is no terminal. OPENAI_API_KEY is sent where it is set.
     """
     from epd_serve.chat import Chat, picture, talk
 
     pictures = [picture(str(file)) for file in image or ()]
-    conversation = Chat(url or _running(), model=model, key=os.environ.get("OPENAI_API_KEY") or None)
+    conversation = Chat(base_url or _running(), model=model, key=os.environ.get("OPENAI_API_KEY") or None)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
         import readline  # noqa: F401  # arrow keys and history

@@ -18,6 +18,10 @@ Port = Annotated[
     int | None, typer.Option(min=0, max=65535, help="Port of the gateway, 0 for a free one; over the file's.")
 ]
 
+BaseUrl = Annotated[
+    str, typer.Option("--base-url", "--url", help="Of the server, any that speaks OpenAI's chat API.")
+]
+
 Join = Annotated[
     list[str] | None,
     typer.Option(

@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
+from epd_serve.cli.flags import BaseUrl
+
 
 def verify(
-    base_url: Annotated[str, typer.Option(help="Of the server, any that speaks OpenAI's chat API.")] = "",
+    base_url: BaseUrl = "",
     model: Annotated[str, typer.Option(help="Needed where the server has several.")] = "",
     suite: Annotated[
         list[str] | None, typer.Option(help="api, answers, media, load or faults; all where none is named.")

@@ -23,6 +23,8 @@ def chosen(suites: Sequence[str], names: Sequence[str] = ()) -> list[Check]:
     if wrong := [one for one in suites if one not in SUITES]:
         raise ValueError(f"no suite {', '.join(wrong)}; there are {', '.join(SUITES)}")
     if wrong := [one for one in names if one not in CHECKS]:
+        if meant := " ".join(f"--suite {one}" for one in wrong if one in SUITES):
+            raise ValueError(f"no check {', '.join(wrong)}, but {meant}")
         raise ValueError(f"no check {', '.join(wrong)}; --list shows them")
     wanted = suites or (() if names else SUITES)
     found = [one for one in CHECKS.values() if one.name in names or one.suite in wanted]

@@ -130,7 +130,7 @@ def test_a_key_is_asked_for_and_sent(server: tuple[Server, str]) -> None:
     ],
 )
 def test_a_server_that_is_not_there(url: str, words: str) -> None:
-    code, _, err = chat("--url", url)
+    code, _, err = chat("--base-url", url)
     assert code == 2 and words in err
 
 

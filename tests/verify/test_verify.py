@@ -48,6 +48,7 @@ async def test_a_right_server_gives_no_alarm_and_a_whole_report(tmp_path: Path) 
     ("call", "message"),
     [
         (lambda: chosen(["speed"]), "no suite speed"),
+        (lambda: chosen([], ["api"]), "no check api, but --suite api"),
         (lambda: chosen([], ["api.none"]), "no check api.none"),
         (lambda: admin_commands(["kill-X=a"]), "should look like kill-E"),
         (lambda: admin_commands(["up:me"]), "should look like up:1234"),
