@@ -1,21 +1,17 @@
 """EPD's table 6: with and without role switches where answers get ten times longer behind the first tenth.
 
     python -m benchmarks.elastic simulated [--requests 200] [--rate 3]
-    python -m benchmarks.elastic live [--requests 100] [--seed 1]
     python -m benchmarks.elastic emulated [--seconds 360] [--seed 1] [--output FILE]
 
 It writes its figures and the roles over time to ``benchmarks/results/elastic-*``. ``simulated``: 8 instances of
 the simulator, driven by the controller that runs live; also with half the requests, and with the opposite load
-(images behind long answers). ``live``: 8 processes on this machine's CPU with parts of its cores, for which it
-needs to be root; a row for each seed. ``emulated``: 8 emulated devices under an hour of a trace whose mix changes
+(images behind long answers). ``emulated``: 8 emulated devices under an hour of a trace whose mix changes
 twice (text-heavy, image-heavy, long answers), ten times as fast; requests that were lost and answers that differ
 are counted, and make the command fail.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,24 +52,6 @@ def simulated(count: int, rate: float) -> None:
     publish("elastic-simulated", found, drawing)
 
 
-def live(count: int, seed: int) -> None:
-    from benchmarks.elastic.live import SHIFT, row_of
-
-    row, switched, arrivals_s = asyncio.run(row_of(SHIFT, count, seed))
-    ratio = {name: row["ratio"][f"{name}_s"]["mean"] for name in ("latency", "ttft", "tpot")}
-    drawing = roles_over_time(
-        switched.spans,
-        f"Roles over time, from {SHIFT.start} to {row['with']['end']}: processes with a fifth of a core each",
-        f"{count} requests, {row['rate']:.2f}/s; latency {ratio['latency']:.1f} times, time to first token "
-        f"{ratio['ttft']:.1f} times, TPOT {ratio['tpot']:.1f} times lower than without switches",
-        [(arrivals_s[count // 10], "answers get 10 times longer"), (arrivals_s[-1], "last arrival")],
-    )
-    path = RESULTS / "elastic-live.json"
-    others = json.loads(path.read_text()) if path.exists() else []
-    rows = [row, *(one for one in others if one["seed"] != seed)]
-    publish("elastic-live", sorted(rows, key=lambda one: one["seed"]), drawing)
-
-
 def emulated(seconds: float, seed: int, output: Path) -> None:
     from benchmarks.elastic.emulated import measure
 
@@ -92,19 +70,17 @@ def publish(name: str, found: Any, drawing: Any) -> None:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("what", choices=["simulated", "live", "emulated"])
-    parser.add_argument("--requests", type=int, help="200 simulated ones, 100 live ones")
+    parser.add_argument("what", choices=["simulated", "emulated"])
+    parser.add_argument("--requests", type=int, default=200, help="simulated")
     parser.add_argument("--rate", type=float, default=3.0, help="simulated: requests a second")
-    parser.add_argument("--seed", type=int, default=1, help="live: its row takes the place of an older one's")
+    parser.add_argument("--seed", type=int, default=1, help="emulated")
     parser.add_argument("--seconds", type=float, default=360.0, help="emulated: of the compressed trace")
     parser.add_argument("--output", type=Path, default=RESULTS / "elastic-emulated.json", help="emulated")
     wanted = parser.parse_args()
-    if wanted.what == "live":
-        live(wanted.requests or 100, wanted.seed)
-    elif wanted.what == "emulated":
+    if wanted.what == "emulated":
         emulated(wanted.seconds, wanted.seed, wanted.output)
     else:
-        simulated(wanted.requests or 200, wanted.rate)
+        simulated(wanted.requests, wanted.rate)
 
 
 if __name__ == "__main__":
