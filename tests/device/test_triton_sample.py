@@ -46,7 +46,7 @@ def drawn(scores: Tensor, rows: list[Row]) -> list[int]:
     return tokens
 
 
-@settings(max_examples=20 if not HAS_GPU else 200, deadline=None)
+@settings(max_examples=10 if not HAS_GPU else 200, deadline=None)
 @given(
     noise=st.integers(0, 999),
     seed=st.integers(0, 2**64 - 1),

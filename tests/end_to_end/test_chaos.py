@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transports import kinds
+from transports import needs_mooncake
 
 from benchmarks import chaos
 from epd_serve.launch import ProcessState
@@ -36,7 +36,7 @@ async def test_what_is_dead_and_not_yet_known_to_be_is_not_killed_again() -> Non
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("store", kinds("embedded", "mooncake"))
+@pytest.mark.parametrize("store", ["embedded", pytest.param("mooncake", marks=[needs_mooncake, pytest.mark.slow])])
 def test_no_answer_is_wrong_while_everything_dies(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

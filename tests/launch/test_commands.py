@@ -192,7 +192,7 @@ def test_auto_shares_follow_the_file(tmp_path: Path) -> None:
 
 def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -> None:
     key = "a-secret-of-this-cluster"
-    config, instances = specs(f"cluster_key: {key}")
+    config, instances = specs(f"cluster_key: {key}\ngateway: {{port: 0}}")
     assert {spec.environment["EPD_SERVE_CLUSTER_KEY"] for spec in instances} == {key}
     assert key not in repr(instances) + " ".join(word for spec in instances for word in spec.command)
     lines = "\n".join(dry_run(config, None, {}))

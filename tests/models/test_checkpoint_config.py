@@ -176,7 +176,8 @@ _FIXED_OF_EARS = {"audio_config.n_window"}
 #: LLaVA over text models whose own fields little differs from Llama's.
 _TRIED_APART = (
     *("llava-mistral", "llava-qwen2", "llava-qwen3", "mistral", "qwen2", "qwen3"),
-    *("next-siglip", "onevision", "pixtral", "smolvlm", "glm4v_moe", "aya_vision", "paligemma"),
+    *("next-siglip", "onevision", "pixtral", "smolvlm", "glm4v", "aya_vision", "paligemma", "gemma3", "gemma4"),
+    "minicpmv",
 )
 _PARTS = ("text_config", "vision_config", "audio_config")
 _QWEN3_EARS = ("qwen3_omni", "qwen3_asr")

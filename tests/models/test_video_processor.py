@@ -135,6 +135,7 @@ def compare(seed: int) -> None:
             assert torch.equal(made["image_grid_thw"], expected["video_grid_thw"]), (name, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(TORCHVISION is None, reason="EPD_SERVE_TORCHVISION names no directory with torchvision")
 def test_pixels_equal_those_of_transformers_own_classes() -> None:
     """In a process of its own: with torchvision there, transformers reads pictures in another way."""
