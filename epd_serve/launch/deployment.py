@@ -93,6 +93,8 @@ class LocalDeployment:
         """
         config = resolved(config)
         check_deployment(config, os.environ)
+        if log_dir is None:
+            _check_temporary()
         ports = choose_ports(config)
         self._claims = claim_ports(config, ports)
         environment = dict(os.environ)
@@ -290,3 +292,14 @@ class LocalDeployment:
             with suppress(ForkServerGone):
                 return await self._fork_server.fork(spec, log_file)
         return await spawn(spec, log_file)
+
+
+def _check_temporary() -> None:
+    """Raises ValueError where this user can write to no directory for temporary files."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        raise ValueError(
+            f"logs and sockets of this run have no place ({error}); "
+            "set EPD_SERVE_LOG_DIR or TMPDIR to a directory that can be written to"
+        ) from None

@@ -36,6 +36,13 @@ async def test_a_deployment_runs_inside_the_with_block(fakes: Any) -> None:
     assert not deployment.log_dir.exists()
 
 
+def test_a_machine_without_a_place_for_logs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nowhere"])
+    with pytest.raises(ValueError, match="no place .*; set EPD_SERVE_LOG_DIR or TMPDIR to a directory"):
+        LocalDeployment(parse_config(CONFIG))
+
+
 async def test_the_gateway_reads_the_deployment_as_it_is_from_a_file_of_the_owner(tmp_path: Path) -> None:
     config = parse_config(CONFIG)
     async with LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300):
