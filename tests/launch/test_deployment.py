@@ -39,7 +39,7 @@ async def test_a_deployment_runs_inside_the_with_block(fakes: Any) -> None:
 def test_a_machine_without_a_place_for_logs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nowhere"])
-    with pytest.raises(ValueError, match="no place .*; set EPD_SERVE_LOG_DIR or TMPDIR to a directory"):
+    with pytest.raises(ValueError, match=r"no place .*; set EPD_SERVE_LOG_DIR or TMPDIR to a directory"):
         LocalDeployment(parse_config(CONFIG))
 
 
