@@ -12,6 +12,9 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+from epd_serve.protocol.addresses import is_loopback
 
 #: Of a terminal's control sequences, all but ends of lines and tabs: a model's text is no command to it.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -29,9 +32,12 @@ class Chat:
     def __init__(self, url: str, *, model: str | None, key: str | None, timeout_s: float = 600.0) -> None:
         """Raises ValueError where no such server answers."""
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"--url {url}: write it as in http://127.0.0.1:8000")
+            raise ValueError(f"--base-url {url}: write it as in http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key = key
+        # a proxy of the environment would look for the address on its own machine
+        proxies = {} if is_loopback(urlsplit(url).hostname or "") else None
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
         self._timeout_s = timeout_s
         self.model = model or self._first_model()
         self._messages: list[dict[str, Any]] = []
@@ -85,7 +91,7 @@ class Chat:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.url + path, data=data, headers=headers)
-            return urllib.request.urlopen(request, timeout=self._timeout_s)
+            return self._opener.open(request, timeout=self._timeout_s)
         except urllib.error.HTTPError as error:
             with error:
                 try:
@@ -99,7 +105,7 @@ class Chat:
             reason = getattr(reason, "strerror", None) or reason
             raise ValueError(
                 f"nothing answers at {self.url} ({reason}); start a deployment with 'epd-serve up', or "
-                "name another server with --url"
+                "name another server with --base-url"
             ) from error
 
 

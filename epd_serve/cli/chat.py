@@ -56,5 +56,5 @@ def _running() -> str:
         return urls[find_deployment(None, 8000)[0]]
     except ValueError:
         raise ValueError(
-            f"several deployments are running; choose one with --url: {', '.join(urls.values())}"
+            f"several deployments are running; choose one with --base-url: {', '.join(urls.values())}"
         ) from None

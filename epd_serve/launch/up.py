@@ -202,7 +202,7 @@ def next_steps(base_url: str, model: str, questions: Questions, *, needs_key: bo
         steps += ["Ask about a picture:", f"echo {before}{picture}{after} | {curl} -d @-"]
         image = f" --image {questions.picture}"
     own_key = 'OPENAI_API_KEY="$API_KEY" ' if needs_key else ""
-    steps += ["Chat in the terminal:", f"{own_key}epd-serve chat --url {base_url}{image}"]
+    steps += ["Chat in the terminal:", f"{own_key}epd-serve chat --base-url {base_url}{image}"]
     text = "\n".join(step if step.endswith(":") else f"  {step}\n" for step in steps)
     return (
         f"{text}\nFrom Python (pip install openai):\n\n{_program(base_url, model, questions, needs_key=needs_key)}"

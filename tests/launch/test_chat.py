@@ -118,7 +118,11 @@ def test_a_key_is_asked_for_and_sent(server: tuple[Server, str]) -> None:
         2,
         f"epd-serve: {url} answered 401: the API key is missing; set OPENAI_API_KEY to a key of it\n",
     )
-    assert chat("--url", url, typed="hello\n", OPENAI_API_KEY="right")[1] == "answer 1[2J\n"
+    proxies = {
+        "http_proxy": "http://127.0.0.1:9",
+        "no_proxy": "",
+    }
+    assert chat("--url", url, typed="hello\n", OPENAI_API_KEY="right", **proxies)[1] == "answer 1[2J\n"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_the_printed_commands_send_what_they_show(tmp_path: Path) -> None:
     prefix, encoded = picture["image_url"]["url"].split(",")
     assert prefix == "data:image/png;base64"
     assert base64.b64decode(encoded) == (tmp_path / "picture.png").read_bytes()
-    assert chat == f"epd-serve chat --url http://h:1 --image {tmp_path}/picture.png"
+    assert chat == f"epd-serve chat --base-url http://h:1 --image {tmp_path}/picture.png"
 
 
 def test_a_full_disk_costs_the_picture_and_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

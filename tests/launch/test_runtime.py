@@ -54,7 +54,7 @@ def test_the_only_one_is_meant_and_of_several_the_one_of_the_port(root: Path) ->
 
 
 def test_a_chat_beside_several_lists_their_addresses(root: Path) -> None:
-    wanted = r"--url: http://127\.0\.0\.1:8123, http://\[::1\]:8124"
+    wanted = r"--base-url: http://127\.0\.0\.1:8123, http://\[::1\]:8124"
     with launcher("127.0.0.1", 8123), launcher("::1", 8124), pytest.raises(ValueError, match=wanted):
         _running()
 
