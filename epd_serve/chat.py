@@ -36,7 +36,7 @@ class Chat:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key = key
         # a proxy of the environment would look for the address on its own machine
-        proxies = {} if is_loopback(urlsplit(url).hostname or "") else None
+        proxies: dict[str, str] | None = {} if is_loopback(urlsplit(url).hostname or "") else None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
         self._timeout_s = timeout_s
         self.model = model or self._first_model()

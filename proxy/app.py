@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,10 @@ from proxy.admin.plane import create_admin_app, running_admin, running_on_path
 from proxy.admin.reload import ConfigReload
 from proxy.admin.rollout import Departures, files_router, rollout_router, show_ready
 from proxy.admin.scaling import ServedRequests, scaling_router
+from proxy.admin.shared_state import follow
 from proxy.admin.switches import Hold, Switches, switches_router
 from proxy.admission.control import new_admission
+from proxy.api.dashboard import dashboard_router
 from proxy.api.endpoint import Endpoint, GenerationEndpoint
 from proxy.api.openapi import openapi_router
 from proxy.api.tokenizing import TokenizingEndpoint
@@ -51,12 +53,10 @@ from proxy.http.asgi import install_cors, install_error_handlers
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.media.probe import MediaProbe
-from proxy.observe.dashboard import dashboard_router
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import new_observer
 from proxy.settings import Current, GatewaySettings
 from proxy.workers.crew import Crew
-from proxy.workers.shared_state import follow
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def create_app(
     connect = connector(connections, vllm_targets(config) if engine == "vllm" else None)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
     fetcher = MediaFetcher(current)
-    observer = new_observer(config, metrics, crew.ledger)
+    observer = new_observer(config, metrics, nullcontext if crew.ledger is None else crew.ledger.writing)
     served_requests = ServedRequests()
     if config.elastic.drift.enabled and crew.leads:
         observer.subscribe(served_requests.put)

@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from epd_serve.routing.table import InstanceTable
+from proxy.admin.shared_state import InFlight, in_flight_everywhere
 from proxy.admin.switches import Switches
 from proxy.fleet.health import Health
 from proxy.workers.crew import Crew, Drained
-from proxy.workers.shared_state import InFlight, in_flight_everywhere
 
 
 def operations_router(table: InstanceTable, health: Health, switches: Switches, crew: Crew) -> APIRouter:

@@ -22,13 +22,13 @@ from epd_serve.errors import ServeError
 from epd_serve.protocol.addresses import NoBrowsers, url_of
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.rpc.cluster import ClusterLinks, is_proved, with_link
+from proxy.admin.shared_state import in_flight_everywhere, requests_everywhere, workers_everywhere
 from proxy.admission.control import AdmissionControl
 from proxy.admission.keys import Authenticator, Client
 from proxy.api.views import key_required
 from proxy.http.asgi import install_error_handlers
 from proxy.http.http1 import BoundedHttp
 from proxy.workers.crew import Crew
-from proxy.workers.shared_state import in_flight_everywhere, requests_everywhere, workers_everywhere
 from proxy.workers.sockets import admin_socket
 
 logger = logging.getLogger(__name__)

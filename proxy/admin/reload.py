@@ -14,9 +14,9 @@ from pathlib import Path
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.applied import changes, taken_over
 from proxy.admission.control import AdmissionControl, key_holders
+from proxy.admission.ledger import Ledger
 from proxy.fleet.members import Members
 from proxy.settings import Current, GatewaySettings
-from proxy.workers.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 

@@ -19,17 +19,13 @@ from epd_serve.protocol.wire import RoleChanged, RoleOrder
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage
 from proxy.fleet.health import Health
+from proxy.fleet.members import NoSuchInstance
 
 logger = logging.getLogger(__name__)
 
 _Body = TypeVar("_Body")
 #: Beyond its deadline, for an instance that makes its new stages, or its old ones again.
 _REBUILD_S = 120.0
-
-
-class NoSuchInstance(InvalidRequest):
-    status = 404
-    default_code = "instance_not_found"
 
 
 class RoleBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

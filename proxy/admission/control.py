@@ -15,10 +15,10 @@ from epd_serve.errors import InvalidRequest, Overloaded
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
 from proxy.admission.keys import Authenticator, Client
+from proxy.admission.ledger import Ledger
 from proxy.admission.queue import AdmissionQueue, Ticket, TicketState
 from proxy.observe.metrics import GatewayMetrics
 from proxy.settings import Current, GatewaySettings
-from proxy.workers.ledger import Ledger
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

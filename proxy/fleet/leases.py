@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from epd_serve.config.elastic import RoleName
 from epd_serve.config.gateway import InstanceName, InstanceUrl
 from epd_serve.errors import Conflict, InvalidRequest
-from proxy.admin.switches import NoSuchInstance
-from proxy.fleet.members import Members
+from proxy.fleet.members import Members, NoSuchInstance
 from proxy.workers.crew import Crew, Joined, Left
 
 logger = logging.getLogger(__name__)

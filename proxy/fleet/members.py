@@ -21,6 +21,11 @@ from proxy.fleet.poller import Poller
 logger = logging.getLogger(__name__)
 
 
+class NoSuchInstance(InvalidRequest):
+    status = 404
+    default_code = "instance_not_found"
+
+
 class Connect(Protocol):
     """Makes the calls to an instance of a name at a URL; ``role`` is for one that the topology does not name."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from msgspec.structs import replace
@@ -29,7 +29,6 @@ from proxy.observe.access_log import AccessLog
 from proxy.observe.figures import Figures
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.record import DECODE, PREFILL, TRANSFER, Pace, RequestRecord
-from proxy.workers.ledger import Ledger
 
 #: A clock read at every token of every answer would cost more than the rest of what is observed.
 _PACED_EVERY = 32
@@ -143,13 +142,16 @@ class Observer:
                 subscriber.close()
 
 
-def new_observer(config: DeploymentConfig, metrics: GatewayMetrics, ledger: Ledger | None = None) -> Observer:
+def new_observer(
+    config: DeploymentConfig,
+    metrics: GatewayMetrics,
+    writing: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Observer:
     """As the configuration, and for spans the environment (:mod:`epd_serve.telemetry.otel`), have it.
 
-    ``ledger``: where several workers write one access log.
+    ``writing``: held for a line of the access log, which several workers may write.
     """
     target, export = config.gateway.access_log, span_export("gateway")
-    writing = nullcontext if ledger is None else ledger.writing
     return Observer(
         metrics,
         access_log=AccessLog(target, writing=writing) if target else None,

@@ -13,8 +13,8 @@ import msgspec
 
 from epd_serve.errors import Unavailable
 from epd_serve.rpc.link import LinkClosed
+from proxy.admission.ledger import Ledger
 from proxy.workers.channel import NOTHING, CallFailed, Channel
-from proxy.workers.ledger import Ledger
 from proxy.workers.worker_setup import WorkerSetup
 
 T = TypeVar("T")

@@ -20,11 +20,11 @@ import msgspec
 from epd_serve.config import DeploymentConfig
 from epd_serve.rpc.link import LinkClosed
 from epd_serve.telemetry.metrics import Family, cumulative, exposition, merge
+from proxy.admission.ledger import Ledger
 from proxy.http.server import ready_text
 from proxy.observe.metrics import GROWING_GAUGES, SUMMED_GAUGES
 from proxy.workers.channel import CallFailed, Channel
 from proxy.workers.crew import ANSWER_S, Asked, Change, Shared, TakenOver
-from proxy.workers.ledger import Ledger
 from proxy.workers.sockets import Listeners, admin_socket
 from proxy.workers.worker_setup import WorkerSetup
 

@@ -17,7 +17,7 @@ class WorkerSetup(msgspec.Struct, frozen=True, kw_only=True):
         index, count: which worker it is, of how many; 0 leads: it has the admin plane and the controller.
         config: the deployment as the parent has read it, as JSON.
         channel: a stream socket to the parent.
-        ledger: shared memory (:mod:`proxy.workers.ledger`).
+        ledger: shared memory (:mod:`proxy.admission.ledger`).
         listeners: sockets for clients, this worker's own; the parent keeps them open over the worker's death.
         admin: the socket of the admin plane, where there is one.
     """

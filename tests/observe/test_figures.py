@@ -9,7 +9,7 @@ from epd_serve.config.sections import SLOConfig
 from epd_serve.protocol.wire import Load, Usage
 from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.span import join
-from proxy.observe.dashboard import bottleneck
+from proxy.api.dashboard import bottleneck
 from proxy.observe.figures import RANGES_S, Figures, Slot, joined, series, window
 from proxy.observe.record import RequestRecord
 

@@ -20,6 +20,7 @@ from proxy.admin.rollout import Departures, rollout_router, show_ready
 from proxy.admin.switches import Hold, Switches
 from proxy.admission.control import AdmissionControl
 from proxy.admission.keys import Authenticator
+from proxy.admission.ledger import Ledger
 from proxy.admission.queue import AdmissionQueue
 from proxy.api.views import health_router
 from proxy.fleet.health import Health
@@ -30,7 +31,6 @@ from proxy.workers import crew as crew_module
 from proxy.workers import parent as parent_module
 from proxy.workers.channel import Channel
 from proxy.workers.crew import Crew, Drained, Joined, Left, Shared, TakenOver
-from proxy.workers.ledger import Ledger
 from proxy.workers.parent import Hub
 from proxy.workers.worker_setup import WorkerSetup
 
