@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -120,3 +121,12 @@ class AcceleratorDevice:
 
     def pin_memory(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory()
+
+    def pin_in_place(self, memory: Tensor) -> Callable[[], None]:
+        return lambda: None
+
+    def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device), b""
+
+    def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
+        raise ValueError(f"memory of {self.type} devices is not shared between processes")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 import psutil
@@ -162,6 +163,15 @@ class CpuDevice:
 
     def pin_memory(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def pin_in_place(self, memory: Tensor) -> Callable[[], None]:
+        return lambda: None
+
+    def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device), b""
+
+    def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
+        raise ValueError(f"memory of {self.type} devices is not shared between processes")
 
 
 def missing() -> str | None:
