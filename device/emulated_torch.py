@@ -199,9 +199,7 @@ class Chip:
         finally:
             del memory
             if used() is not None:
-                raise RuntimeError(
-                    f"{self.memory.name}: memory is unmapped that launched work or a tensor still uses"
-                )
+                raise RuntimeError(f"memory is unmapped that {self.memory.name}'s work or a tensor still uses")
 
     def copy(self, work: Callable[[], object], held: object, num_bytes: int) -> None:
         """Launch a copy over the host link."""
