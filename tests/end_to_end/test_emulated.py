@@ -21,6 +21,7 @@ from epd_serve.cost.device_time import DeviceTime
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0")}
 CASES: dict[str, dict[str, Any]] = {
     "pushed KV, steps launched ahead": {"async_scheduling": "on"},
+    "through host memory": {"kv_transfer": {"transport": "shm"}},
     "pulled KV, small pool": {"kv_transfer": {"mode": "pull", "staging_bytes": "64KiB"}, "num_blocks": 20},
 }
 
@@ -49,7 +50,7 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: 
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
     fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
-    transfer = {"mode": mode, "staging_bytes": "32KiB"}
+    transfer = {"mode": mode, "transport": "shm", "staging_bytes": "32KiB"}
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
     async with deployment(model, "EP", "D", options=options) as one:
         answers = await asyncio.gather(
@@ -69,6 +70,58 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: 
             moved = await figures(instance.url)
             if instance.options.role.decodes:
                 assert moved["kv_bytes_total"] > 3 * memory.region.nbytes
+
+
+@pytest.mark.parametrize("mode", ["grouped", "pull"])
+async def test_kv_goes_from_device_to_device(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of it through the host; also once the decode instance has had another role and other memory."""
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    reference = Reference(model)
+    asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
+    fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
+    tokens = {text: reference.generate(text, images, max_tokens=6) for text, images in asked}
+    options = {
+        "device": "emulated:h200:2",
+        "block_size": 8,
+        "max_num_batched_tokens": 40,
+        "kv_transfer": {"mode": mode},
+    }
+    monkeypatch.setattr(KVCache, "copy", None)  # between the device and the host's cells
+    async with deployment(model, "EP", "D", options=options) as one:
+        decode = one.instances["d1"]
+
+        async def ask() -> None:
+            answers = await asyncio.gather(
+                *(one.post("/v1/chat/completions", chat(text, *images, **fields)) for text, images in asked)
+            )
+            for (status, answer), (text, _) in zip(answers, asked, strict=True):
+                assert status == 200, answer
+                chosen = answer["choices"][0]["logprobs"]["content"]
+                found = [bytes(token["bytes"]).decode(errors="replace") for token in chosen]
+                assert found == [reference.tokenizer.decode([token]) for token in tokens[text]], text
+            await one.settle()
+
+        await ask()
+        [mapped] = mappings(decode)
+        used = decode.device.memory()
+        await decode.rebuild(Role.parse("E"))
+        assert not mappings(decode), "P maps memory that is no longer D's"
+        await decode.rebuild(Role.parse("D"))
+        assert decode.device.memory()[1] >= used[1]
+        await ask()
+        [again] = mappings(decode)
+        assert again != mapped
+        moved = [await figures(instance.url) for instance in one.instances.values()]
+        assert [figure["kv_bytes_total"] > 0 for figure in moved] == [True, False], "P writes, D reads nothing"
+
+
+def mappings(decode: Instance) -> set[str]:
+    """The memory of the language model of an instance that others in this process map."""
+    weights = decode.language.weights if decode.language else None
+    if weights is None:
+        names = set(re.findall(r"memfd:(emulated-\w+)", Path("/proc/self/maps").read_text()))
+        return names - {json.loads(...)[2]}
+    return set()
 
 
 @pytest.mark.slow
