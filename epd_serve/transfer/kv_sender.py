@@ -261,9 +261,12 @@ class KVSender:
         if not region.handle or lane.is_mapped is not None:
             return
         try:
-            # its owner sees by the lock that it must not give the memory to others yet
-            lane.mapping.enter_context(self._write_locks.held(region, [MAPPED_SLOT]))
-            lane.mapped = lane.mapping.enter_context(self._source.mapped(region))
+            with ExitStack() as mapping:
+                # its owner sees by the lock that it must not give the memory to others yet
+                mapping.enter_context(self._write_locks.held(region, [MAPPED_SLOT]))
+                lane.mapped = mapping.enter_context(self._source.mapped(region))
+                if lane.mapped is not None:
+                    lane.mapping.push(mapping.pop_all())
         except Exception as error:  # noqa: BLE001 - its process may be gone, or the device fail
             logger.info("%s is not mapped here: %s", region.name, error)
         lane.is_mapped = lane.mapped is not None
@@ -301,6 +304,8 @@ class KVSender:
                 return None
 
     def _connect(self, lane: _Lane, region: Region) -> None:
+        if region.handle and lane.mapped is None:
+            return  # nobody is written to: the decode instance reads
         try:
             start = self._clock()
             write = partial(self._transport.write, region, [])

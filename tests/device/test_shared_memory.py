@@ -143,7 +143,7 @@ class Driver:
 
 
 def test_the_driver_is_called_as_its_documentation_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's allocator may put a tensor anywhere in an allocation of the driver, which handles name as a whole."""
+    """A tensor may lie anywhere in an allocation of the driver, which handles name as a whole."""
     whole = torch.arange(64, dtype=torch.uint8)
     memory = whole[16:48]
     driver = Driver(memory, offset=16)

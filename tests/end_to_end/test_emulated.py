@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tiny_models
 from chat import chat
-from fleet import figures
+from fleet import Books, figures
 from identity import MAX_TOKENS, start_fleet
 from in_process import deployment
 from pictures import noise
 from reference import Reference
 
 from epd_serve.cost.device_time import DeviceTime
+from epd_serve.engine.kv_memory import KVCache
+from epd_serve.types import Role
 
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0")}
 CASES: dict[str, dict[str, Any]] = {
@@ -102,26 +109,70 @@ async def test_kv_goes_from_device_to_device(mode: str, tmp_path: Path, monkeypa
             await one.settle()
 
         await ask()
-        [mapped] = mappings(decode)
+        [before] = mapped()
         used = decode.device.memory()
         await decode.rebuild(Role.parse("E"))
-        assert not mappings(decode), "P maps memory that is no longer D's"
+        assert not mapped(), "P maps memory that is no longer D's"
         await decode.rebuild(Role.parse("D"))
         assert decode.device.memory()[1] >= used[1]
         await ask()
-        [again] = mappings(decode)
-        assert again != mapped
+        [after] = mapped()
+        assert after != before
         moved = [await figures(instance.url) for instance in one.instances.values()]
         assert [figure["kv_bytes_total"] > 0 for figure in moved] == [True, False], "P writes, D reads nothing"
 
 
-def mappings(decode: Instance) -> set[str]:
-    """The memory of the language model of an instance that others in this process map."""
-    weights = decode.language.weights if decode.language else None
-    if weights is None:
-        names = set(re.findall(r"memfd:(emulated-\w+)", Path("/proc/self/maps").read_text()))
-        return names - {json.loads(...)[2]}
-    return set()
+def mapped(*pids: int) -> set[str]:
+    """The memory of devices that is mapped by more instances than its owner: in this process, or in these."""
+    names = re.findall(r"/memfd:(emulated-\w+)", "".join(maps_of(pid) for pid in pids or ("self",)))
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def maps_of(pid: object) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.slow
+async def test_a_decode_instance_that_is_killed_leaves_its_memory(tmp_path: Path) -> None:
+    """In the middle of hand-overs: P unmaps it, all blocks are free again, and the next one is written to."""
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    settings: dict[str, Any] = {
+        "devices": ["emulated:h200 x 2"],
+        "shape_of": "llava-1.6-34b",  # whose KV takes its time
+        "gateway": {"port": 0, "failover": {"wait_s": 60}},
+    }
+    async with start_fleet(model, "(E-P)-D", **settings) as fleet:
+        names = ("e0", "p0", "d0")
+        await fleet.check_tokens(names)
+        handles = fleet.deployment.instances
+        p0, d0 = handles["p0"].pid, handles["d0"].pid
+        [before] = mapped(p0, d0)
+        body = chat("apple " * 100, model="tested", max_tokens=8, ignore_eos=True)
+        async with httpx.AsyncClient(base_url=fleet.deployment.gateway_url, timeout=150) as client:
+            asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for _ in range(8)]
+            while not (await client.get(f"{fleet.urls['d0']}/integrity")).json()["reservations"]:
+                pass
+            os.kill(d0, signal.SIGKILL)
+            for answer in await asyncio.gather(*asked):
+                assert answer.status_code in (200, 502, 503), answer.text
+        async with asyncio.timeout(60):
+            while before in maps_of(p0):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        await Books({name: fleet.urls[name] for name in ("e0", "p0")}).check()
+        async with asyncio.timeout(200):
+            while handles["d0"].pid == d0 or not await answers(fleet.urls["d0"]):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+        await fleet.check_tokens(names)
+        [after] = mapped(p0, handles["d0"].pid)
+        assert after != before
+
+
+async def answers(url: str) -> bool:
+    try:
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"{url}/health")).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 @pytest.mark.slow
