@@ -140,7 +140,7 @@ class KVMemory:
 
     On a CPU that is not shared with other ranks the slab *is* the cache, and peers write right into it. Else the
     slab is a bounded area of cells through which KV comes and goes (:mod:`epd_serve.transfer.staging`), on the
-    threads of those who move it and on a stream of its own.
+    threads of those who move it and on a stream of its own; peers on this host may map the cache on the device.
 
     Args:
         heads: the first rank's, where ``followers`` keep the others.

@@ -139,13 +139,11 @@ async def test_a_decode_instance_that_is_killed_leaves_its_memory(tmp_path: Path
     settings: dict[str, Any] = {
         "devices": ["emulated:h200 x 2"],
         "shape_of": "llava-1.6-34b",  # whose KV takes its time
-        "gateway": {"port": 0, "failover": {"wait_s": 60}},
     }
     async with start_fleet(model, "(E-P)-D", **settings) as fleet:
         names = ("e0", "p0", "d0")
         await fleet.check_tokens(names)
-        handles = fleet.deployment.instances
-        p0, d0 = handles["p0"].pid, handles["d0"].pid
+        p0, d0 = (fleet.deployment.instances[name].pid for name in ("p0", "d0"))
         [before] = mapped(p0, d0)
         body = chat("apple " * 100, model="tested", max_tokens=8, ignore_eos=True)
         async with httpx.AsyncClient(base_url=fleet.deployment.gateway_url, timeout=150) as client:
@@ -160,10 +158,10 @@ async def test_a_decode_instance_that_is_killed_leaves_its_memory(tmp_path: Path
                 await asyncio.sleep(0.1)
         await Books({name: fleet.urls[name] for name in ("e0", "p0")}).check()
         async with asyncio.timeout(200):
-            while handles["d0"].pid == d0 or not await answers(fleet.urls["d0"]):  # noqa: ASYNC110
+            while fleet.deployment.instances["d0"].pid == d0 or not await answers(fleet.urls["d0"]):  # noqa: ASYNC110
                 await asyncio.sleep(0.2)
         await fleet.check_tokens(names)
-        [after] = mapped(p0, handles["d0"].pid)
+        [after] = mapped(p0, fleet.deployment.instances["d0"].pid)
         assert after != before
 
 

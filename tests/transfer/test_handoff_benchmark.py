@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import handoff
 from epd_serve.protocol.wire import KVLayout
 
 
+@pytest.mark.slow
 def test_from_device_to_device_the_host_copies_indices_alone() -> None:
     layout = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32", model="m")
     rows, [target] = handoff.measure("emulated:h200", layout, num_tokens=400, repeats=1)
