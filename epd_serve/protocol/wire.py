@@ -519,8 +519,8 @@ class ReserveRequest(Message, frozen=True):
 class ReserveReply(Message, frozen=True):
     """``block_ids`` hold the prompt, in order, then its state; the first ``num_cached_blocks`` already do.
 
-    ``region`` is a slab of ``num_blocks`` that P writes to. Where D's KV lies on a device, P writes there if it can
-    map it, and else D reads what P offers, at most ``staged_cells`` layers × blocks of a transfer at once.
+    ``region`` is a slab of ``num_blocks`` that P writes to. Where D's KV lies on a device, P writes there if it
+    can map it, else D reads what P offers, at most ``staged_cells`` layers × blocks of a transfer at once.
     """
 
     block_ids: list[int]
