@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,7 @@ from device.shares import check_share
 from device.transport import TRANSPORTS, TransportCapability
 
 
-class AcceleratorDevice:
+class AcceleratorDevice(host.OwnMemory):
     """Fills the Device protocol through torch.accelerator; a vendor's subclass adds what that leaves out."""
 
     has_streams = True
@@ -121,12 +120,3 @@ class AcceleratorDevice:
 
     def pin_memory(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory()
-
-    def pin_in_place(self, memory: Tensor) -> Callable[[], None]:
-        return lambda: None
-
-    def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device), b""
-
-    def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
-        raise ValueError(f"memory of {self.type} devices is not shared between processes")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from types import TracebackType
 
 import psutil
@@ -75,7 +74,7 @@ class CpuStream:
         return
 
 
-class CpuDevice:
+class CpuDevice(host.OwnMemory):
     """Fills the Device protocol with the cores that this process had when the device was opened."""
 
     name = "cpu"
@@ -163,15 +162,6 @@ class CpuDevice:
 
     def pin_memory(self, tensor: Tensor) -> Tensor:
         return tensor
-
-    def pin_in_place(self, memory: Tensor) -> Callable[[], None]:
-        return lambda: None
-
-    def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device), b""
-
-    def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
-        raise ValueError(f"memory of {self.type} devices is not shared between processes")
 
 
 def missing() -> str | None:
