@@ -89,6 +89,7 @@ class CudaDevice(AcceleratorDevice):
         return lambda: cudart.cudaHostUnregister(address)
 
     def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
+        self.activate()
         memory, _ = super().share_memory(nbytes)
         try:
             return memory, cuda_ipc.export_memory(memory)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,6 @@ from epd_serve.transfer.transport import Piece, Transport
 
 if TYPE_CHECKING:
     from epd_serve.engine.emulation import Emulation
-
-logger = logging.getLogger(__name__)
 
 
 def block_nbytes(layout: KVLayout) -> int:
@@ -71,13 +69,13 @@ class KVCache:
         num_heads = layout.num_kv_heads if heads is None else len(heads)
         self._shape = (layout.num_layers, 2, num_blocks, layout.block_size, num_heads, layout.head_dim)
         self.handle = b""
-        self.unpin: Callable[[], None] = lambda: None
         if is_its_own_slab(device, heads):
             self.tensor = torch.frombuffer(slab, dtype=self._dtype).view(self._shape)
         else:
             memory, self.handle = device.share_memory(math.prod(self._shape) * self._dtype.itemsize)
             self.tensor = memory.view(self._dtype).view(self._shape)
-            self.unpin = device.pin_in_place(torch.frombuffer(slab, dtype=torch.uint8))
+            unpin = device.pin_in_place(torch.frombuffer(slab, dtype=torch.uint8))
+            weakref.finalize(self, unpin).atexit = False
 
     def copy_block(self, source: int, target: int) -> None:
         self.tensor[:, :, target] = self.tensor[:, :, source]
@@ -192,7 +190,6 @@ class KVMemory:
 
     def release(self, transport: Transport) -> None:
         """Offer it to nobody any more. Blocks until no other process maps it."""
-        self._cache.unpin()
         release_mapped(transport, self.slab)
 
     @property
