@@ -51,14 +51,10 @@ def mapped_memory(handle: bytes, device: torch.device) -> Iterator[Tensor]:
     opened, address = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint64()
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, ctypes.c_uint(_LAZY_PEER_ACCESS))
     try:
-        yield _tensor_at(address.value + offset, nbytes, device)
+        storage: Any = torch._C._construct_storage_from_data_pointer(address.value + offset, device, nbytes)
+        yield torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     finally:
         _call("cuIpcCloseMemHandle", address)
-
-
-def _tensor_at(address: int, nbytes: int, device: torch.device) -> Tensor:
-    storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 @cache

@@ -184,13 +184,10 @@ class Chip:
             path = Path(f"/proc/{pid}/fd/{number}")
             if not str(path.readlink()).startswith(f"/memfd:{name}"):
                 raise ValueError(f"process {pid} has given its memory up")
-            fd = os.open(path, os.O_RDWR)
+            with path.open("r+b") as file:
+                raw = _mapping(file.fileno(), num_bytes)
         except (OSError, TypeError) as error:
             raise ValueError(f"memory of an emulated device cannot be mapped: {error}") from error
-        try:
-            raw = _mapping(fd, num_bytes)
-        finally:
-            os.close(fd)
         memory = EmulatedTensor(raw, Block(), self.index)
         used = weakref.ref(memory.block)
         del raw

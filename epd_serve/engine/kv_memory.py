@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,7 +23,7 @@ from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
 from epd_serve.engine.commands import CopyBlock
 from epd_serve.engine.followers import Followers
 from epd_serve.protocol.wire import KVLayout, Region
-from epd_serve.transfer.kv_sender import StagedKV
+from epd_serve.transfer.kv_sender import RemoteWrite, StagedKV
 from epd_serve.transfer.shared_memory import release_mapped
 from epd_serve.transfer.staging import Span, StagingArea, paired, rounds, slab_spans
 from epd_serve.transfer.transport import Piece, Transport
@@ -241,18 +242,18 @@ class KVMemory:
             self._copy(layers, blocks, first, lands=True)
 
     @contextmanager
-    def mapped(self, region: Region) -> Iterator[_Mapped | None]:
+    def mapped(self, region: Region) -> Iterator[RemoteWrite | None]:
         own = self.region
         if not own.handle or (own.device, own.host_id) != (region.device, region.host_id):
             yield None
             return
         with self._device.map_memory(region.handle) as memory:
-            mapped = _Mapped(self._cache, memory)
+            write = partial(self._cache.write, memory)
             del memory
             try:
-                yield mapped
+                yield write
             finally:
-                del mapped
+                del write
 
     def save(self, blocks: Sequence[int]) -> Tensor:
         """A copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim], all heads."""
@@ -321,17 +322,6 @@ class _InSlab:
             (to, self.memory.buffer[here : here + count])
             for here, to, count in paired(self.spans(first, len(remote)), there)
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapped:
-    """KV of another instance on this host's device."""
-
-    cache: KVCache
-    memory: Tensor
-
-    def write(self, layers: range, blocks: Sequence[int], remote: Sequence[int]) -> None:
-        self.cache.write(self.memory, layers, blocks, remote)
 
 
 _DEFAULT_KV_BYTES = 1 << 28

@@ -37,10 +37,10 @@ class StagedKV(Protocol):
         ...
 
 
-class MappedKV(Protocol):
-    """The KV of another instance, on a device that this one reaches."""
+class RemoteWrite(Protocol):
+    """Writes to the KV of another instance, on a device that this one reaches."""
 
-    def write(self, layers: range, blocks: Sequence[int], remote: Sequence[int]) -> None:
+    def __call__(self, layers: range, blocks: Sequence[int], remote: Sequence[int]) -> None:
         """Copy blocks that are computed to blocks there; they are there when this returns."""
         ...
 
@@ -63,8 +63,8 @@ class KVSource(Protocol):
         """A context in which blocks that are computed can be read. It may wait for others' to end."""
         ...
 
-    def mapped(self, region: Region) -> AbstractContextManager[MappedKV | None]:
-        """A context in which the KV of a device behind ``region`` is written to; None where it cannot be."""
+    def mapped(self, region: Region) -> AbstractContextManager[RemoteWrite | None]:
+        """A context in which the KV on the device behind ``region`` can be written to; None where it cannot."""
         ...
 
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
@@ -308,9 +308,8 @@ class KVSender:
             return  # nobody is written to: the decode instance reads
         try:
             start = self._clock()
-            write = partial(self._transport.write, region, [])
-            if lane.mapped is not None:
-                write = partial(lane.mapped.write, range(1), [], [])
+            write = lane.mapped and partial(lane.mapped, range(1), [], [])
+            write = write or partial(self._transport.write, region, [])
             write()
             contact = self._clock()
             write()
@@ -403,12 +402,12 @@ class KVSender:
             now = self._clock()
             yield [part for part in parts if self._may_write(part.transfer, now)]
 
-    def _write_mapped(self, mapped: MappedKV, layers: range, parts: Sequence[Part]) -> list[Part]:
+    def _write_mapped(self, write: RemoteWrite, layers: range, parts: Sequence[Part]) -> list[Part]:
         """Write what may still be written from device to device; returns it."""
         with self._leased(parts) as leased:
             if leased:
                 here = [block for part in leased for block in part.local]
-                mapped.write(layers, here, [block for part in leased for block in part.remote])
+                write(layers, here, [block for part in leased for block in part.remote])
         return leased
 
     def _write(self, staged: StagedKV, parts: Sequence[Part]) -> list[Part]:
@@ -457,13 +456,13 @@ class _Lane:
 
     Attributes:
         ahead: jobs that the thread has taken from the queue and not done.
-        mapped: the KV there, while it is mapped here. is_mapped: None as long as nobody has tried.
+        mapped: writes to the KV there, while it is mapped here. is_mapped: None as long as nobody has tried.
         mapping: ends it with the thread.
     """
 
     def __init__(self, region: Region, run: Callable[[_Lane], None]) -> None:
         self.region, self.region_name = region, region.name
-        self.mapped: MappedKV | None = None
+        self.mapped: RemoteWrite | None = None
         self.is_mapped: bool | None = None
         self.mapping = ExitStack()
         self.jobs: queue.Queue[_Job | None] = queue.Queue()

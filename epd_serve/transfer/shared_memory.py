@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
-import logging
 import mmap
 import os
 import struct
@@ -30,8 +29,6 @@ from epd_serve.transfer.transport import Piece, Slab, TransferError, Transport, 
 # Linux, on every architecture; the mmap module has neither.
 _MAP_FIXED = 0x10
 _PROT_NONE = 0
-
-logger = logging.getLogger(__name__)
 
 
 @cache
@@ -276,10 +273,7 @@ def release_mapped(transport: Transport, slab: Slab) -> None:
     try:
         transport.release(slab)
         deadline = time.monotonic() + _UNMAP_TIMEOUT_S
-        while is_being_written(region, MAPPED_SLOT):
-            if time.monotonic() > deadline:
-                logger.warning("a stopped process maps memory of %s, which stays in use", region.name)
-                return
+        while is_being_written(region, MAPPED_SLOT) and time.monotonic() < deadline:  # a stopped process keeps it
             time.sleep(UNMAP_S / 10)
     finally:
         os.close(region.fd)

@@ -145,10 +145,10 @@ def pair() -> Iterator[Pair]:
 def test_kv_goes_from_one_device_s_memory_into_another_s(pair: Pair) -> None:
     """From any blocks to any others, in any layers, and nothing through the host."""
     here, there = pair.here, pair.there
-    with here.mapped(there.region) as mapped:
-        assert mapped is not None
-        mapped.write(range(1, 3), [3, 1, 7], [5, 17, 1])
-        del mapped
+    with here.mapped(there.region) as write:
+        assert write is not None
+        write(range(1, 3), [3, 1, 7], [5, 17, 1])
+        del write
     old, new = here.tensor.cpu(), there.tensor.cpu()
     torch.testing.assert_close(new[1:, :, [5, 17, 1]], old[1:, :, [3, 1, 7]], rtol=0, atol=0)
     others = [block for block in range(2 * NUM_BLOCKS) if block not in (5, 17, 1)]
@@ -167,8 +167,8 @@ def test_memory_is_mapped_only_where_both_sides_share(pair: Pair) -> None:
         (on_cpu, there.region),
         (here, elsewhere),
     ]:
-        with memory.mapped(region) as mapped:
-            assert mapped is None
+        with memory.mapped(region) as write:
+            assert write is None
 
 
 def test_copies_wait_for_no_step_and_no_step_for_them(pair: Pair) -> None:
@@ -176,10 +176,10 @@ def test_copies_wait_for_no_step_and_no_step_for_them(pair: Pair) -> None:
     here, there, device = pair.here, pair.there, pair.device
     gate = threading.Event()
     device.current_stream().launch(gate.wait)  # type: ignore[attr-defined]
-    with here.mapped(there.region) as mapped, here.stage(range(1), [1]) as staged:  # the engine's stream stands
-        assert mapped is not None
-        mapped.write(range(1), [1], [2])
-        del mapped
+    with here.mapped(there.region) as write, here.stage(range(1), [1]) as staged:  # the engine's stream stands
+        assert write is not None
+        write(range(1), [1], [2])
+        del write
         [(start, nbytes)] = staged.spans(0, 1)[:1]
         assert bytes(here.buffer[start : start + nbytes]) != bytes(nbytes)
     assert not device.record_event().query()
@@ -195,10 +195,10 @@ def test_a_copy_that_is_not_waited_for_is_found(pair: Pair, monkeypatch: pytest.
     here._cache._copies.launch(gate.wait)  # type: ignore[attr-defined]
     monkeypatch.setattr(device, "record_event", CpuEvent)
     with pytest.raises(RuntimeError, match=r"memory is unmapped that .* work or a tensor still uses"):  # noqa: SIM117
-        with here.mapped(there.region) as mapped:
-            assert mapped is not None
-            mapped.write(range(1), [1], [2])
-            del mapped
+        with here.mapped(there.region) as write:
+            assert write is not None
+            write(range(1), [1], [2])
+            del write
     gate.set()
 
 

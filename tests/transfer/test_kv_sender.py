@@ -18,7 +18,7 @@ from device.cpu import CpuEvent
 from epd_serve.protocol.wire import KVOffer, KVTaken, Region, ReserveReply
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer, group_ends, seconds_until_sent
-from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part, RemoteWrite
 from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.transfer.shared_memory import MAPPED_SLOT, is_being_written
 from epd_serve.transfer.transport import Piece, Slab, TransferError
@@ -297,11 +297,11 @@ class OverDevice(Source):
         self.num_mapped = self.num_unmapped = 0
 
     @contextmanager
-    def mapped(self, region: Region) -> Iterator[OverDevice]:
+    def mapped(self, region: Region) -> Iterator[RemoteWrite]:
         if not self.reaches:
             raise ValueError("peer access is not supported")
         self.num_mapped += 1
-        yield self
+        yield self.write
         self.num_unmapped += 1
 
     def write(self, layers: range, blocks: Sequence[int], remote: Sequence[int]) -> None:
