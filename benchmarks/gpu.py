@@ -15,6 +15,8 @@ needs torch, triton, transformers, pytest and hypothesis, no model and no networ
 * ``model``: a decode step of Qwen2.5-VL-7B's shape, random weights, as a CUDA graph: equal to eager, timed;
 * ``engine``: encode, prefill, decode and two streams of Qwen2.5-VL-7B's and Qwen3-VL-8B's shapes, random weights
   (``benchmarks.engine_gpu``; needs 40 GiB of disk and 30 GiB of GPU memory);
+* ``handoff``: the KV of a prompt of 2000 tokens (Qwen3-VL-8B's shape) from one process to another on the GPU,
+  from device to device and through pinned memory (``benchmarks.handoff``); at most 10 ms;
 * ``tune``: the decode kernel's tiles, warps and stages.
 
 Times are medians over CUDA events. The exit status is 1 where a test or a target fails.
@@ -29,10 +31,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.accelerator import Part, finish, run_parts, run_tests, show, versions
+from benchmarks.accelerator import Part, Target, finish, run_parts, run_tests, show, versions
 from benchmarks.common import argument_parser
 
-PARTS = ("tests", "write", "decode", "prefill", "vision", "layers", "sample", "model", "engine", "tune")
+PARTS = ("tests", "write", "decode", "prefill", "vision", "layers", "sample", "model", "engine", "handoff", "tune")
 
 
 def main() -> int:
@@ -76,9 +78,16 @@ def measure(name: str, chosen: tuple[str, ...] | list[str]) -> tuple[dict[str, A
         "sample": partial(gpu_sampling.measure_sampling, device),
         "model": partial(gpu_model.measure_model, device, copy_gb_s),
         "engine": lambda: (engine_gpu.measure_engine(device, limits), []),
+        "handoff": _handoff,
         "tune": lambda: (gpu_memory.tune_decode(device, copy_gb_s), []),
     }
     return result, run_parts(device, result, parts, chosen)
+
+
+def _handoff() -> tuple[dict[str, Any], list[Target]]:
+    from benchmarks import handoff
+
+    return handoff.measure("cuda:0")
 
 
 if __name__ == "__main__":

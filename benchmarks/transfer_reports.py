@@ -201,6 +201,14 @@ def plot_table2(data: Data) -> Any:
     return figure
 
 
+def handoff(data: Data) -> Table:
+    table = Table("transport", "KV bytes", "bytes that the host copies", "times")
+    for row in data["rows"]:
+        times = row["host_bytes"] / row["kv_bytes"]
+        table.add_row(row["transport"], f"{row['kv_bytes']:,}", f"{row['host_bytes']:,.0f}", f"{times:.4f}")
+    return table
+
+
 def reuse(data: Data) -> Table:
     table = Table("request", "encoded", "found", "fetched", "prefilled tokens", "prefill ms", "TTFT ms (median)")
     for row in data["rows"]:
@@ -226,5 +234,6 @@ REPORTS: dict[str, tuple[Callable[[Data], Table], Callable[[Data], Any] | None]]
     "table3": (table3, plot_table3),
     "table4": (table4, plot_table4),
     "handshakes": (handshakes, plot_handshakes),
+    "handoff": (handoff, None),
     "reuse": (reuse, None),
 }

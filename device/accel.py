@@ -15,7 +15,7 @@ from device.shares import check_share
 from device.transport import TRANSPORTS, TransportCapability
 
 
-class AcceleratorDevice:
+class AcceleratorDevice(host.OwnMemory):
     """Fills the Device protocol through torch.accelerator; a vendor's subclass adds what that leaves out."""
 
     has_streams = True

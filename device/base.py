@@ -6,6 +6,7 @@ torch is named in annotations only: importing this module leaves torch out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -392,6 +393,28 @@ class Device(BareDevice, Protocol):
 
     def pin_memory(self, tensor: Tensor) -> Tensor:
         """A copy of the host tensor from which the device can copy asynchronously (itself on a CPU)."""
+        ...
+
+    def pin_in_place(self, memory: Tensor) -> Callable[[], None]:
+        """Let the device copy asynchronously from and to this host memory, until the returned function is called.
+
+        Copies are right without it, and slower: where it cannot be had, nothing happens.
+        """
+        ...
+
+    def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
+        """Zeroed memory of the device, [nbytes] uint8, and a handle by which other processes of this host map it.
+
+        The handle is empty where they cannot.
+        """
+        ...
+
+    def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
+        """A context in which memory that another process shares, [nbytes] uint8, is memory of this device.
+
+        No work of the device may use it any more when the context ends. Raises ValueError where it cannot be
+        mapped.
+        """
         ...
 
 

@@ -74,7 +74,7 @@ class CpuStream:
         return
 
 
-class CpuDevice:
+class CpuDevice(host.OwnMemory):
     """Fills the Device protocol with the cores that this process had when the device was opened."""
 
     name = "cpu"

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from device import base
+from device import base, cuda_ipc
 from device.accel import AcceleratorDevice
 from device.base import DeviceUnavailable, Partition, PartitionStrength, check_update
 from device.ops.cuda import CudaOps
 from device.ops.varlen import find_varlen
 from device.shares import MPS_SHARE, mps_is_running
+
+logger = logging.getLogger(__name__)
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 _FLASH_CAPABILITY = (8, 0)
@@ -76,6 +80,26 @@ class CudaDevice(AcceleratorDevice):
 
     def graph_runner(self) -> base.GraphRunner:
         return CudaGraphRunner(self.torch_device)
+
+    def pin_in_place(self, memory: Tensor) -> Callable[[], None]:
+        cudart, address = self._vendor.cudart(), memory.data_ptr()
+        if (error := int(cudart.cudaHostRegister(address, memory.nbytes, 0))) != 0:
+            logger.warning("%d MiB of host memory cannot be pinned (CUDA error %d)", memory.nbytes >> 20, error)
+            return lambda: None
+        return lambda: cudart.cudaHostUnregister(address)
+
+    def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
+        self.activate()
+        memory, _ = super().share_memory(nbytes)
+        try:
+            return memory, cuda_ipc.export_memory(memory)
+        except ValueError as error:
+            logger.info("%s: its memory is not shared with other processes: %s", self.name, error)
+            return memory, b""
+
+    def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
+        self.activate()
+        return cuda_ipc.mapped_memory(handle, self.torch_device)
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """A share of the memory, beside the share of the multiprocessors that MPS gave this process at its start.

@@ -8,7 +8,7 @@ Work is as fast as the CPU computes it, but no faster than :meth:`EmulatedDevice
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,18 @@ from torch import Tensor
 from device import base, host
 from device.base import AttentionPlan, AttnMeta, DeviceUnavailable, Partition, PartitionStrength, check_update
 from device.datasheets import emulated_sheet
-from device.emulated_torch import TYPE, Chip, EmulatedTensor, Event, Section, Stream, add_chip, pinned, recorded
+from device.emulated_torch import (
+    TYPE,
+    Chip,
+    EmulatedTensor,
+    Event,
+    Section,
+    Stream,
+    add_chip,
+    pin,
+    pinned,
+    recorded,
+)
 from device.ops.plain import PlainOps
 from device.shares import check_share
 from device.timeline import Demand, Timeline
@@ -226,6 +237,15 @@ class EmulatedDevice:
 
     def pin_memory(self, tensor: Tensor) -> Tensor:
         return pinned(tensor)
+
+    def pin_in_place(self, memory: Tensor) -> Callable[[], None]:
+        return pin(memory)
+
+    def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
+        return self._chip.share(nbytes)
+
+    def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
+        return self._chip.mapped(handle)
 
 
 def _raw(tensor: Tensor) -> Tensor:

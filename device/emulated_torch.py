@@ -10,11 +10,14 @@ the time that the device would need for it, where the CPU is not slower (:mod:`d
 from __future__ import annotations
 
 import fcntl
+import json
+import mmap
 import os
 import queue
 import struct
 import threading
 import time
+import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -42,7 +45,7 @@ _SHAPES: dict[Any, Any] = {}
 #: Copies that take less of the host link are not worth the emulation's own time.
 _LEAST_COPY_S = 5e-5
 #: A copy engine computes nothing, and writes at a fraction of the memory's bandwidth.
-_COPYING = Demand(compute=0.0, bandwidth=0.02)
+COPYING = Demand(compute=0.0, bandwidth=0.02)
 
 
 class EmulatedMemoryError(torch.OutOfMemoryError):
@@ -161,15 +164,54 @@ class Chip:
 
         self.current().launch(run)
 
+    def share(self, num_bytes: int) -> tuple[EmulatedTensor, bytes]:
+        """Zeroed memory that other processes can map, and a handle of it; it goes with its last view."""
+        block, name = self.memory.take(num_bytes), f"emulated-{uuid.uuid4().hex}"
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        weakref.finalize(block, os.close, fd).atexit = False
+        os.ftruncate(fd, num_bytes)
+        handle = json.dumps([os.getpid(), fd, name, num_bytes]).encode()
+        return EmulatedTensor(_mapping(fd, num_bytes), block, self.index), handle
+
+    @contextmanager
+    def mapped(self, handle: bytes) -> Iterator[EmulatedTensor]:
+        """The memory behind another process's handle: it takes none of this one's.
+
+        Raises ValueError where it is gone, and RuntimeError at the end where something would still reach it.
+        """
+        try:
+            pid, number, name, num_bytes = json.loads(handle)
+            path = Path(f"/proc/{pid}/fd/{number}")
+            if not str(path.readlink()).startswith(f"/memfd:{name}"):
+                raise ValueError(f"process {pid} has given its memory up")
+            with path.open("r+b") as file:
+                raw = _mapping(file.fileno(), num_bytes)
+        except (OSError, TypeError) as error:
+            raise ValueError(f"memory of an emulated device cannot be mapped: {error}") from error
+        memory = EmulatedTensor(raw, Block(), self.index)
+        used = weakref.ref(memory.block)
+        del raw
+        try:
+            yield memory
+        finally:
+            del memory
+            if used() is not None:
+                raise RuntimeError(f"memory is unmapped that {self.memory.name}'s work or a tensor still uses")
+
     def copy(self, work: Callable[[], object], held: object, num_bytes: int) -> None:
         """Launch a copy over the host link."""
         seconds = num_bytes / self.host_bytes_per_s
         if seconds < _LEAST_COPY_S:
             self.launch(work, held)
             return
-        section = Section(self.current(), seconds, _COPYING)
+        section = Section(self.current(), seconds, COPYING)
         self.launch(work, held)
         section.end()
+
+
+def _mapping(fd: int, num_bytes: int) -> Tensor:
+    with torch.inference_mode():
+        return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
 
 
 class Section:
@@ -511,20 +553,30 @@ _OWN: dict[str, Callable[..., Any]] = {
     "aten::_to_copy": _to_copy,
     "aten::_fused_sdp_choice": lambda *args, **kwargs: 0,  # by plain operators
 }
-_PINNED: set[int] = set()
+_PINNED: dict[int, int] = {}  # the bytes from each address on
 
 
 def pinned(tensor: Tensor) -> Tensor:
     """A copy from which the device reads when its stream comes to it."""
     copy = tensor.detach().clone()
-    address = copy.untyped_storage().data_ptr()
-    _PINNED.add(address)
-    weakref.finalize(copy, _PINNED.discard, address).atexit = False
+    weakref.finalize(copy, pin(copy)).atexit = False
     return copy
 
 
+def pin(memory: Tensor) -> Callable[[], None]:
+    """Have the device read this memory when its stream comes to it, until the returned function is called."""
+    address = memory.data_ptr()
+    _PINNED[address] = memory.nbytes
+
+    def unpin() -> None:
+        _PINNED.pop(address, None)
+
+    return unpin
+
+
 def is_pinned(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().data_ptr() in _PINNED
+    address = tensor.data_ptr()
+    return address in _PINNED or any(start <= address < start + count for start, count in list(_PINNED.items()))
 
 
 @contextmanager

@@ -5,10 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+
+class OwnMemory:
+    """The part of a Device whose memory is no other process's, and no faster to reach where it is pinned."""
+
+    type: str
+    index: int
+
+    def pin_in_place(self, memory: Tensor) -> Callable[[], None]:
+        return lambda: None
+
+    def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=torch.device(self.type, self.index)), b""
+
+    def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
+        raise ValueError(f"memory of {self.type} devices is not shared between processes")
 
 
 def usable_cores() -> list[int]:

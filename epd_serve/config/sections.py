@@ -81,12 +81,14 @@ class KVTransferConfig(Section):
     """The KV cache's move from prefill to decode."""
 
     transport: Restart[Literal["auto", "shm", "tcp", "mooncake"]] = Field(
-        default="auto", description="auto: shared memory on one host, else TCP. mooncake: its Transfer Engine."
+        default="auto",
+        description="auto: from device to device or in shared memory on one host, else TCP. mooncake: its "
+        "Transfer Engine.",
     )
     mode: LanguageRebuild[KVMode] = Field(
         default="grouped",
         description="grouped sends groups of layers while the next ones are computed; with pull the decode "
-        "instance reads a prompt's KV at its end.",
+        "instance gets a prompt's KV at its end, when it has room.",
     )
     group_layers: LanguageRebuild[Annotated[Literal["auto"] | int, BeforeValidator(_check_group_layers)]] = Field(
         default="auto", description="Layers sent together in mode grouped; auto chooses from measured times."
@@ -94,7 +96,7 @@ class KVTransferConfig(Section):
     staging_bytes: LanguageRebuild[Bytes] = Field(
         default=256 * MEBIBYTE,
         description="Host memory through which the KV of an accelerator, or of ranks that share a model, comes "
-        "and goes; what is larger goes in rounds.",
+        "and goes where it cannot go from device to device; what is larger goes in rounds.",
     )
 
     @model_validator(mode="after")

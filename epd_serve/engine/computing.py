@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from device.base import Event
 from epd_serve.protocol.wire import KVLayout, TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.schedule import ScheduleOutput
@@ -85,6 +86,11 @@ class KVCacheMemory(BlockMemory, KVSource, Protocol):
 
     @property
     def num_staged(self) -> int: ...
+
+    @property
+    def copied(self) -> Event | None:
+        """The latest copy of a block to another: blocks that it reads may be free before it is done."""
+        ...
 
     def land(self, layers: range, blocks: AbstractSequence[int]) -> AbstractContextManager[StagedKV]:
         """A context for writing blocks of some layers where its value says in the slab.

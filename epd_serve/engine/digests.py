@@ -12,7 +12,7 @@ import mmap
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from device.timed import TimedDevice
 from device.timeline import Demand
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.engine.computing import SampledToken, StepResult
-from epd_serve.protocol.wire import KVLayout
+from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.step_cost import StepWork, work_done
 from epd_serve.sequence import PLACEHOLDER
@@ -158,6 +158,13 @@ class DigestMemory:
     @property
     def num_staged(self) -> int:
         return self._area.num_lent
+
+    @property
+    def copied(self) -> None:
+        return None  # nobody writes in here
+
+    def mapped(self, region: Region) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def check_integrity(self) -> None:
         self._area.check_integrity()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from device.base import Device
 from device.datasheets import emulated_kind, is_measured
 from device.emulated import EmulatedDevice
+from device.emulated_torch import COPYING
 from epd_serve.config import InstanceOptions
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.shape import shape_of
@@ -80,6 +81,11 @@ class Emulation:
         except BaseException:
             slots.index_fill_(2, places, 0.0)  # nothing has written them: who has them next needs numbers
             raise
+
+    def copy(self, num_tokens: float) -> AbstractContextManager[object]:
+        """A context in which the KV of so many tokens is copied to another device, over their link."""
+        profile = self._time.profile
+        return self._device.timed(num_tokens * profile.kv_token_bytes / profile.link_bytes_per_s, COPYING)
 
     @contextmanager
     def encode(self, pixels: Sequence[int]) -> Iterator[None]:

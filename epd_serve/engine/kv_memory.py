@@ -5,23 +5,31 @@ from __future__ import annotations
 import math
 import mmap
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from device.base import Device, Event
+from device.copies import to_device
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
 from epd_serve.engine.commands import CopyBlock
 from epd_serve.engine.followers import Followers
 from epd_serve.protocol.wire import KVLayout, Region
-from epd_serve.transfer.kv_sender import StagedKV
+from epd_serve.transfer.kv_sender import RemoteWrite, StagedKV
+from epd_serve.transfer.shared_memory import release_mapped
 from epd_serve.transfer.staging import Span, StagingArea, paired, rounds, slab_spans
 from epd_serve.transfer.transport import Piece, Transport
+
+if TYPE_CHECKING:
+    from epd_serve.engine.emulation import Emulation
 
 
 def block_nbytes(layout: KVLayout) -> int:
@@ -37,6 +45,11 @@ class KVCache:
         slab: on a CPU that is not shared with other ranks, the memory of the cache itself; else cells of all heads
             (:mod:`epd_serve.transfer.staging`), between which and the cache :meth:`copy` moves blocks.
         heads: this rank's, among the layout's; None where there is no other rank.
+        emulation: the time of copies between emulated devices.
+
+    Attributes:
+        handle: by which other processes of this host map it; empty where they cannot.
+        copied: of the latest copy within the cache, which does not hold its blocks until it is done.
     """
 
     def __init__(
@@ -46,23 +59,28 @@ class KVCache:
         device: Device,
         slab: memoryview | mmap.mmap,
         heads: range | None = None,
+        emulation: Emulation | None = None,
     ) -> None:
-        self._layout, self._device, self._slab = layout, device, slab
+        self._layout, self._device, self._slab, self._emulation = layout, device, slab, emulation
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
         self._heads = slice(None) if heads is None else slice(heads.start, heads.stop)
         self._copies = device.stream()
-        self._forked: Event | None = None
+        self.copied: Event | None = None
         self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
         num_heads = layout.num_kv_heads if heads is None else len(heads)
-        shape = (layout.num_layers, 2, num_blocks, layout.block_size, num_heads, layout.head_dim)
+        self._shape = (layout.num_layers, 2, num_blocks, layout.block_size, num_heads, layout.head_dim)
+        self.handle = b""
         if is_its_own_slab(device, heads):
-            self.tensor = torch.frombuffer(slab, dtype=self._dtype).view(shape)
+            self.tensor = torch.frombuffer(slab, dtype=self._dtype).view(self._shape)
         else:
-            self.tensor = torch.zeros(shape, dtype=self._dtype, device=device.torch_device)
+            memory, self.handle = device.share_memory(math.prod(self._shape) * self._dtype.itemsize)
+            self.tensor = memory.view(self._dtype).view(self._shape)
+            unpin = device.pin_in_place(torch.frombuffer(slab, dtype=torch.uint8))
+            weakref.finalize(self, unpin).atexit = False
 
     def copy_block(self, source: int, target: int) -> None:
         self.tensor[:, :, target] = self.tensor[:, :, source]
-        self._forked = self._device.record_event()
+        self.copied = self._device.record_event()
 
     def cells(self, first: int, num_layers: int, num_blocks: int) -> Tensor:
         """The cells from ``first`` on: [num_layers, 2, num_blocks, block_size, kv_heads, head_dim], all heads."""
@@ -80,15 +98,35 @@ class KVCache:
         """
         host = self.cells(first_cell, len(layers), len(blocks))[..., self._heads, :]
         with self._copying, self._copies:
-            numbers = torch.tensor(blocks).to(self.tensor.device)
+            numbers = to_device(torch.tensor(blocks), self.tensor.device)
             part = self.tensor[layers.start : layers.stop]
             if lands:
-                if self._forked is not None:  # a copy within the cache does not hold its blocks until it is done
-                    self._copies.wait_event(self._forked)
-                part[:, :, numbers] = host.to(self.tensor.device)
-                self._copies.synchronize()
+                if self.copied is not None:
+                    self._copies.wait_event(self.copied)
+                part[:, :, numbers] = host.to(self.tensor.device, non_blocking=True)
             else:
-                host.copy_(part[:, :, numbers].cpu())
+                host.copy_(part[:, :, numbers], non_blocking=True)
+            done = self._device.record_event()
+        done.synchronize()
+
+    def write(self, there: Tensor, layers: range, blocks: Sequence[int], remote: Sequence[int]) -> None:
+        """Copy blocks of some layers, which no step writes now, to blocks of another cache; done on return.
+
+        Args:
+            there: [bytes] uint8, a cache of the same layout with any number of blocks.
+        """
+        cache = there.view(self._dtype).view(*self._shape[:2], -1, *self._shape[3:])
+        num_tokens = len(blocks) * self._layout.block_size * len(layers) / self._layout.num_layers
+        taking = nullcontext() if self._emulation is None else self._emulation.copy(num_tokens)
+        with self._copying, self._copies:
+            here, places = (
+                to_device(torch.tensor(one, dtype=torch.int64), there.device) for one in (blocks, remote)
+            )
+            with taking:
+                for layer in layers:
+                    cache[layer].index_copy_(1, places, self.tensor[layer].index_select(1, here))
+            done = self._device.record_event()
+        done.synchronize()
 
 
 def is_its_own_slab(device: Device, heads: range | None) -> bool:
@@ -101,13 +139,15 @@ class KVMemory:
 
     On a CPU that is not shared with other ranks the slab *is* the cache, and peers write right into it. Else the
     slab is a bounded area of cells through which KV comes and goes (:mod:`epd_serve.transfer.staging`), on the
-    threads of those who move it and on a stream of its own.
+    threads of those who move it and on a stream of its own; peers on this host may map the cache on the device.
 
     Args:
         heads: the first rank's, where ``followers`` keep the others.
         followers: the other ranks, which do to their heads what is done here.
         staging_bytes: of that area, at most.
         lease_s: for which cells are kept that a peer may still copy to.
+        shares: other instances on this host may write to the KV on the device itself, and this one to theirs.
+        emulation: as of :class:`KVCache`.
     """
 
     def __init__(
@@ -121,6 +161,8 @@ class KVMemory:
         followers: Followers | None = None,
         staging_bytes: int = 0,
         lease_s: float = 0.0,
+        shares: bool = False,
+        emulation: Emulation | None = None,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -139,11 +181,17 @@ class KVMemory:
         self.buffer = slab.buffer
         self._device = device
         try:
-            self._cache = KVCache(layout, num_blocks, device, slab.buffer, heads)
+            self._cache = KVCache(layout, num_blocks, device, slab.buffer, heads, emulation)
         except BaseException:  # the device has no room for it, say
             transport.release(slab)
             raise
         self._followers = followers
+        if shares and heads is None and self._cache.handle:
+            self.region = msgspec.structs.replace(slab.region, device=device.type, handle=self._cache.handle)
+
+    def release(self, transport: Transport) -> None:
+        """Offer it to nobody any more. Blocks until no other process maps it."""
+        release_mapped(transport, self.slab)
 
     @property
     def tensor(self) -> Tensor:
@@ -157,6 +205,10 @@ class KVMemory:
     @property
     def num_staged(self) -> int:
         return 0 if self._area is None else self._area.num_lent
+
+    @property
+    def copied(self) -> Event | None:
+        return self._cache.copied
 
     def check_integrity(self) -> None:
         if self._area is not None:
@@ -188,6 +240,20 @@ class KVMemory:
         with self._area.arriving.lend(len(layers) * len(blocks)) as first:
             yield self._in_cells(layers, len(blocks), first)
             self._copy(layers, blocks, first, lands=True)
+
+    @contextmanager
+    def mapped(self, region: Region) -> Iterator[RemoteWrite | None]:
+        own = self.region
+        if not own.handle or (own.device, own.host_id) != (region.device, region.host_id):
+            yield None
+            return
+        with self._device.map_memory(region.handle) as memory:
+            write = partial(self._cache.write, memory)
+            del memory
+            try:
+                yield write
+            finally:
+                del write
 
     def save(self, blocks: Sequence[int]) -> Tensor:
         """A copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim], all heads."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -203,6 +204,8 @@ class DecodeService:
             except BaseException:
                 self._reservations.stop_writing(request.transfer_id)
                 raise
+        if self._memory.region.handle and (copied := self._memory.copied) is not None and not copied.query():
+            await asyncio.to_thread(copied.synchronize)  # P's device does not wait for this one
         if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
             raise _ended(request.request_id)
         num_blocks = num_blocks_for(request.num_prompt_tokens, self._layout.block_size)
@@ -341,22 +344,10 @@ class DecodeService:
             self._reservations.end_read(part.transfer_id)
 
     def _read(self, offer: wire.KVOffer, parts: list[wire.OfferedKV]) -> None:
-        """All parts at once: what P offers fits into what is landed here at a time."""
-        blocks = [block for part in parts for block in part.block_ids]
-        if not blocks:
-            return
-        layers, buffer = range(offer.first_layer, offer.end_layer), self._memory.buffer
-        with self._memory.land(layers, blocks) as landing:
-            pieces: list[Piece] = []
-            first = 0
-            for part in parts:
-                pairs = paired(part.spans, landing.spans(first, len(part.block_ids)))
-                pieces += [(there, buffer[here : here + count]) for there, here, count in pairs]
-                first += len(part.block_ids)
-            start = time.monotonic()
-            self._transport.read(offer.region, pieces)
-            seconds = time.monotonic() - start
-        self._on_read(self._memory.nbytes(len(layers), len(blocks)), seconds)
+        if num_blocks := sum(len(part.block_ids) for part in parts):
+            seconds = read_offered(offer, parts, self._memory, self._transport)
+            num_layers = offer.end_layer - offer.first_layer
+            self._on_read(self._memory.nbytes(num_layers, num_blocks), seconds)
 
     def cancel(self, ref: wire.TransferRef) -> None:
         """P has stopped writing; with a reason, the request has failed. Idempotent."""
@@ -384,6 +375,26 @@ class DecodeService:
         expected = self._expected.get(request_id)
         if expected is not None and not expected.done():
             expected.set_exception(error)
+
+
+def read_offered(
+    offer: wire.KVOffer, parts: AbstractSequence[wire.OfferedKV], memory: KVCacheMemory, transport: Transport
+) -> float:
+    """Read some parts of what another instance offers into their blocks; the seconds that the transport took.
+
+    All at once: what is offered fits into what is landed here at a time. Raises TransferError.
+    """
+    layers, buffer = range(offer.first_layer, offer.end_layer), memory.buffer
+    with memory.land(layers, [block for part in parts for block in part.block_ids]) as landing:
+        pieces: list[Piece] = []
+        first = 0
+        for part in parts:
+            pairs = paired(part.spans, landing.spans(first, len(part.block_ids)))
+            pieces += [(there, buffer[here : here + count]) for there, here, count in pairs]
+            first += len(part.block_ids)
+        start = time.monotonic()
+        transport.read(offer.region, pieces)
+        return time.monotonic() - start
 
 
 def _sequence(handoff: wire.Handoff, reservation: Reservation, constraint: Constraint | None) -> Sequence:

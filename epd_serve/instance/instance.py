@@ -376,7 +376,7 @@ class Instance:
         lends = old.feature_store == "mooncake" and old.role.stages != role.stages
         self.options = options
         if self._weights is not None and not (role.has_language_model and not self._weights.is_split):
-            self._weights.forget(self.transport)
+            await asyncio.to_thread(self._weights.forget, self.transport)
             if self.device.type != "cpu" or self._weights.is_split:
                 await _close([self._weights])
                 self._weights = None

@@ -151,9 +151,9 @@ class LanguageWeights:
         )
 
     def forget(self, transport: Transport) -> None:
-        """Give the KV memory back. Nobody may be about to write there."""
+        """Give the KV memory back. Nobody may be about to write there. Blocks until nobody maps it."""
         if self._memory is not None:
-            transport.release(self._memory.slab)
+            self._memory.release(transport)
             self._memory = None
 
     def close(self) -> None:
@@ -198,6 +198,8 @@ class LanguageWeights:
             followers=self.followers,
             staging_bytes=options.kv_transfer.staging_bytes,
             lease_s=options.lease_s,
+            shares=options.kv_transfer.transport == "auto",
+            emulation=self._model.emulation,
         )
 
 

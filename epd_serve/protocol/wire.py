@@ -429,6 +429,8 @@ class Region(Message, frozen=True):
         protocol: of Mooncake's Transfer Engine, where that is what moves the bytes: then ``host:port`` only says
             whether the region is still there. Else "".
         engine_port: of the Transfer Engine. address: where the memory begins in its process.
+        device, handle: type of the device that holds the KV itself, and what its vendor's library maps that memory
+            by in other processes of this host; empty where there is only this memory.
     """
 
     name: str
@@ -441,6 +443,8 @@ class Region(Message, frozen=True):
     protocol: str = ""
     engine_port: int = 0
     address: int = 0
+    device: str = ""
+    handle: bytes = b""
 
 
 class FeatureEvent(Message, frozen=True):
@@ -515,8 +519,8 @@ class ReserveRequest(Message, frozen=True):
 class ReserveReply(Message, frozen=True):
     """``block_ids`` hold the prompt, in order, then its state; the first ``num_cached_blocks`` already do.
 
-    ``region`` is a slab of ``num_blocks`` that P writes to. Where D's KV lies on a device that is not so: D reads
-    what P offers, at most ``staged_cells`` layers × blocks of a transfer at once.
+    ``region`` is a slab of ``num_blocks`` that P writes to. Where D's KV lies on a device, P writes there if it
+    can map it, else D reads what P offers, at most ``staged_cells`` layers × blocks of a transfer at once.
     """
 
     block_ids: list[int]

@@ -7,15 +7,16 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Protocol
 
 from device.base import Event
 from epd_serve.protocol.wire import KVOffer, KVTaken, OfferedKV, Region, ReserveReply
 from epd_serve.transfer.grouping import GroupSizer
-from epd_serve.transfer.shared_memory import WriteLocks
+from epd_serve.transfer.shared_memory import MAPPED_SLOT, UNMAP_S, WriteLocks, is_there
 from epd_serve.transfer.staging import Span, rounds
 from epd_serve.transfer.transport import Piece, TransferError, Transport
 
@@ -33,6 +34,14 @@ class StagedKV(Protocol):
 
     def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
         """Bytes of the blocks from ``first`` on, and where they belong in a slab of ``remote_num_blocks``."""
+        ...
+
+
+class RemoteWrite(Protocol):
+    """Writes to the KV of another instance, on a device that this one reaches."""
+
+    def __call__(self, layers: range, blocks: Sequence[int], remote: Sequence[int]) -> None:
+        """Copy blocks that are computed to blocks there; they are there when this returns."""
         ...
 
 
@@ -54,6 +63,10 @@ class KVSource(Protocol):
         """A context in which blocks that are computed can be read. It may wait for others' to end."""
         ...
 
+    def mapped(self, region: Region) -> AbstractContextManager[RemoteWrite | None]:
+        """A context in which the KV on the device behind ``region`` can be written to; None where it cannot."""
+        ...
+
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
         """Bytes of so many blocks in so many layers on the device: an emulated one's pieces have fewer."""
         ...
@@ -66,7 +79,8 @@ class OutgoingTransfer:
     Attributes:
         target: blocks reserved for it; None until there are some.
         deadline: end of the lease; nothing is written or offered after it.
-        offer: has the decode instance read what is staged, and returns when it has; None: it is written to.
+        offer: has the decode instance read what is staged, and returns when it has; None: it is written to. Where
+            the KV of its device is mapped here, that is written to in any case.
         next_block: index of the first prompt block that is not yet pushed in full.
         computed_at: time at which the prompt's compute had ended.
         transfer_s: time spent copying; of a write that carried several transfers, the share of this one's bytes.
@@ -139,9 +153,9 @@ class _Push:
         """The region at the decode instance to which all parts go."""
         return self.parts[0].target.region
 
-    def rounds(self, own_cells: int | None) -> Iterator[tuple[range, list[Part]]]:
-        """The push in parts that fit into what either side can stage at once; ``own_cells``: here."""
-        limits = [cells for cells in (own_cells, self.parts[0].target.staged_cells) if cells is not None]
+    def rounds(self, *cells: int | None) -> Iterator[tuple[range, list[Part]]]:
+        """The push in parts that fit into so many cells; None: there is no such limit."""
+        limits = [most for most in cells if most is not None]
         starts = list(accumulate((len(part.local) for part in self.parts), initial=0))
         for layers, numbers in rounds(self.layers, starts[-1], min(limits, default=None)):
             inside = (part.within(numbers, start) for part, start in zip(self.parts, starts, strict=False))
@@ -191,7 +205,7 @@ class KVSender:
         """Make the first contact (mapping, connection) and measure the next one; nothing where that was done."""
         with self._lock:
             if region.name not in self._lanes:
-                self._put(region.name, _Connect(region))
+                self._put(region, _Connect(region))
 
     def push(self, layers: range, parts: Sequence[Part], computed: Event | None = None) -> None:
         """Queue blocks of ``layers`` as one write; all parts go to one region.
@@ -202,7 +216,7 @@ class KVSender:
         with self._lock:
             for part in parts:
                 part.transfer.num_queued += 1
-            self._put(parts[0].transfer.target.region.name, _Push(layers, parts, computed))
+            self._put(parts[0].transfer.target.region, _Push(layers, parts, computed))
 
     def fence(self, transfer: OutgoingTransfer, passed: Callable[[OutgoingTransfer], None]) -> None:
         """Call ``passed`` when nothing of this transfer is queued or under way: now, or on a thread of the sender.
@@ -225,19 +239,37 @@ class KVSender:
             lane.thread.join()
         self._write_locks.close()
 
-    def _put(self, region_name: str, job: _Job) -> None:
+    def _put(self, region: Region, job: _Job) -> None:
         """Hold the lock, also against a lane that is about to retire."""
-        lane = self._lanes.get(region_name)
+        lane = self._lanes.get(region.name)
         if lane is None:
-            lane = self._lanes[region_name] = _Lane(region_name, self._run)
+            lane = self._lanes[region.name] = _Lane(region, self._run)
         lane.jobs.put(job)
 
     def _run(self, lane: _Lane) -> None:
-        while (job := self._next(lane)) is not None:
-            if isinstance(job, _Push):
-                self._push(lane, job)
-            else:
-                self._connect(lane, job.region)
+        with lane.mapping:
+            while (job := self._next(lane)) is not None:
+                self._map(lane, job.region)
+                if isinstance(job, _Push):
+                    self._push(lane, job)
+                else:
+                    self._connect(lane, job.region)
+            lane.mapped = None
+
+    def _map(self, lane: _Lane, region: Region) -> None:
+        """Map the KV there at the lane's first job. What keeps it from that is no error: it goes by the host."""
+        if not region.handle or lane.is_mapped is not None:
+            return
+        try:
+            with ExitStack() as mapping:
+                # its owner sees by the lock that it must not give the memory to others yet
+                mapping.enter_context(self._write_locks.held(region, [MAPPED_SLOT]))
+                lane.mapped = mapping.enter_context(self._source.mapped(region))
+                if lane.mapped is not None:
+                    lane.mapping.push(mapping.pop_all())
+        except Exception as error:  # noqa: BLE001 - its process may be gone, or the device fail
+            logger.info("%s is not mapped here: %s", region.name, error)
+        lane.is_mapped = lane.mapped is not None
 
     def _pass(self, transfer: OutgoingTransfer) -> None:
         """One of its parts is done with."""
@@ -256,23 +288,31 @@ class KVSender:
         """The next job; None where there was none for long, and the lane is gone, or at the end."""
         if lane.ahead:
             return lane.ahead.popleft()
-        try:
-            return lane.jobs.get(timeout=_IDLE_LANE_S)
-        except queue.Empty:
+        while True:
+            try:
+                return lane.jobs.get(timeout=_IDLE_LANE_S if lane.mapped is None else UNMAP_S)
+            except queue.Empty:
+                pass
             with self._lock:
                 if not lane.jobs.empty():
                     return lane.jobs.get()
+                if lane.mapped is not None and is_there(lane.region):
+                    continue
                 if self._lanes.get(lane.region_name) is lane:
                     del self._lanes[lane.region_name]
                     self.sizer.forget(lane.region_name)
                 return None
 
     def _connect(self, lane: _Lane, region: Region) -> None:
+        if region.handle and lane.mapped is None:
+            return  # nobody is written to: the decode instance reads
         try:
             start = self._clock()
-            self._transport.write(region, [])
+            write = lane.mapped and partial(lane.mapped, range(1), [], [])
+            write = write or partial(self._transport.write, region, [])
+            write()
             contact = self._clock()
-            self._transport.write(region, [])
+            write()
         except Exception as error:  # noqa: BLE001 - the first push will say so
             logger.debug("no contact with %s yet: %s", region.name, error)
             return
@@ -284,7 +324,8 @@ class KVSender:
             if job.computed is not None:
                 job.computed.synchronize()
             job = self._with_late(lane, job)
-            for layers, parts in job.rounds(self._source.staged_cells):
+            staged = (self._source.staged_cells, job.parts[0].target.staged_cells)
+            for layers, parts in job.rounds(*(staged if lane.mapped is None else ())):
                 wanted = [part for part in parts if self._may_write(part.transfer, self._clock())]
                 if wanted:
                     self._move(lane, layers, wanted)
@@ -338,10 +379,11 @@ class KVSender:
     def _move(self, lane: _Lane, layers: range, parts: Sequence[Part]) -> None:
         """Bring parts over, as one write or one offer."""
         start, offer = self._clock(), parts[0].transfer.offer
-        with self._source.stage(layers, [block for part in parts for block in part.local]) as staged:
-            firsts = accumulate((len(part.local) for part in parts), initial=0)
-            placed = list(zip(firsts, parts, strict=False))
-            moved = self._write(staged, placed) if offer is None else self._offer(staged, layers, placed, offer)
+        if lane.mapped is not None:
+            moved, offer = self._write_mapped(lane.mapped, layers, parts), None
+        else:
+            with self._source.stage(layers, [block for part in parts for block in part.local]) as staged:
+                moved = self._write(staged, parts) if offer is None else self._offer(staged, layers, parts, offer)
         if not moved:
             return
         end = self._clock()
@@ -352,36 +394,50 @@ class KVSender:
         if offer is None:
             self._on_write(sum(sizes), end - start)
 
-    def _write(self, staged: StagedKV, placed: Sequence[tuple[int, Part]]) -> list[Part]:
-        """Write what may still be written; returns it."""
-        region = placed[0][1].target.region
+    @contextmanager
+    def _leased(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
+        """A context in which the parts that it yields may be written."""
         # held from before the look at the leases until all is written: see WriteLocks
-        with self._write_locks.held(region, [part.slot for _, part in placed]):
+        with self._write_locks.held(parts[0].target.region, [part.slot for part in parts]):
             now = self._clock()
-            placed = [(first, part) for first, part in placed if self._may_write(part.transfer, now)]
+            yield [part for part in parts if self._may_write(part.transfer, now)]
+
+    def _write_mapped(self, write: RemoteWrite, layers: range, parts: Sequence[Part]) -> list[Part]:
+        """Write what may still be written from device to device; returns it."""
+        with self._leased(parts) as leased:
+            if leased:
+                here = [block for part in leased for block in part.local]
+                write(layers, here, [block for part in leased for block in part.remote])
+        return leased
+
+    def _write(self, staged: StagedKV, parts: Sequence[Part]) -> list[Part]:
+        """Write what may still be written; returns it."""
+        with self._leased(parts) as leased:
             pieces: list[Piece] = []
-            for first, part in placed:
-                pieces += staged.pieces(first, part.remote, part.target.num_blocks)
-            if placed:
-                self._transport.write(region, pieces, [part.transfer.transfer_id for _, part in placed])
-        return [part for _, part in placed]
+            for first, part in _placed(parts):
+                if part in leased:
+                    pieces += staged.pieces(first, part.remote, part.target.num_blocks)
+            if leased:
+                ids = [part.transfer.transfer_id for part in leased]
+                self._transport.write(leased[0].target.region, pieces, ids)
+        return leased
 
     def _offer(
         self,
         staged: StagedKV,
         layers: range,
-        placed: Sequence[tuple[int, Part]],
+        parts: Sequence[Part],
         offer: Callable[[KVOffer], KVTaken],
     ) -> list[Part]:
         """Have the decode instance read; returns what it wanted. The others it has given up."""
         offered = [
             OfferedKV(part.transfer.transfer_id, list(part.remote), staged.spans(first, len(part.local)))
-            for first, part in placed
+            for first, part in _placed(parts)
         ]
         taken = offer(KVOffer(self._source.region, layers.start, layers.stop, offered)).transfer_ids
-        for _, part in placed:
+        for part in parts:
             part.transfer.cancelled |= part.transfer.transfer_id not in taken
-        return [part for _, part in placed if part.transfer.transfer_id in taken]
+        return [part for part in parts if part.transfer.transfer_id in taken]
 
     @staticmethod
     def _may_write(transfer: OutgoingTransfer, now: float) -> bool:
@@ -400,10 +456,15 @@ class _Lane:
 
     Attributes:
         ahead: jobs that the thread has taken from the queue and not done.
+        mapped: writes to the KV there, while it is mapped here. is_mapped: None as long as nobody has tried.
+        mapping: ends it with the thread.
     """
 
-    def __init__(self, region_name: str, run: Callable[[_Lane], None]) -> None:
-        self.region_name = region_name
+    def __init__(self, region: Region, run: Callable[[_Lane], None]) -> None:
+        self.region, self.region_name = region, region.name
+        self.mapped: RemoteWrite | None = None
+        self.is_mapped: bool | None = None
+        self.mapping = ExitStack()
         self.jobs: queue.Queue[_Job | None] = queue.Queue()
         self.ahead: deque[_Job | None] = deque()
         self.thread = threading.Thread(target=run, args=(self,), name="kv-sender", daemon=True)
@@ -415,6 +476,11 @@ class _Lane:
             if not isinstance(job, _Push) or not (job.computed is None or job.computed.query()):
                 return
             yield job
+
+
+def _placed(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
+    """Each part with the number of its first block among those of all."""
+    return zip(accumulate((len(part.local) for part in parts), initial=0), parts, strict=False)
 
 
 def _account(transfer: OutgoingTransfer, nbytes: int, share: float, start: float, end: float) -> None:

@@ -4,8 +4,8 @@ While a reservation is GRANTED its blocks may be written by the prefill side at 
 given back on the decode side's word alone: they are QUARANTINED until the writer says that it has stopped, or its
 lease is over (a writer must not begin to write after its lease) and it is not in the middle of a write.
 
-Where KV lies on a device nobody writes there from outside: this side reads what the other offers, and blocks are
-given back when its own reads into them have ended.
+Where KV lies on a device that no other process maps, nobody writes there from outside: this side reads what the
+other offers, and blocks are given back when its own reads into them have ended.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 import threading
+import time
 import uuid
 import weakref
 from bisect import bisect_left, insort
@@ -20,8 +21,10 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
+import msgspec
+
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.transport import Piece, TransferError, check_bounds
+from epd_serve.transfer.transport import Piece, Slab, TransferError, Transport, check_bounds
 
 # Linux, on every architecture; the mmap module has neither.
 _MAP_FIXED = 0x10
@@ -255,6 +258,25 @@ def is_being_written(region: Region, slot: int) -> bool:
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
     found: int = _FLOCK.unpack(fcntl.fcntl(region.fd, fcntl.F_OFD_GETLK, asked))[0]
     return found != fcntl.F_UNLCK
+
+
+#: A lock that whoever has mapped a device's memory holds on the region that it came with; no block has its number.
+MAPPED_SLOT = 1 << 40
+#: Mappings of memory that its owner has given up are ended within this time.
+UNMAP_S = 0.25
+_UNMAP_TIMEOUT_S = 5.0
+
+
+def release_mapped(transport: Transport, slab: Slab) -> None:
+    """Release a slab, and wait until no process maps the device's memory that was offered with it."""
+    region = msgspec.structs.replace(slab.region, fd=os.dup(slab.region.fd))
+    try:
+        transport.release(slab)
+        deadline = time.monotonic() + _UNMAP_TIMEOUT_S
+        while is_being_written(region, MAPPED_SLOT) and time.monotonic() < deadline:  # a stopped process keeps it
+            time.sleep(UNMAP_S / 10)
+    finally:
+        os.close(region.fd)
 
 
 class SlabAllocator:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tiny_models
 from chat import chat
-from fleet import figures
+from fleet import Books, figures
 from identity import MAX_TOKENS, start_fleet
 from in_process import deployment
 from pictures import noise
 from reference import Reference
 
+from epd_serve.config import DeploymentConfig
 from epd_serve.cost.device_time import DeviceTime
+from epd_serve.engine.kv_memory import KVCache
+from epd_serve.launch import LocalDeployment
+from epd_serve.types import Role
 
-TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0")}
+TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0"), "(E-P)-D": ("e1", "p1", "d0")}
 CASES: dict[str, dict[str, Any]] = {
     "pushed KV, steps launched ahead": {"async_scheduling": "on"},
+    "through host memory": {"kv_transfer": {"transport": "shm"}},
     "pulled KV, small pool": {"kv_transfer": {"mode": "pull", "staging_bytes": "64KiB"}, "num_blocks": 20},
 }
 
@@ -30,8 +40,8 @@ CASES: dict[str, dict[str, Any]] = {
 async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPD_SERVE_CACHE", str(tmp_path / "cache"))
     model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
-    settings = {"devices": ["emulated:h200 x 5"], "instances": CASES[case]}
-    async with start_fleet(model, "E-P-ED-EPD-D", **settings) as fleet:
+    settings = {"devices": ["emulated:h200 x 6"], "instances": CASES[case]}
+    async with start_fleet(model, "E-P-ED-EPD-D-(E-P)", **settings) as fleet:
         for _ in range(3):  # whether sequences meet in the small pool is a matter of timing
             for names in TOPOLOGIES.values():
                 await fleet.check_tokens(names)
@@ -49,7 +59,7 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: 
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
     fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
-    transfer = {"mode": mode, "staging_bytes": "32KiB"}
+    transfer = {"mode": mode, "transport": "shm", "staging_bytes": "32KiB"}
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
     async with deployment(model, "EP", "D", options=options) as one:
         answers = await asyncio.gather(
@@ -69,6 +79,105 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: 
             moved = await figures(instance.url)
             if instance.options.role.decodes:
                 assert moved["kv_bytes_total"] > 3 * memory.region.nbytes
+
+
+@pytest.mark.parametrize(("mode", "roles"), [("grouped", ("E", "P", "D")), ("pull", ("EP", "D"))])
+async def test_kv_goes_from_device_to_device(
+    mode: str, roles: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of it through the host; also once the decode instance has had another role and other memory."""
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    reference = Reference(model)
+    asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
+    fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
+    tokens = {text: reference.generate(text, images, max_tokens=6) for text, images in asked}
+    options = {
+        "device": "emulated:h200:2",
+        "block_size": 8,
+        "max_num_batched_tokens": 40,
+        "kv_transfer": {"mode": mode},
+    }
+    monkeypatch.setattr(KVCache, "copy", None)  # between the device and the host's cells
+    async with deployment(model, *roles, options=options) as one:
+        prefill, decode = list(one.instances.values())[-2:]
+
+        async def ask() -> None:
+            answers = await asyncio.gather(
+                *(one.post("/v1/chat/completions", chat(text, *images, **fields)) for text, images in asked)
+            )
+            for (status, answer), (text, _) in zip(answers, asked, strict=True):
+                assert status == 200, answer
+                chosen = answer["choices"][0]["logprobs"]["content"]
+                found = [bytes(token["bytes"]).decode(errors="replace") for token in chosen]
+                assert found == [reference.tokenizer.decode([token]) for token in tokens[text]], text
+            await one.settle()
+
+        await ask()
+        [before] = mapped()
+        used = decode.device.memory()
+        await decode.rebuild(Role.parse("E"))
+        assert not mapped(), "P maps memory that is no longer D's"
+        await decode.rebuild(Role.parse("D"))
+        assert decode.device.memory()[1] >= used[1]
+        await ask()
+        [after] = mapped()
+        assert after != before
+        of_p, of_d = await figures(prefill.url), await figures(decode.url)
+        assert of_p["kv_bytes_total"] > 0 == of_d["kv_bytes_total"], "P writes, and D reads nothing"
+
+
+def mapped(*pids: int) -> set[str]:
+    """The memory of devices that is mapped by more instances than its owner: in this process, or in these."""
+    names = re.findall(r"/memfd:(emulated-\w+)", "".join(maps_of(pid) for pid in pids or ("self",)))
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def maps_of(pid: object) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.slow
+async def test_a_decode_instance_that_is_killed_leaves_its_memory() -> None:
+    """In the middle of hand-overs: P unmaps it, all blocks are free again, and the next one is written to."""
+    config = DeploymentConfig(
+        topology="P-D",
+        model="demo",
+        served_model_name="demo",
+        dtype="float32",
+        devices=["emulated:h200 x 2"],
+        shape_of="llava-1.6-34b",  # whose KV takes its time
+        gateway={"port": 0},
+        instances={"base_port": 0, "threads": 1},
+    )
+    body = chat("apple " * 100, max_tokens=8, temperature=0, ignore_eos=True)
+    async with (
+        LocalDeployment(config, ready_timeout_s=600) as deployment,
+        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=300) as client,
+    ):
+
+        async def ask() -> tuple[int, str]:
+            answer = await client.post("/v1/chat/completions", json=body)
+            return answer.status_code, answer.text.partition('"choices"')[2]
+
+        right = await ask()
+        assert right[0] == 200
+        p0, d0 = (deployment.instances[name].pid for name in ("p0", "d0"))
+        [before] = mapped(p0, d0)
+        asked = [asyncio.create_task(ask()) for _ in range(8)]
+        while not (await client.get(f"{deployment.instances['d0'].url}/integrity")).json()["reservations"]:
+            assert not all(one.done() for one in asked)
+        os.kill(d0, signal.SIGKILL)
+        assert {status for status, _ in await asyncio.gather(*asked)} <= {200, 502, 503}
+        async with asyncio.timeout(60):
+            while before in maps_of(p0):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        await Books({"p0": deployment.instances["p0"].url}).check()
+        async with asyncio.timeout(600):
+            while (again := await ask())[0] != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.5)
+        assert again == right
+        [after] = mapped(p0, deployment.instances["d0"].pid)
+        assert after != before
 
 
 @pytest.mark.slow

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from device.cpu import CpuEvent
+from device.emulated import EmulatedDevice
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.commands import Command, CopyBlock
 from epd_serve.engine.kv_memory import KVCache, KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
+from epd_serve.transfer.shared_memory import MAPPED_SLOT, is_being_written
 from epd_serve.transfer.staging import paired, rounds
 from epd_serve.types import Role
 
@@ -111,6 +119,124 @@ def test_kv_goes_from_device_to_device_through_few_cells(num_ranks: int) -> None
         memory.check_integrity()
         assert memory.num_staged == 0
     transport.close()
+
+
+@dataclass
+class Pair:
+    """KV of two instances that share a device: the first has numbers."""
+
+    here: KVMemory
+    there: KVMemory
+    device: EmulatedDevice
+    transport: EmbeddedTransport
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    device, transport = get_device("emulated:h200:2"), EmbeddedTransport(path="shm")
+    assert isinstance(device, EmulatedDevice)
+    here, there = (KVMemory(LAYOUT, size, device, transport, shares=True) for size in (NUM_BLOCKS, 2 * NUM_BLOCKS))
+    here.tensor.copy_(torch.randn(here.tensor.shape))
+    device.synchronize()
+    yield Pair(here, there, device, transport)
+    transport.close()
+
+
+def test_kv_goes_from_one_device_s_memory_into_another_s(pair: Pair) -> None:
+    """From any blocks to any others, in any layers, and nothing through the host."""
+    here, there = pair.here, pair.there
+    with here.mapped(there.region) as write:
+        assert write is not None
+        write(range(1, 3), [3, 1, 7], [5, 17, 1])
+        del write
+    old, new = here.tensor.cpu(), there.tensor.cpu()
+    torch.testing.assert_close(new[1:, :, [5, 17, 1]], old[1:, :, [3, 1, 7]], rtol=0, atol=0)
+    others = [block for block in range(2 * NUM_BLOCKS) if block not in (5, 17, 1)]
+    assert not new[:1].any() and not new[:, :, others].any()
+
+
+def test_memory_is_mapped_only_where_both_sides_share(pair: Pair) -> None:
+    here, there, device = pair.here, pair.there, pair.device
+    alone = KVMemory(LAYOUT, NUM_BLOCKS, device, EmbeddedTransport(path="shm"))
+    on_cpu = KVMemory(LAYOUT, NUM_BLOCKS, get_device("cpu"), EmbeddedTransport(path="shm"), shares=True)
+    elsewhere = msgspec.structs.replace(there.region, host_id="another:pid:[1]")
+    for memory, region in [
+        (here, alone.region),
+        (alone, there.region),
+        (here, on_cpu.region),
+        (on_cpu, there.region),
+        (here, elsewhere),
+    ]:
+        with memory.mapped(region) as write:
+            assert write is None
+
+
+def test_copies_wait_for_no_step_and_no_step_for_them(pair: Pair) -> None:
+    """They have a stream of their own, and come back when they are done on it."""
+    here, there, device = pair.here, pair.there, pair.device
+    gate = threading.Event()
+    device.current_stream().launch(gate.wait)  # type: ignore[attr-defined]
+    with here.mapped(there.region) as write, here.stage(range(1), [1]) as staged:  # the engine's stream stands
+        assert write is not None
+        write(range(1), [1], [2])
+        del write
+        [(start, nbytes)] = staged.spans(0, 1)[:1]
+        assert bytes(here.buffer[start : start + nbytes]) != bytes(nbytes)
+    assert not device.record_event().query()
+    gate.set()
+    device.synchronize()
+    assert torch.equal(there.tensor[0, :, 2].cpu(), here.tensor[0, :, 1].cpu())
+
+
+def test_a_copy_that_is_not_waited_for_is_found(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the event of its end is missing, so the memory is unmapped while the device writes there."""
+    here, there, device = pair.here, pair.there, pair.device
+    gate = threading.Event()
+    here._cache._copies.launch(gate.wait)  # type: ignore[attr-defined]
+    monkeypatch.setattr(device, "record_event", CpuEvent)
+    with pytest.raises(RuntimeError, match=r"memory is unmapped that .* work or a tensor still uses"):  # noqa: SIM117
+        with here.mapped(there.region) as write:
+            assert write is not None
+            write(range(1), [1], [2])
+            del write
+    gate.set()
+
+
+def test_a_cell_has_no_numbers_before_the_copy_into_it_is_done(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: the event of its end is missing. The host's memory is pinned: a copy into it comes back at once."""
+    gate = threading.Event()
+    pair.here._cache._copies.launch(gate.wait)  # type: ignore[attr-defined]
+    monkeypatch.setattr(pair.device, "record_event", CpuEvent)
+    with pair.here.stage(range(1), [1]) as early:
+        [(start, nbytes), *_] = early.spans(0, 1)
+        cell = torch.frombuffer(pair.here.buffer, dtype=torch.float32, count=nbytes // 4, offset=start)
+        assert cell.isnan().all()
+        gate.set()
+        pair.device.synchronize()
+        assert not cell.isnan().any()
+
+
+def test_memory_is_given_back_when_nobody_maps_it(pair: Pair) -> None:
+    """Its owner waits: others would get memory that a peer still writes to."""
+    here, there = pair.here, pair.there
+    sender = KVSender(pair.transport, here, GroupSizer(num_layers=3), time.monotonic)
+    target = wire.ReserveReply([5], 0, there.region, there.num_blocks, staged_cells=there.staged_cells)
+    transfer = OutgoingTransfer("t", target, time.monotonic() + 60)
+    arrived = threading.Event()
+    sender.push(range(3), [Part(transfer, [3], [5])])
+    sender.fence(transfer, lambda _: arrived.set())
+    assert arrived.wait(60) and transfer.error is None
+    assert transfer.num_bytes == block_nbytes(LAYOUT)
+    torch.testing.assert_close(there.tensor[:, :, 5].cpu(), here.tensor[:, :, 3].cpu(), rtol=0, atol=0)
+    [lane] = sender._lanes.values()
+    assert lane.mapped is not None and is_being_written(there.region, MAPPED_SLOT)
+    there.release(pair.transport)
+    assert lane.mapped is None
+    lane.thread.join(60)
+    assert not sender._lanes
+    sender.close()
 
 
 @pytest.mark.parametrize(("num_ranks", "heads_each"), [(1, 4), (2, 2), (4, 1), (8, 1)])

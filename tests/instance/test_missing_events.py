@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,21 @@ DEVICE = "emulated:h200:15"
 LAUNCH_S = 4e-4  # nothing is ready by chance
 
 
-async def test_no_answer_comes_of_what_was_read_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Careless:
+    """A device whose events wait for nothing."""
+
+    record_event = CpuEvent
+
+
+@pytest.mark.parametrize("transport", ["auto", pytest.param("shm", marks=pytest.mark.slow)])
+async def test_no_answer_comes_of_what_was_read_early(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     device = get_device(DEVICE)
     assert isinstance(device, EmulatedDevice)
-    options: dict[str, Any] = {"device": DEVICE, "max_num_seqs": 2, "kv_transfer": {"group_layers": 1}}
+    transfer = {"group_layers": 1, "transport": transport}
+    options: dict[str, Any] = {"device": DEVICE, "max_num_seqs": 2, "kv_transfer": transfer}
     health = {"probe_interval_s": None}
     async with deployment(model, "P", "D", options=options, health=health, failover={"wait_s": 0}) as here:
         body = chat("What is this?", model="demo", max_tokens=4, temperature=0, ignore_eos=True)
@@ -46,6 +57,15 @@ async def test_no_answer_comes_of_what_was_read_early(tmp_path: Path, monkeypatc
         with monkeypatch.context() as patch:  # tokens are taken while the step after theirs is launched
             patch.setattr(Readback, "wait", lambda readback: readback._copy)
             assert "tokens were read before the device had chosen them" in await refusal()
+        gate = threading.Event()
+        cache = language_of(here.instances["p0"])._memory._cache  # type: ignore[attr-defined]
+        with monkeypatch.context() as patch:  # D goes on while the copies from P's device are still to be made
+            cache._copies.launch(gate.wait)
+            patch.setattr(cache, "_device", Careless())
+            status, early = await here.post("/v1/chat/completions", body)
+            assert status == 500 or early["choices"] != right["choices"]
+        gate.set()
+        device.synchronize()
         _, again = await here.post("/v1/chat/completions", body)
         assert again["choices"] == right["choices"]
         await here.settle()

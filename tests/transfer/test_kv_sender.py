@@ -18,8 +18,9 @@ from device.cpu import CpuEvent
 from epd_serve.protocol.wire import KVOffer, KVTaken, Region, ReserveReply
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer, group_ends, seconds_until_sent
-from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part, RemoteWrite
 from epd_serve.transfer.shaped import ShapedTransport
+from epd_serve.transfer.shared_memory import MAPPED_SLOT, is_being_written
 from epd_serve.transfer.transport import Piece, Slab, TransferError
 
 
@@ -284,6 +285,61 @@ def test_the_first_contact_is_made_once_and_measured(transport: Counting) -> Non
     assert contacts == [0]
     assert transport.writes == [(slab.region.name, 0)] * 2
     assert 0.02 <= sender.sizer.links[slab.region.name].base_s < 5
+
+
+class OverDevice(Source):
+    """Says whether it can map the other device's memory, and keeps what is written there."""
+
+    def __init__(self, *, reaches: bool) -> None:
+        super().__init__(staged_cells=2)
+        self.reaches = reaches
+        self.written: list[tuple[range, list[int], list[int]]] = []
+        self.num_mapped = self.num_unmapped = 0
+
+    @contextmanager
+    def mapped(self, region: Region) -> Iterator[RemoteWrite]:
+        if not self.reaches:
+            raise ValueError("peer access is not supported")
+        self.num_mapped += 1
+        yield self.write
+        self.num_unmapped += 1
+
+    def write(self, layers: range, blocks: Sequence[int], remote: Sequence[int]) -> None:
+        self.written.append((layers, list(blocks), list(remote)))
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_a_device_that_can_be_reached_is_written_to_and_another_one_is_offered(
+    transport: Counting, reaches: bool
+) -> None:
+    """Mapped once, all of a push at once, under the lock by which its owner sees it; else in rounds as ever."""
+    slab = transport.allocate("kv", 8)
+    region = msgspec.structs.replace(slab.region, device="cuda", handle=b"handle")
+    source, offers = OverDevice(reaches=reaches), list[KVOffer]()
+    sender = KVSender(transport, source, GroupSizer(num_layers=2, fixed=2), time.monotonic)
+
+    def take(offer: KVOffer) -> KVTaken:
+        offers.append(offer)
+        return KVTaken([part.transfer_id for part in offer.parts])
+
+    sender.connect(region)
+    for number in range(3):
+        transfer = outgoing(f"t{number}", slab)
+        transfer.target = ReserveReply([2, 4, 6], 0, region, 8, staged_cells=2)
+        transfer.offer = take
+        sender.push(range(2), [Part(transfer, [1, 3, 5], [2, 4, 6])])
+        assert passed(sender, transfer) and transfer.error is None and transfer.num_bytes == 6
+    expired = outgoing("late", slab, lifetime_s=-1.0)
+    expired.target = transfer.target
+    sender.push(range(2), [Part(expired, [1], [2])])
+    assert passed(sender, expired) and "lease" in str(expired.error)
+    assert is_being_written(region, MAPPED_SLOT) == reaches
+    writes = [write for write in source.written if write[1]]
+    assert writes == [(range(2), [1, 3, 5], [2, 4, 6])] * (3 if reaches else 0)
+    assert len(offers) == (0 if reaches else 12), "two cells at a time"
+    sender.close()
+    assert source.num_mapped == source.num_unmapped == int(reaches)
+    assert not is_being_written(region, MAPPED_SLOT) and not transport.writes
 
 
 def test_a_peer_that_is_gone_fails_its_transfer_and_no_contact_is_an_error(transport: Counting) -> None:

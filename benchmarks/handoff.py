@@ -1,0 +1,172 @@
+"""The hand-over of a prompt's KV from a process to another on one device: its time, and what the host copies.
+
+All layers are computed when it begins, so that nothing is hidden; blocks are in no order on either side. From
+device to device (``kv_transfer.transport: auto``), and through the host's memory (``shm``).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import statistics
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benchmarks.accelerator import Target
+from device.registry import get_device
+from epd_serve.engine.kv_memory import KVMemory
+from epd_serve.instance.decode import read_offered
+from epd_serve.protocol import wire
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
+from epd_serve.transfer.transport import Piece
+
+WAYS = {"auto": True, "shm": False}
+#: Of Qwen3-VL-8B.
+LAYOUT = wire.KVLayout(
+    num_layers=36, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16", model="random"
+)
+NUM_TOKENS = 2000
+_STAGING_BYTES = 256 << 20
+_TARGET_MS = 10.0
+
+
+class Counting(EmbeddedTransport):
+    """Counts the bytes that the host copies: to and from an emulated device, and between processes."""
+
+    def __init__(self, device_name: str) -> None:
+        super().__init__(path="shm")
+        self.num_bytes = 0
+        if device_name.startswith("emulated"):
+            from device.emulated_torch import Chip
+
+            copy = Chip.copy
+
+            def count(chip: Chip, work: Any, held: object, num_bytes: int) -> None:
+                self.num_bytes += num_bytes
+                copy(chip, work, held, num_bytes)
+
+            Chip.copy = count  # type: ignore[method-assign]
+
+    def read(self, region: wire.Region, pieces: Sequence[Piece]) -> None:
+        self.num_bytes += sum(data.nbytes for _, data in pieces)
+        super().read(region, pieces)
+
+
+def measure(
+    device_name: str, layout: wire.KVLayout = LAYOUT, *, num_tokens: int = NUM_TOKENS, repeats: int = 20
+) -> tuple[dict[str, Any], list[Target]]:
+    """Milliseconds of each way, the first time (mapping, allocation) and later; bytes on an emulated device."""
+    rows = {way: _measure(device_name, layout, num_tokens, repeats, shares) for way, shares in WAYS.items()}
+    for way, row in rows.items():
+        assert row["is_right"], f"{way}: the KV that came is not what went"
+    target = Target(
+        name=f"hand-over of {num_tokens} tokens, ms",
+        measured=rows["auto"]["median_ms"],
+        required=_TARGET_MS,
+        at_least=False,
+    )
+    return rows, [target]
+
+
+async def counted(repeats: int) -> dict[str, Any]:
+    """What the host copies on an emulated H200; its times are those of this machine's cores and say nothing."""
+    rows, _ = measure("emulated:h200", repeats=repeats)
+    names = ("kv_bytes", "host_bytes")
+    return {
+        "num_tokens": NUM_TOKENS,
+        "shape": "qwen3-vl-8b",
+        "rows": [{"transport": way} | {name: row[name] for name in names} for way, row in rows.items()],
+    }
+
+
+def _measure(
+    device_name: str, layout: wire.KVLayout, num_tokens: int, repeats: int, shares: bool
+) -> dict[str, Any]:
+    num_blocks = -(-num_tokens // layout.block_size)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_decode, args=(theirs, device_name, wire.encode(layout), num_blocks, shares), daemon=True
+    )
+    process.start()
+    device = get_device(device_name)
+    device.activate()
+    transport, memory = _memory(device_name, layout, num_blocks, shares)
+    memory.tensor.copy_(torch.randint_like(memory.tensor, 256))
+    device.synchronize()
+    target = wire.decode(ours.recv_bytes(), wire.ReserveReply)
+    asking = threading.Lock()
+
+    def offer(offered: wire.KVOffer) -> wire.KVTaken:
+        with asking:
+            ours.send_bytes(wire.encode(offered))
+            return wire.decode(ours.recv_bytes(), wire.KVTaken)
+
+    sender = KVSender(transport, memory, GroupSizer(num_layers=layout.num_layers), time.monotonic)
+    local = random.Random(1).sample(range(1, num_blocks + 1), num_blocks)
+    transport.num_bytes, times = 0, list[float]()
+    for number in range(1 + repeats):
+        transfer = OutgoingTransfer(f"t{number}", target, time.monotonic() + 600, offer=offer)
+        passed, start = threading.Event(), time.perf_counter()
+        sender.push(range(layout.num_layers), [Part(transfer, local, target.block_ids)])
+        sender.fence(transfer, lambda _, passed=passed: passed.set())
+        assert passed.wait(600), "no hand-over in ten minutes"
+        times.append(1e3 * (time.perf_counter() - start))
+        if transfer.error is not None:
+            raise transfer.error
+    num_bytes = transport.num_bytes
+    sender.close()
+    ours.send_bytes(b"")
+    num_bytes_there, there = ours.recv()
+    process.join()
+    nbytes = memory.nbytes(layout.num_layers, num_blocks)
+    row = {
+        "kv_bytes": nbytes,
+        "first_ms": times[0],
+        "median_ms": statistics.median(times[1:]),
+        "gb_s": nbytes / statistics.median(times[1:]) / 1e6,
+        "is_right": there == _checksum(memory, local),
+    }
+    if device.type == "emulated":
+        row["host_bytes"] = (num_bytes + num_bytes_there) / (1 + repeats)
+    memory.release(transport)
+    transport.close()
+    return row
+
+
+def _memory(device_name: str, layout: wire.KVLayout, num_blocks: int, shares: bool) -> tuple[Counting, KVMemory]:
+    transport = Counting(device_name)
+    device = get_device(device_name)
+    memory = KVMemory(
+        layout, num_blocks + 1, device, transport, staging_bytes=_STAGING_BYTES, lease_s=60.0, shares=shares
+    )
+    return transport, memory
+
+
+def _checksum(memory: KVMemory, blocks: Sequence[int]) -> int:
+    content = memory.tensor[:, :, torch.tensor(blocks, device=memory.tensor.device)].cpu()
+    return zlib.crc32(content.contiguous().view(torch.uint8).numpy())
+
+
+def _decode(connection: Connection, device_name: str, layout: bytes, num_blocks: int, shares: bool) -> None:
+    """The other process: has memory, reads what it is offered, says what it has in the end."""
+    get_device(device_name).activate()
+    transport, memory = _memory(device_name, wire.decode(layout, wire.KVLayout), num_blocks, shares)
+    blocks = random.Random(2).sample(range(1, num_blocks + 1), num_blocks)
+    target = wire.ReserveReply(blocks, 0, memory.region, memory.num_blocks, memory.staged_cells)
+    connection.send_bytes(wire.encode(target))
+    transport.num_bytes = 0
+    while message := connection.recv_bytes():
+        offer = wire.decode(message, wire.KVOffer)
+        read_offered(offer, offer.parts, memory, transport)
+        connection.send_bytes(wire.encode(wire.KVTaken([part.transfer_id for part in offer.parts])))
+    num_bytes = transport.num_bytes
+    connection.send((num_bytes, _checksum(memory, blocks)))

@@ -1,0 +1,72 @@
+"""GPU memory that processes of one host share without a copy: CUDA IPC, through the driver's own calls.
+
+torch's sharing counts users in a file and keeps what nobody imports; here the importer says when it begins and
+ends, one handle serves any number of processes, and the owner waits for them before it frees.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LAZY_PEER_ACCESS = 1
+_OUR_PART = struct.Struct("<qq")  # offset in the driver's allocation, bytes
+
+
+class _IpcHandle(ctypes.Structure):
+    """CUipcMemHandle, which calls take by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+def export_memory(memory: Tensor) -> bytes:
+    """A handle of contiguous memory of a GPU. Raises ValueError for memory that the driver does not share.
+
+    Such is that of torch's expandable segments.
+    """
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
+    address = memory.data_ptr()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(address))
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    return bytes(handle) + _OUR_PART.pack(address - base.value, memory.nbytes)
+
+
+@contextmanager
+def mapped_memory(handle: bytes, device: torch.device) -> Iterator[Tensor]:
+    """The memory [nbytes] uint8 behind another process's handle, also that of a GPU next to ``device``.
+
+    ``device`` must be this thread's. Raises ValueError where it cannot be mapped: the owner is gone, or is this
+    process, or the GPUs do not reach each other.
+    """
+    if len(handle) != ctypes.sizeof(_IpcHandle) + _OUR_PART.size:
+        raise ValueError(f"{len(handle)} bytes are no handle of GPU memory")
+    offset, nbytes = _OUR_PART.unpack(handle[-_OUR_PART.size :])
+    opened, address = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint64()
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, ctypes.c_uint(_LAZY_PEER_ACCESS))
+    try:
+        storage: Any = torch._C._construct_storage_from_data_pointer(address.value + offset, device, nbytes)
+        yield torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    finally:
+        _call("cuIpcCloseMemHandle", address)
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Raises ValueError with the driver's words where it refuses."""
+    driver = _driver()
+    if (error := getattr(driver, name)(*arguments)) == 0:
+        return
+    text = ctypes.c_char_p()
+    driver.cuGetErrorString(error, ctypes.byref(text))
+    raise ValueError(f"{name}: {(text.value or b'').decode() or f'CUDA error {error}'}")
