@@ -67,10 +67,20 @@ def in_role(options: InstanceOptions, role: Role) -> InstanceOptions:
 def remember(options: InstanceOptions) -> None:
     """The instance has this role when it is started again."""
     if options.switch_dir is not None:
-        file = role_file(options.switch_dir, options.name)
-        new = file.with_suffix(".new")
-        new.write_text(str(options.role), encoding="utf-8")
-        new.replace(file)
+        remember_role(options.switch_dir, options.name, options.role)
+
+
+def remember_role(directory: Path, name: str, role: Role) -> None:
+    """An instance has this role; one of vLLM does not know it, so that others write it down."""
+    file = role_file(directory, name)
+    new = file.with_suffix(".new")
+    new.write_text(str(role), encoding="utf-8")
+    new.replace(file)
+
+
+def directory_of(file: Path) -> Path | None:
+    """The directory of the local deployment whose gateway has this file; None for a file of somebody's own."""
+    return file.parent if (file.parent / _SETTINGS).exists() else None
 
 
 def remembered(options: InstanceOptions) -> InstanceOptions:

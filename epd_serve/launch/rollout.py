@@ -218,7 +218,7 @@ class Rollout:
 
     async def _start(self, name: str, found: Difference, deadline: Deadline) -> None:
         record, instance = self._record, found.to_start[name]
-        role_file(record.directory, name).unlink(missing_ok=True)  # of another that had the name
+        record.starts(instance)
         spec = record.spec_of(instance)
         async with asyncio.timeout(deadline.left_s):
             await self._before_start(spec)
