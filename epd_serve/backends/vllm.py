@@ -295,7 +295,11 @@ class VllmInstance(VllmServer):
         prefill = self._others.by_url.get(request.announce_to)
         if prefill is not None and prefill.target.features == "store":
             address = prefill.address(FEATURE_PORT)
-            body["ec_transfer_params"] = {"request_id": request.request_id, "announce_to": address}
+            body["ec_transfer_params"] = {
+                "request_id": request.request_id,
+                "announce_to": address,
+                "names": [ref.mm_hash],
+            }
         key = object()
         self._encodes[key] = ref.num_pixels
         try:
@@ -347,7 +351,8 @@ class VllmInstance(VllmServer):
         fused = request.decode_url is None
         body = (vllm_chat.answer_body if fused else vllm_chat.prefill_body)(request, media)
         if exchange.awaited and self.target.features == "store":
-            body["ec_transfer_params"] = {"request_id": request.request_id, "expect": True}
+            names = [ref.mm_hash for ref in request.items]
+            body["ec_transfer_params"] = {"request_id": request.request_id, "expect": True, "names": names}
         if fused:
             call = self._answer_call(exchange, body, await self._go_on(exchange, body, work))
             work.holds(call)

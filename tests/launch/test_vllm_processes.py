@@ -304,7 +304,11 @@ def test_two_processes_on_one_npu_share_no_port(model: Path) -> None:
     for one in found.values():
         variables = one.variables
         first, last = map(int, variables["HCCL_NPU_SOCKET_PORT_RANGE"].split("-"))
-        own = {*range(first, last + 1), int(variables["HCCL_IF_BASE_PORT"]), *range(one.options.port, one.options.port + 16)}
+        own = {
+            *range(first, last + 1),
+            int(variables["HCCL_IF_BASE_PORT"]),
+            *range(one.options.port, one.options.port + 16),
+        }
         assert not ports & own
         ports |= own
         assert variables["VLLM_HOST_IP"] == flag(one, "host")
