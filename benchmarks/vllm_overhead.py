@@ -1,8 +1,8 @@
-"""vLLM alone against epd-serve with vLLM inside, on the same cores: CPU seconds, time to first token, time per token.
+"""vLLM alone against epd-serve with vLLM inside, on the same cores: CPU seconds, first token, time per token.
 
-The built-in model in float32. ``plain`` is ``vllm serve`` without anything of epd-serve in its process. Rounds of 24
-streams, half of them with pictures that no round before had, 4 at a time. ``EPD`` is asked through its gateway and
-directly, in turns, so that the difference is the gateway's and a busy machine does both the same harm.
+The built-in model in float32. ``plain`` is ``vllm serve`` without anything of epd-serve in its process. Rounds of
+24 streams, half of them with pictures that no round before had, 4 at a time. ``EPD`` is asked through its gateway
+and directly, in turns, so that the difference is the gateway's and a busy machine does both the same harm.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,8 @@ def summary(name: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-@asynccontextmanager
-async def plain(python: str, folder: Path) -> AsyncIterator[tuple[str, Cpu]]:
+@contextmanager
+def plain(python: str, folder: Path) -> Iterator[tuple[str, Cpu]]:
     """``vllm serve`` with the same flags as an instance of ``EPD``."""
     options = VllmOptions(
         name="plain",
@@ -130,14 +130,13 @@ async def plain(python: str, folder: Path) -> AsyncIterator[tuple[str, Cpu]]:
             command_of(options), env=environment, stdout=log, stderr=log, start_new_session=True
         )
     try:
-        async with httpx.AsyncClient(trust_env=False, timeout=10) as client:
-            while True:
-                assert process.poll() is None, (folder / "log").read_text()[-3000:]
-                try:
-                    if (await client.get(f"{url}/health")).status_code == 200:
-                        break
-                except httpx.TransportError:
-                    await asyncio.sleep(0.5)
+        while True:
+            assert process.poll() is None, (folder / "log").read_text()[-3000:]
+            try:
+                if httpx.get(f"{url}/health", trust_env=False, timeout=10).status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(0.5)
         root = psutil.Process(process.pid)
         running = {"plain": [root, *root.children(recursive=True)]}
         yield url, lambda: cpu_s(running)
@@ -151,10 +150,9 @@ async def plain(python: str, folder: Path) -> AsyncIterator[tuple[str, Cpu]]:
 
 
 async def measure_plain(python: str, num_rounds: int) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        async with plain(python, Path(folder)) as (url, cpu):
-            await one_round(url, num_rounds, cpu)
-            return [summary("plain", [await one_round(url, number, cpu) for number in range(num_rounds)])]
+    with tempfile.TemporaryDirectory() as folder, plain(python, Path(folder)) as (url, cpu):
+        await one_round(url, num_rounds, cpu)
+        return [summary("plain", [await one_round(url, number, cpu) for number in range(num_rounds)])]
 
 
 async def measure(topology: str, python: str, num_rounds: int) -> list[dict[str, Any]]:

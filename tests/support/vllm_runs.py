@@ -49,7 +49,7 @@ def engine_python() -> str | None:
 
 
 def questions() -> list[dict[str, Any]]:
-    """Ten with pictures, two of them with two, one a picture again, two made smaller; two with videos; eight without.
+    """Ten with pictures, of which two have two and two are made smaller; two with videos; eight without.
 
     The pictures need not be resized: pixels of engines that do it differently differ by rounding.
     """
