@@ -28,7 +28,7 @@ from epd_serve.backends.vllm_command import VllmOptions, command_of, environment
 from epd_serve.launch.ports import free_port
 from epd_serve.types import Role
 
-READY_TIMEOUT_S = 500
+READY_TIMEOUT_S = 1200
 MAX_TOKENS = 8
 MODEL = "tested"
 #: vLLM would join a picture and a text with a line feed where it does not see that the template takes parts.
