@@ -19,7 +19,7 @@ from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
 from epd_serve.engine.commands import CopyBlock
 from epd_serve.engine.followers import Followers
 from epd_serve.protocol.wire import KVLayout, Region
-from epd_serve.transfer.kv_sender import StagedKV
+from epd_serve.transfer.kv_sender import ReadableKV
 from epd_serve.transfer.staging import Span, StagingArea, paired, rounds, slab_spans
 from epd_serve.transfer.transport import Piece, Transport
 
@@ -172,7 +172,7 @@ class KVMemory:
         self._cache.copy_block(source, target)
 
     @contextmanager
-    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedKV]:
+    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
         if self._area is None:
             yield _InSlab(self, layers, blocks, self.num_blocks)
             return
@@ -181,7 +181,7 @@ class KVMemory:
             yield self._in_cells(layers, len(blocks), first)
 
     @contextmanager
-    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedKV]:
+    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
         if self._area is None:
             yield _InSlab(self, layers, blocks, self.num_blocks)
             return

@@ -28,7 +28,7 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer, group_ends
 from epd_serve.vllm_plugin.kv_layout import LayerMemory, layer_memory
 from epd_serve.vllm_plugin.kv_receiving import KVReceiver, Receive
-from epd_serve.vllm_plugin.kv_sending import Chunk, KVSender
+from epd_serve.vllm_plugin.kv_sending import Chunk, KVHandOvers
 from epd_serve.vllm_plugin.notices import NoticeServer
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class _Worker:
         self._host, self._port = str(extra["host"]), int(extra["port"]) + rank
         self._layer_of: dict[str, int] = {}
         self._layers: list[LayerMemory] = []
-        self._sender: KVSender | None = None
+        self._sender: KVHandOvers | None = None
         self._receiver: KVReceiver | None = None
         self._step = StepKV()
         self._chunks: list[tuple[StepSend, Chunk]] = []
@@ -285,7 +285,7 @@ class _Worker:
         if not self._produces:
             return
         trace = self._extra.get("trace")
-        self._sender = KVSender(
+        self._sender = KVHandOvers(
             factory("transport", as_it_is)(transport),
             self._layers,
             GroupSizer(num_layers=len(self._layers), fixed=self._extra.get("group_layers")),
