@@ -28,11 +28,11 @@ from epd_serve.backends.vllm_stream import (
     give_tokens,
     rest_of,
 )
-from epd_serve.config.role_files import remember_role, remembered_role
 from epd_serve.errors import Conflict, InstanceFailed, InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
 from epd_serve.protocol.engine_notices import WITH_PIXELS, FeatureWithdrawn, KVUnwanted
 from epd_serve.rpc.http import HttpPool
+from epd_serve.topology.remembered import remember_role, remembered_role
 from epd_serve.types import Role
 
 #: That are passed on; vLLM itself says which its model takes.
@@ -104,11 +104,11 @@ class VllmInstances:
         remembered = None if self.directory is None else remembered_role(self.directory, name)
         given = self.targets.get(name)
         wanted = remembered or (given.role if given is not None else None) or (Role.parse(role) if role else None)
-        same = [one for one in (given, *self.targets.values()) if one is not None and one.role == wanted]
-        able = [one for one in self.targets.values() if wanted in one.roles]
-        if wanted is None or not (same or able):
+        able = (one for one in (given, *self.targets.values()) if one is not None and wanted in one.roles)
+        alike = next(able, None)
+        if wanted is None or alike is None:
             raise ValueError(f"instance {name}: the topology has only {', '.join(self.targets)}")
-        target = replace((same or able)[0], role=wanted)
+        target = replace(alike, role=wanted)
         instance = VllmInstance(self, name, url, target)
         self.by_url[instance.url] = instance
         return instance

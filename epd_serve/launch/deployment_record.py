@@ -10,10 +10,7 @@ from typing import Any
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.role_files import (
     rebuilt,
-    remember_role,
-    remembered_role,
     replace_role_settings,
-    role_file,
     with_settings,
 )
 from epd_serve.config.sections import InstanceSettings
@@ -23,6 +20,7 @@ from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm import VllmProcess, vllm_spec
 from epd_serve.launch.vllm_probe import VllmFound
+from epd_serve.topology.remembered import remember_role, remembered_role, role_file
 from epd_serve.types import Role
 
 #: Of the launcher's directory.

@@ -11,7 +11,7 @@ import pytest
 from told import told
 
 from epd_serve.config import DeploymentConfig, InstanceOptions, parse_config
-from epd_serve.config.role_files import remember, remembered_role, write_role_settings
+from epd_serve.config.role_files import remember, write_role_settings
 from epd_serve.launch.commands import prepare_instances
 from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
@@ -19,6 +19,7 @@ from epd_serve.launch.ports import Ports
 from epd_serve.launch.vllm import prepare_vllm
 from epd_serve.launch.vllm_probe import VllmFound
 from epd_serve.topology.change import ChangeImpossible
+from epd_serve.topology.remembered import remembered_role
 from epd_serve.types import Role
 
 FREE = "instances: {base_port: 0}"
