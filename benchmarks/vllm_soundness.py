@@ -14,7 +14,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ BURSTS = (200, 500)
 #: Of a burst's answers so many are asked again, one at a time.
 CHECKED = 20
 #: Streams under way when an instance is killed, seconds after they began, and seconds for it to come back.
-NUM_STREAMS, KILL_AFTER_S, BACK_S = 12, 1.0, 600.0
+NUM_STREAMS, KILL_AFTER_S, BACK_S = 12, 1.0, 1800.0
 INSTANCES: dict[str, Any] = {
     "base_port": 0,
     "threads": 1,
@@ -257,8 +257,12 @@ async def measure(
     idle_s: float,
     bursts: list[int],
     killed: list[str],
-) -> tuple[dict[str, Any], list[list[Answer]]]:
-    """``expected`` are the answers of a vLLM alone; None: this one's instance gives them."""
+    keep: Callable[[dict[str, Any], list[list[Answer]]], None],
+) -> list[list[Answer]]:
+    """``expected`` are the answers of a vLLM alone, which are returned; None: this one's instance gives them.
+
+    ``keep`` is called with what is measured so far, after each part.
+    """
     start = time.monotonic()
     config = DeploymentConfig(
         topology=topology,
@@ -301,6 +305,7 @@ async def measure(
                 for number, (one, wanted) in enumerate(zip(answers, expected, strict=True))
                 if not isinstance(one, Exception) and not same(one, wanted)
             ]
+        keep(row, expected)
         row["storms_idle_after_s"] = [round(await storm(deployment, bodies, seed), 2) for seed in range(storms)]
         await asyncio.sleep(5)
         before, began = cpu_s(running), time.monotonic()
@@ -312,25 +317,30 @@ async def measure(
         row["memory_gb"] = {
             name: round(sum(one.memory_full_info().pss for one in ones) / 1e9, 2) for name, ones in running.items()
         }
-        row["bursts"] = [await burst(deployment.gateway_url, size) for size in bursts]
-        row["kills"] = [await kill(deployment, name) for name in deployment.instances if name[:-1] in killed]
+        keep(row, expected)
+        for size in bursts:
+            row.setdefault("bursts", []).append(await burst(deployment.gateway_url, size))
+            keep(row, expected)
+        for name in deployment.instances:
+            if name[:-1] in killed:
+                row.setdefault("kills", []).append(await kill(deployment, name))
+                keep(row, expected)
     row["took_s"] = round(time.monotonic() - start)
-    return row, expected
+    keep(row, expected)
+    return expected
 
 
 def summary(row: dict[str, Any]) -> str:
     wrong = sum(len(one["mismatches"]) for one in row["passes"])
     failed = sum(len(one["errors"]) for one in row["passes"])
     return (
-        f"{row['topology']:6} ready {row['ready_s']} s, mismatches {wrong}, errors {failed}, "
-        f"CPU-s a request {row['cpu_s_per_request']}, idle after storms {row['storms_idle_after_s']}, "
-        f"idle {row['idle_percent_of_a_core']}, memory {row['memory_gb']}, "
-        f"bursts {row['bursts']}, kills {row['kills']}"
+        f"{row['topology']:6} mismatches {wrong}, errors {failed}, "
+        f"{ {key: value for key, value in row.items() if key not in ('topology', 'passes')} }"
     )
 
 
 async def run(arguments: argparse.Namespace) -> None:
-    """Writes the results after each topology; with answers of an earlier run, beside the rows that are there."""
+    """Writes the results after each part; with answers of an earlier run, beside the rows that are there."""
     bodies, results, answers = questions(), RESULTS / arguments.results, arguments.answers
     rows: dict[str, dict[str, Any]] = {}
     expected: list[list[Answer]] | None = None
@@ -341,8 +351,22 @@ async def run(arguments: argparse.Namespace) -> None:
             rows = {row["topology"]: row for row in json.loads(results.read_text())["rows"]}
     else:
         topologies = dict.fromkeys(("EPD", *topologies))  # the first says what is right
+
+    def keep(row: dict[str, Any], expected: list[list[Answer]]) -> None:
+        rows[row["topology"]] = row
+        if answers is not None:
+            answers.write_text(json.dumps(expected))
+        report = {
+            "command": COMMAND + (" --answers FILE --topologies T, for each" if answers is not None else ""),
+            "machine": machine(),
+            "vllm": probe_vllm(arguments.vllm_python).vllm,
+            "took_s": sum(one.get("took_s", 0) for one in rows.values()),
+            "rows": sorted(rows.values(), key=lambda one: TOPOLOGIES.index(one["topology"])),
+        }
+        write(results, report)
+
     for topology in topologies:
-        row, expected = await measure(
+        expected = await measure(
             topology,
             arguments.vllm_python,
             bodies,
@@ -351,19 +375,9 @@ async def run(arguments: argparse.Namespace) -> None:
             arguments.idle_s,
             arguments.bursts,
             arguments.kills,
+            keep,
         )
-        rows[topology] = row
-        print(summary(row), flush=True)
-        if answers is not None:
-            answers.write_text(json.dumps(expected))
-        report = {
-            "command": COMMAND + (" --answers FILE --topologies T, for each" if answers is not None else ""),
-            "machine": machine(),
-            "vllm": probe_vllm(arguments.vllm_python).vllm,
-            "took_s": sum(one["took_s"] for one in rows.values()),
-            "rows": sorted(rows.values(), key=lambda one: TOPOLOGIES.index(one["topology"])),
-        }
-        write(results, report)
+        print(summary(rows[topology]), flush=True)
 
 
 def main() -> None:

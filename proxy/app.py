@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -67,8 +68,10 @@ def create_app(
     *,
     router: Router | None = None,
     crew: Crew | None = None,
+    switch_dir: Path | None = None,
 ) -> FastAPI:
     """The gateway for ``instances``, given as (name, control URL), as one of a crew of workers or alone.
+    ``switch_dir`` keeps the roles of vLLM instances that were switched.
 
     ``app.state.table`` is its instance table, ``app.state.admission`` its admission control,
     ``app.state.admin_url`` its admin plane, where it has one. Connections and polling live as long as the
@@ -82,7 +85,7 @@ def create_app(
     metrics = GatewayMetrics()
     admission = new_admission(current, table, metrics, crew.ledger)
     connections = NativeConnections(settings.cluster_key)
-    connect = connector(connections, vllm_targets(config) if engine == "vllm" else None)
+    connect = connector(connections, vllm_targets(config) if engine == "vllm" else None, switch_dir)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
     fetcher = MediaFetcher(current)
     observer = new_observer(config, metrics, nullcontext if crew.ledger is None else crew.ledger.writing)
@@ -106,7 +109,7 @@ def create_app(
             stealing=stealing,
         )
     )
-    switches, hold = Switches(table, calls, health), Hold()
+    switches, hold = Switches(table, calls, health, crew), Hold()
     probe = MediaProbe(current)
     loader = MediaLoader(current, fetcher, probe)
 
@@ -191,7 +194,7 @@ def create_app(
                 engine=engine,
             )
         )
-    follow(crew, table, admission, health, leases)
+    follow(crew, table, calls, admission, health, leases)
     show_ready(crew, table)
     install_cors(app, gateway.cors)
     install_error_handlers(app)

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from epd_serve.config import DeploymentConfig
+from epd_serve.config.role_files import directory_of
 from epd_serve.rpc.descriptors import FEW, raise_limit
 from proxy.admin.reload import Reloader
 from proxy.admin.rollout import GatewayFiles
@@ -77,7 +78,8 @@ def run_gateway(
     part = (0, 1) if setup is None else (setup.index, setup.count)
     settings = GatewaySettings.of(config, host, part=part)
     redaction = redact_logs(_secrets(settings))
-    app = create_app(settings, instances, crew=crew)
+    switch_dir = None if reread is None else directory_of(reread.file)
+    app = create_app(settings, instances, crew=crew, switch_dir=switch_dir)
     app.state.admin_path = admin_path
     if reread is not None:
 

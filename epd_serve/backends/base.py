@@ -13,8 +13,12 @@ from epd_serve.protocol.wire import (
     EncodeReply,
     EncodeRequest,
     InstanceInfo,
+    LeaveOrder,
+    Left,
     PrefillRequest,
     Report,
+    RoleChanged,
+    RoleOrder,
     TokenizeReply,
     TokenizeRequest,
 )
@@ -82,6 +86,15 @@ class StageCalls(Protocol):
 
         An instance that is ``doubted`` must just have computed something.
         """
+
+    async def switch(self, order: RoleOrder) -> RoleChanged:
+        """Have it serve another role; return when it does.
+
+        Raises InvalidRequest for a role that it cannot have, StageTimeout where it was not empty in time.
+        """
+
+    async def leave(self, order: LeaveOrder) -> Left:
+        """Return when no request is left. Raises StageTimeout where it was not empty in time."""
 
     def reports(self) -> AsyncGenerator[Report, None]:
         """Yield the instance's reports until it ends them. Raises InvalidRequest (404) where it makes none."""

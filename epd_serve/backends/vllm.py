@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
@@ -27,10 +28,12 @@ from epd_serve.backends.vllm_stream import (
     give_tokens,
     rest_of,
 )
-from epd_serve.errors import InstanceFailed, InstanceLost, InvalidRequest, StageTimeout
+from epd_serve.errors import Conflict, InstanceFailed, InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
 from epd_serve.protocol.engine_notices import WITH_PIXELS, FeatureWithdrawn, KVUnwanted
 from epd_serve.rpc.http import HttpPool
+from epd_serve.topology.remembered import remember_role, remembered_role
+from epd_serve.types import Role
 
 #: That are passed on; vLLM itself says which its model takes.
 _MODALITIES = ("image", "video", "audio")
@@ -40,6 +43,8 @@ _IDLE_FIGURES_S = 5.0
 _IDLE_SIGN_S = 4.0
 #: By which a server may be later for each call that it has: it reads them, pictures too, on the loop that answers.
 _CALL_S = 0.1
+#: Between two looks at an instance that is to become empty.
+_LOOK_S = 0.1
 
 
 @dataclass(eq=False)
@@ -80,9 +85,13 @@ class _Exchange:
 class VllmInstances:
     """All :class:`VllmInstance` of a caller; the calls of one request share state here."""
 
-    def __init__(self, connections: NativeConnections, targets: Mapping[str, VllmTarget]) -> None:
+    def __init__(
+        self, connections: NativeConnections, targets: Mapping[str, VllmTarget], directory: Path | None = None
+    ) -> None:
+        """``directory`` keeps the roles of instances that have another one than the topology says."""
         self.connections = connections
         self.targets = targets
+        self.directory = directory
         #: Those that leave go with their calls.
         self.by_url: WeakValueDictionary[str, VllmInstance] = WeakValueDictionary()
         self.exchanges: dict[str, _Exchange] = {}
@@ -92,10 +101,14 @@ class VllmInstances:
 
         Raises ValueError where the deployment's topology has neither.
         """
-        alike = (target for target in self.targets.values() if str(target.role) == role)
-        target = self.targets.get(name) or next(alike, None)
-        if target is None:
+        remembered = None if self.directory is None else remembered_role(self.directory, name)
+        given = self.targets.get(name)
+        wanted = remembered or (given.role if given is not None else None) or (Role.parse(role) if role else None)
+        able = (one for one in (given, *self.targets.values()) if one is not None and wanted in one.roles)
+        alike = next(able, None)
+        if wanted is None or alike is None:
             raise ValueError(f"instance {name}: the topology has only {', '.join(self.targets)}")
+        target = replace(alike, role=wanted)
         instance = VllmInstance(self, name, url, target)
         self.by_url[instance.url] = instance
         return instance
@@ -119,6 +132,7 @@ class VllmInstance(VllmServer):
         self._engine_id: tuple[float, str] | None = None
         self._bootstrap: HttpPool | None = None
         self._notices_at: dict[int, Notices] = {}
+        self._ordered = target.role
 
     # ------------------------------------------------------------------ how it is
 
@@ -207,6 +221,60 @@ class VllmInstance(VllmServer):
         if not doubted and self._seen is not None and self._model:
             self._engine.look(self._seen, asyncio.get_running_loop().time(), lambda: self.trial(self._model))
 
+    async def switch(self, order: wire.RoleOrder) -> wire.RoleChanged:
+        """Use it in another role once it has done what the new one has not; its process does not notice."""
+        began, old, role = asyncio.get_running_loop().time(), self.target.role, Role.parse(order.role)
+        if role not in self.target.roles:
+            raise InvalidRequest(self._keeps_its_role(role), param="role")
+        self._ordered = role
+        if old.stages - role.stages:
+            try:
+                await self._is_empty(order.deadline_s, role)
+            except BaseException:
+                self._ordered = old
+                raise
+        self.become(role)
+        if self._others.directory is not None:
+            remember_role(self._others.directory, self.name, role)
+        seconds = asyncio.get_running_loop().time() - began
+        return wire.RoleChanged(str(old), str(role), 0, seconds, seconds)
+
+    def _keeps_its_role(self, role: Role) -> str:
+        possible = sorted(str(one) for one in self.target.roles - {self.target.role})
+        if possible:
+            return f"instance {self.name} of vLLM can become {', '.join(possible)}, and not {role}"
+        return (
+            f"instance {self.name} of vLLM keeps its role {self.target.role}: only with vllm.kv: grouped, "
+            "vllm.features: store and vllm.media: raw do processes hold P and D; apply a file with the roles that "
+            "you want, which starts others first"
+        )
+
+    def become(self, role: Role) -> None:
+        """Use it in this role from now on."""
+        self.target = replace(self.target, role=role)
+        self._ordered, self._info = role, None
+
+    async def leave(self, order: wire.LeaveOrder) -> wire.Left:
+        began = asyncio.get_running_loop().time()
+        await self._is_empty(order.deadline_s, self._ordered)
+        return wire.Left(asyncio.get_running_loop().time() - began)
+
+    async def _is_empty(self, deadline_s: float, ordered: Role) -> None:
+        """Return when it has no request and no block. Raises Conflict where it is called back meanwhile."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while True:
+                    figures = await self.figures()
+                    if self._ordered != ordered:
+                        raise Conflict(f"instance {self.name} was called back; it serves {self._ordered}")
+                    if not (figures.num_running or figures.num_waiting or figures.kv_usage or self._num_calls):
+                        return
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError as error:
+            raise StageTimeout(
+                f"instance {self.name} still had requests after {deadline_s:g} s; it serves {self.target.role}"
+            ) from error
+
     async def reports(self) -> AsyncGenerator[wire.Report, None]:
         """Raise InvalidRequest: vLLM makes no reports, so the caller asks for its info instead."""
         if self.url:
@@ -227,7 +295,11 @@ class VllmInstance(VllmServer):
         prefill = self._others.by_url.get(request.announce_to)
         if prefill is not None and prefill.target.features == "store":
             address = prefill.address(FEATURE_PORT)
-            body["ec_transfer_params"] = {"request_id": request.request_id, "announce_to": address}
+            body["ec_transfer_params"] = {
+                "request_id": request.request_id,
+                "announce_to": address,
+                "names": [ref.mm_hash],
+            }
         key = object()
         self._encodes[key] = ref.num_pixels
         try:
@@ -279,7 +351,8 @@ class VllmInstance(VllmServer):
         fused = request.decode_url is None
         body = (vllm_chat.answer_body if fused else vllm_chat.prefill_body)(request, media)
         if exchange.awaited and self.target.features == "store":
-            body["ec_transfer_params"] = {"request_id": request.request_id, "expect": True}
+            names = [ref.mm_hash for ref in request.items]
+            body["ec_transfer_params"] = {"request_id": request.request_id, "expect": True, "names": names}
         if fused:
             call = self._answer_call(exchange, body, await self._go_on(exchange, body, work))
             work.holds(call)

@@ -12,7 +12,6 @@ import msgspec
 import pybase64
 from PIL import Image
 
-from epd_serve.errors import InvalidRequest
 from epd_serve.media.video import unpack_frames
 from epd_serve.protocol.wire import ChatMessage, MediaRef, OutputOptions, Part, PrefillRequest, PromptOptions
 from epd_serve.types import AS_THE_MODEL, SAMPLING_DEFAULTS, Grammar, Modality, SamplingParams
@@ -44,7 +43,7 @@ def path_of(request: PrefillRequest) -> str:
 def prompt_body(request: PrefillRequest, media: Sequence[Media], *, suffix: str = "") -> Body:
     """The fields of a body from which the prompt is made; P and D must be given the same ones.
 
-    ``suffix`` ends the items' names. Raises InvalidRequest for options of items that vLLM's names leave out.
+    ``suffix`` ends the items' names.
     """
     body: Body = {
         "model": request.output.model,
@@ -121,20 +120,16 @@ def _data_url(ref: MediaRef, media: bytes) -> str:
 
 
 def media_options(refs: Sequence[MediaRef]) -> Body:
-    """The frames that a request asks for of its videos, all of which have the same options.
-
-    Raises InvalidRequest for those of the processor: vLLM would give the feature another name.
-    """
+    """The options of a request's items, all of which have the same; E, P and D make the same of them."""
     asked = next((ref.sampling for ref in refs if ref.modality == "video"), AS_THE_MODEL)
-    if asked.processor_fps is not None or asked.processor_num_frames is not None:
-        raise InvalidRequest(
-            "with engine: vllm a request has no mm_processor_kwargs; send media_io_kwargs, or set "
-            "mm_processor_kwargs for all requests in instances.engine_args",
-            param="mm_processor_kwargs",
-        )
+    body: Body = {}
+    if processing := next((ref.processing for ref in refs), ""):
+        body["mm_processor_kwargs"] = msgspec.json.decode(processing)
     frames = {"num_frames": asked.num_frames, "fps": asked.fps}
     frames = {name: value for name, value in frames.items() if value is not None}
-    return {"media_io_kwargs": {"video": frames}} if frames else {}
+    if frames:
+        body["media_io_kwargs"] = {"video": frames}
+    return body
 
 
 def _message(message: ChatMessage, items: Any, suffix: str) -> Body:

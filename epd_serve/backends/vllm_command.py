@@ -54,6 +54,19 @@ class Connectors:
     trace: str | None = None
     rewrites: bool = False
 
+    @property
+    def holds_both(self) -> bool:
+        """Whether each process with a language model can hand KV over and take it over (:func:`roles_of`)."""
+        return self.kv == "grouped" and self.features != "file" and not self.rewrites
+
+
+def roles_of(role: Role, connectors: Connectors) -> frozenset[Role]:
+    """The roles that the process of an instance can have one after the other; it does not notice a change."""
+    if not (connectors.holds_both and role.has_language_model):
+        return frozenset({role})
+    names = ("P", "PD", "D") if connectors.features else ("P", "PD", "D", "EP", "EPD")
+    return frozenset(map(Role.parse, names))
+
 
 @dataclass(frozen=True, kw_only=True)
 class VllmOptions:
@@ -163,14 +176,15 @@ def feature_config(options: VllmOptions) -> dict[str, Any] | None:
             "ec_role": "ec_consumer",
             "ec_buffer_device": "cpu",
         }
-    if connectors.features is None or not (str(role) == "E" or (role.prefills and not role.encodes)):
+    takes = role.has_language_model and (connectors.holds_both or (role.prefills and not role.encodes))
+    if connectors.features is None or not (takes or str(role) == "E"):
         return None
-    config: dict[str, Any] = {"ec_role": "ec_consumer" if role.prefills else "ec_producer"}
+    config: dict[str, Any] = {"ec_role": "ec_consumer" if takes else "ec_producer"}
     if connectors.features == "file":
         extra: dict[str, Any] = {"shared_storage_path": connectors.feature_dir}
         return {"ec_connector": "ECExampleConnector", **config, "ec_connector_extra_config": extra}
-    extra = {"bytes": connectors.cache_bytes if role.prefills else connectors.store_bytes}
-    if role.prefills:
+    extra = {"bytes": connectors.cache_bytes if takes else connectors.store_bytes}
+    if takes:
         extra["timeout_s"] = connectors.feature_timeout_s
     elif connectors.rewrites:
         extra["describe"] = True
@@ -186,12 +200,13 @@ def feature_config(options: VllmOptions) -> dict[str, Any] | None:
 
 
 def kv_config(options: VllmOptions) -> dict[str, Any] | None:
-    """``--kv-transfer-config``: of roles that prefill for others, or decode for them."""
+    """``--kv-transfer-config``: of roles that prefill for others or decode for them, or that may come to do it."""
     role, connectors = options.role, options.connectors
-    if connectors.kv is None or not (_hands_over(role) or _takes_over(role)):
+    holds_both = connectors.holds_both and role.has_language_model
+    if connectors.kv is None or not (_hands_over(role) or _takes_over(role) or holds_both):
         return None
     config: dict[str, Any] = {
-        "kv_role": "kv_producer" if role.prefills else "kv_consumer",
+        "kv_role": "kv_both" if holds_both else "kv_producer" if role.prefills else "kv_consumer",
         "engine_id": str(options.number) if options.kind == "npu" else options.name,
         "kv_load_failure_policy": connectors.kv_load_failure,
     }

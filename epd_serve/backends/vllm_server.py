@@ -16,6 +16,7 @@ from blake3 import blake3
 from epd_serve.backends import vllm_chat
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import VllmCall, Work
+from epd_serve.backends.vllm_command import Connectors, roles_of
 from epd_serve.errors import InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
 from epd_serve.protocol.engine_notices import LENGTH, Notice, pack
@@ -311,6 +312,11 @@ class VllmTarget:
     rewrites: bool = False
     continues: bool = True
     recomputes: bool = True
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        """The roles that its process can have."""
+        return roles_of(self.role, Connectors(features=self.features, kv=self.kv, rewrites=self.rewrites))
 
     @property
     def takes_features(self) -> bool:

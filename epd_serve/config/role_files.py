@@ -11,6 +11,7 @@ from epd_serve.config.elastic import RoleName
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.schema import DeploymentConfig
 from epd_serve.config.sections import InstanceSettings
+from epd_serve.topology.remembered import remember_role, remembered_role
 from epd_serve.types import Role
 
 _SETTINGS = "roles.json"
@@ -67,23 +68,15 @@ def in_role(options: InstanceOptions, role: Role) -> InstanceOptions:
 def remember(options: InstanceOptions) -> None:
     """The instance has this role when it is started again."""
     if options.switch_dir is not None:
-        file = role_file(options.switch_dir, options.name)
-        new = file.with_suffix(".new")
-        new.write_text(str(options.role), encoding="utf-8")
-        new.replace(file)
+        remember_role(options.switch_dir, options.name, options.role)
+
+
+def directory_of(file: Path) -> Path | None:
+    """The directory of the local deployment whose gateway has this file; None for a file of somebody's own."""
+    return file.parent if (file.parent / _SETTINGS).exists() else None
 
 
 def remembered(options: InstanceOptions) -> InstanceOptions:
     """The options of an instance that is started, or started again."""
     role = None if options.switch_dir is None else remembered_role(options.switch_dir, options.name)
     return options if role is None or role == options.role else in_role(options, role)
-
-
-def remembered_role(directory: Path, name: str) -> Role | None:
-    """The one to which an instance was switched last; None where it never was."""
-    file = role_file(directory, name)
-    return Role.parse(file.read_text(encoding="utf-8")) if file.exists() else None
-
-
-def role_file(directory: Path, name: str) -> Path:
-    return directory / f"{name}.role"

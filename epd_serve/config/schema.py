@@ -284,7 +284,9 @@ class DeploymentConfig(SharedConfig):
         if self.slo.ttft_ms is None or self.slo.tpot_ms is None:
             raise ValueError("elastic.enabled needs to know what is late: set slo.ttft_ms and slo.tpot_ms")
         if self.engine == "vllm":
-            raise ValueError(f"elastic.enabled: instances of engine: {self.engine} cannot change their roles")
+            raise ValueError(
+                "elastic.enabled is for engine: native; order roles of vLLM's instances with epd-serve switch"
+            )
         return self
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ _NATIVE_KEYS = {
     "parity": "vLLM's P takes what E gives it",
     "batching": "vLLM schedules by max_num_batched_tokens",
     "share_weights": "each vLLM process loads its own",
-    "keep_weights": "vLLM processes keep their roles",
+    "keep_weights": "each vLLM process holds the weights of its roles",
     "preload": "vLLM processes are not forked",
 }
 _NATIVE_SECTIONS = {

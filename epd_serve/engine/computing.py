@@ -15,7 +15,7 @@ from epd_serve.protocol.wire import KVLayout, TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sequence import Sequence
-from epd_serve.transfer.kv_sender import KVSource, StagedKV
+from epd_serve.transfer.kv_sender import ReadableKV, ReadableSource
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
@@ -72,7 +72,7 @@ class Runner(Protocol):
         ...
 
 
-class KVCacheMemory(BlockMemory, KVSource, Protocol):
+class KVCacheMemory(BlockMemory, ReadableSource, Protocol):
     """The KV of an instance: blocks, where the model computes, and a slab by which peers reach them.
 
     Attributes:
@@ -92,7 +92,7 @@ class KVCacheMemory(BlockMemory, KVSource, Protocol):
         """The latest copy of a block to another: blocks that it reads may be free before it is done."""
         ...
 
-    def land(self, layers: range, blocks: AbstractSequence[int]) -> AbstractContextManager[StagedKV]:
+    def land(self, layers: range, blocks: AbstractSequence[int]) -> AbstractContextManager[ReadableKV]:
         """A context for writing blocks of some layers where its value says in the slab.
 
         At its end, unless that is an error, the model can read them. It may wait for others' to end.

@@ -23,7 +23,7 @@ from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
 from epd_serve.engine.commands import CopyBlock
 from epd_serve.engine.followers import Followers
 from epd_serve.protocol.wire import KVLayout, Region
-from epd_serve.transfer.kv_sender import RemoteWrite, StagedKV
+from epd_serve.transfer.kv_sender import ReadableKV, RemoteWrite
 from epd_serve.transfer.shared_memory import release_mapped
 from epd_serve.transfer.staging import Span, StagingArea, paired, rounds, slab_spans
 from epd_serve.transfer.transport import Piece, Transport
@@ -224,7 +224,7 @@ class KVMemory:
         self._cache.copy_block(source, target)
 
     @contextmanager
-    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedKV]:
+    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
         if self._area is None:
             yield _InSlab(self, layers, blocks, self.num_blocks)
             return
@@ -233,7 +233,7 @@ class KVMemory:
             yield self._in_cells(layers, len(blocks), first)
 
     @contextmanager
-    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedKV]:
+    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
         if self._area is None:
             yield _InSlab(self, layers, blocks, self.num_blocks)
             return

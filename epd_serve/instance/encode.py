@@ -523,7 +523,7 @@ def _decoding(decoders: Any, family: Family, video_cpu_s: float, audio_cpu_s: fl
                 return await place.run(family.audio.inputs, samples)
         size = ref.width, ref.height
         async with pool.decoded(media, size, place, low_detail=ref.low_detail) as pixels:
-            return await place.run(family.preprocess, pixels)
+            return await place.run(family.of(ref).preprocess, pixels)
 
     return prepare
 

@@ -11,15 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from device.ascend_limits import hccl_environment
-from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, ShapeConfig, model_path
+from epd_serve.backends.vllm_command import roles_of
+from epd_serve.config import DeploymentConfig, InstanceSettings, ShapeConfig, model_path
 from epd_serve.config.applied import changes, leaves
+from epd_serve.config.vllm import connectors
 from epd_serve.launch.commands import PreparedInstance, prepare_instances
 from epd_serve.launch.deployment_record import DeploymentRecord
 from epd_serve.launch.ports import Ports, next_port
+from epd_serve.launch.vllm import VllmProcess, prepare_vllm
 from epd_serve.topology.change import Part, Step, StepKind, plan_change
+from epd_serve.types import Role
 
 #: What two processes of the same kind may differ in besides what a rebuild applies.
 _OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir", "memory_share"})
+
+
+Prepared = PreparedInstance | VllmProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +34,19 @@ class Difference:
     """The steps in order, the instances that they start, and notes on what stays other than in the file."""
 
     steps: tuple[Step, ...]
-    to_start: Mapping[str, PreparedInstance]
+    to_start: Mapping[str, Prepared]
     notes: tuple[str, ...]
 
 
 def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
     """Raise ValueError for another model, or for a change of options that all processes share."""
-    if "vllm" in (old.engine, new.engine):
-        raise ValueError(
-            "apply is for engine: native; instances of vLLM keep their roles and settings. "
-            "Stop the deployment and start it from the new file"
-        )
+    if old.engine == new.engine == "vllm":
+        before, after = (connectors(one.placement(), one.vllm) for one in (old, new))
+        if before != after:
+            raise ValueError(
+                f"the instances hand on features by {before[0]} and KV by {before[1]}; the file's would do it by "
+                f"{after[0]} and {after[1]}: stop the deployment and start it from the new file"
+            )
     if _source(old) != _source(new) or old.model_name != new.model_name:
         raise ValueError(
             f"the deployment serves {old.model_name!r} ({old.model}) and the file is for {new.model_name!r} "
@@ -65,9 +74,7 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
     """
     record.look()
     live = record.live
-    placement = config.placement()
-    ports = Ports(gateway=0, instances=(1,) * len(placement), master=record.ports.master)
-    prepared = prepare_instances(config, ports, record.environment, record.directory)
+    prepared = _prepared(record, config)
     boards = _boards(live, prepared, record.directory)
     names = _names(set(live), prepared)
     running = [
@@ -76,7 +83,8 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
             role=one.options.role,
             kind=_kind(one, _board(one)),
             devices=one.placement.devices,
-            is_current=_is_current(one.options, config.settings_for(str(one.options.role))),
+            is_current=_is_current(one, config.settings_for(str(one.options.role))),
+            roles=_roles(one),
         )
         for name, one in live.items()
     ]
@@ -86,6 +94,7 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
             role=one.options.role,
             kind=_kind(one, boards.get(_board(one))),
             devices=one.placement.devices,
+            roles=_roles(one),
         )
         for name, one in zip(names, prepared, strict=True)
     ]
@@ -99,15 +108,30 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
     )
 
 
-def _is_current(options: InstanceOptions, settings: InstanceSettings) -> bool:
-    return not any(
-        how.how == "rebuild" and (how.encoders or options.role.has_language_model)
-        for _, how in changes(options, settings, InstanceSettings)
+def _prepared(record: DeploymentRecord, config: DeploymentConfig) -> Sequence[Prepared]:
+    """The instances of the new deployment, with ports and names that they would not get."""
+    ports = Ports(gateway=0, instances=(1,) * len(config.placement()), master=record.ports.master)
+    if config.engine == "vllm":
+        return prepare_vllm(config, ports.instances, record.environment, record.directory, engines=record.engines)
+    return prepare_instances(config, ports, record.environment, record.directory)
+
+
+def _roles(one: Prepared) -> frozenset[Role] | None:
+    """The roles to which it can be switched; None: all."""
+    return roles_of(one.options.role, one.options.connectors) if isinstance(one, VllmProcess) else None
+
+
+def _is_current(one: Prepared, settings: InstanceSettings) -> bool:
+    return isinstance(one, VllmProcess) or not any(
+        how.how == "rebuild" and (how.encoders or one.options.role.has_language_model)
+        for _, how in changes(one.options, settings, InstanceSettings)
     )
 
 
-def _kind(one: PreparedInstance, board: str | None) -> Hashable:
+def _kind(one: Prepared, board: str | None) -> Hashable:
     """The properties of an instance that need another process to change."""
+    if isinstance(one, VllmProcess):
+        return one.kind
     options = tuple(
         str(value) for path, how, value in leaves(one.options) if path not in _OWN and how.how != "rebuild"
     )
@@ -116,15 +140,13 @@ def _kind(one: PreparedInstance, board: str | None) -> Hashable:
     return one.placement.devices, board, threads, memory, options, tuple(sorted(one.variables.items()))
 
 
-def _board(one: PreparedInstance) -> str | None:
-    """The file that the instances in its parentheses share; None outside parentheses."""
-    board = one.options.device_board
+def _board(one: Prepared) -> str | None:
+    """The file that the instances in its parentheses share; None outside parentheses, and for vLLM's."""
+    board = None if isinstance(one, VllmProcess) else one.options.device_board
     return None if board is None else board.rpartition(":")[0]
 
 
-def _boards(
-    live: Mapping[str, PreparedInstance], prepared: Sequence[PreparedInstance], directory: Path
-) -> dict[str | None, str]:
+def _boards(live: Mapping[str, Prepared], prepared: Sequence[Prepared], directory: Path) -> dict[str | None, str]:
     """The file of each board of the new deployment: one in use where its instances are alike, else a new one."""
     here = _groups(live.values())
     found: dict[str | None, str] = {}
@@ -148,7 +170,7 @@ def _groups(instances: Any) -> dict[str, Counter[Hashable]]:
     return groups
 
 
-def _names(taken: set[str], prepared: Sequence[PreparedInstance]) -> list[str]:
+def _names(taken: set[str], prepared: Sequence[Prepared]) -> list[str]:
     """A name for each instance, were it started, that no other instance has or gets."""
     names = []
     for one in prepared:
@@ -163,19 +185,28 @@ def _names(taken: set[str], prepared: Sequence[PreparedInstance]) -> list[str]:
 def _placed(
     record: DeploymentRecord,
     config: DeploymentConfig,
-    named: Mapping[str, PreparedInstance],
+    named: Mapping[str, Prepared],
     boards: Mapping[str | None, str],
-) -> dict[str, PreparedInstance]:
+) -> dict[str, Prepared]:
     """The instances to start, with names, ports and board slots of their own."""
     ports = {one.options.port for one in record.live.values()} | {record.ports.gateway}
     if config.gateway.admin.port is not None:
         ports.add(config.gateway.admin.port)
-    slots = {one.options.device_board for one in record.live.values()}
-    variables = [one.own_variables for one in record.live.values() if one.own_variables]
-    placed = {}
+    natives = [one for one in record.live.values() if isinstance(one, PreparedInstance)]
+    slots = {one.options.device_board for one in natives}
+    variables = [one.own_variables for one in natives if one.own_variables]
+    numbers = {one.options.number for one in record.live.values() if isinstance(one, VllmProcess)}
+    placed: dict[str, Prepared] = {}
     for name, one in named.items():
         port = next_port(config, ports, name)
         ports.add(port)
+        placement = replace(one.placement, name=name, shares_device_with=())
+        if isinstance(one, VllmProcess):
+            number = next(number for number in count() if number not in numbers)
+            numbers.add(number)
+            options = replace(one.options, name=name, port=port, number=number)
+            placed[name] = replace(one, placement=placement, options=options)
+            continue
         board = boards.get(_board(one))
         if board is not None:
             board = next(slot for slot in _slots(board) if slot not in slots)
@@ -186,7 +217,7 @@ def _placed(
             variables.append(own)
         placed[name] = replace(
             one,
-            placement=replace(one.placement, name=name, shares_device_with=()),
+            placement=placement,
             options=one.options.model_copy(update={"name": name, "port": port, "device_board": board}),
             own_variables=own,
         )
@@ -198,7 +229,7 @@ def _slots(board: str) -> Iterator[str]:
 
 
 def _notes(
-    record: DeploymentRecord, config: DeploymentConfig, prepared: Sequence[PreparedInstance], steps: Sequence[Step]
+    record: DeploymentRecord, config: DeploymentConfig, prepared: Sequence[Prepared], steps: Sequence[Step]
 ) -> Iterator[str]:
     gone = {step.name for step in steps if step.kind is StepKind.STOP}
     automatic = {one.options.threads or 1 for one in prepared if one.chose_threads}

@@ -22,8 +22,6 @@ from epd_serve.launch.commands import (
     master_spec,
     prepare_instances,
     shared_parts,
-    sharing_weights,
-    spec_of,
     with_cluster_key,
 )
 from epd_serve.launch.control import ControlServer
@@ -42,7 +40,8 @@ from epd_serve.launch.process import (
 from epd_serve.launch.rollout import DEFAULT_LIMITS, ApplyLimits, Rollout
 from epd_serve.launch.runtime import AddressTaken, RuntimeDirectory
 from epd_serve.launch.supervisor import Backoff, Supervisor
-from epd_serve.launch.vllm import vllm_instance_specs
+from epd_serve.launch.vllm import VllmProcess, prepare_vllm
+from epd_serve.launch.vllm_probe import VllmFound
 from epd_serve.types import Role
 
 #: What CPU instances run, transformers' part of it included that is imported when a model is loaded.
@@ -107,35 +106,36 @@ class LocalDeployment:
         directory = self.log_dir.resolve()
         parts = shared_parts(config)
         self._weight_files = open_weight_files(shared_parts(config, later=True))
-        live: dict[str, PreparedInstance] = {}
+        prepared: Sequence[PreparedInstance | VllmProcess]
+        engines: dict[str, VllmFound] = {}
         try:
+            write_role_settings(directory, config)
             if config.engine == "vllm":
-                instances = vllm_instance_specs(config, ports.instances, environment, directory)
+                prepared = prepare_vllm(config, ports.instances, environment, directory, engines=engines)
             else:
                 environment = with_cluster_key(config, environment)
-                write_role_settings(directory, config)
                 prepared = prepare_instances(config, ports, environment, directory)
-                live = {one.options.name: one for one in prepared}
-                instances = tuple(spec_of(config, one, environment) for one in prepared)
             self._runtime = self._make_runtime(config.gateway.host, ports.gateway)
         except BaseException:
             self._give_back(keep_logs=False)
             raise
-        files = {part: self._weight_files[part] for part in parts}
-        instances = sharing_weights(instances, files, copies=not config.instances.share_weights)
-        self._preloaded = _PRELOADED if isinstance(config.model, str) else _PRELOADED_OF_SHAPES
-        self._fork_server = self._fork_server_for([spec for spec in instances if spec.can_fork])
         self._record = DeploymentRecord(
             config=config,
             role_config=config,
             ports=ports,
             environment=environment,
             directory=directory,
-            urls={spec.name: spec.url for spec in instances},
-            live=live,
-            weight_files=self._weight_files,
+            urls={},
+            engines=engines,
+            weight_files={part: self._weight_files[part] for part in parts},
             admin=None if self._runtime is None else self._runtime.admin,
         )
+        for one in prepared:
+            self._record.joined(one)
+        instances = [self._record.spec(name) for name in self._record.live]
+        self._record.weight_files = self._weight_files
+        self._preloaded = _PRELOADED if isinstance(config.model, str) else _PRELOADED_OF_SHAPES
+        self._fork_server = self._fork_server_for([spec for spec in instances if spec.can_fork])
         config_file = self._record.write_gateway_file(config)
         gateway = gateway_spec(config, ports, config_file, environment, self._record.admin)
         self.gateway_url = gateway.url
@@ -191,13 +191,10 @@ class LocalDeployment:
     def instances(self) -> dict[str, InstanceHandle]:
         """The started instances by name, with the roles that the launcher has given them."""
         live = self._record.live
-        roles = {name: one.options.role for name, one in live.items()} or {
-            placed.name: placed.role for placed in self.config.placement()
-        }
         return {
-            name: InstanceHandle(name=name, role=roles[name], url=process.spec.url, pid=process.pid)
+            name: InstanceHandle(name=name, role=live[name].options.role, url=process.spec.url, pid=process.pid)
             for process in self.processes
-            if (name := process.spec.name) in roles
+            if (name := process.spec.name) in live
         }
 
     async def start(self) -> None:

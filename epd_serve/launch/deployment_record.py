@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from epd_serve.config import DeploymentConfig, change_config
-from epd_serve.config.role_files import rebuilt, remembered_role, replace_role_settings, with_settings
+from epd_serve.config.role_files import (
+    rebuilt,
+    replace_role_settings,
+    with_settings,
+)
 from epd_serve.config.sections import InstanceSettings
 from epd_serve.launch.commands import PreparedInstance, sharing_weights, spec_of
 from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
+from epd_serve.launch.vllm import VllmProcess, vllm_spec
+from epd_serve.launch.vllm_probe import VllmFound
+from epd_serve.topology.remembered import remember_role, remembered_role, role_file
 from epd_serve.types import Role
 
 #: Of the launcher's directory.
@@ -22,14 +29,15 @@ GATEWAY_FILE = "deployment.yaml"
 
 @dataclass(slots=True, kw_only=True)
 class DeploymentRecord:
-    """The deployment at this moment; each instance of the native engine with its present options.
+    """The deployment at this moment; each instance with its present options.
 
     Attributes:
         config: the deployment that was started, or applied last.
         role_config: the deployment whose settings instances take when they change their role.
         directory: of the launcher, with the files that the processes share.
-        urls: of all instances by name, whatever their engine.
-        live: instances of the native engine, with the settings that their processes have.
+        urls: of all instances by name.
+        live: all instances, with the settings that their processes have.
+        engines: what is known of the vLLM of each interpreter.
         admin: the socket of the gateway's admin API; None: it has none.
     """
 
@@ -39,8 +47,9 @@ class DeploymentRecord:
     environment: Mapping[str, str]
     directory: Path
     urls: dict[str, str]
-    live: dict[str, PreparedInstance] = field(default_factory=dict)
+    live: dict[str, PreparedInstance | VllmProcess] = field(default_factory=dict)
     weight_files: Mapping[str, int] = field(default_factory=dict)
+    engines: dict[str, VllmFound] = field(default_factory=dict)
     admin: Path | None = None
     _of_roles: dict[str, InstanceSettings] = field(default_factory=dict)
 
@@ -48,14 +57,22 @@ class DeploymentRecord:
         """The process of an instance if it is started again, with the role that it has now."""
         return self.spec_of(self._started_again(name))
 
-    def spec_of(self, instance: PreparedInstance) -> ProcessSpec:
+    def spec_of(self, instance: PreparedInstance | VllmProcess) -> ProcessSpec:
+        if isinstance(instance, VllmProcess):
+            return vllm_spec(instance, self.environment)
         copies = not self.config.instances.share_weights
         [spec] = sharing_weights(
             [spec_of(self.config, instance, self.environment)], self.weight_files, copies=copies
         )
         return spec
 
-    def joined(self, instance: PreparedInstance) -> None:
+    def starts(self, instance: PreparedInstance | VllmProcess) -> None:
+        """An instance is about to be started, perhaps with a name that another had before."""
+        role_file(self.directory, instance.options.name).unlink(missing_ok=True)
+        if isinstance(instance, VllmProcess):  # which does not know its role
+            remember_role(self.directory, instance.options.name, instance.options.role)
+
+    def joined(self, instance: PreparedInstance | VllmProcess) -> None:
         """Add an instance to the deployment."""
         self._of_roles.pop(instance.options.name, None)
         self.live[instance.options.name] = instance
@@ -75,16 +92,19 @@ class DeploymentRecord:
             self.look()
             self.live[name] = self._started_again(name)
 
-    def _started_again(self, name: str) -> PreparedInstance:
+    def _started_again(self, name: str) -> PreparedInstance | VllmProcess:
         instance = self.live[name]
         settings = self._of_roles.get(name)
-        if settings is None:
+        if settings is None or isinstance(instance, VllmProcess):
             return instance
         return replace(instance, options=with_settings(instance.options, instance.options.role, settings))
 
     def switched(self, name: str, role: Role) -> None:
         """Note that an instance has this role, with those of the role's settings that need no other process."""
         instance = self.live[name]
+        if isinstance(instance, VllmProcess):
+            self.live[name] = replace(instance, options=replace(instance.options, role=role))
+            return
         self._of_roles[name] = settings = self.role_config.settings_for(str(role))
         self.live[name] = replace(instance, options=rebuilt(instance.options, role, settings))
 

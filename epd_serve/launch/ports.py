@@ -180,13 +180,13 @@ def next_port(config: DeploymentConfig, taken: Collection[int], user: str) -> in
 
     Raises ValueError where there is none.
     """
-    host, base = config.instances.host, config.instances.base_port
-    for port in range(base, 65536) if base else [0] * _TRIES:
-        if port and port in taken:
+    host, base, each = config.instances.host, config.instances.base_port, ports_each(config)
+    for port in range(base, 65536, each) if base else [0] * _TRIES:
+        if port and any(abs(port - one) < each for one in taken):
             continue
         with suppress(ValueError), ExitStack() as held:
-            chosen = _bind(held, host, port, user, _INSTANCES)
-            if chosen not in taken:
+            chosen = _bind_block(held, host, port, each, user)
+            if all(abs(chosen - one) >= each for one in taken):
                 return chosen
     if not base:
         raise ValueError(f"there is no free port for {user} on {host}; set instances.base_port")

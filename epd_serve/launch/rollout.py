@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from epd_serve.config import DeploymentConfig, change_config
-from epd_serve.config.role_files import remembered_role, role_file
 from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.process import ProcessDied, ProcessSpec, ProcessState
 from epd_serve.launch.supervisor import Supervisor
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.topology.change import Step, StepKind
+from epd_serve.topology.remembered import remembered_role, role_file
 
 _STARTING = (ProcessState.STARTING, ProcessState.LOADING)
 #: So often others may change roles meanwhile, and the rest is planned anew.
@@ -218,7 +218,7 @@ class Rollout:
 
     async def _start(self, name: str, found: Difference, deadline: Deadline) -> None:
         record, instance = self._record, found.to_start[name]
-        role_file(record.directory, name).unlink(missing_ok=True)  # of another that had the name
+        record.starts(instance)
         spec = record.spec_of(instance)
         async with asyncio.timeout(deadline.left_s):
             await self._before_start(spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -42,12 +42,38 @@ _GRACE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class VllmProcess:
-    """The process of one instance: its command and variables, and its devices as the deployment names them."""
+    """The process of one instance.
+
+    Attributes:
+        own: variables besides those that follow from ``options``.
+        chose_threads, chose_memory: whether these merely follow from how many instances there are.
+    """
 
     placement: InstancePlacement
-    command: tuple[str, ...]
-    variables: dict[str, str]
-    port: int
+    options: VllmOptions
+    own: Mapping[str, str]
+    chose_threads: bool
+    chose_memory: bool
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return command_of(self.options)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        npu = hccl_environment(self.options.number) if self.options.kind == "npu" else {}
+        return {**environment_of(self.options), **npu, **self.own}
+
+    @property
+    def kind(self) -> Hashable:
+        """All that another process would have to be started for."""
+        options = replace(self.options, name="", port=0, number=0)
+        if self.chose_threads:
+            options = replace(options, threads=0)
+        if self.chose_memory:
+            options = replace(options, memory_share=None)
+        alike = replace(self, options=options)
+        return self.placement.devices, alike.command, tuple(sorted(alike.variables.items()))
 
 
 def connectors_of(config: DeploymentConfig) -> Connectors:
@@ -109,73 +135,68 @@ def vllm_processes(
         )
         if other := (names or {}).get(instance.name):
             options = replace(options, name=other, number=crc32(other.encode()))
-        variables = environment_of(options)
-        if options.kind == "npu":
-            variables |= hccl_environment(number)
+        own = {}
         if used.kv == "nixl" and is_loopback(options.host):
-            variables["UCX_NET_DEVICES"] = "lo"  # it would listen on every interface
+            own["UCX_NET_DEVICES"] = "lo"  # it would listen on every interface
         if plugin_path and engine is not None and not engine.epd_serve:
-            variables["PYTHONPATH"] = plugin_path
+            own["PYTHONPATH"] = plugin_path
         if share is not None and options.kind == "cuda":
-            variables |= share_environment(share.share)
+            own |= share_environment(share.share)
         processes.append(
             VllmProcess(
                 placement=instance,
-                command=command_of(options),
-                variables={**variables, **config.vllm.environment},
-                port=port,
+                options=options,
+                own={**own, **config.vllm.environment},
+                chose_threads=settings.threads is None and share is None,
+                chose_memory=settings.memory_share is None and share is None,
             )
         )
     return processes
 
 
-def vllm_specs(
-    config: DeploymentConfig, processes: Sequence[VllmProcess], environment: Mapping[str, str]
-) -> tuple[ProcessSpec, ...]:
-    """The processes for the supervisor; each ends with this process, and its engine processes with it."""
+def vllm_spec(process: VllmProcess, environment: Mapping[str, str]) -> ProcessSpec:
+    options, devices = process.options, process.placement.devices
     # As a script it loads nothing else, of which its waiting half would keep a copy.
     tie = (sys.executable, "-IS", lifeline.__file__, "--group", str(os.getpid()))
-    return tuple(
-        ProcessSpec(
-            name=process.placement.name,
-            label=f"{process.placement.role} on {', '.join(dict.fromkeys(process.placement.devices))}, vLLM",
-            command=(*tie, *process.command),
-            environment={**environment, **process.variables},
-            url=url_of(config.instances.host, process.port),
-            grace_s=_GRACE_S,
-            measures=measured(process.placement.devices),
-        )
-        for process in processes
+    return ProcessSpec(
+        name=options.name,
+        label=f"{options.role} on {', '.join(dict.fromkeys(devices))}, vLLM",
+        command=(*tie, *process.command),
+        environment={**environment, **process.variables},
+        url=url_of(options.host, options.port),
+        grace_s=_GRACE_S,
+        measures=measured(devices),
     )
 
 
-def vllm_instance_specs(
+def prepare_vllm(
     config: DeploymentConfig,
     ports: Sequence[int],
     environment: Mapping[str, str],
     directory: Path,
     names: Mapping[str, str] | None = None,
-) -> tuple[ProcessSpec, ...]:
-    """The processes that the supervisor runs, after a check of the vLLM in their environment.
+    *,
+    engines: dict[str, VllmFound] | None = None,
+) -> list[VllmProcess]:
+    """The processes in placement order, after a check of the vLLM in their environment.
 
     ``directory`` takes the files that another Python needs to find epd_serve. Raises ValueError that names what is
     missing.
     """
-    found = check_engines(config)
+    found = check_engines(config, engines)
     has_all = all(one.epd_serve for one in found.values())
     plugin_path = "" if has_all else link_plugin(directory / "plugin")
-    processes = vllm_processes(config, ports, environment, plugin_path, found=found, names=names)
-    return vllm_specs(config, processes, environment)
+    return vllm_processes(config, ports, environment, plugin_path, found=found, names=names)
 
 
-def check_engines(config: DeploymentConfig) -> dict[str, VllmFound]:
-    """The vLLM of each interpreter that a deployment will run on.
+def check_engines(config: DeploymentConfig, known: dict[str, VllmFound] | None = None) -> dict[str, VllmFound]:
+    """The vLLM of each interpreter that a deployment will run on; those that are ``known`` are not asked again.
 
     Raises ValueError where one cannot run its instances, NoVllm where there is none.
     """
     engines: dict[str, VllmFound] = {}
     for python in dict.fromkeys(config.vllm.python_of(str(one.role)) for one in config.placement()):
-        engines[python] = found = probe_vllm(python)
+        engines[python] = found = (known or {}).get(python) or probe_vllm(python)
         instances = [one for one in config.placement() if config.vllm.python_of(str(one.role)) == python]
         used = {name for one in instances for name in _handed_on(one, connectors_of(config))}
         kinds = {_kind(device) for one in instances for device in one.devices}
@@ -186,6 +207,8 @@ def check_engines(config: DeploymentConfig) -> dict[str, VllmFound]:
             needs=[*sorted(used & {"mooncake", "nixl"}), *(["vllm_ascend"] if "npu" in kinds else [])],
         )
         roles = {str(one.role) for one in instances}
+        if known is not None:
+            known[python] = found
         check_flags(found, {flag for role in roles for flag in config.settings_for(role).engine_args})
     return engines
 
@@ -202,9 +225,10 @@ def engine_names(engines: Mapping[str, VllmFound]) -> str:
 def _handed_on(instance: InstancePlacement, used: Connectors) -> Iterator[str]:
     """The connectors of one instance, as a deployment file names them."""
     role = instance.role
-    if role.prefills != role.decodes and used.kv is not None:
+    holds_both = used.holds_both and role.has_language_model
+    if used.kv is not None and (role.prefills != role.decodes or holds_both):
         yield used.kv
-    if used.features is not None and (str(role) == "E" or (role.prefills and not role.encodes)):
+    if used.features is not None and (str(role) == "E" or holds_both or (role.prefills and not role.encodes)):
         yield used.features
     if used.rewrites and role.decodes and not role.prefills:
         yield "rewritten"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+import msgspec
+
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import PLURALS, AudioFacts
@@ -154,10 +156,24 @@ class Family:
     def parts_of(self, item: MediaRef) -> Sequence[int | str]:
         """:meth:`parts` of an item. Raises InvalidRequest for one that the model cannot take."""
         if item.modality == "image" and "image" in self.token_ids:
-            return self.parts((item.width, item.height))
+            return self.of(item).parts((item.width, item.height))
         if item.modality == "audio" and self.audio is not None:
             return (self.audio.num_tokens(item),)
         return self.video_parts(item)
+
+    def of(self, item: MediaRef) -> Family:
+        """The family with the processor that an item's request asks for. Raises InvalidRequest."""
+        if not item.processing:
+            return self
+        asked: dict[str, Any] = msgspec.json.decode(item.processing)
+        try:
+            return self.with_options(asked)
+        except ValueError as error:
+            raise InvalidRequest(f"mm_processor_kwargs: {error}", param="mm_processor_kwargs") from error
+
+    def with_options(self, asked: Mapping[str, Any]) -> Family:
+        """The family with ``min_pixels`` or ``max_pixels`` of pictures. Raises ValueError where it has no such."""
+        raise ValueError(f"pictures of {self.title} have sizes of its own; leave out {', '.join(asked)}")
 
     def text_before(self, number: int) -> str:
         """Text before the tokens of an item, by its number among those of its modality in a prompt."""
@@ -171,7 +187,7 @@ class Family:
         """:meth:`num_pixels` of an item; two frames of a video are one picture, and a
         sound as many as its positions are patches. Raises as :meth:`parts_of`."""
         if item.modality == "image":
-            return self.num_pixels((item.width, item.height))
+            return self.of(item).num_pixels((item.width, item.height))
         if item.modality == "audio" and self.audio is not None:
             return self.audio.num_pixels(item)
         return self._video_processor(item).num_pixels(item)

@@ -153,7 +153,7 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_token_ids": ((False,), "only engine: vllm has this; leave the field out"),
     "chat_template": ((), "the model's own chat template is used; leave the field out"),
     "media_io_kwargs": (({},), "goes with the videos of a chat; leave the field out"),
-    "mm_processor_kwargs": (({},), "goes with the videos of a chat; leave the field out"),
+    "mm_processor_kwargs": (({},), "goes with the media of a chat; leave the field out"),
     "guided_grammar": ((), "grammars differ between engines; send a JSON schema, a regular expression or choices"),
     "cache_salt": ((), "nothing is cached here; leave the field out"),
 }

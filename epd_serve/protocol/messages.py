@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.protocol import strict_json
@@ -24,8 +24,9 @@ MAX_CALLS = 128
 class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     """A media item as the request names it; ``param`` is its place in the request, for error messages.
 
-    ``sampling``: the frames of a video that are wanted. ``low_detail``: it is to be read scaled down (see
-    :data:`epd_serve.media.LOW_DETAIL_PIXELS`). ``format``: of a sound, as the request says it; "": it does not.
+    ``sampling``: the frames of a video that are wanted. ``processing``: as of :func:`processing_of`.
+    ``low_detail``: it is to be read scaled down (see :data:`epd_serve.media.LOW_DETAIL_PIXELS`).
+    ``format``: of a sound, as the request says it; "": it does not.
     ``payload``: the base64 text behind ``url``, a view of the body, where it was left there
     (proxy/api/payloads.py). ``raw``: the file itself, where the request has it as it is.
     """
@@ -34,6 +35,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     param: str
     modality: Modality = "image"
     sampling: VideoSampling = AS_THE_MODEL
+    processing: str = ""
     low_detail: bool = False
     format: str = ""
     payload: memoryview | None = None
@@ -74,6 +76,20 @@ class VideoFrames(RequestModel):
     fps: float | None = Field(None, gt=0, le=1000)
 
 
+class ProcessorKwargs(VideoFrames):
+    """``fps`` and ``num_frames`` of a video exclude each other; the model's processor resizes a picture to have
+    between ``min_pixels`` and ``max_pixels``."""
+
+    min_pixels: int | None = Field(None, ge=1)
+    max_pixels: int | None = Field(None, ge=1)
+
+
+class AnyProcessorKwargs(ProcessorKwargs):
+    """What vLLM's processor of the model takes; it checks what is not named here."""
+
+    model_config = ConfigDict(extra="allow")
+
+
 class MediaIoKwargs(RequestModel):
     """The frames that are read of each video, evenly spaced; the first ``num_frames`` of a frame list, whose rate
     is ``fps`` (1 where it is not there)."""
@@ -81,9 +97,15 @@ class MediaIoKwargs(RequestModel):
     video: VideoFrames | None = None
 
 
-def video_sampling(reading: MediaIoKwargs | None, processing: VideoFrames | None) -> VideoSampling:
+def video_sampling(reading: MediaIoKwargs | None, processing: ProcessorKwargs | None) -> VideoSampling:
     """Raises InvalidRequest for contradictions."""
     read = None if reading is None else reading.video
+    bounds = (None, None) if processing is None else (processing.min_pixels, processing.max_pixels)
+    if bounds[0] is not None and bounds[1] is not None and bounds[0] > bounds[1]:
+        raise InvalidRequest(
+            f"mm_processor_kwargs: min_pixels ({bounds[0]}) is more than max_pixels ({bounds[1]})",
+            param="mm_processor_kwargs",
+        )
     if processing is not None and processing.num_frames is not None and processing.fps is not None:
         raise InvalidRequest(
             "mm_processor_kwargs: fps and num_frames exclude each other; send one of them",
@@ -95,6 +117,23 @@ def video_sampling(reading: MediaIoKwargs | None, processing: VideoFrames | None
         processor_num_frames=None if processing is None else processing.num_frames,
         processor_fps=None if processing is None else processing.fps,
     )
+
+
+def processing_of(kwargs: ProcessorKwargs | None, messages: Sequence[Message]) -> str:
+    """What a request asks of the processor beside frames, as JSON, the same for the same; "" for nothing.
+
+    Raises InvalidRequest for bounds of pictures in a chat with videos.
+    """
+    frames = set() if isinstance(kwargs, AnyProcessorKwargs) else set(VideoFrames.model_fields)
+    asked = {} if kwargs is None else kwargs.model_dump(exclude_none=True, exclude=frames)
+    if not asked:
+        return ""
+    if frames and any(part.video_url is not None for one in messages for part in one.content or ()):
+        raise InvalidRequest(
+            f"mm_processor_kwargs: {', '.join(asked)} goes with pictures, and the chat has videos; leave it out",
+            param="mm_processor_kwargs",
+        )
+    return msgspec.json.encode(asked, order="deterministic").decode()
 
 
 def _as_url(value: Any) -> Any:
@@ -218,25 +257,34 @@ def _check_message(message: Message, place: str) -> None:
             raise InvalidRequest(f"{param}: the arguments must be a JSON object", param=param)
 
 
-def media_of(messages: Sequence[Message], sampling: VideoSampling = AS_THE_MODEL) -> list[MediaSource]:
+def media_of(
+    messages: Sequence[Message], sampling: VideoSampling = AS_THE_MODEL, kwargs: ProcessorKwargs | None = None
+) -> list[MediaSource]:
     """The media items in the order in which the chat shows them; ``sampling`` of the videos."""
     sources: list[MediaSource] = []
+    processing = processing_of(kwargs, messages)
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content or ()):
             place = f"messages[{i}].content[{j}]"
             if part.image_url is not None:
                 param, is_low = f"{place}.image_url.url", part.image_url.detail == "low"
-                sources.append(MediaSource(url=part.image_url.url, param=param, low_detail=is_low))
+                url = part.image_url.url
+                sources.append(MediaSource(url=url, param=param, low_detail=is_low, processing=processing))
             elif part.video_url is not None:
                 url, param = part.video_url.url, f"{place}.video_url.url"
-                sources.append(MediaSource(url=url, param=param, modality="video", sampling=sampling))
+                sources.append(
+                    MediaSource(url=url, param=param, modality="video", sampling=sampling, processing=processing)
+                )
             elif part.audio_url is not None:
                 url, param = part.audio_url.url, f"{place}.audio_url.url"
-                sources.append(MediaSource(url=url, param=param, modality="audio"))
+                source = MediaSource(url=url, param=param, modality="audio", processing=processing)
+                sources.append(source)
             elif part.input_audio is not None:
                 sound, param = part.input_audio, f"{place}.input_audio.data"
                 url = f"data:audio/{sound.format};base64,{sound.data}"
-                sources.append(MediaSource(url=url, param=param, modality="audio", format=sound.format))
+                sources.append(
+                    MediaSource(url=url, param=param, modality="audio", format=sound.format, processing=processing)
+                )
     return sources
 
 

@@ -29,12 +29,14 @@ from epd_serve.protocol.fields import (
 )
 from epd_serve.protocol.messages import (
     MAX_MESSAGES,
+    AnyProcessorKwargs,
     MediaIoKwargs,
     MediaSource,
     Message,
-    VideoFrames,
+    ProcessorKwargs,
     check_messages,
     media_of,
+    processing_of,
     video_sampling,
     wire_messages,
 )
@@ -277,7 +279,7 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     media_io_kwargs: MediaIoKwargs | None = None
-    mm_processor_kwargs: VideoFrames | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
 
     @classmethod
     def _prepare(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -298,6 +300,7 @@ class ChatCompletionRequest(GenerationRequest):
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         check_messages(self.messages)
         video_sampling(self.media_io_kwargs, self.mm_processor_kwargs)
+        processing_of(self.mm_processor_kwargs, self.messages)
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
                 "add_generation_prompt and continue_final_message contradict each other; send one of them",
@@ -344,7 +347,8 @@ class ChatCompletionRequest(GenerationRequest):
         )
 
     def media(self) -> list[MediaSource]:
-        return media_of(self.messages, video_sampling(self.media_io_kwargs, self.mm_processor_kwargs))
+        kwargs = self.mm_processor_kwargs
+        return media_of(self.messages, video_sampling(self.media_io_kwargs, kwargs), kwargs)
 
     def chat(self) -> list[ChatMessage]:
         return wire_messages(self.messages)
@@ -453,6 +457,7 @@ class VllmChatRequest(VllmFields, ChatCompletionRequest):
     """Body of ``POST /v1/chat/completions``."""
 
     reasoning_effort: str | None = None
+    mm_processor_kwargs: AnyProcessorKwargs | None = None
 
     _own_fields: ClassVar[set[str]] = {*VllmFields._own_fields, "reasoning_effort"}
 

@@ -23,9 +23,10 @@ from epd_serve.protocol.messages import (
     MediaIoKwargs,
     MediaSource,
     Message,
-    VideoFrames,
+    ProcessorKwargs,
     check_messages,
     media_of,
+    processing_of,
     video_sampling,
     wire_messages,
 )
@@ -93,7 +94,7 @@ class TokenizeBody(_Call):
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     return_token_strs: bool | None = None
     media_io_kwargs: MediaIoKwargs | None = None
-    mm_processor_kwargs: VideoFrames | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
 
     def _check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -110,6 +111,7 @@ class TokenizeBody(_Call):
             if getattr(self, name) is not None:
                 raise InvalidRequest(f"{name}: goes with messages, not with a prompt", param=name)
         check_messages(self.messages or ())
+        processing_of(self.mm_processor_kwargs, self.messages or ())
         if self.continue_final_message and (
             self.add_generation_prompt or (self.messages and self.messages[-1].role != "assistant")
         ):
@@ -119,7 +121,8 @@ class TokenizeBody(_Call):
             )
 
     def media(self) -> list[MediaSource]:
-        return media_of(self.messages or (), video_sampling(self.media_io_kwargs, self.mm_processor_kwargs))
+        kwargs = self.mm_processor_kwargs
+        return media_of(self.messages or (), video_sampling(self.media_io_kwargs, kwargs), kwargs)
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest:
         """The message to an instance, with the chat's media as ``items``."""

@@ -212,12 +212,14 @@ class MediaRef(Message, frozen=True):
     """A media item without its bytes.
 
     Attributes:
-        mm_hash: full-width blake3 hex over media bytes, modality, sampling and the model's ``media_fingerprint``.
+        mm_hash: full-width blake3 hex over media bytes, modality, sampling, processing and the model's
+            ``media_fingerprint``.
         width, height: pixels as displayed (EXIF orientation applied), read from the header alone; of a video's
             frame; 0 of a sound.
         low_detail: width and height are those to which the picture is scaled down before its encode.
         num_frames, fps, is_list: of a video, as in :class:`~epd_serve.types.VideoFacts`.
         sampling: the frames of a video that are wanted.
+        processing: what the request asks of the model's processor beside frames, as JSON; "" for nothing.
         num_samples, rate, channels: of a sound, as in :class:`~epd_serve.types.AudioFacts`.
     """
 
@@ -233,6 +235,7 @@ class MediaRef(Message, frozen=True):
     num_samples: int = 0
     rate: int = 0
     channels: int = 0
+    processing: str = ""
 
     @classmethod
     def of_audio(cls, audio: AudioFacts) -> MediaRef:

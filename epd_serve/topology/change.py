@@ -34,6 +34,7 @@ class Part:
         devices: its devices; only the CPU, or parentheses, have room for a second instance.
         is_current: of one that runs: whether it has the settings that are wanted for its role. Where it has not,
             it gets them by a switch to another role.
+        roles: roles to which it can be switched; None: all.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Part:
     kind: Hashable
     devices: tuple[str, ...] = (CPU,)
     is_current: bool = True
+    roles: frozenset[Role] | None = None
 
     @property
     def accelerators(self) -> frozenset[str]:
@@ -53,6 +55,8 @@ class Part:
 
     def can_become(self, role: Role) -> bool:
         """Whether it can be switched to a role: a tensor-parallel instance stays a language model."""
+        if self.roles is not None:
+            return role in self.roles
         return len(self.devices) == 1 or role.has_language_model
 
 
@@ -113,7 +117,8 @@ class _Change:
         self.missing: dict[Hashable, list[Part]] = {}
         self._surplus = Counter(part.kind for part in running) - Counter(part.kind for part in wanted)
         all_encode = all(any(part.role.encodes for part in parts) for parts in (running, wanted))
-        self._all_stages = Role.parse("EPD" if all_encode else "PD")
+        able = any(part.can_become(Role.parse("EPD")) for part in running)
+        self._all_stages = Role.parse("EPD" if all_encode and able else "PD")
         self._aside = ""  # who serves all stages meanwhile
         for part in reversed(wanted):  # the first names are for those that are started
             name = next((name for name in self.spare if _is_same(self.now[name], part)), None)

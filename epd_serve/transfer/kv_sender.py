@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, cast
 
 from device.base import Event
 from epd_serve.protocol.wire import KVOffer, KVTaken, OfferedKV, Region, ReserveReply
@@ -28,10 +28,6 @@ _IDLE_LANE_S = 60.0
 class StagedKV(Protocol):
     """Blocks of some layers in memory that a transport can read."""
 
-    def spans(self, first: int, count: int) -> list[Span]:
-        """The places of ``count`` of the blocks, from number ``first`` on."""
-        ...
-
     def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
         """Bytes of the blocks from ``first`` on, and where they belong in a slab of ``remote_num_blocks``."""
         ...
@@ -45,14 +41,16 @@ class RemoteWrite(Protocol):
         ...
 
 
+class ReadableKV(StagedKV, Protocol):
+    """The same in memory that peers can read."""
+
+    def spans(self, first: int, count: int) -> list[Span]:
+        """The places of ``count`` of the blocks, from number ``first`` on."""
+        ...
+
+
 class KVSource(Protocol):
     """The memory from which outgoing KV is sent."""
-
-    @property
-    def region(self) -> Region: ...
-
-    @property
-    def buffer(self) -> memoryview: ...
 
     @property
     def staged_cells(self) -> int | None:
@@ -70,6 +68,18 @@ class KVSource(Protocol):
     def nbytes(self, num_layers: int, num_blocks: int) -> int:
         """Bytes of so many blocks in so many layers on the device: an emulated one's pieces have fewer."""
         ...
+
+
+class ReadableSource(KVSource, Protocol):
+    """The same where peers can read what is staged, as transfers with an ``offer`` need it."""
+
+    @property
+    def region(self) -> Region: ...
+
+    @property
+    def buffer(self) -> memoryview: ...
+
+    def stage(self, layers: range, blocks: Sequence[int]) -> AbstractContextManager[ReadableKV]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -430,11 +440,12 @@ class KVSender:
         offer: Callable[[KVOffer], KVTaken],
     ) -> list[Part]:
         """Have the decode instance read; returns what it wanted. The others it has given up."""
+        readable, source = cast(ReadableKV, staged), cast(ReadableSource, self._source)
         offered = [
-            OfferedKV(part.transfer.transfer_id, list(part.remote), staged.spans(first, len(part.local)))
+            OfferedKV(part.transfer.transfer_id, list(part.remote), readable.spans(first, len(part.local)))
             for first, part in _placed(parts)
         ]
-        taken = offer(KVOffer(self._source.region, layers.start, layers.stop, offered)).transfer_ids
+        taken = offer(KVOffer(source.region, layers.start, layers.stop, offered)).transfer_ids
         for part in parts:
             part.transfer.cancelled |= part.transfer.transfer_id not in taken
         return [part for part in parts if part.transfer.transfer_id in taken]

@@ -57,16 +57,17 @@ class AnnouncedFeatures:
             return ""
         return f"an instance that takes features knows no {type(notice).__name__}"
 
-    def is_settled(self, request_id: str, trace_id: str, mm_hash: str) -> bool:
+    def is_settled(self, request_id: str, trace_id: str, mm_hash: str, name: str = "") -> bool:
         """Whether a request need not wait for a feature: it is here, or not to be had.
 
         ``request_id`` is the engine's name of the request, ``trace_id`` the one that announcements give.
+        ``name`` is the gateway's of the feature: vLLM makes another one where a request has options.
         """
         if mm_hash in self._memory:
             return True
         now = self._clock()
         with self._lock:
-            if (trace_id, mm_hash) in self._withdrawn:
+            if (trace_id, mm_hash) in self._withdrawn or (trace_id, name) in self._withdrawn:
                 return True
             waited_s = now - self._asked_at.setdefault(request_id, now)
         if waited_s < self._timeout_s:

@@ -218,13 +218,17 @@ class _SchedulerOfE(_Side):
     def finished(self, request: Request) -> dict[str, Any] | None:
         super().finished(request)
         hits = self._hits.pop(request.request_id, set())
+        names = {one.identifier: name for one, name in zip(request.mm_features, _names_of(request), strict=True)}
         told: dict[str, dict[str, Any]] = {
-            one.identifier: {"cached": one.identifier in hits, "tokens": request.get_num_encoder_embeds(index)}
+            names[one.identifier]: {
+                "cached": one.identifier in hits,
+                "tokens": request.get_num_encoder_embeds(index),
+            }
             for index, one in enumerate(request.mm_features)
         }
         if self._describes is not None:
             for mm_hash, item in collect_ec_item_metadata(request.mm_features, self._describes).items():
-                told[mm_hash]["metadata"] = item["metadata"]
+                told[names[mm_hash]]["metadata"] = item["metadata"]
         return told
 
 
@@ -245,12 +249,12 @@ class _SchedulerOfP(_Side):
         params = request.ec_transfer_params
         if not params or not params.get("expect"):
             return True
-        for feature in request.mm_features:
+        for feature, name in zip(request.mm_features, _names_of(request), strict=True):
             position = feature.mm_position
             if position.offset + position.length <= num_computed_tokens:
                 continue
             if not self._announced.is_settled(
-                request.request_id, params.get("request_id", ""), feature.identifier
+                request.request_id, params.get("request_id", ""), feature.identifier, name
             ):
                 self._waiting = True
                 return False
@@ -352,6 +356,13 @@ class _WorkerOfP(_Side):
                 self._peers.read(region, [(kept.offset, memoryview(data))])
                 feature = torch.frombuffer(data, dtype=getattr(torch, kept.dtype)).reshape(kept.shape)
                 encoder_cache[mm_hash] = feature.to(self._device)
+
+
+def _names_of(request: Request) -> list[str]:
+    """The gateway's names of a request's features, else vLLM's: it makes others where a request has options."""
+    own = [one.identifier for one in request.mm_features]
+    names: list[str] = (request.ec_transfer_params or {}).get("names") or own
+    return names if len(names) == len(own) else own
 
 
 def _params_of(new: NewRequestData) -> dict[str, Any]:

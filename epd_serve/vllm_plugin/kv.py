@@ -28,7 +28,7 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer, group_ends
 from epd_serve.vllm_plugin.kv_layout import LayerMemory, layer_memory
 from epd_serve.vllm_plugin.kv_receiving import KVReceiver, Receive
-from epd_serve.vllm_plugin.kv_sending import Chunk, KVSender
+from epd_serve.vllm_plugin.kv_sending import Chunk, KVHandOvers
 from epd_serve.vllm_plugin.notices import NoticeServer
 
 if TYPE_CHECKING:
@@ -80,16 +80,16 @@ class GroupedKVConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = vllm_config.kv_transfer_config
-        self._extra: dict[str, Any] = config.kv_connector_extra_config
-        self._produces = config.is_kv_producer
+        extra: dict[str, Any] = config.kv_connector_extra_config
         self._scheduler: _Scheduler | None = None
         self._worker: _Worker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = _Scheduler(vllm_config.cache_config.block_size)
         else:
             self._worker = _Worker(
-                self._extra,
-                self._produces,
+                extra,
+                config.is_kv_producer,
+                config.is_kv_consumer,
                 vllm_config.cache_config.block_size,
                 kv_cache_config.num_blocks,
                 vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size,
@@ -245,18 +245,27 @@ class _Scheduler:
 
 
 class _Worker:
-    """One rank's memory, and the threads that move it."""
+    """One rank's memory, and the threads that move it. It may hand KV over and take it over."""
 
-    def __init__(self, extra: dict[str, Any], produces: bool, block_size: int, num_blocks: int, rank: int) -> None:
+    def __init__(
+        self,
+        extra: dict[str, Any],
+        produces: bool,
+        consumes: bool,
+        block_size: int,
+        num_blocks: int,
+        rank: int,
+    ) -> None:
         self._extra = extra
         self._produces = produces
+        self._consumes = consumes
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._rank = rank
         self._host, self._port = str(extra["host"]), int(extra["port"]) + rank
         self._layer_of: dict[str, int] = {}
         self._layers: list[LayerMemory] = []
-        self._sender: KVSender | None = None
+        self._sender: KVHandOvers | None = None
         self._receiver: KVReceiver | None = None
         self._step = StepKV()
         self._chunks: list[tuple[StepSend, Chunk]] = []
@@ -271,11 +280,12 @@ class _Worker:
         self._layers = [layer_memory(cache, self._num_blocks) for cache in kv_caches.values()]
         self._layer_of = {name: index for index, name in enumerate(kv_caches)}
         transport = EmbeddedTransport(self._host)
-        if not self._produces:
+        if self._consumes:
             self._receiver = KVReceiver(transport, self._layers)
+        if not self._produces:
             return
         trace = self._extra.get("trace")
-        self._sender = KVSender(
+        self._sender = KVHandOvers(
             factory("transport", as_it_is)(transport),
             self._layers,
             GroupSizer(num_layers=len(self._layers), fixed=self._extra.get("group_layers")),
@@ -295,6 +305,8 @@ class _Worker:
             self._sender.begin(send.transfer_id, send.request_id, send.prompt)
             first, end = send.first_token // self._block_size, -(-send.end_token // self._block_size)
             self._chunks.append((send, Chunk(first, send.blocks[first:end], send.last)))
+        if not self._chunks:
+            return
         num_blocks = sum(len(chunk.blocks) for _, chunk in self._chunks)
         layer_bytes = num_blocks * self._layers[0].block_bytes * self._layers[0].planes
         size = self._sender.group_size(max(1, num_blocks * self._block_size), layer_bytes)
@@ -336,14 +348,16 @@ class _Worker:
             self._receiver.receive(own)
 
     def results(self) -> KVConnectorTransferResults:
-        mover = self._receiver or self._sender
-        if self._step.is_empty and mover is not None:
-            mover.wait(_EMPTY_STEP_S)
+        results = KVConnectorTransferResults()
+        for mover in (self._receiver, self._sender):
+            if self._step.is_empty and mover is not None:
+                mover.wait(_EMPTY_STEP_S)
         if self._receiver is not None:
             ended = self._receiver.take_ended()
-            return KVConnectorTransferResults(finished_recving=ended.done, failed_recving=ended.failed)
-        sent = set() if self._sender is None else self._sender.take_sent()
-        return KVConnectorTransferResults(finished_sending=sent)
+            results.finished_recving, results.failed_recving = ended.done, ended.failed
+        if self._sender is not None:
+            results.finished_sending = self._sender.take_sent()
+        return results
 
 
 def _checksum_of(token_ids: Any, features: Any) -> str:

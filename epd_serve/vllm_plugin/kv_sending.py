@@ -1,21 +1,26 @@
-"""P's side of a KV hand-over: blocks go out in groups of layers while the next layers are computed."""
+"""P's side of KV hand-overs: which D waits for which prompt. The native engine's sender writes.
+
+Blocks go out in groups of layers while the next layers are computed; groups that are late go as one write.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import queue
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from epd_serve.protocol.engine_notices import AnyNotice, KVUnwanted, KVWanted
+from epd_serve.protocol.wire import Region, ReserveReply
 from epd_serve.transfer.grouping import GroupSizer
-from epd_serve.transfer.transport import TransferError, Transport
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
+from epd_serve.transfer.transport import Piece, Transport
 from epd_serve.vllm_plugin.kv_layout import LayerMemory, remote_pieces, runs_of
 
 logger = logging.getLogger("vllm.epd_serve")
@@ -42,22 +47,55 @@ class _Work:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
+    out: OutgoingTransfer
     prompt: str = ""
     target: KVWanted | None = None
     waiting: list[_Work] = field(default_factory=list)
     outcome: str | None = None
     request_id: str = ""
     finished_at: float | None = None
-    computed_at: float = 0.0
-    write_s: float = 0.0
-    nbytes: int = 0
-    num_writes: int = 0
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class KVSender:
-    """Transfers by id. ``push`` and ``finish`` come from the engine, ``handle`` from D's connections, and a
-    thread for each D writes: in order, and no D waits for another.
+class _Staged:
+    """Blocks of some layers, where they are."""
+
+    def __init__(self, memory: Sequence[LayerMemory], layers: range, blocks: Sequence[int]) -> None:
+        self._memory = memory
+        self._layers = layers
+        self._blocks = blocks
+
+    def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
+        runs = runs_of(zip(self._blocks[first:], remote, strict=False))
+        pieces: list[Piece] = []
+        for layer in self._layers:
+            memory = self._memory[layer]
+            nbytes = remote_num_blocks * memory.planes * memory.block_bytes
+            pieces += remote_pieces(memory, layer * nbytes, nbytes, runs)
+        return pieces
+
+
+class _Memory:
+    """:class:`~epd_serve.transfer.kv_sender.KVSource` of caches in host memory."""
+
+    staged_cells = None
+
+    def __init__(self, layers: Sequence[LayerMemory]) -> None:
+        self._layers = layers
+
+    @contextmanager
+    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[_Staged]:
+        yield _Staged(self._layers, layers, blocks)
+
+    def mapped(self, region: Region) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def nbytes(self, num_layers: int, num_blocks: int) -> int:
+        return num_layers * num_blocks * self._layers[0].planes * self._layers[0].block_bytes
+
+
+class KVHandOvers:
+    """Transfers by id. ``push`` and ``finish`` come from the engine, ``handle`` from D's connections.
 
     Args:
         lease_s: how long the blocks of a finished prompt are kept for a D that has not asked for them.
@@ -74,18 +112,17 @@ class KVSender:
         trace: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._transport = transport
         self._layers = layers
         self._sizer = sizer
         self._lease_s = lease_s
         self._clock = clock
+        self._sender = KVSender(transport, _Memory(layers), sizer, clock)
         self._trace = None if trace is None else _new_trace(trace)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what has nothing under way ends where it is asked
         self._transfers: dict[str, _Transfer] = {}
         self._unwanted: OrderedDict[str, None] = OrderedDict()
         self._sent: set[str] = set()
         self._news = threading.Event()
-        self._lanes: Lanes[tuple[str, _Transfer, _Work]] = Lanes("kv-sender", self._handle_work)
         self._last_link = ""
 
     # ------------------------------------------------------------------ the engine's thread
@@ -93,7 +130,7 @@ class KVSender:
     def begin(self, transfer_id: str, request_id: str, prompt: str) -> None:
         """A prompt is about to be computed. Idempotent."""
         with self._lock:
-            transfer = self._transfers.setdefault(transfer_id, _Transfer())
+            transfer = self._of(transfer_id)
             transfer.request_id, transfer.prompt = request_id, prompt
             self._check(transfer_id, transfer)
 
@@ -104,12 +141,14 @@ class KVSender:
             if transfer is None or transfer.outcome is not None:
                 return
             if last and chunk.last:
-                transfer.computed_at = self._clock()
+                transfer.out.computed_at = self._clock()
             work = _Work(layers, chunk, last)
             if transfer.target is None:
                 transfer.waiting.append(work)
+            elif transfer.out.error is not None:
+                self._end(transfer_id, transfer, str(transfer.out.error))
             else:
-                self._lanes.put(_link(transfer.target), (transfer_id, transfer, work))
+                self._send(transfer_id, transfer, work)
 
     def finish(self, transfer_id: str, *, computed: bool) -> None:
         """The engine is through with the request; its blocks stay until :meth:`take_sent` names it if it was
@@ -157,12 +196,15 @@ class KVSender:
         if notice.num_layers != len(self._layers) or notice.block_bytes != self._layers[0].block_bytes:
             return f"KV caches differ: {notice.num_layers} layers, blocks of {notice.block_bytes} bytes"
         with self._lock:
-            transfer = self._transfers.setdefault(notice.transfer_id, _Transfer())
+            transfer = self._of(notice.transfer_id)
             transfer.target = notice
+            block_bytes = notice.num_layers * notice.planes * notice.block_bytes
+            num_blocks = notice.region.nbytes // block_bytes
+            transfer.out.target = ReserveReply(notice.block_ids, 0, notice.region, num_blocks)
             self._check(notice.transfer_id, transfer)
             waiting, transfer.waiting = transfer.waiting, []
             for work in waiting:
-                self._lanes.put(_link(notice), (notice.transfer_id, transfer, work))
+                self._send(notice.transfer_id, transfer, work)
         asked_at = self._clock()
         while not transfer.done.wait(_LOOK_S):
             late = transfer.request_id == "" and self._clock() - asked_at > self._lease_s
@@ -181,6 +223,12 @@ class KVSender:
 
     # ------------------------------------------------------------------ with the lock held
 
+    def _of(self, transfer_id: str) -> _Transfer:
+        if transfer_id not in self._transfers:
+            out = OutgoingTransfer(transfer_id, target=None, deadline=math.inf)
+            self._transfers[transfer_id] = _Transfer(out)
+        return self._transfers[transfer_id]
+
     def _check(self, transfer_id: str, transfer: _Transfer) -> None:
         target = transfer.target
         if (
@@ -194,7 +242,7 @@ class KVSender:
     def _end(self, transfer_id: str, transfer: _Transfer, outcome: str) -> None:
         if transfer.outcome is None:
             transfer.outcome = outcome
-        transfer.waiting = []
+        transfer.waiting, transfer.out.cancelled = [], True
         transfer.done.set()
         if transfer.finished_at is not None or not transfer.request_id:
             self._drop(transfer_id, transfer)
@@ -204,55 +252,30 @@ class KVSender:
             self._sent.add(transfer.request_id)
             self._news.set()
 
-    # ------------------------------------------------------------------ the writing threads
+    # ------------------------------------------------------------------ writing
 
-    def _handle_work(self, item: tuple[str, _Transfer, _Work]) -> None:
-        transfer_id, transfer, work = item
-        if transfer.outcome is not None:
-            return
-        try:
-            self._write(transfer_id, transfer, work)
-        except Exception as error:  # one request's must not end the thread that all of a D wait for
-            if not isinstance(error, TransferError):
-                logger.exception("KV of transfer %s cannot be written", transfer_id)
-            with self._lock:
-                self._end(transfer_id, transfer, str(error) or type(error).__name__)
-            return
-        if work.last and work.chunk.last:
-            with self._lock:
-                self._record(transfer_id, transfer)
-                self._end(transfer_id, transfer, "")
-
-    def _write(self, transfer_id: str, transfer: _Transfer, work: _Work) -> None:
-        target = transfer.target
+    def _send(self, transfer_id: str, transfer: _Transfer, work: _Work) -> None:
+        """Have it written; hold the lock."""
+        target, out = transfer.target, transfer.out
         assert target is not None
         last_block = target.first_block + len(target.block_ids)
+        numbers = range(work.chunk.first_block, work.chunk.first_block + len(work.chunk.blocks))
         pairs = [
-            (block, target.block_ids[index - target.first_block])
-            for index, block in enumerate(work.chunk.blocks, work.chunk.first_block)
-            if target.first_block <= index < last_block
+            (block, target.block_ids[number - target.first_block])
+            for number, block in zip(numbers, work.chunk.blocks, strict=True)
+            if target.first_block <= number < last_block
         ]
-        runs = runs_of(pairs)
-        if not runs:
-            return
-        region, link = target.region, _link(target)
-        layer_bytes = region.nbytes // target.num_layers
-        pieces = []
-        for layer in work.layers:
-            pieces += remote_pieces(self._layers[layer], layer * layer_bytes, layer_bytes, runs)
-        nbytes = sum(data.nbytes for _, data in pieces)
-        started = self._clock()
-        try:
-            self._transport.write(region, pieces, [transfer_id])
-        except TransferError:
-            self._sizer.forget(link)
-            raise
-        seconds = self._clock() - started
-        self._sizer.observe_transfer(link, nbytes, seconds)
-        self._last_link = link
-        transfer.write_s += seconds
-        transfer.nbytes += nbytes
-        transfer.num_writes += 1
+        if pairs:
+            self._last_link = target.region.name
+            self._sender.push(work.layers, [Part(out, *map(list, zip(*pairs, strict=True)))])
+        if work.last and work.chunk.last:
+            self._sender.fence(out, lambda out: self._written(transfer_id, transfer))
+
+    def _written(self, transfer_id: str, transfer: _Transfer) -> None:
+        with self._lock:
+            if transfer.outcome is None:
+                self._record(transfer_id, transfer.out)
+                self._end(transfer_id, transfer, str(transfer.out.error or ""))
 
     def group_size(self, num_tokens: int, layer_bytes: float) -> int:
         """Layers to send together in a step, for the link that was used last."""
@@ -262,17 +285,16 @@ class KVSender:
         """A prefill step took ``seconds``."""
         self._sizer.observe_compute(num_tokens, seconds)
 
-    def _record(self, transfer_id: str, transfer: _Transfer) -> None:
+    def _record(self, transfer_id: str, out: OutgoingTransfer) -> None:
         if self._trace is None:
             return
-        exposed_s = max(0.0, self._clock() - transfer.computed_at)
         record = {
             "transfer_id": transfer_id,
-            "bytes": transfer.nbytes,
-            "writes": transfer.num_writes,
-            "transfer_s": round(transfer.write_s, 6),
-            "exposed_s": round(exposed_s, 6),
-            "overlap": round(1 - min(1.0, exposed_s / transfer.write_s), 4) if transfer.write_s else 0.0,
+            "bytes": out.num_bytes,
+            "writes": out.num_writes,
+            "transfer_s": round(out.transfer_s, 6),
+            "exposed_s": round(out.wait_s, 6),
+            "overlap": round(1 - min(1.0, out.wait_s / out.transfer_s), 4) if out.transfer_s else 0.0,
         }
         try:
             with self._trace.open("a") as file:
@@ -287,56 +309,8 @@ class KVSender:
             assert not open_ones, f"{len(open_ones)} ended transfers are kept"
 
 
-def _link(target: KVWanted) -> str:
-    return f"{target.region.host}:{target.region.port}"
-
-
 def _new_trace(directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"vllm-kv-{time.time_ns()}.jsonl"
     file.touch()
     return file
-
-
-Work = TypeVar("Work")
-
-
-class Lanes(Generic[Work]):
-    """A thread for each lane that has work, or had some ``idle_s`` ago.
-
-    ``handle`` does a piece of work and must not raise.
-    """
-
-    def __init__(self, name: str, handle: Callable[[Work], None], idle_s: float = 10.0) -> None:
-        self._name = name
-        self._handle = handle
-        self._idle_s = idle_s
-        self._lock = threading.Lock()
-        self._queues: dict[str, queue.SimpleQueue[Work]] = {}
-
-    def put(self, lane: str, work: Work) -> None:
-        """It is done after all that was put into the same lane before. Returns at once."""
-        with self._lock:
-            waiting = self._queues.get(lane)
-            if waiting is None:
-                waiting = self._queues[lane] = queue.SimpleQueue()
-                thread = threading.Thread(target=self._run, args=(lane, waiting), name=self._name, daemon=True)
-                thread.start()
-            waiting.put(work)
-
-    @property
-    def num_threads(self) -> int:
-        with self._lock:
-            return len(self._queues)
-
-    def _run(self, lane: str, waiting: queue.SimpleQueue[Work]) -> None:
-        while True:
-            try:
-                work = waiting.get(timeout=self._idle_s)
-            except queue.Empty:
-                with self._lock:
-                    if waiting.empty():
-                        del self._queues[lane]
-                        return
-            else:
-                self._handle(work)

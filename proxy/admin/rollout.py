@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from epd_serve.backends.base import StageCalls
-from epd_serve.backends.native import NativeInstance
 from epd_serve.config import DeploymentConfig
 from epd_serve.errors import InvalidRequest, StageTimeout
 from epd_serve.protocol.wire import LeaveOrder
@@ -37,14 +36,12 @@ class Departures:
         Cancelled before, it serves on.
 
         Raises:
-            InvalidRequest: there is no such instance, or none that can be asked to leave.
+            NoSuchInstance: there is none.
             Conflict: it is leaving or on its way to another role, or a stage would be left without an instance.
             StageTimeout: it was not empty by the deadline; it serves on.
         """
         self._switches.find(name)
         calls = self._calls[name]
-        if not isinstance(calls, NativeInstance):
-            raise InvalidRequest(f"instance {name} runs on an engine that cannot be told to leave")
         async with self._switches.leaving(name):
             try:
                 async with asyncio.timeout(order.deadline_s + _MARGIN_S):

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from epd_serve.backends.base import StageCalls
+from epd_serve.backends.vllm import VllmInstance
 from epd_serve.errors import ServeError
 from epd_serve.routing.table import InstanceTable
+from epd_serve.types import Role
 from proxy.admission.control import AdmissionControl
 from proxy.fleet.health import Health
 from proxy.fleet.leases import Leases
-from proxy.workers.crew import Crew, Drained, Joined, Left
+from proxy.workers.crew import Crew, Drained, Joined, Left, Switched
 
 #: Open calls by instance and stage.
 InFlight = dict[str, dict[str, int]]
 
 
-def follow(crew: Crew, table: InstanceTable, admission: AdmissionControl, health: Health, leases: Leases) -> None:
+def follow(
+    crew: Crew,
+    table: InstanceTable,
+    calls: Mapping[str, StageCalls],
+    admission: AdmissionControl,
+    health: Health,
+    leases: Leases,
+) -> None:
     """Do what the worker that was told does, and show what those ask for that are asked about all."""
 
     def drained(change: Drained) -> None:
@@ -41,7 +52,21 @@ def follow(crew: Crew, table: InstanceTable, admission: AdmissionControl, health
         with suppress(ServeError):  # its lease was over
             leases.leave(change.name)
 
-    crew.on_drained, crew.on_joined, crew.on_left = drained, joined, left
+    def hold(name: str, on: bool) -> None:
+        with suppress(KeyError):  # it is no part of the deployment any more
+            health.hold(name, on)
+
+    def switched(change: Switched) -> None:
+        instance = calls.get(change.name)
+        if not isinstance(instance, VllmInstance) or instance.url != change.url:
+            return
+        hold(change.name, change.held_s > 0)
+        if change.held_s:  # the worker that switches it may die
+            asyncio.get_running_loop().call_later(change.held_s, hold, change.name, False)
+        else:
+            instance.become(Role.parse(change.role))
+
+    crew.on_drained, crew.on_joined, crew.on_left, crew.on_switched = drained, joined, left, switched
     crew.shown["worker"] = lambda: worker(crew, admission)
     crew.shown["in_flight"] = lambda: in_flight(table)
     crew.shown["requests"] = lambda: requests(admission)

@@ -13,13 +13,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from epd_serve.backends.base import StageCalls
-from epd_serve.backends.native import NativeInstance
+from epd_serve.backends.vllm import VllmInstance
 from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError, StageTimeout
 from epd_serve.protocol.wire import RoleChanged, RoleOrder
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage
 from proxy.fleet.health import Health
 from proxy.fleet.members import NoSuchInstance
+from proxy.workers.crew import Crew, Switched
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +61,11 @@ class Hold:
 class Switches:
     """Has instances change their roles; one that is ready is left for each stage that requests need."""
 
-    def __init__(self, table: InstanceTable, calls: Mapping[str, StageCalls], health: Health) -> None:
+    def __init__(self, table: InstanceTable, calls: Mapping[str, StageCalls], health: Health, crew: Crew) -> None:
         self._table = table
         self._calls = calls
         self._health = health
+        self._crew = crew
         self._ordered: dict[str, Role] = {}
         self._leaving: set[str] = set()
 
@@ -89,21 +91,25 @@ class Switches:
             role = Role.parse(order.role)
         except ValueError as error:
             raise InvalidRequest(str(error), param="role") from error
-        if not isinstance(calls, NativeInstance):
-            raise InvalidRequest(f"instance {name} runs on an engine that keeps its role; start another one")
         is_call_back = role == record.role and name in self._ordered
         if not is_call_back:
             self._check_idle(record)
         if is_call_back:
             return await self._ask(name, calls, order)
-        if role != record.role:
+        # a process of vLLM goes on as it is: one that is to serve more stages need not be empty
+        drains = not isinstance(calls, VllmInstance) or bool(calls.target.role.stages - role.stages)
+        if drains and role != record.role:
             self._check_floor(record)
         self._ordered[name] = role
-        self._health.hold(name)
+        self._health.hold(name, drains)
         try:
+            if drains and isinstance(calls, VllmInstance):
+                await self._crew.share(Switched(name, record.url, order.role, order.deadline_s))
             return await self._ask(name, calls, order)
         finally:
             del self._ordered[name]
+            if isinstance(calls, VllmInstance):
+                await self._crew.share(Switched(name, record.url, str(calls.target.role)))
             if self._table.get(name) is record:
                 await self._look(record, calls)
                 if self._table.get(name) is record:  # it may have left meanwhile
@@ -138,7 +144,7 @@ class Switches:
         if name in self._leaving:
             raise Conflict(f"instance {name} is leaving")
 
-    async def _ask(self, name: str, calls: NativeInstance, order: RoleOrder) -> RoleChanged:
+    async def _ask(self, name: str, calls: StageCalls, order: RoleOrder) -> RoleChanged:
         try:
             async with asyncio.timeout(order.deadline_s + _REBUILD_S):
                 return await calls.switch(order)

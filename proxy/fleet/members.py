@@ -133,9 +133,11 @@ def vllm_targets(config: DeploymentConfig) -> dict[str, VllmTarget]:
     }
 
 
-def connector(connections: NativeConnections, vllm: Mapping[str, VllmTarget] | None) -> Connect:
+def connector(
+    connections: NativeConnections, vllm: Mapping[str, VllmTarget] | None, switch_dir: Path | None = None
+) -> Connect:
     if vllm is not None:
-        return VllmInstances(connections, vllm).connect
+        return VllmInstances(connections, vllm, switch_dir).connect
 
     def connect(name: str, url: str, role: str | None = None) -> NativeInstance:
         return NativeInstance(connections, name, url)  # which says itself what it is

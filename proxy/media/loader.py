@@ -7,7 +7,7 @@ import binascii
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import pybase64
@@ -125,6 +125,7 @@ class MediaLoader:
         is_image = source.modality == "image"
         if not is_image or not source.is_inline or _num_characters(source) > INLINE_BYTES:
             return None
+        _check_bounds(source, self._settings.now.media_limits.max_pixels)
         read = self._read(source, fingerprint, salt)
         return read if isinstance(read, MediaItem) else None
 
@@ -132,13 +133,16 @@ class MediaLoader:
         self, source: MediaSource, fingerprint: str, salt: str, asker: str, fetches: asyncio.Semaphore
     ) -> MediaItem:
         try:
+            _check_bounds(source, self._settings.now.media_limits.max_pixels)
             if source.modality == "video":
                 data, ref = await self._video(source, asker, fetches)
+                ref = msgspec.structs.replace(ref, processing=source.processing)
                 return MediaItem(data=data, ref=ref, param=source.param, salt=salt)
             if source.modality == "audio":
                 data = await self._bytes(source, asker, fetches, self._settings.now.audio_limits.max_bytes)
                 audio = await self._probe.audio(data, source.format, asker)
-                return MediaItem(data=data, ref=MediaRef.of_audio(audio), param=source.param, salt=salt)
+                ref = msgspec.structs.replace(MediaRef.of_audio(audio), processing=source.processing)
+                return MediaItem(data=data, ref=ref, param=source.param, salt=salt)
             if source.is_inline:
                 read = await _off_loop(asker, _num_characters(source), self._read, source, fingerprint, salt)
                 if isinstance(read, MediaItem):
@@ -213,7 +217,7 @@ def _check_total(items: Sequence[MediaItem], max_bytes: int) -> None:
 
 def _item(source: MediaSource, data: bytes, size: tuple[int, int], fingerprint: str, salt: str) -> MediaItem:
     width, height = low_detail_size(size) if source.low_detail else size
-    ref = MediaRef("", width, height, low_detail=(width, height) != size)
+    ref = MediaRef("", width, height, low_detail=(width, height) != size, processing=source.processing)
     if fingerprint:
         ref = msgspec.structs.replace(ref, mm_hash=mm_hash(data, _kind(ref), fingerprint, salt))
     return MediaItem(data=data, ref=ref, param=source.param, fingerprint=fingerprint, salt=salt)
@@ -221,12 +225,27 @@ def _item(source: MediaSource, data: bytes, size: tuple[int, int], fingerprint: 
 
 def _kind(ref: MediaRef) -> str:
     """The part of a name that says how the bytes are read."""
+    processing = f" {ref.processing}" if ref.processing else ""
     if ref.modality == "image":
-        return "image/low" if ref.low_detail else "image"
+        return ("image/low" if ref.low_detail else "image") + processing
     if ref.modality == "audio":
-        return "audio"
+        return "audio" + processing
     asked = msgspec.json.encode(ref.sampling).decode()
-    return f"video{'/list' if ref.is_list else ''} {asked}"
+    return f"video{'/list' if ref.is_list else ''} {asked}{processing}"
+
+
+def _check_bounds(source: MediaSource, max_pixels: int) -> None:
+    """Raise InvalidRequest for a request that would have a picture made larger than one may be."""
+    if not source.processing:
+        return
+    asked: dict[str, Any] = msgspec.json.decode(source.processing)
+    numbers = [asked, *(one for one in asked.values() if isinstance(one, dict))]
+    for name, value in ((name, value) for one in numbers for name, value in one.items()):
+        if isinstance(value, int) and value > max_pixels:
+            raise InvalidRequest(
+                f"mm_processor_kwargs: {name} is {value}; at most {max_pixels} pixels are taken here",
+                param="mm_processor_kwargs",
+            )
 
 
 #: What a frame list begins with.

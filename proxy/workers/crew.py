@@ -30,7 +30,7 @@ class Crew:
 
     Attributes:
         shown: by name, what the others may ask: a function that gives something for MessagePack.
-        on_drained, on_joined, on_left: what another worker was told and this one takes over.
+        on_drained, on_joined, on_left, on_switched: what another worker was told and this one takes over.
         on_config: a deployment, as JSON, that the others took over before this one was started again.
         on_stop, on_end, on_reload: told by the parent: finish, finish at once, read the deployment file.
         ledger: what API keys have used, at all workers together.
@@ -43,6 +43,7 @@ class Crew:
         self.on_drained: Callable[[Drained], None] = lambda change: None
         self.on_joined: Callable[[Joined], None] = lambda change: None
         self.on_left: Callable[[Left], None] = lambda change: None
+        self.on_switched: Callable[[Switched], None] = lambda change: None
         self.on_config: Callable[[str], None] = lambda config: None
         self.on_stop: Callable[[], None] = lambda: None
         self.on_end: Callable[[], None] = lambda: None
@@ -171,6 +172,8 @@ class Crew:
                 self.on_joined(change)
             case Left():
                 self.on_left(change)
+            case Switched():
+                self.on_switched(change)
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
@@ -198,6 +201,16 @@ class Left(msgspec.Struct, frozen=True, tag=True):
     name: str
 
 
+class Switched(msgspec.Struct, frozen=True, tag=True):
+    """The vLLM instance at ``url`` is used in another role, or is about to be: it gets nothing new for at most
+    ``held_s`` seconds."""
+
+    name: str
+    url: str
+    role: str
+    held_s: float = 0.0
+
+
 class TakenOver(msgspec.Struct, frozen=True, tag=True):
     """The deployment file was read again and taken over, as each worker does by itself; ``config`` is what it has,
     as JSON, ``instances`` are those of it: URLs by name."""
@@ -213,7 +226,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
     silent: list[int]
 
 
-Change = Drained | Joined | Left | TakenOver
+Change = Drained | Joined | Left | Switched | TakenOver
 
 
 class Shared(msgspec.Struct, kw_only=True):
@@ -224,6 +237,7 @@ class Shared(msgspec.Struct, kw_only=True):
 
     drained: dict[str, Drained] = msgspec.field(default_factory=dict)
     joined: dict[str, Joined] = msgspec.field(default_factory=dict)
+    switched: dict[str, Switched] = msgspec.field(default_factory=dict)
     config: str = ""
     again: bool = False
 
@@ -238,11 +252,15 @@ class Shared(msgspec.Struct, kw_only=True):
                 self.joined[name] = change
             case Left(name):
                 self._forget(name)
+            case Switched(name):
+                if not change.held_s:
+                    self.switched[name] = change
             case TakenOver(config, instances):
                 self.config = config
                 here = instances | {name: joined.url for name, joined in self.joined.items()}
-                for name in [name for name, drained in self.drained.items() if here.get(name) != drained.url]:
-                    del self.drained[name]
+                for known in (self.drained, self.switched):
+                    for name in [name for name, one in known.items() if here.get(name) != one.url]:
+                        del known[name]
         self.expire(now_s)
 
     def expire(self, now_s: float) -> None:
@@ -252,9 +270,9 @@ class Shared(msgspec.Struct, kw_only=True):
 
     def _forget(self, name: str) -> None:
         """One that joins under this name later is another instance: no worker has it drained."""
-        self.joined.pop(name, None)
-        self.drained.pop(name, None)
+        for known in (self.joined, self.drained, self.switched):
+            known.pop(name, None)
 
     def changes(self) -> list[Change]:
         """The changes that lead here from a fresh start, but for the deployment file."""
-        return [*self.joined.values(), *self.drained.values()]
+        return [*self.joined.values(), *self.switched.values(), *self.drained.values()]

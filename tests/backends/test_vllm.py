@@ -91,8 +91,25 @@ def test_videos_and_frame_lists_are_passed_on_with_the_frames_that_are_asked_for
     frames = vllm_chat.prompt_body(video_request(is_list=True), [pack_frames([b"one", b"two"])])
     assert frames["messages"][0]["content"][0]["video_url"]["url"] == "data:video/jpeg;base64,b25l,dHdv"
     assert "media_io_kwargs" not in frames
-    with pytest.raises(InvalidRequest, match="engine_args"):
-        vllm_chat.prompt_body(video_request(VideoSampling(processor_fps=1.0)), [b"file"])
+
+
+def test_processors_get_the_same_options_at_e_p_and_d() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+    given = {"max_pixels": 9, "min_pixels": 4, "num_crops": 2, "size": {"longest_edge": 9}}
+    body = {"messages": [{"role": "user", "content": parts}], "mm_processor_kwargs": given}
+    parsed = VllmChatRequest.from_fields(body)
+    (source,) = parsed.media()
+    again = VllmChatRequest.from_fields({**body, "mm_processor_kwargs": dict(reversed(given.items()))})
+    assert again.media()[0].processing == source.processing, "the same name for the same options"
+    ref = MediaRef(mm_hash="h0", width=2, height=2, processing=source.processing)
+    asked = msgspec.structs.replace(request(body, kinds=(VllmChatRequest, VllmCompletionRequest)), items=[ref])
+    bodies = [vllm_chat.encode_body("m", ref, b""), vllm_chat.prefill_body(asked, [b""])]
+    for sent in (*bodies, vllm_chat.answer_body(asked, [b""])):
+        assert sent["mm_processor_kwargs"] == given
+    with pytest.raises(InvalidRequest, match="num_crops"):
+        ChatCompletionRequest.from_fields(body)
+    with pytest.raises(InvalidRequest, match=r"min_pixels \(4\) is more than max_pixels \(2\)"):
+        ChatCompletionRequest.from_fields({**body, "mm_processor_kwargs": {"min_pixels": 4, "max_pixels": 2}})
 
 
 def test_p_and_d_are_given_the_same_prompt() -> None:

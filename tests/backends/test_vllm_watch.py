@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,9 +18,17 @@ from epd_serve.backends.vllm import VllmInstance, VllmInstances
 from epd_serve.backends.vllm_answer import VllmCall
 from epd_serve.backends.vllm_command import KV_PORT
 from epd_serve.backends.vllm_server import IDLE_S, STUCK_S, EngineWatch, VllmFigures, VllmTarget
-from epd_serve.errors import InstanceFailed, StageTimeout, Unavailable
+from epd_serve.errors import Conflict, InstanceFailed, InvalidRequest, StageTimeout, Unavailable
 from epd_serve.protocol.engine_notices import LENGTH, KVUnwanted, unpack
-from epd_serve.protocol.wire import ChatMessage, DecodeRequest, OutputOptions, Part, PrefillRequest
+from epd_serve.protocol.wire import (
+    ChatMessage,
+    DecodeRequest,
+    LeaveOrder,
+    OutputOptions,
+    Part,
+    PrefillRequest,
+    RoleOrder,
+)
 from epd_serve.types import Role, SamplingParams
 
 PROMPT_S = 20
@@ -310,3 +319,46 @@ async def test_p_hears_of_kv_that_no_d_will_ask_for(status: int | None) -> None:
                 await heard.wait()
             assert told == [KVUnwanted(transfer_id="r-1")]
     notices.close()
+
+
+@asynccontextmanager
+async def switchable(server: Server, directory: Path | None = None, **fields: Any) -> AsyncIterator[VllmInstance]:
+    fields = {"features": "store", "kv": "grouped", **fields}
+    async with NativeConnections() as connections:
+        others = VllmInstances(connections, {"p0": target("P", **fields), "d0": target("D", **fields)}, directory)
+        yield others.connect("p0", f"http://127.0.0.1:{server.port}")
+
+
+async def test_p_becomes_d_once_it_is_empty(tmp_path: Path) -> None:
+    async with serving(running=1) as server, switchable(server, tmp_path) as calls:
+        assert (await calls.info()).role == "P"
+        with pytest.raises(StageTimeout, match=r"still had requests after 0\.2 s; it serves P"):
+            await calls.switch(RoleOrder("D", deadline_s=0.2))
+        under_way = asyncio.create_task(calls.switch(RoleOrder("D")))
+        await asyncio.sleep(0.05)
+        assert not under_way.done() and (await calls.info()).role == "P"
+        server.running = 0
+        changed = await under_way
+        assert (changed.old, changed.new, (await calls.info()).role) == ("P", "D", "D")
+        again = VllmInstances(calls._others.connections, calls._others.targets, tmp_path)
+        assert str(again.connect("p0", calls.url).target.role) == "D", "a gateway that is started again knows it"
+        assert (await calls.leave(LeaveOrder())).seconds < 5
+
+
+async def test_an_order_is_called_back_and_more_stages_need_no_empty_instance() -> None:
+    async with serving(running=1) as server, switchable(server) as calls:
+        under_way = asyncio.create_task(calls.switch(RoleOrder("D")))
+        await asyncio.sleep(0.05)
+        assert (await calls.switch(RoleOrder("P"))).new == "P"
+        with pytest.raises(Conflict, match="called back"):
+            await under_way
+        assert (await calls.switch(RoleOrder("PD"))).new == "PD"
+        with pytest.raises(InvalidRequest, match="can become D, P, and not EPD"):
+            await calls.switch(RoleOrder("EPD"))
+
+
+@pytest.mark.parametrize("fields", [{"kv": "nixl"}, {"features": "file"}, {"rewrites": True}])
+async def test_processes_of_one_role_keep_it_and_say_what_would_be_right(fields: dict[str, Any]) -> None:
+    async with serving() as server, switchable(server, **fields) as calls:
+        with pytest.raises(InvalidRequest, match=r"keeps its role P: only with vllm\.kv: grouped, .*apply a file"):
+            await calls.switch(RoleOrder("D"))

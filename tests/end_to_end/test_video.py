@@ -209,7 +209,11 @@ def _grows(before: dict[str, tuple[int, int, int]], after: dict[str, tuple[int, 
             "mm_processor_kwargs.use_audio_in_video",
             "unknown field",
         ),
-        ({"mm_processor_kwargs": {"min_pixels": 1}}, "mm_processor_kwargs.min_pixels", "unknown field"),
+        (
+            {"mm_processor_kwargs": {"min_pixels": 1}},
+            "mm_processor_kwargs",
+            "goes with pictures, and the chat has",
+        ),
         ({"media_io_kwargs": {"video": {"num_frames": 1}}}, None, "needs at least 2"),
     ],
 )

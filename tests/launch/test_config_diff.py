@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,10 @@ from epd_serve.launch.commands import prepare_instances
 from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.ports import Ports
+from epd_serve.launch.vllm import prepare_vllm
+from epd_serve.launch.vllm_probe import VllmFound
 from epd_serve.topology.change import ChangeImpossible
+from epd_serve.topology.remembered import remembered_role
 from epd_serve.types import Role
 
 FREE = "instances: {base_port: 0}"
@@ -184,9 +190,69 @@ def test_threads_that_were_divided_stay_and_that_is_said(tmp_path: Path, monkeyp
         ("slo: {ttft_ms: 9, tpot_ms: 9}\nelastic: {enabled: true}", "a change of elastic.enabled"),
         ("elastic: {drift: {enabled: true}}", "a change of elastic.drift.enabled"),
         ("cluster_key: a-key-of-many-letters", "a change of cluster_key"),
-        ("engine: vllm\nvllm: {feature_dir: /tmp}", "instances of vLLM keep their roles"),
+        ("engine: vllm\nvllm: {feature_dir: /tmp}", "a change of engine, vllm.feature_dir"),
     ],
 )
 def test_what_all_processes_have_in_common_needs_another_start(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_same_deployment(DeploymentConfig(), parse_config(text))
+
+
+VLLM = f"engine: vllm\n{FREE}"
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], DeploymentRecord]:
+    """Makes the record of a deployment of vLLM instances."""
+    engine = VllmFound(
+        vllm="0.32.0", vllm_ascend="", mooncake=True, nixl=True, epd_serve=True, python="3", flags=["max_num_seqs"]
+    )
+    monkeypatch.setattr("epd_serve.launch.vllm.check_engines", lambda config, known=None: {sys.executable: engine})
+
+    def make(text: str) -> DeploymentRecord:
+        config = resolved(parse_config(text))
+        ports = Ports(gateway=8000, instances=tuple(range(30100, 30100 + 16 * len(config.placement()), 16)))
+        held = DeploymentRecord(
+            config=config, role_config=config, ports=ports, environment={}, directory=tmp_path, urls={}
+        )
+        for one in prepare_vllm(config, ports.instances, {}, tmp_path):
+            held.joined(one)
+        return held
+
+    return make
+
+
+def test_vllm_instances_that_hold_p_and_d_change_their_role(
+    vllm: Callable[[str], DeploymentRecord],
+) -> None:
+    held = vllm(f"topology: E-2P-D\n{VLLM}")
+    before = held.spec("p1")
+    assert steps(held, f"topology: E-2P-D\n{VLLM}") == []
+    assert steps(held, f"topology: E-P-2D\n{VLLM}") == ["switch p1 from P to D"]
+    apply(held, f"topology: E-P-2D\n{VLLM}")
+    assert held.spec("p1").command == before.command, "its process does not notice"
+    found = apply(held, f"topology: E-P-3D\n{VLLM}")
+    [(name, started)] = found.to_start.items()
+    ports = [one.options.port for one in held.live.values()]
+    assert (name, len(ports)) == ("d1", 5) and started.options.name == "d1"
+    assert all(abs(a - b) >= 16 for a, b in combinations(ports, 2)), "each has its sixteen"
+    assert str(remembered_role(held.directory, "d1")) == "None", "only the launcher's rollout starts it"
+    held.starts(started)
+    assert str(remembered_role(held.directory, "d1")) == "D"
+
+
+def test_other_vllm_instances_start_before_those_of_before_stop(vllm: Callable[[str], DeploymentRecord]) -> None:
+    def in_turn(held: DeploymentRecord, text: str) -> list[str]:
+        return [step.split()[0] for step in steps(held, text)]
+
+    held = vllm(f"topology: E-2P-D\n{VLLM}")
+    assert in_turn(held, f"topology: 2E-P-D\n{VLLM}") == ["start", "stop"], "E has no language model"
+    seqs = f"topology: E-2P-D\n{VLLM}\nroles: {{D: {{max_num_seqs: 7}}}}"
+    assert steps(held, seqs) == ["start d1 (D)", "stop d0 (D)"]
+    own = vllm(seqs)
+    mixed = seqs.replace("E-2P-D", "E-P-2D")
+    assert in_turn(own, mixed) == ["start", "stop"], "P and D have other settings"
+    rewritten = f"topology: E-2P-D\n{VLLM}\nvllm: {{media: rewritten}}"
+    assert in_turn(vllm(rewritten), rewritten.replace("E-2P-D", "E-P-2D")) == ["start", "stop"]
+    with pytest.raises(ValueError, match=r"hand on features by store and KV by None; the file's .* and grouped"):
+        check_same_deployment(parse_config(f"topology: E-PD\n{VLLM}"), held.config)

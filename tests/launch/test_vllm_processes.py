@@ -73,8 +73,8 @@ def test_each_role_gets_the_connectors_that_it_needs(model: Path) -> None:
     }
     assert roles == {
         "e0": ("ec_producer", None),
-        "p0": ("ec_consumer", "kv_producer"),
-        "d0": (None, "kv_consumer"),
+        "p0": ("ec_consumer", "kv_both"),
+        "d0": ("ec_consumer", "kv_both"),
     }
     assert "--no-enable-prefix-caching" in found["e0"].command
     kv = json.loads(flag(found["p0"], "kv-transfer-config") or "")
@@ -133,7 +133,8 @@ def test_every_connector_has_its_configuration(
     kv_configs = [json.loads(flag(found[one], "kv-transfer-config") or "") for one in ("p0", "d0")]
     assert {one["ec_connector"] for one in feature_configs} == {name}
     assert {one["kv_connector"] for one in kv_configs} == {connector}
-    assert [one["kv_role"] for one in kv_configs] == ["kv_producer", "kv_consumer"]
+    both = kv == "grouped" and features == "store"
+    assert [one["kv_role"] for one in kv_configs] == (["kv_both"] * 2 if both else ["kv_producer", "kv_consumer"])
     assert ("VLLM_MOONCAKE_BOOTSTRAP_PORT" in found["p0"].variables) is (kv == "mooncake" and devices != "npu")
     assert ("VLLM_NIXL_SIDE_CHANNEL_PORT" in found["d0"].variables) is (kv == "nixl")
     assert found["p0"].variables.get("UCX_NET_DEVICES") == ("lo" if kv == "nixl" else None)
@@ -303,7 +304,11 @@ def test_two_processes_on_one_npu_share_no_port(model: Path) -> None:
     for one in found.values():
         variables = one.variables
         first, last = map(int, variables["HCCL_NPU_SOCKET_PORT_RANGE"].split("-"))
-        own = {*range(first, last + 1), int(variables["HCCL_IF_BASE_PORT"]), *range(one.port, one.port + 16)}
+        own = {
+            *range(first, last + 1),
+            int(variables["HCCL_IF_BASE_PORT"]),
+            *range(one.options.port, one.options.port + 16),
+        }
         assert not ports & own
         ports |= own
         assert variables["VLLM_HOST_IP"] == flag(one, "host")

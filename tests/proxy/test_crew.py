@@ -150,7 +150,7 @@ async def test_an_instance_is_ready_where_every_worker_says_so(crews, monkeypatc
     hub, (first, second) = await crews(2)
     tables = [InstanceTable([("d0", D0.url)]) for _ in "12"]
     health = Health(tables[0], {}, Current(GatewaySettings()))
-    departures = Departures(Switches(tables[0], {}, health), {})
+    departures = Departures(Switches(tables[0], {}, health, first), {})
     app = FastAPI()
     app.include_router(rollout_router(tables[0], departures, Hold(), first))
     show_ready(second, tables[1])

@@ -7,7 +7,7 @@ import base64
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Question:
     images: tuple[Image.Image, ...] = ()
     videos: tuple[Clip, ...] = ()
     sounds: tuple[Sound, ...] = ()
+    bounds: Mapping[str, int] = field(default_factory=dict)
 
     def body(self, *, stream: bool, ignore_eos: bool) -> dict[str, Any]:
         urls = [f"data:image/png;base64,{base64.b64encode(png(image)).decode()}" for image in self.images]
@@ -48,6 +49,7 @@ class Question:
             "model": "tested",
             "messages": [{"role": "user", "content": parts if len(parts) > 1 else self.text}],
             **({"mm_processor_kwargs": {"fps": fps}} if fps else {}),
+            **({"mm_processor_kwargs": self.bounds} if self.bounds else {}),
             **({"media_io_kwargs": {"video": {"num_frames": num_read}}} if num_read else {}),
             "max_tokens": MAX_TOKENS,
             "temperature": 0,
@@ -67,6 +69,12 @@ QUESTIONS = (
     Question("What is in the picture?", (noise(3, (90, 90)), noise(2, (60, 140)))),
     Question("Where is it?", (noise(4, (200, 70)),)),
     Question("What is 2 + 3?"),
+)
+
+#: For models whose processors take them: the first picture again, smaller and larger.
+BOUNDED_QUESTIONS = tuple(
+    Question("What is this?", (noise(1), noise(2, (60, 140))), bounds=bounds)
+    for bounds in ({"max_pixels": 4000}, {"min_pixels": 9000}, {"min_pixels": 3500, "max_pixels": 7000})
 )
 
 #: For models that take them: one run or several, beside a picture, two of one prompt at another rate.
@@ -143,6 +151,8 @@ async def start_fleet(
     template = path / "chat_template.jinja"
     if template.exists() and "'video'" in template.read_text():
         asked += VIDEO_QUESTIONS
+    if getattr(load_family(path), "bounds", None):
+        asked += BOUNDED_QUESTIONS
     if reference.takes_sounds:
         asked += SOUND_QUESTIONS
     if reference.takes_sounds and reference.takes_images:
@@ -150,7 +160,7 @@ async def start_fleet(
     asked = [one for one in asked if reference.takes(one.videos, one.sounds)]
     for question in asked:
         media = question.images, question.videos, question.sounds
-        ids = reference.generate(question.text, *media, max_tokens=MAX_TOKENS)
+        ids = reference.generate(question.text, *media, bounds=question.bounds, max_tokens=MAX_TOKENS)
         if ids[-1] == reference.tokenizer.eos_token_id and not ignore_eos:
             ids.pop()  # it ends the text and is no part of it
         expected[question] = [reference.tokenizer.decode([i]) for i in ids]

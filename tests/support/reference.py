@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,11 @@ class Reference:
         videos: Sequence[Clip] = (),
         sounds: Sequence[Sound] = (),
         *,
+        bounds: Mapping[str, int] | None = None,
         max_tokens: int,
     ) -> list[int]:
         """Token ids of the answer to one user message with its images, its videos and then its sounds before the
-        text; stops at EOS."""
+        text; stops at EOS. ``bounds``: ``min_pixels`` and ``max_pixels`` of images."""
         parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
         parts += [{"type": "audio"}] * len(sounds)
         content: Any = [*parts, {"type": "text", "text": text}] if parts else text
@@ -65,6 +66,10 @@ class Reference:
         has_processor = self._processor is not None and (self.takes_images or sounds)
         read = self._processor if has_processor else self.tokenizer
         media: dict[str, Any] = {"images": list(images)} if images else {}
+        if bounds:
+            edges = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+            asked = {edges[name]: pixels for name, pixels in bounds.items()}
+            media["size"] = {**dict(read.image_processor.size), **asked}
         if videos:
             read.video_processor = PlainVideoProcessor(self._path, videos)
             media["videos"] = [clip.frames()[0] for clip in videos]

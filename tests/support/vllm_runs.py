@@ -28,7 +28,7 @@ from epd_serve.backends.vllm_command import VllmOptions, command_of, environment
 from epd_serve.launch.ports import free_port
 from epd_serve.types import Role
 
-READY_TIMEOUT_S = 500
+READY_TIMEOUT_S = 1200
 MAX_TOKENS = 8
 MODEL = "tested"
 #: vLLM would join a picture and a text with a line feed where it does not see that the template takes parts.
@@ -49,7 +49,7 @@ def engine_python() -> str | None:
 
 
 def questions() -> list[dict[str, Any]]:
-    """Eight with pictures, two of them with two and one a picture again, two with videos, and eight without.
+    """Ten with pictures, of which two have two and two are made smaller; two with videos; eight without.
 
     The pictures need not be resized: pixels of engines that do it differently differ by rounding.
     """
@@ -65,6 +65,8 @@ def questions() -> list[dict[str, Any]]:
     ]
     asked += [chat(text) for text in ("Say apple", "What is 2 + 3?", "Hello", "Repeat: " + "apple banana " * 60)]
     asked += [chat(f"Count to {number}. " * number) for number in (3, 7, 19, 31)]
+    bounds = {"mm_processor_kwargs": {"max_pixels": 84 * 84, "min_pixels": 28 * 28}}
+    asked += [{**chat("What is this?", picture), **bounds} for picture in pictures[:2]]
     asked += [chat_with_video("What happens?"), chat_with_video("What happens?", num_frames=4)]
     fields = {
         "model": MODEL,

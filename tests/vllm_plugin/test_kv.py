@@ -20,7 +20,7 @@ from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.shaped import ShapedTransport
 from epd_serve.vllm_plugin.kv_layout import LayerMemory, layer_memory, runs_of
 from epd_serve.vllm_plugin.kv_receiving import KVReceiver, Receive
-from epd_serve.vllm_plugin.kv_sending import Chunk, KVSender
+from epd_serve.vllm_plugin.kv_sending import Chunk, KVHandOvers
 from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeServer
 
 NUM_LAYERS, BLOCKS_AT_P, BLOCKS_AT_D = 3, 8, 12
@@ -44,13 +44,19 @@ class Sides:
     at_p: list[torch.Tensor] = field(default_factory=lambda: caches(BLOCKS_AT_P))
     at_d: list[torch.Tensor] = field(default_factory=lambda: caches(BLOCKS_AT_D))
 
-    def open(self, trace: Path | None = None, lease_s: float = 60.0, bytes_per_s: float | None = None) -> Sides:
+    def open(
+        self,
+        trace: Path | None = None,
+        lease_s: float = 60.0,
+        bytes_per_s: float | None = None,
+        joins: bool = False,
+    ) -> Sides:
         for number, layer in enumerate(self.at_p):
             layer.copy_(torch.arange(layer.numel()).reshape(layer.shape) + number * 10_000)
-        sizer = GroupSizer(num_layers=NUM_LAYERS, fixed=1)
+        sizer = GroupSizer(num_layers=NUM_LAYERS, fixed=None if joins else 1)
         self.transport = EmbeddedTransport()
         self.link = ShapedTransport(EmbeddedTransport(), bytes_per_s)
-        self.sender = KVSender(self.link, memories(self.at_p), sizer, lease_s=lease_s, trace=trace)
+        self.sender = KVHandOvers(self.link, memories(self.at_p), sizer, lease_s=lease_s, trace=trace)
         self.server = NoticeServer("127.0.0.1", 0, self.sender.handle)
         self.receiver = KVReceiver(self.transport, memories(self.at_d), timeout_s=20)
         return self
@@ -300,6 +306,20 @@ def test_a_record_says_how_much_of_the_transfer_was_hidden(tmp_path: Path) -> No
     (file,) = tmp_path.iterdir()
     until(lambda: bool(file.read_text()))
     assert '"transfer_id": "t-r"' in file.read_text()
+    sides.close()
+
+
+def test_groups_that_are_late_go_as_one_write(tmp_path: Path) -> None:
+    """While the first is on a slow link, the others are computed."""
+    sides = Sides().open(trace=tmp_path, bytes_per_s=LAYER_BYTES / LAYER_S, joins=True)
+    sides.want([4, 3, 2, 1])
+    sides.wait_until_asked()
+    sides.compute([0, 1, 2, 3])
+    assert sides.ended() == ({"r"}, set())
+    sides.check(dict(zip(range(4), [4, 3, 2, 1], strict=True)))
+    (file,) = tmp_path.iterdir()
+    until(lambda: bool(file.read_text()))
+    assert json.loads(file.read_text())["writes"] < NUM_LAYERS
     sides.close()
 
 

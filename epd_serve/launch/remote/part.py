@@ -13,7 +13,7 @@ from epd_serve.launch.commands import prepare_instances, spec_of, with_cluster_k
 from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.ports import Ports, ports_each
 from epd_serve.launch.process import ProcessSpec
-from epd_serve.launch.vllm import vllm_instance_specs
+from epd_serve.launch.vllm import prepare_vllm, vllm_spec
 from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import CPU, place_units, split_host
@@ -104,8 +104,11 @@ def part_specs(part: Part, host: str, environment: Mapping[str, str], directory:
     environment = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)), **environment}
     ports = Ports(gateway=0, instances=part_ports(part))
     if config.engine == "vllm":
-        specs = vllm_instance_specs(config, ports.instances, environment, directory, part.names)
-        here = [spec for spec in specs if spec.name in part.names]
+        here = [
+            vllm_spec(one, environment)
+            for one in prepare_vllm(config, ports.instances, environment, directory, part.names)
+            if one.placement.name in part.names
+        ]
     else:
         write_role_settings(directory, config)
         environment = with_cluster_key(config, environment)

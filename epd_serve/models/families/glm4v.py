@@ -35,6 +35,7 @@ class Glm4v(QwenVL):
     )
     towers: ClassVar = {"glm4v_vision": _TOWER}
     modalities = ("image",)
+    bounds = None
 
     def __init__(self, config: Any, image_processor: Any) -> None:
         super().__init__(config, image_processor)

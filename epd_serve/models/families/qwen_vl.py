@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
@@ -37,6 +38,8 @@ class QwenVL(Family):
     modalities: ClassVar[tuple[str, ...]] = ("image", "video")
     num_position_axes = 3
     input_names = ("pixel_values", "image_grid_thw")
+    #: Edges of its processor's ``size`` by the words of ``mm_processor_kwargs``; None where a request has no say.
+    bounds: ClassVar[Mapping[str, str] | None] = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
     def __init__(self, config: Any, image_processor: Any) -> None:
         super().__init__(config, image_processor)
@@ -66,6 +69,18 @@ class QwenVL(Family):
         except ValueError as error:
             raise InvalidRequest(f"an image of {width}x{height} pixels cannot be used: {error}") from error
         return 1, rows // processor.patch_size, columns // processor.patch_size
+
+    def with_options(self, asked: Mapping[str, Any]) -> Family:
+        if self.bounds is None:
+            return super().with_options(asked)
+        size = {self.bounds[name]: pixels for name, pixels in asked.items()}
+        usual = dict(self.processor.size)
+        if (most := max(size.values())) > usual["longest_edge"]:
+            raise ValueError(f"pictures of this model have at most {usual['longest_edge']} pixels, not {most}")
+        bounded = copy(self)
+        bounded.processor = copy(self.processor)
+        bounded.processor.size = type(self.processor.size)(**{**usual, **size})
+        return bounded
 
     def parts(self, size: Size) -> Sequence[int | str]:
         frames, rows, columns = self.grid(size)
@@ -116,7 +131,7 @@ class QwenVL(Family):
         grids: dict[str, list[tuple[int, int, int]]] = {}
         for item in items:
             if item.modality == "image":
-                grids.setdefault("image_grid_thw", []).append(self.grid((item.width, item.height)))
+                grids.setdefault("image_grid_thw", []).append(self._grid_of(item))
             elif item.modality == "video":
                 grids.setdefault("video_grid_thw", []).append(self._video_processor(item).grid(item))
         positions, delta = model.get_rope_index(
@@ -125,6 +140,11 @@ class QwenVL(Family):
             **self.position_facts(tokens, items),
         )
         return positions[:, 0].long(), int(delta[0, 0])
+
+    def _grid_of(self, item: MediaRef) -> tuple[int, int, int]:
+        family = self.of(item)
+        assert isinstance(family, QwenVL)
+        return family.grid((item.width, item.height))
 
     def position_facts(self, tokens: Tensor, items: Sequence[MediaRef]) -> dict[str, Tensor]:
         """Arguments of transformers' ``get_rope_index`` besides the grids of a prompt's items."""
