@@ -1,14 +1,15 @@
-"""The pods of a deployment file under load: each Deployment rolled out, then the only P and the only D deleted by force.
+"""The pods of a deployment file under load: Deployments are rolled out, then the only P and D deleted by force.
 
-The manifests of ``epd-serve render kubernetes`` run in namespaces of this machine: container commands with their
-environment, user, capabilities, read-only root and volumes; probes; Services with their endpoints, in nftables;
-NetworkPolicies; SIGTERM and grace; restarts; rolling updates by maxSurge and maxUnavailable. Not there: seccomp, limits
-of CPU and memory, the scheduler, disruption budgets. Every answer is compared with the one before the first fault.
-Then a pod that is none of the deployment's tries every port that listens in its pods.
+The manifests of ``epd-serve render kubernetes`` run in namespaces of this machine: commands of containers with
+their environment, user, capabilities, read-only root and volumes; probes; Services and their endpoints, in
+nftables; NetworkPolicies; SIGTERM and grace; restarts; rolling updates by maxSurge and maxUnavailable. Not
+there: seccomp, limits of CPU and memory, the scheduler, disruption budgets. Each answer is compared with the one
+that was given before the first fault. Then a pod of somebody else tries every port on which the deployment's
+pods listen.
 
     python -m benchmarks.podlab [deploy/cpu-e-p-d.yaml] [--root gateway=DIRECTORY --root agent=DIRECTORY]
 
-It needs root, nftables and overlayfs. ``--root`` runs a container in the files of an image instead of this machine's.
+It needs root, nftables and overlayfs. ``--root`` runs a container in an image's files instead of this machine's.
 The exit code is 1 where a request failed, a pod outlived its grace, or the stranger reached more than the API.
 """
 
@@ -46,12 +47,14 @@ def images(roots: Mapping[str, Path]) -> dict[str, Image]:
     return {
         name: Image(root=roots[name], environment=built)
         if name in roots
-        else Image(root=Path("/"), environment=own)
+        else Image(root=Path("/"), environment=own, opened=(Path(sys.executable).resolve(), ROOT))
         for name in ("gateway", "agent", "master")
     }
 
 
-async def under_load(traffic: Traffic, requests: Sequence[Request], concurrency: int, change: Awaitable[float]) -> dict[str, Any]:
+async def under_load(
+    traffic: Traffic, requests: Sequence[Request], concurrency: int, change: Awaitable[float]
+) -> dict[str, Any]:
     """Make a change while requests are asked; what became of them."""
     traffic.results.clear()
     over = asyncio.Event()
@@ -76,7 +79,9 @@ async def under_load(traffic: Traffic, requests: Sequence[Request], concurrency:
     }
 
 
-async def run(file: Path, directory: Path, roots: Mapping[str, Path], num_requests: int, concurrency: int) -> dict[str, Any]:
+async def run(
+    file: Path, directory: Path, roots: Mapping[str, Path], num_requests: int, concurrency: int
+) -> dict[str, Any]:
     """All phases."""
     docs = manifests(file, Values(gateways=2))
     async with cluster(docs, images(roots), directory, SECRETS) as running:
@@ -128,7 +133,9 @@ def main() -> int:
     parser.add_argument("--root", action="append", default=[], metavar="CONTAINER=DIRECTORY")
     arguments = parser.parse_args()
     if not is_possible():
-        raise SystemExit("pods are made of namespaces, overlayfs and nftables, which take root and a kernel that has them")
+        raise SystemExit(
+            "pods are made of namespaces, overlayfs and nftables, which take root and a kernel with them"
+        )
     roots = {name: Path(root) for name, root in (one.split("=", 1) for one in arguments.root)}
     with tempfile.TemporaryDirectory(prefix="epd-serve-podlab-") as directory:
         began = time.monotonic()

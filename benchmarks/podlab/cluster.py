@@ -6,8 +6,7 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -59,8 +58,10 @@ class Cluster:
             while True:
                 self._changed.clear()
                 self._program()
-                if not any([self._step(one) for one in self._of("Deployment")]):
-                    await self._changed.wait()
+                for doc in self._of("Deployment"):
+                    while self._step(doc):
+                        self._changed.set()
+                await self._changed.wait()
         finally:
             for pod in self.pods.values():
                 self._deleting.setdefault(pod.name, asyncio.create_task(pod.delete(forced=True)))
@@ -72,8 +73,10 @@ class Cluster:
     async def ready(self, *deployments: str) -> float:
         """Wait until these, or all, have all their pods ready and no old ones; returns how long it took."""
         began = time.monotonic()
-        wanted = [one for one in self._of("Deployment") if one["metadata"]["name"] in (deployments or self._revisions)]
-        while not all(self._is_complete(one) for one in wanted):
+        wanted = [
+            one for one in self._of("Deployment") if one["metadata"]["name"] in (deployments or self._revisions)
+        ]
+        while not all(self._is_complete(one) for one in wanted):  # noqa: ASYNC110 - many things change it
             await asyncio.sleep(0.1)
         return time.monotonic() - began
 
@@ -160,7 +163,9 @@ class Cluster:
         for doc in self._of("Service"):
             name, spec = doc["metadata"]["name"], doc["spec"]
             unready = spec.get("publishNotReadyAddresses", False)
-            ends = [pod for pod in self._matching(spec["selector"]) if unready or (pod.is_ready and not pod.is_going)]
+            ends = [
+                pod for pod in self._matching(spec["selector"]) if unready or (pod.is_ready and not pod.is_going)
+            ]
             if name in self._addresses:
                 names.append(f"{self._addresses[name]} {name}")
                 for port in spec["ports"]:

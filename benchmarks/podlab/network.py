@@ -21,7 +21,11 @@ _LISTENS, _LOOPBACK = "0A", ("7F", "000001000000")
 def is_possible() -> bool:
     """Whether this user and kernel allow namespaces with rules of nftables."""
     trial = ["unshare", "--net", "--mount", "nft", "add table ip trial"]
-    return os.geteuid() == 0 and bool(shutil.which("nft")) and not subprocess.run(trial, capture_output=True).returncode
+    return (
+        os.geteuid() == 0
+        and bool(shutil.which("nft"))
+        and not subprocess.run(trial, capture_output=True).returncode
+    )
 
 
 def enter(pid: int) -> None:
@@ -126,7 +130,9 @@ class Network:
                 choice = f"numgen random mod {len(ends)} map {{ {numbered} }}"
                 lines.append(f"ip daddr {address} tcp dport {port} dnat ip addr . port to {choice}")
         lines.append("}")
-        lines.append("chain policies { type filter hook forward priority filter; ct state established,related accept")
+        lines.append(
+            "chain policies { type filter hook forward priority filter; ct state established,related accept"
+        )
         for address, accesses in policies.items():
             for access in accesses:
                 source = "" if access.sources is None else f"ip saddr {{ {', '.join(access.sources)} }}"

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,17 +20,22 @@ from typing import Any
 from benchmarks.podlab.network import Sandbox
 
 Manifest = dict[str, Any]
-#: As the kubelet waits between two restarts of a container: not at all the first time.
-_BACKOFF_S = (0.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
+#: Before a container starts, by how often it has ended: as the kubelet waits.
+_BACKOFF_S = (0.0, 0.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0)
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Image:
-    """Files and environment of a container before its manifest changes them."""
+    """Files and environment of a container before its manifest changes them.
+
+    Attributes:
+        opened: paths that the container's user may find although it is nobody on this machine.
+    """
 
     root: Path
     environment: Mapping[str, str]
+    opened: Sequence[Path] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +90,9 @@ class Pod:
     async def run(self) -> None:
         """The container, started again whenever it ends, until the pod is deleted."""
         while not self.is_going:
-            await asyncio.sleep(_BACKOFF_S[min(self.num_restarts, len(_BACKOFF_S)) - 1] if self.num_restarts else 0)
+            await asyncio.sleep(
+                _BACKOFF_S[min(self.num_restarts, len(_BACKOFF_S)) - 1] if self.num_restarts else 0
+            )
             with (self._place.directory / f"{self.name}.log").open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *("setpriv", "--pdeathsig", "KILL", "nsenter", "-t", str(self.sandbox.pid)),
@@ -203,6 +210,8 @@ class Pod:
             lines += [f"mkdir -p {path}", f"{self._mount(volumes[mount['name']])} {path}"]
             if mount.get("readOnly"):
                 lines.append(f"mount -o remount,bind,ro {path}")
+        for parent in {parent for path in self._image.opened for parent in path.parents}:
+            lines.append(f"chmod o+x {root}{parent}")
         limits, user = self._container["securityContext"], self._spec["securityContext"]
         if limits["readOnlyRootFilesystem"]:
             lines.append(f"mount -o remount,bind,ro {root}")
