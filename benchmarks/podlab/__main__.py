@@ -34,8 +34,9 @@ from epd_serve.verify.client import Client
 from epd_serve.verify.traffic import Outcome, Request, Traffic, mixed_requests
 
 SECRETS = {"admin": "admin-key-of-the-cluster", "cluster": "cluster-key-of-the-cluster"}
-DEADLINE_S = 120.0
-#: What is asked after a change, while it lasts, and after it, at least.
+#: As long as the rendered file lets requests wait for a pod, and then some.
+DEADLINE_S = 400.0
+#: Requests are asked for so long before a change and after it.
 _AFTER_S = 2.0
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -128,8 +129,8 @@ def _changes(running: Cluster) -> list[tuple[str, Callable[[], Awaitable[float]]
 def main() -> int:
     parser = argument_parser(__doc__, "podlab.json")
     parser.add_argument("file", type=Path, nargs="?", default=ROOT / "deploy" / "cpu-e-p-d.yaml")
-    parser.add_argument("--requests", type=int, default=60, help="distinct ones, which are asked in turn")
-    parser.add_argument("--concurrency", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=24, help="distinct ones, which are asked in turn")
+    parser.add_argument("--concurrency", type=int, default=2)
     parser.add_argument("--root", action="append", default=[], metavar="CONTAINER=DIRECTORY")
     arguments = parser.parse_args()
     if not is_possible():

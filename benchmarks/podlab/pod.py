@@ -223,7 +223,9 @@ class Pod:
         environment = self._environment()
         command = [_filled(word, environment) for word in self._container["command"]]
         assigned = shlex.join(f"{key}={value}" for key, value in environment.items())
-        lines.append(f"exec chroot {root} setpriv --pdeathsig KILL {privileges} env -i {assigned} {shlex.join(command)}")
+        lines.append(
+            f"exec chroot {root} setpriv --pdeathsig KILL {privileges} env -i {assigned} {shlex.join(command)}"
+        )
         return "\n".join(lines)
 
     def _mount(self, volume: Manifest) -> str:

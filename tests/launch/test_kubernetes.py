@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -39,6 +41,19 @@ HARMLESS = {
     "timeoutSeconds": "a probe then has 1 s",
     "llm-d.ai/role": "for other routers and for people",
 }
+
+_OVERLAY = """
+resources: [epd.yaml]
+namespace: production
+images:
+- {name: epd-serve, newName: registry.example/epd-serve, newTag: cpu}
+replicas:
+- {name: epd-d, count: 3}
+patches:
+- target: {kind: Deployment, name: epd-d}
+  patch: |-
+    - {op: add, path: /spec/template/spec/nodeSelector, value: {pool: decode}}
+"""
 
 
 def read(file: Path, values: Values) -> list[dict[str, Any]]:
@@ -102,6 +117,23 @@ def test_a_key_that_is_lost_or_misspelt_is_found() -> None:
     assert number > 1500
     assert {path[-1] for path in missed} == set(HARMLESS), missed
     assert len(missed) < 0.02 * number
+
+
+def test_an_overlay_of_kustomize_changes_what_was_rendered(tmp_path: Path) -> None:
+    if (kubectl := shutil.which("kubectl")) is None:
+        pytest.skip("kubectl is not installed")
+    (tmp_path / "epd.yaml").write_text(render(DEPLOY / "cpu-e_p-d.yaml", ALL.model_copy(update={"keda": None})))
+    (tmp_path / "kustomization.yaml").write_text(_OVERLAY)
+    done = subprocess.run([kubectl, "kustomize", str(tmp_path)], capture_output=True, text=True, check=True)
+    docs = list(YAML(typ="safe", pure=True).load_all(done.stdout))
+    assert faults(docs) == []
+    assert all(_passes_the_schema(doc, RELEASES[-1]) for doc in docs)
+    deployments = {one["metadata"]["name"]: one for one in docs if one["kind"] == "Deployment"}
+    pods = {name: one["spec"]["template"]["spec"] for name, one in deployments.items()}
+    assert {pod["containers"][0]["image"] for pod in pods.values()} == {"registry.example/epd-serve:cpu"}
+    assert {one["metadata"]["namespace"] for one in docs} == {"production"}
+    assert deployments["epd-d"]["spec"]["replicas"] == 3
+    assert [name for name, pod in pods.items() if "nodeSelector" in pod] == ["epd-d"]
 
 
 def test_secrets_stay_out_of_the_manifests(tmp_path: Path) -> None:

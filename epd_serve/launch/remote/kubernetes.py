@@ -31,7 +31,7 @@ _DELAY_S = 5
 #: Beyond what a process needs by itself until its container is killed.
 _GRACE_S = 15
 #: Until another pod is ready in the place of one that was lost, where a process would be back in seconds.
-_REPLACED_S = 120.0
+_REPLACED_S = 300.0
 #: Arguments of vLLM for one engine on several hosts.
 _OVER_HOSTS = {"nnodes", "node_rank", "master_addr"}
 #: The values of llm-d's label, by the stages of a pod; it has none for E with D.
