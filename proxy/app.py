@@ -178,7 +178,7 @@ def create_app(
     app.state.admin_path = None
     app.state.give_up = lambda: None
     app.include_router(models_router(table, poller, admission.authenticator))
-    app.include_router(health_router(table, metrics, admission.authenticator, gateway, crew))
+    app.include_router(health_router(table, metrics, admission.authenticator, gateway, crew, health))
     app.include_router(openapi_router())
     app.include_router(home_router(table, admission.authenticator, dashboard=gateway.dashboard))
     if gateway.dashboard:

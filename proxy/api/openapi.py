@@ -54,7 +54,7 @@ _GETS: dict[str, tuple[dict[int, type[BaseModel]], str]] = {
     "/v1/models": ({200: answers.ModelList}, "Models served"),
     "/v1/models/{name}": ({200: answers.ModelCard, 404: answers.ErrorAnswer}, "One model"),
     "/health": ({200: answers.ReadyAnswer, 503: answers.ReadyAnswer}, "Whether requests can be served"),
-    "/health/ready": ({200: answers.ReadyAnswer, 503: answers.ReadyAnswer}, "The same"),
+    "/health/ready": ({200: answers.ReadyAnswer, 503: answers.ReadyAnswer}, "Whether to send requests here"),
     "/health/live": ({200: answers.LiveAnswer}, "Whether the gateway runs"),
 }
 _STREAMED = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/audio/transcriptions"}

@@ -16,6 +16,7 @@ from epd_serve.protocol.wire import InstanceInfo
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage
 from proxy.admission.keys import Authenticator, Unauthorized
+from proxy.fleet.health import Health
 from proxy.fleet.poller import Poller
 from proxy.observe.metrics import CONTENT_TYPE, GatewayMetrics, InstanceFigures
 from proxy.workers.crew import Crew
@@ -97,10 +98,12 @@ def health_router(
     authenticator: Authenticator,
     gateway: GatewayConfig,
     crew: Crew,
+    health: Health,
 ) -> APIRouter:
-    """``GET /health``, ``/health/ready`` (the same), ``/health/live`` and ``/metrics``.
+    """``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``.
 
-    ``/health?role=EPD`` asks for a ready encoder, too.
+    ``/health?role=EPD`` asks for a ready encoder, too. ``/health/ready`` is for load balancers: its status is 200 also
+    while requests wait for P and D to come back, as another gateway has lost the same.
 
     With ``guard_health`` only holders of an API key see the instances; the status is open to all, for
     load balancers and supervisors. With ``guard_metrics`` /metrics asks for a key; it shows all the crew.
@@ -117,8 +120,15 @@ def health_router(
         return True
 
     @router.api_route("/health", methods=_READ)
+    async def whole(request: Request, role: str = "PD") -> JSONResponse:
+        return answer(request, role, takes_requests=False)
+
     @router.api_route("/health/ready", methods=_READ)
     async def ready(request: Request, role: str = "PD") -> JSONResponse:
+        return answer(request, role, takes_requests=role == "PD" and health.is_awaited)
+
+    def answer(request: Request, role: str, *, takes_requests: bool) -> JSONResponse:
+        """``takes_requests``: whether it does although stages are missing."""
         try:
             wanted = Role.parse(role).stages
         except ValueError as error:
@@ -136,7 +146,9 @@ def health_router(
         if stopping:
             status = "shutting down"
         shown = {"instances": instances} if not gateway.guard_health or may_see(request) else {}
-        return JSONResponse({"status": status, **shown}, 503 if missing or stopping else 200)
+        return JSONResponse(
+            {"status": status, **shown}, 503 if stopping or (missing and not takes_requests) else 200
+        )
 
     @router.api_route("/health/live", methods=_READ)
     async def live() -> JSONResponse:

@@ -209,6 +209,12 @@ class Health:
         if self._probes is not None:
             self._probes.create_task(probe())
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether requests wait for what is missing: it was there less than ``failover.wait_s`` ago."""
+        at = self.was_complete_at
+        return at is not None and self._clock() < at + self._settings.now.failover_wait_s
+
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as probes:

@@ -34,6 +34,7 @@ async def test_an_instance_lost_later_is_waited_for(start, kit):
     asked = asyncio.create_task(gateway.answer(kit.chat()))
     await asyncio.sleep(0.3)
     assert not asked.done()
+    assert await _statuses(gateway, "/health", "/health/ready", "/health/ready?role=D") == [503, 200, 503]
     gateway["d0"].loading = False
     assert await asked == (200, kit.WHOLE)
 
@@ -47,6 +48,7 @@ async def test_only_for_as_long_as_its_return_may_take(start, kit):
         status, error = await gateway.error(kit.chat())
         assert status == 503
         assert "decode" in error["message"]
+    assert await _statuses(gateway, "/health/ready", "/health/live") == [503, 200]
 
 
 async def test_instances_that_all_leave_are_waited_for_with_their_model(start, kit):
@@ -60,3 +62,11 @@ async def test_instances_that_all_leave_are_waited_for_with_their_model(start, k
     assert not asked.done()
     control.apply(control.settings.now, [("d0", gateway["d0"].url), ("p9", url)])
     assert await asked == (200, kit.WHOLE)
+
+
+async def _statuses(gateway, *paths):
+    found = []
+    for path in paths:
+        async with gateway.session.get(gateway.url + path) as response:
+            found.append(response.status)
+    return found

@@ -19,6 +19,7 @@ VERSIONS = {
     "NetworkPolicy": "networking.k8s.io/v1",
     "PodMonitor": "monitoring.coreos.com/v1",
     "ScaledObject": "keda.sh/v1alpha1",
+    "InferencePool": "inference.networking.k8s.io/v1",
 }
 LABELS = {f"app.kubernetes.io/{word}" for word in ("name", "instance", "component")}
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -84,6 +85,16 @@ def _faults(docs: list[dict[str, Any]]) -> Iterator[str]:
                     yield f"{name} has no metrics at {end}"
         if not _matching(one["spec"]["selector"]["matchLabels"], pods):
             yield "a monitor of nothing"
+    for one in of.get("InferencePool", []):
+        spec = one["spec"]
+        pools = _matching(spec["selector"]["matchLabels"], pods).values()
+        ends = [(_component(pod), one) for pod in pools for one in pod["spec"]["containers"][0]["ports"]]
+        api = [one["containerPort"] for component, one in ends if (component, one["name"]) == ("gateway", "http")]
+        if len(pools) != 1 or [one["number"] for one in spec["targetPorts"]] != api:
+            yield "a pool of something else than the gateway's API"
+        picker = spec["endpointPickerRef"]
+        if not picker["name"] or not picker["port"]["number"] or picker["failureMode"] != "FailOpen":
+            yield "a pool that depends on its picker"
     for one in of.get("ScaledObject", []):
         spec = one["spec"]
         if spec["scaleTargetRef"]["name"] not in pods or spec["minReplicaCount"] > spec["maxReplicaCount"]:

@@ -17,7 +17,7 @@ from epd_serve.config.model_files import HubModel
 from epd_serve.cost.shape import KNOWN_SHAPES
 from epd_serve.launch.ports import ports_each
 from epd_serve.launch.remote.part import BASE_PORT
-from epd_serve.launch.remote.values import Resources, Values
+from epd_serve.launch.remote.values import InferencePool, Resources, Values
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import place_units
 
@@ -30,6 +30,10 @@ _API_KEY = "EPD_SERVE_API_KEY"
 _DELAY_S = 5
 #: Beyond what a process needs by itself until its container is killed.
 _GRACE_S = 15
+#: Until another pod is ready in the place of one that was lost, where a process would be back in seconds.
+_REPLACED_S = 300.0
+#: Arguments of vLLM for one engine on several hosts.
+_OVER_HOSTS = {"nnodes", "node_rank", "master_addr"}
 #: The values of llm-d's label, by the stages of a pod; it has none for E with D.
 _LLM_D = {
     "E": "encode",
@@ -86,6 +90,12 @@ def _check(config: DeploymentConfig) -> None:
     for key, path in files.items():
         if path is not None:
             raise ValueError(f"{key} names a file of this machine, which no pod has; take it out of the file")
+    for role in {str(one.role) for one in config.placement()}:
+        for argument in sorted(_OVER_HOSTS & config.settings_for(role).engine_args.keys()):
+            raise ValueError(
+                f"engine_args of {role}: {argument} spreads an instance over hosts, which takes a LeaderWorkerSet; "
+                "here an instance is in one pod: take it out, and give @tp no more devices than a node has"
+            )
 
 
 class _Cluster:
@@ -114,7 +124,12 @@ class _Cluster:
             seen.append(part)
             part += f"-{seen.count(part)}" if seen.count(part) > 1 else ""
             docs += self._instances(unit, part, replicas[0], len(replicas))
-        return [*docs, *self._policies()]
+        docs += self._policies()
+        if self._values.pod_monitor:
+            docs.append(self._monitor())
+        if self._values.inference_pool is not None:
+            docs.append(self._pool(self._values.inference_pool))
+        return docs
 
     # ------------------------------------------------------------------ the deployment file in the cluster
 
@@ -123,6 +138,8 @@ class _Cluster:
         config = self._config
         gateway: Manifest = {**(own.get("gateway") or {})}
         gateway |= {"host": "0.0.0.0", "port": _HTTP, "instances": {}, "shutdown_delay_s": float(_DELAY_S)}
+        if config.engine != "vllm":  # whose pods take minutes
+            gateway["failover"] = {"wait_s": _REPLACED_S, **(gateway.get("failover") or {})}
         gateway["admin"] = {"host": "0.0.0.0", "port": _ADMIN, "key": {"env": ADMIN_KEY}}
         if config.gateway.api_key is not None:
             gateway["api_key"] = {"env": _API_KEY}
@@ -346,8 +363,9 @@ class _Cluster:
             "policyTypes": ["Ingress"],
             "ingress": [{"ports": [{"port": "http", "protocol": "TCP"}]}],
         }
-        if not self._values.pod_monitor:
-            return [inner, outer]
+        return [inner, outer]
+
+    def _monitor(self) -> Manifest:
         monitor = self._object("monitoring.coreos.com/v1", "PodMonitor", "gateway")
         # The label instance is ours: one of the gateway's instances, and not the pod that was asked.
         endpoint = {"port": "http", "path": "/metrics", "honorLabels": True}
@@ -355,7 +373,22 @@ class _Cluster:
             "selector": {"matchLabels": self._labels("gateway")},
             "podMetricsEndpoints": [endpoint],
         }
-        return [inner, outer, monitor]
+        return monitor
+
+    def _pool(self, picker: InferencePool) -> Manifest:
+        """Gateways of the Gateway API send to our gateway's pods as they would to model servers."""
+        pool = self._object("inference.networking.k8s.io/v1", "InferencePool", "gateway")
+        pool["spec"] = {
+            "selector": {"matchLabels": self._labels("gateway")},
+            "targetPorts": [{"number": _HTTP}],
+            # Without its answer any pod is as good.
+            "endpointPickerRef": {
+                "name": picker.picker,
+                "port": {"number": picker.port},
+                "failureMode": "FailOpen",
+            },
+        }
+        return pool
 
     def _service(self, name: str, part: str, ports: Sequence[tuple[str, int]]) -> Manifest:
         doc = self._object("v1", "Service", part, name)

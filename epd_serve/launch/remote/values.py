@@ -32,6 +32,15 @@ class Keda(BaseModel):
     max_replicas: int = Field(default=4, ge=1, description="Of a device group; its count is the smallest number.")
 
 
+class InferencePool(BaseModel):
+    """An InferencePool of the Gateway API's inference extension, whose endpoints are the gateway's pods."""
+
+    model_config = _FROZEN
+
+    picker: str = Field(description="Service of the endpoint picker.")
+    port: int = Field(default=9002, ge=1, le=65535, description="Of that service.")
+
+
 class Values(BaseModel):
     """The file's keys."""
 
@@ -69,6 +78,7 @@ class Values(BaseModel):
     )
     pod_monitor: bool = Field(default=False, description="Whether there is a Prometheus operator.")
     keda: Keda | None = None
+    inference_pool: InferencePool | None = None
 
 
 def load_values(path: Path) -> Values:

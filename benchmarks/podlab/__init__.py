@@ -1,0 +1,1 @@
+"""A kubelet over namespaces: the pods of rendered manifests, on this machine."""
