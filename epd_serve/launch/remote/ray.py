@@ -45,6 +45,7 @@ Spread = Literal["pack", "host"]
 NAMESPACE = "epd-serve"
 _STRATEGIES = {"pack": "PACK", "host": "SPREAD"}
 _GATEWAY = "gateway"
+_PROXY = ("proxy", "--config", "FILE")
 _ADMIN_PORT = 8001
 _API_KEY = "EPD_SERVE_API_KEY"
 #: An actor that only has to be on a node takes so much of the resource that each node has of its own.
@@ -127,24 +128,22 @@ def _check(config: DeploymentConfig) -> None:
         raise ValueError("gateway.port 0 would be a port that nobody knows; write one, as in 8000")
 
 
-def agent_command(group: Group, file: str, host: str, gateway: str) -> tuple[str, ...]:
-    """The arguments of ``epd-serve`` that run a group on ``host``."""
-    return (
-        *("agent", file, "--unit", str(group.unit), "--replica", str(group.replica)),
-        *("--host", host, "--join", gateway),
-    )
+def _command(group: Group, admin: str) -> tuple[str, ...]:
+    """The arguments of ``epd-serve`` as of :class:`Agent`."""
+    part = ("--unit", str(group.unit), "--replica", str(group.replica))
+    return ("agent", "FILE", *part, "--host", "HOST", "--join", admin)
 
 
 def dry_run(config: DeploymentConfig, name: str, spread: Spread) -> Iterator[str]:
     """Lines: each bundle and what runs in it."""
     found = groups(config)
+    admin = f"http://GATEWAY:{config.gateway.admin.port or _ADMIN_PORT}"
     yield f"# placement group {name}: {_STRATEGIES[spread]}, {len(found)} bundles"
-    url = f"http://GATEWAY:{config.gateway.admin.port or _ADMIN_PORT}"
     for group in found:
         yield f"\n# actor {name}/{group.name}: {group.resource} {group.amount}, ports from {group.base_port} on"
-        yield shell_line(("epd-serve", *agent_command(group, "FILE", "HOST", url)), {})
+        yield shell_line(("epd-serve", *_command(group, admin)), {})
     yield f"\n# actor {name}/{_GATEWAY}: on the node of gateway.host, else on the head"
-    yield shell_line(("epd-serve", "proxy", "--config", "FILE"), {})
+    yield shell_line(("epd-serve", *_PROXY), {})
 
 
 # ---------------------------------------------------------------------- in the cluster
@@ -240,39 +239,31 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
     """
     config = resolved(config)
     found = groups(config)
-    admin_key = read_secret(config.gateway.admin.key, "gateway.admin.key") or os.environ.get(ADMIN_KEY, "").strip()
-    if not admin_key:
-        raise ValueError(f"instances of other hosts join through the admin plane: put a key into {ADMIN_KEY}")
-    variables = {ADMIN_KEY: admin_key}
-    if config.engine != "vllm":
-        variables = {CLUSTER_KEY: config.read_cluster_key() or secrets.token_urlsafe(32)}
+    keys = _keys(config)
+    proof = CLUSTER_KEY if CLUSTER_KEY in keys else ADMIN_KEY  # with which instances join
     with _connected(address, logs=True) as ray:
         if _names(ray, name):
             raise ValueError(f"{name} is on this cluster already; 'epd-serve down FILE --on ray' ends it")
         ip, node = _gateway_node(ray, config.gateway.host)
         port = config.gateway.admin.port or _ADMIN_PORT
         admin = url_of(ip, port)
-        own = {**variables, ADMIN_KEY: admin_key}
-        if (api_key := read_secret(config.gateway.api_key, "gateway.api_key")) is not None:
-            own[_API_KEY] = api_key
         kept = {"lifetime": "detached", "max_restarts": -1, "num_cpus": 0}
         try:
             placed = _place(ray, name, found, spread)
             actor = ray.remote(Agent)
             actors = {
                 _GATEWAY: actor.options(**kept, name=f"{name}/{_GATEWAY}", resources={node: _A_LITTLE}).remote(
-                    _GATEWAY, _file(config, BASE_PORT, ip, port), ("proxy", "--config", "FILE"), own, None
+                    _GATEWAY, _file(config, BASE_PORT, ip, port), _PROXY, keys, None
                 )
             }
             for index, group in enumerate(found):
                 bundle = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(placed, index)
-                file, command = (
-                    _file(config, group.base_port, ip, port),
-                    agent_command(group, "FILE", "HOST", admin),
-                )
                 options = {**kept, **_needs(group), "name": f"{name}/{group.name}", "scheduling_strategy": bundle}
-                actors[group.name] = actor.options(**options).remote(group.name, file, command, variables, group)
-            client = AdminClient(admin, {"authorization": f"Bearer {admin_key}"})
+                file = _file(config, group.base_port, ip, port)
+                actors[group.name] = actor.options(**options).remote(
+                    group.name, file, _command(group, admin), {proof: keys[proof]}, group
+                )
+            client = AdminClient(admin, {"authorization": f"Bearer {keys[ADMIN_KEY]}"})
             _wait_ready(ray, actors, client, {one.name for one in config.placement()})
         except BaseException:
             _end(ray, name, config)
@@ -282,6 +273,19 @@ def up(config: DeploymentConfig, name: str, address: str, spread: Spread) -> str
         f"Ready: {config.topology} as placement group {name}. OpenAI API: {url_of(host, config.gateway.port)}/v1\n"
         f"epd-serve status --admin {admin}"
     )
+
+
+def _keys(config: DeploymentConfig) -> dict[str, str]:
+    """The gateway's keys by their variables; the cluster's is made where there is none. Raises ValueError."""
+    admin = read_secret(config.gateway.admin.key, "gateway.admin.key") or os.environ.get(ADMIN_KEY, "").strip()
+    if not admin:
+        raise ValueError(f"instances of other hosts join through the admin plane: put a key into {ADMIN_KEY}")
+    keys = {ADMIN_KEY: admin}
+    if config.engine != "vllm":
+        keys[CLUSTER_KEY] = config.read_cluster_key() or secrets.token_urlsafe(32)
+    if (api := read_secret(config.gateway.api_key, "gateway.api_key")) is not None:
+        keys[_API_KEY] = api
+    return keys
 
 
 def down(config: DeploymentConfig, name: str, address: str) -> None:
@@ -320,9 +324,8 @@ def _connected(address: str, *, logs: bool) -> Iterator[Any]:
 
 
 def _names(ray: Any, name: str) -> list[str]:
-    """The actors of a deployment, the gateway first."""
-    names: list[str] = [one for one in ray.util.list_named_actors() if one.startswith(f"{name}/")]
-    return sorted(names, key=lambda one: not one.endswith(f"/{_GATEWAY}"))
+    """The actors of a deployment."""
+    return [one for one in ray.util.list_named_actors() if one.startswith(f"{name}/")]
 
 
 def _gateway_node(ray: Any, host: str) -> tuple[str, str]:
