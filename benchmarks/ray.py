@@ -1,7 +1,7 @@
 """A deployment on a Ray cluster of five hosts that are network namespaces, and what the loss of its parts costs.
 
 (E-P)-D on emulated NPUs, the gateway on a host of its own. An instance is killed, then a raylet, then a host loses
-its power, then the GCS dies: once with Ray's own settings and without Redis, once with the guide's settings and the
+its power, then the GCS dies: once with Ray's own settings and without Redis, once with the guide's and with the
 GCS in Redis, its head started again. Requests with new pictures are asked one after the other all the while.
 
 Run as root with Ray installed: ``python -m benchmarks.ray`` from the root of the repository; redis-server must be
@@ -93,18 +93,16 @@ class Cluster:
                 [*inside, *command], env=self.environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
             )
 
-    def start_nodes(self, *names: str) -> None:
-        """In the foreground of a process of its own on each, as under systemd, which would try again, too."""
-        started = {name: self.start_ray(name) for name in names}
-        while started:
-            for name, process in list(started.items()):
-                if "Ray runtime started" in (self.directory / f"ray-{name}.log").read_text():
-                    del started[name]
-                elif process.poll() is not None:  # a busy machine is too slow for Ray's limit of 30 s
-                    started[name] = self.start_ray(name)
+    def start_node(self, host: str) -> None:
+        """Start Ray on a host, again where the machine is too slow for its limit of 30 s; wait until it runs."""
+        process = self.start_ray(host)
+        while "Ray runtime started" not in (self.directory / f"ray-{host}.log").read_text():
+            if process.poll() is not None:
+                process = self.start_ray(host)
             time.sleep(0.3)
 
     def start_ray(self, host: str) -> subprocess.Popen[bytes]:
+        """In the foreground of a process of its own, as under systemd."""
         (self.directory / f"ray-{host}.log").unlink(missing_ok=True)
         ip = self.lab[host].ip
         command = [
@@ -132,8 +130,9 @@ class Cluster:
         if self.redis:
             address = ["--bind", self.lab["gw"].ip, "--port", str(REDIS_PORT)]
             self.popen("gw", ["redis-server", *address, "--save", "", "--protected-mode", "no"], "redis.log")
-        self.start_nodes("head")
-        self.start_nodes("gw", *WORKERS)
+        for host in ("head", "gw", *WORKERS):
+            self.start_node(host)
+            say(host, "is up")
 
     def run(self, *arguments: str) -> float:
         """Seconds of a command of ``epd-serve`` on the head."""

@@ -157,7 +157,7 @@ def _instances(base_port: int) -> dict[str, psutil.Process]:
             options = json.loads(command[command.index("--options") + 1])
         except (psutil.Error, ValueError):
             continue
-        if base_port <= options["port"] < base_port + 3:
+        if base_port <= options.get("port", 0) < base_port + 3:
             found[options["name"]] = process
     return found
 
