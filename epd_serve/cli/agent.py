@@ -20,10 +20,14 @@ def agent(
     host_name: Annotated[str | None, typer.Option(help="Run the instances on this host of the file.")] = None,
     unit: Annotated[
         int | None,
-        typer.Option(min=0, help="Run one replica of this unit of the topology, 0 for the first; needs --name."),
+        typer.Option(min=0, help="Run one replica of this unit of the topology, 0 for the first."),
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Of the unit's instance at the gateway; of several, what theirs begin with.")
+    ] = None,
+    replica: Annotated[
+        int | None,
+        typer.Option(min=0, help="Instead of --name: the replica whose names in the deployment they have."),
     ] = None,
     join: Join = None,
     host: Annotated[
@@ -38,8 +42,8 @@ def agent(
 ) -> None:
     """Run one place's instances of a deployment: start them, join the gateways, start again what ends."""
     config = load_config(file)
-    if (host_name is None) == (unit is None or name is None):
-        raise ValueError("say which instances: --host-name n1, or --unit 0 with --name e-1")
+    if (host_name is None) == (unit is None) or (unit is not None and (name is None) == (replica is None)):
+        raise ValueError("say which instances: --host-name n1, or --unit 0 with --name e-1 or with --replica 0")
     with ended_by_ctrl_c():
         from epd_serve.launch.remote.agent import run_agent
         from epd_serve.launch.remote.part import host_part, unit_part
@@ -52,8 +56,8 @@ def agent(
             part = host_part(config, host_name)
             address = host or config.hosts[host_name].address
         else:
-            assert unit is not None and name is not None
-            part, address = unit_part(config, unit, name), host or "127.0.0.1"
+            assert unit is not None
+            part, address = unit_part(config, unit, name, replica or 0), host or "127.0.0.1"
     if dry:
         from epd_serve.launch.dry_run import process_lines
         from epd_serve.launch.remote.part import part_specs

@@ -31,6 +31,21 @@ Join = Annotated[
     ),
 ]
 
+On = Annotated[
+    str,
+    typer.Option(
+        metavar="ray[=ADDRESS]", help="A Ray cluster: that of this machine or RAY_ADDRESS, or of a head."
+    ),
+]
+
+
+def ray_address(on: str) -> str:
+    """The address in ``ray=ADDRESS``, "" in ``ray``. Raises ValueError for anything else."""
+    name, _, address = on.partition("=")
+    if name != "ray":
+        raise ValueError(f"--on {on}: write --on ray, or --on ray=ADDRESS with the address of the head")
+    return address
+
 
 def model_of(name: str) -> str:
     """Relative to where the user stands, not to the file."""

@@ -1,15 +1,15 @@
-"""``epd-serve up``: a deployment on this machine."""
+"""``epd-serve up``: a deployment on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from epd_serve.cli.flags import Host, Port, model_of
+from epd_serve.cli.flags import Host, On, Port, model_of, ray_address
 from epd_serve.cli.interrupt import ended_by_ctrl_c
 from epd_serve.config import DeploymentConfig, change_config, load_config
 
@@ -31,8 +31,13 @@ def up(
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Print every command line and its environment; start nothing.")
     ] = False,
+    on: On | None = None,
+    spread: Annotated[
+        Literal["pack", "host"],
+        typer.Option(help="With --on: device groups on few hosts, or on as many as there are."),
+    ] = "pack",
 ) -> None:
-    """Start a deployment on this machine and stay until Ctrl-C."""
+    """Start a deployment on this machine and stay until Ctrl-C; with --on, start it on a cluster."""
     gateway = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
     changes: dict[str, Any] = {"gateway": gateway} if gateway else {}
     if base_port is not None:
@@ -42,6 +47,9 @@ def up(
     if model is not None:
         changes["model"] = model_of(model)
     config = change_config(load_config(file) if file else DeploymentConfig(), changes)
+    if on is not None:
+        _up_on_ray(config, file.stem if file else "epd-serve", ray_address(on), spread, dry)
+        return
     if config.hosts:
         raise ValueError(
             f"{file} is for the hosts {', '.join(config.hosts)}: run 'epd-serve agent {file} --host-name NAME' on "
@@ -69,3 +77,15 @@ def up(
     with ended_by_ctrl_c():
         from epd_serve.launch.up import Terminal, run_up
     raise typer.Exit(asyncio.run(run_up(config, Terminal(), reason)))
+
+
+def _up_on_ray(
+    config: DeploymentConfig, name: str, address: str, spread: Literal["pack", "host"], dry: bool
+) -> None:
+    with ended_by_ctrl_c():
+        from epd_serve.launch.remote import ray
+    if dry:
+        for line in ray.dry_run(config, name, spread):
+            typer.echo(line)
+        return
+    typer.echo(ray.up(config, name, address, spread))

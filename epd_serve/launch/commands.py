@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -52,11 +52,16 @@ class PreparedInstance:
 
 
 def prepare_instances(
-    config: DeploymentConfig, ports: Ports, environment: Mapping[str, str], directory: Path | None = None
+    config: DeploymentConfig,
+    ports: Ports,
+    environment: Mapping[str, str],
+    directory: Path | None = None,
+    here: Collection[str] | None = None,
 ) -> tuple[PreparedInstance, ...]:
     """Each instance in placement order. Raises ValueError where the model is not there.
 
     ``directory`` takes the files that instances on one device share; without it they know nothing of each other.
+    ``here``: names of the instances whose devices ``environment`` may limit; None: of all.
     """
     placement = config.placement()
     num_ranks = sum(instance.tensor_parallel for instance in placement)
@@ -70,7 +75,8 @@ def prepare_instances(
         if (wished := config.settings_for(str(instance.role)).threads) is not None:
             on_a_share = share is not None and instance.devices[0] == "cpu"
             threads = min(wished, threads) if on_a_share else wished  # more would take turns on the share's cores
-        visible, local_devices = visibility(instance.devices, environment)
+        limits = environment if here is None or instance.name in here else {}
+        visible, local_devices = visibility(instance.devices, limits)
         options = config.options_for(
             instance,
             device=local_devices,

@@ -110,7 +110,7 @@ def vllm_processes(
 
     ``plugin_path`` is a directory from which a Python without epd_serve can import it. ``found`` is what is known
     of the vLLM of each interpreter. ``model`` is the model's directory where it need not be on this machine.
-    ``names``: what to call instances that have other names elsewhere, by their names in the placement.
+    ``names``: what others call the instances that ``environment`` is for, by their names in the placement.
     Raises ValueError where the model must be here and is not.
     """
     model = model or str(model_path(config.checkpoint))
@@ -126,13 +126,12 @@ def vllm_processes(
         settings = config.settings_for(str(instance.role))
         engine = (found or {}).get(config.vllm.python_of(str(instance.role)))
         media = media_flags(Path(model), engine.flags if engine else ())
+        limits = environment if names is None or instance.name in names else {}
         threads = threads_each(num_ranks, environment, share)
         if settings.threads is not None:  # more would take turns on the share's cores
             on_a_share = share is not None and _kind(instance.devices[0]) == "cpu"
             threads = min(settings.threads, threads) if on_a_share else settings.threads
-        options = _options(
-            config, settings, instance, number, port, used, environment, threads, share, model, media
-        )
+        options = _options(config, settings, instance, number, port, used, limits, threads, share, model, media)
         if other := (names or {}).get(instance.name):
             options = replace(options, name=other, number=crc32(other.encode()))
         own = {}

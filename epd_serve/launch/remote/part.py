@@ -42,19 +42,24 @@ class Part:
     names: Mapping[str, str]
 
 
-def unit_part(config: DeploymentConfig, unit: int, name: str) -> Part:
+def unit_part(config: DeploymentConfig, unit: int, name: str | None, replica: int = 0) -> Part:
     """One replica of a unit of the topology, on devices that are counted from 0.
 
-    ``name`` is that of its instance at the gateway; of several it is what theirs begin with.
-    Raises ValueError where the topology has no such unit.
+    ``name`` is that of its instance at the gateway; of several it is what theirs begin with; None: they are called
+    as in the deployment. Raises ValueError where the topology has no such unit or replica.
     """
     units = place_units(config.topology, config.devices)
     if not 0 <= unit < len(units):
         raise ValueError(f"topology {config.topology} has units 0 to {len(units) - 1}; there is no unit {unit}")
-    here = units[unit][0]
+    if not 0 <= replica < len(units[unit]):
+        raise ValueError(
+            f"unit {unit} of {config.topology} has replicas 0 to {len(units[unit]) - 1}, not {replica}"
+        )
+    here = units[unit][replica]
     config = _seen_from(config, [device for one in here for device in one.devices])
-    named = {one.name: name if len(here) == 1 else f"{name}-{one.name}" for one in here}
-    return _part(config, named)
+    if name is None:
+        return _part(config, {one.name: one.name for one in here})
+    return _part(config, {one.name: name if len(here) == 1 else f"{name}-{one.name}" for one in here})
 
 
 def host_part(config: DeploymentConfig, host: str) -> Part:
@@ -118,7 +123,7 @@ def part_specs(part: Part, host: str, environment: Mapping[str, str], directory:
                 replace(one, options=one.options.model_copy(update={"name": part.names[one.placement.name]})),
                 environment,
             )
-            for one in prepare_instances(config, ports, environment, directory)
+            for one in prepare_instances(config, ports, environment, directory, part.names)
             if one.placement.name in part.names
         ]
     return tuple(

@@ -1,0 +1,246 @@
+"""A deployment on a Ray cluster: what its actors run and take, and how it lives through the loss of its parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from chat import chat
+from pictures import noise
+from typer.testing import CliRunner
+
+from epd_serve.cli.app import app
+from epd_serve.config import parse_config
+from epd_serve.config.keys import ADMIN_KEY
+from epd_serve.launch.ports import free_port
+from epd_serve.launch.remote import ray as on_ray
+from epd_serve.launch.remote.part import part_ports, part_specs, unit_part
+from epd_serve.launch.vllm import vllm_processes
+
+ROOT = Path(__file__).parents[2]
+#: Or as long as the start of the whole takes where the machine is busy.
+MAX_AWAY_S = 30.0
+TUNED = {"initial_delay_ms": "0", "period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}
+
+
+def test_groups_take_what_they_share_once() -> None:
+    config = parse_config(
+        "{topology: 2(E-P)-D@tp2, engine: native, devices: ['npu x 4'], instances: {base_port: 9000}}"
+    )
+    found = [(one.name, one.resource, one.amount, one.base_port) for one in on_ray.groups(config)]
+    assert found == [("e0-p0", "NPU", 1, 9000), ("e1-p1", "NPU", 1, 9002), ("d0", "NPU", 2, 9004)]
+    emulated = parse_config("{topology: E-D-P, devices: ['emulated:h200:0', 'emulated:ascend-910b3 x 2']}")
+    assert [one.resource for one in on_ray.groups(emulated)] == ["GPU", "NPU", "NPU"]
+    cpus = parse_config("{topology: EP-D, roles: {D: {threads: 4}}}")
+    assert [(one.resource, one.amount, one.base_port) for one in on_ray.groups(cpus)] == [
+        ("CPU", 1, 8100),
+        ("CPU", 4, 8101),
+    ]
+
+
+def test_agents_have_the_ports_and_names_of_the_whole_deployment(tmp_path: Path) -> None:
+    config = parse_config("{topology: 2(E-P)-D, devices: ['emulated:ascend-910b3 x 3']}")
+    urls = {}
+    for group in on_ray.groups(config):
+        file = parse_config(on_ray._file(config, group.base_port, "10.0.0.1", 8001))
+        part = unit_part(file, group.unit, None, group.replica)
+        urls |= {spec.name: spec.url for spec in part_specs(part, "10.0.0.2", {}, tmp_path)}
+    names = [one.name for one in config.placement()]
+    assert urls == {name: f"http://10.0.0.2:{8100 + index}" for index, name in enumerate(names)}
+    with pytest.raises(ValueError, match="replicas 0 to 1, not 2"):
+        unit_part(config, 0, None, 2)
+
+
+def test_instances_see_the_devices_that_ray_shows(tmp_path: Path) -> None:
+    """Also where an @tp takes several, and where other instances are elsewhere; vLLM as our engine."""
+    config = parse_config("{topology: P@tp2-D, engine: vllm, devices: ['npu x 3'], model: /models/m}")
+    part = unit_part(config, 0, None)
+    shown = {"ASCEND_RT_VISIBLE_DEVICES": "4,6", "OMP_NUM_THREADS": "2"}
+    processes = vllm_processes(part.config, part_ports(part), shown, names=part.names, model="/models/m")
+    (p0,) = [one for one in processes if one.placement.name in part.names]
+    assert p0.variables["ASCEND_RT_VISIBLE_DEVICES"] == "4,6"
+    assert p0.command[p0.command.index("--tensor-parallel-size") + 1] == "2"
+    assert not any("executor" in word for word in p0.command), "vLLM's own choice within a host"
+    config = parse_config("{topology: E-D, engine: native, devices: ['cuda x 2'], model: demo}")
+    (spec,) = part_specs(unit_part(config, 1, None), "10.0.0.2", {"CUDA_VISIBLE_DEVICES": "GPU-7"}, tmp_path)
+    assert spec.environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+
+
+def test_the_file_in_the_cluster_has_no_secret() -> None:
+    config = parse_config(
+        "{cluster_key: a-cluster-key-of-tests, gateway: {api_key: hidden-key-1, "
+        "admin: {port: 9001, key: hidden-key-2}, instances: {e0: 'http://10.0.0.9:1'}}}"
+    )
+    text = on_ray._file(config, 8100, "10.0.0.1", 9001)
+    assert "hidden" not in text and "of-tests" not in text
+    gateway = parse_config(text).gateway
+    assert (gateway.admin.host, gateway.admin.port, gateway.instances) == ("10.0.0.1", 9001, {})
+
+
+@pytest.mark.parametrize(
+    ("file", "sentence"),
+    [
+        ("{engine: auto, devices: ['npu x 3']}", "engine: auto looks at the machine"),
+        (
+            "{topology: EPD, hosts: {n1: {address: 10.0.0.1}}, devices: [n1/cpu], instances: {base_port: 1}}",
+            "Ray chooses them",
+        ),
+        ("{feature_store: mooncake}", "set mooncake.master"),
+        ("{gateway: {port: 0}}", "a port that nobody knows"),
+        ("{slo: {ttft_ms: 9, tpot_ms: 9}, elastic: {enabled: true}}", "epd-serve autoscale FILE"),
+    ],
+)
+def test_what_ray_cannot_do(file: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        on_ray.groups(parse_config(file))
+
+
+def test_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ADMIN_KEY, raising=False)
+    shown = CliRunner().invoke(
+        app, ["up", "--on", "ray", "--topology", "2(E-P)-D", "--dry-run", "--spread", "host"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "# placement group epd-serve: SPREAD, 3 bundles" in shown.stdout
+    assert "epd-serve agent FILE --unit 0 --replica 1 --host HOST --join http://GATEWAY:8001" in shown.stdout
+    for arguments, sentence in ((["--on", "slurm"], "write --on ray"), (["--on", "ray"], ADMIN_KEY)):
+        result = CliRunner().invoke(app, ["up", *arguments])
+        assert sentence in str(result.exception)
+    monkeypatch.setenv(ADMIN_KEY, "key-of-the-tests")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    result = CliRunner().invoke(app, ["up", "--on", "ray"])
+    assert "pip install 'epd-serve[ray]'" in str(result.exception)
+
+
+def test_an_address_where_nobody_listens() -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'epd-serve[ray]'")
+    with pytest.raises(ValueError, match="Connection refused"), on_ray._connected("127.0.0.1:1", logs=False):
+        pass
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A head and two nodes of two NPUs: 4 and 6 of the one, 1 and 3 of the other."""
+    utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install 'epd-serve[ray]'")
+    for name, value in TUNED.items():
+        monkeypatch.setenv(f"RAY_health_check_{name}", value)
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    made = utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        for devices in ("4,6", "1,3"):
+            monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", devices)
+            made.add_node(num_cpus=1, resources={"NPU": 2})
+        monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
+        yield made
+    finally:
+        made.shutdown()
+
+
+def _instances(base_port: int) -> dict[str, psutil.Process]:
+    """The processes of the deployment's instances, by their names."""
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            command = process.cmdline()
+            options = json.loads(command[command.index("--options") + 1])
+        except (psutil.Error, ValueError):
+            continue
+        if base_port <= options.get("port", 0) < base_port + 3:
+            found[options["name"]] = process
+    return found
+
+
+def _shown_devices(base_port: int) -> dict[str, str]:
+    return {
+        name: one.environ()["ASCEND_RT_VISIBLE_DEVICES"] for name, one in sorted(_instances(base_port).items())
+    }
+
+
+def _ask(port: int, seed: int) -> tuple[int, str]:
+    body = json.dumps(chat("What is it?", noise(seed, (96, 72)), max_tokens=8, model="qwen2.5-vl-7b")).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions", body, {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return 200, json.load(answer)["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_pair_and_a_decoder_live_through_a_kill_and_a_lost_node(cluster: Any, tmp_path: Path) -> None:
+    port, admin_port, base_port = (free_port("127.0.0.1") for _ in range(3))
+    file = tmp_path / "pair.yaml"
+    file.write_text(
+        "topology: (E-P)-D\n"
+        "devices: ['emulated:ascend-910b3 x 2']\n"
+        "model: {shape_of: qwen2.5-vl-7b}\n"
+        f"gateway: {{port: {port}, admin: {{port: {admin_port}}}, failover: {{wait_s: 120}}}}\n"
+        f"instances: {{base_port: {base_port}}}\n"
+    )
+    environment = {**os.environ, ADMIN_KEY: "admin-key-of-the-tests"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-P", "-m", "epd_serve.cli", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+
+    where = f"--on=ray={cluster.address}"
+    started = time.monotonic()
+    up = run("up", str(file), where)
+    assert up.returncode == 0, up.stdout + up.stderr
+    up_s = time.monotonic() - started
+    print("ready after", round(up_s, 1))
+    assert f"Ready: (E-P)-D as placement group pair. OpenAI API: http://127.0.0.1:{port}/v1" in up.stdout
+    again = run("up", str(file), where)
+    assert again.returncode == 2 and "pair is on this cluster already" in again.stderr
+
+    devices = _shown_devices(base_port)
+    assert devices["e0"] == devices["p0"] != devices["d0"], "the pair shares one"
+    assert {devices["e0"], devices["d0"]} in ({"4", "6"}, {"1", "3"})
+    good = [_ask(port, seed) for seed in range(3)]
+    assert [status for status, _ in good] == [200] * 3
+
+    killed = _instances(base_port)
+    for name in ("d0", "e0"):
+        killed[name].send_signal(signal.SIGKILL)
+        assert [_ask(port, seed) for seed in range(3)] == good
+    assert all(_instances(base_port)[name].pid != killed[name].pid for name in ("d0", "e0"))
+
+    here = {devices["e0"], devices["d0"]}
+    (node,) = [one for one in cluster.worker_nodes if {*_devices_of(one)} == here]
+    (spare,) = [one for one in cluster.worker_nodes if one is not node]
+    removed = time.monotonic()
+    cluster.remove_node(node, allow_graceful=False)
+    while [_ask(port, seed) for seed in range(3)] != good:
+        assert time.monotonic() - removed < 400
+        time.sleep(0.2)
+    away_s = time.monotonic() - removed
+    print("right again after", round(away_s, 1))
+    other = _shown_devices(base_port)
+    assert other["e0"] == other["p0"] and {other["e0"], other["d0"]} == {*_devices_of(spare)}
+    assert away_s <= max(MAX_AWAY_S, up_s)
+
+    down = run("down", str(file), where)
+    assert down.returncode == 0, down.stderr
+    assert _instances(base_port) == {}
+    again = run("down", str(file), where)
+    assert again.returncode == 2 and "there is no pair on this cluster" in again.stderr
+
+
+def _devices_of(node: Any) -> list[str]:
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    return raylet.environ()["ASCEND_RT_VISIBLE_DEVICES"].split(",")
