@@ -23,7 +23,6 @@ from device.datasheets import emulated_kind, is_measured, spec_of
 from epd_serve.config.applied import Anew, Hot, Rebuild, Restart, Section
 from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, check_thieves, read_secret
-from epd_serve.config.keys import check_cluster_key, cluster_key
 from epd_serve.config.model_files import HubModel
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import (
@@ -41,6 +40,7 @@ from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.cost.shape import shape_of
 from epd_serve.demo import weights_dir
 from epd_serve.protocol.addresses import is_wildcard
+from epd_serve.rpc.cluster import check_cluster_key, cluster_key
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
 from epd_serve.topology.placement import split_host
 from epd_serve.types import Role

@@ -9,11 +9,10 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from epd_serve.config.keys import CLUSTER_KEY, cluster_key
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed, InstanceLost, InvalidRequest, ServeError
 from epd_serve.protocol import wire
 from epd_serve.rpc import streams
-from epd_serve.rpc.cluster import ClusterLinks, is_proved, with_link
+from epd_serve.rpc.cluster import CLUSTER_KEY, ClusterLinks, cluster_key, is_proved, with_link
 from epd_serve.rpc.http import HttpCall, HttpPool
 from epd_serve.rpc.stream_server import WRITE, UpgradableHttp, upgrade
 

@@ -13,13 +13,13 @@ from device.present import EMULATED_MEMORY, visibility
 from device.shares import share_environment
 from device.weight_files import COPIES, VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig, InstanceOptions, ShapeConfig, decode_graph_sizes
-from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.config.model_files import read_model_config
 from epd_serve.config.shares import DeviceShare
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.protocol.addresses import url_of
+from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology import InstancePlacement
 from epd_serve.transfer.mooncake import check_installed, master_command
 

@@ -17,11 +17,11 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from epd_serve.config.gateway import AdminConfig
-from epd_serve.config.keys import CLUSTER_KEY, hash_key
+from epd_serve.config.keys import hash_key
 from epd_serve.errors import ServeError
 from epd_serve.protocol.addresses import NoBrowsers, url_of
 from epd_serve.routing.table import InstanceRecord, InstanceTable
-from epd_serve.rpc.cluster import ClusterLinks, is_proved, with_link
+from epd_serve.rpc.cluster import CLUSTER_KEY, ClusterLinks, is_proved, with_link
 from proxy.admission.control import AdmissionControl
 from proxy.admission.keys import Authenticator, Client
 from proxy.api.views import key_required

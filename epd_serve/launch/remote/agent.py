@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from epd_serve.config.gateway import read_secret
-from epd_serve.config.keys import admin_headers, check_cluster_key, cluster_key
+from epd_serve.config.keys import admin_headers
 from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
 from epd_serve.launch.remote.part import Part, part_specs
 from epd_serve.launch.supervisor import Supervisor
+from epd_serve.rpc.cluster import check_cluster_key, cluster_key
 from epd_serve.rpc.joining import join_all
 
 logger = logging.getLogger(__name__)

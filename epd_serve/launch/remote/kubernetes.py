@@ -12,12 +12,13 @@ from ruamel.yaml.scalarstring import LiteralScalarString
 
 from device.datasheets import emulated_kind, is_measured
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, load_config
-from epd_serve.config.keys import ADMIN_KEY, CLUSTER_KEY
+from epd_serve.config.keys import ADMIN_KEY
 from epd_serve.config.model_files import HubModel
 from epd_serve.cost.shape import KNOWN_SHAPES
 from epd_serve.launch.ports import ports_each
 from epd_serve.launch.remote.part import BASE_PORT
 from epd_serve.launch.remote.values import Resources, Values
+from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import place_units
 
