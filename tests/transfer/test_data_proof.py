@@ -14,7 +14,7 @@ import pytest
 from epd_serve.protocol.wire import Region
 from epd_serve.rpc.cluster import Greeting
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.tcp import HEADER, PIECE, READ, STATUS, WRITE, opened_for
+from epd_serve.transfer.tcp import HEADER, PIECE, READ, STATUS, WRITE, opened_for, receive_bytes
 from epd_serve.transfer.transport import PeerGone, TransferError
 
 KEY, OTHER = "only-this-cluster-knows", "another-cluster's-key"
@@ -152,10 +152,10 @@ def test_a_proof_that_was_overheard_opens_no_other_connection(guarded: Guarded) 
         greeting = Greeting(KEY, opened_for(region.host, port))
         hello = b"\x03" + greeting.nonce.encode()
         ours.sendall(hello)
-        answer = ours.recv(96, socket.MSG_WAITALL)
+        answer = bytes(receive_bytes(ours, 96))
         proof = greeting.prove(answer[:32], answer[32:]).encode()
         ours.sendall(proof + guarded.call(READ))
-        assert ours.recv(STATUS.size + 4, socket.MSG_WAITALL) == STATUS.pack(0, 0) + SECRET[:4]
+        assert receive_bytes(ours, STATUS.size + 4) == STATUS.pack(0, 0) + SECRET[:4]
     with guarded.connection() as replayed:
         replayed.sendall(hello + proof + guarded.call(READ))
         said = rest(replayed)
