@@ -39,6 +39,7 @@ from epd_serve.instance.request_processor import RequestProcessor, num_media_thr
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import cluster_key
+from epd_serve.rpc.tls import tls_files
 from epd_serve.telemetry.otel import StageExport, span_export
 from epd_serve.telemetry.span import SpanStream
 from epd_serve.telemetry.timeline import Timeline
@@ -62,7 +63,7 @@ class Instance:
 
     def __init__(self, options: InstanceOptions) -> None:
         self.options = options
-        self.url = url_of(options.advertise or options.host, options.port)
+        self.url = url_of(options.advertise or options.host, options.port, tls=tls_files() is not None)
         self.ready = False
         self.language: LanguageEngine | None = None
         self.device: BareDevice = open_device(options)

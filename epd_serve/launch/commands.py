@@ -99,17 +99,15 @@ def prepare_instances(
     )
 
 
-def with_cluster_key(config: DeploymentConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the gateway and all instances, with the one key that they share.
-
-    They keep that key even if its file holds another one by now.
-    """
-    key = config.read_cluster_key()
-    return {**environment} if key is None else {**environment, CLUSTER_KEY: key}
+def with_trust(config: DeploymentConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the gateway and all instances, with what they know each other by: the cluster's key,
+    which they keep even if its file holds another one by now, and the files of their certificates."""
+    key, tls = config.read_cluster_key(), config.read_tls()
+    return {**environment, **({CLUSTER_KEY: key} if key else {}), **(tls.environment if tls else {})}
 
 
 def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: Mapping[str, str]) -> ProcessSpec:
-    """The process of an instance; ``environment`` as of :func:`with_cluster_key`."""
+    """The process of an instance; ``environment`` as of :func:`with_trust`."""
     options, devices = instance.options, instance.placement.devices
     return ProcessSpec(
         name=options.name,
@@ -122,7 +120,7 @@ def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: M
             "OMP_NUM_THREADS": str(options.threads),
             **instance.own_variables,
         },
-        url=url_of(config.instances.host, options.port),
+        url=url_of(config.instances.host, options.port, tls=config.read_tls() is not None),
         can_fork=config.instances.preload and (set(devices) == {"cpu"} or isinstance(config.model, ShapeConfig)),
         measures=measured(devices),
     )
@@ -138,7 +136,7 @@ def instance_specs(
 ) -> tuple[ProcessSpec, ...]:
     """One process for each instance; as :func:`prepare_instances`."""
     prepared = prepare_instances(config, ports, environment, directory)
-    environment = with_cluster_key(config, environment)
+    environment = with_trust(config, environment)
     return tuple(spec_of(config, instance, environment) for instance in prepared)
 
 
@@ -206,7 +204,7 @@ def gateway_spec(
     environment: Mapping[str, str],
     admin: Path | None = None,
 ) -> ProcessSpec:
-    """The gateway's process; ``environment`` as of :func:`with_cluster_key`.
+    """The gateway's process; ``environment`` as of :func:`with_trust`.
 
     ``config_file`` holds ``config``, command-line changes included, with the instances by name; ``admin`` is the
     socket of the gateway's admin API.

@@ -24,7 +24,7 @@ from epd_serve.launch.commands import (
     shared_parts,
     sharing_weights,
     spec_of,
-    with_cluster_key,
+    with_trust,
 )
 from epd_serve.launch.control import ControlServer
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
@@ -95,7 +95,7 @@ class LocalDeployment:
         check_deployment(config, os.environ)
         ports = choose_ports(config)
         self._claims = claim_ports(config, ports)
-        environment = dict(os.environ)
+        environment = with_trust(config, os.environ)
         master = master_spec(config, ports, environment)
         self.no_control = ""
         self._runtime: RuntimeDirectory | None = None
@@ -110,7 +110,6 @@ class LocalDeployment:
             if config.engine == "vllm":
                 instances = vllm_instance_specs(config, ports.instances, environment, directory)
             else:
-                environment = with_cluster_key(config, environment)
                 write_role_settings(directory, config)
                 prepared = prepare_instances(config, ports, environment, directory)
                 live = {one.options.name: one for one in prepared}

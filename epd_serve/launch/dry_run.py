@@ -72,7 +72,10 @@ def _instances(config: DeploymentConfig, ports: Ports) -> Iterator[str]:
     if config.instances.base_port or config.gateway.instances is not None:
         return
     for placed, port in zip(config.placement(), ports.instances, strict=True):
-        yield from ("--instance", f"{placed.name}={url_of(config.instances.host, port)}")
+        yield from (
+            "--instance",
+            f"{placed.name}={url_of(config.instances.host, port, tls=config.read_tls() is not None)}",
+        )
 
 
 def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping[str, str]) -> Iterator[str]:

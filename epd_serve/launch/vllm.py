@@ -141,7 +141,7 @@ def vllm_specs(
             label=f"{process.placement.role} on {', '.join(dict.fromkeys(process.placement.devices))}, vLLM",
             command=(*tie, *process.command),
             environment={**environment, **process.variables},
-            url=url_of(config.instances.host, process.port),
+            url=url_of(config.instances.host, process.port, tls=config.read_tls() is not None),
             grace_s=_GRACE_S,
             measures=measured(process.placement.devices),
         )
@@ -253,6 +253,7 @@ def _options(
         threads=threads,
         cores=_cores(share) if share is not None and kind == "cpu" else "",
         connectors=used,
+        tls=config.read_tls(),
         arguments={**defaults, **given, **settings.engine_args},
     )
 

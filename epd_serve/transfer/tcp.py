@@ -8,7 +8,8 @@ A call is one request and one answer on a pooled connection::
              the reason's text or the payload of a read
 
 With a cluster key a connection opens with its proof by both ends (:mod:`epd_serve.rpc.cluster`), for the address
-that the region's offer names. The caller names no region and sends no byte of one before the server has proved it::
+that the region's offer names. The caller names no region, and sends no byte of one, before the server has proved
+it::
 
     caller: 3, nonce      server: nonce, proof      caller: proof, first call
 """
