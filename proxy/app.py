@@ -84,7 +84,7 @@ def create_app(
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
     admission = new_admission(current, table, metrics, crew.ledger)
-    connections = NativeConnections(settings.cluster_key)
+    connections = NativeConnections(settings.cluster_key, settings.tls)
     connect = connector(connections, vllm_targets(config) if engine == "vllm" else None, switch_dir)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
     fetcher = MediaFetcher(current)
@@ -124,12 +124,21 @@ def create_app(
             routers = [operations_router(table, health, switches, crew), switches_router(switches, hold)]
             routers += [scaling_router(table, served_requests)]
             routers += [rollout_router(table, Departures(switches, calls), hold, crew)]
-            joining = leases_router(leases, crew)
+            joining = leases_router(leases, crew, needs_tls=settings.tls is not None)
             if gateway.admin.port is not None and crew.leads:
                 admin = create_admin_app(
-                    table, admission, settings.admin_key, crew, routers, joining, engine=engine
+                    table,
+                    admission,
+                    settings.admin_key,
+                    crew,
+                    routers,
+                    joining,
+                    engine=engine,
+                    join_key=settings.join_key,
                 )
-                running = running_admin(admin, gateway.admin, crew.admin_socket(), settings.cluster_key)
+                running = running_admin(
+                    admin, gateway.admin, crew.admin_socket(), settings.cluster_key, settings.tls
+                )
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.admin_path is not None and crew.leads:
                 routers += [joining] if app.state.files is None else [joining, files_router(app.state.files)]

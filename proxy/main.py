@@ -133,7 +133,7 @@ def run_gateway(
 
 
 def _secrets(settings: GatewaySettings) -> set[str | None]:
-    return {settings.api_key, settings.cluster_key, settings.admin_key}
+    return {settings.api_key, settings.cluster_key, settings.admin_key, settings.join_key}
 
 
 def _keep_freed_memory() -> None:

@@ -12,6 +12,7 @@ from epd_serve.media.audio import AudioLimits
 from epd_serve.media.picture import MediaLimits
 from epd_serve.media.video import VideoLimits
 from epd_serve.protocol.addresses import is_loopback
+from epd_serve.rpc.tls import TlsFiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,8 @@ class GatewaySettings:
     Attributes:
         host: on which the gateway listens.
         part: (index, number) of the worker, among which requests at once are divided.
-        api_key, admin_key, cluster_key: the secrets themselves.
+        api_key, admin_key, join_key, cluster_key: the secrets themselves.
+        tls: the files with which it calls instances and serves the admin plane; None: it does so in plain.
         poll_interval_s: how often each instance is asked for its state.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
     """
@@ -31,23 +33,29 @@ class GatewaySettings:
     part: tuple[int, int] = (0, 1)
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
+    join_key: str | None = field(default=None, repr=False)
     cluster_key: str | None = field(default=None, repr=False)
+    tls: TlsFiles | None = None
     poll_interval_s: float = 0.5
     startup_wait_s: float = 60.0
 
     @classmethod
     def of(cls, config: DeploymentConfig, host: str, *, part: tuple[int, int] = (0, 1)) -> GatewaySettings:
         """With its secrets. Raises ValueError where one cannot be read, or the admin plane needs a key."""
-        cluster_key = config.read_cluster_key()
+        cluster_key, tls = config.read_cluster_key(), config.read_tls()
         if cluster_key is not None:
             check_admin_key(config.gateway.admin)
+        if tls is not None:
+            tls.check(None if config.gateway.admin.port is None else config.gateway.admin.host)
         return cls(
             config=config,
             host=host,
             part=part,
             api_key=read_secret(config.gateway.api_key, "gateway.api_key"),
             admin_key=read_secret(config.gateway.admin.key, "gateway.admin.key"),
+            join_key=read_secret(config.gateway.admin.join_key, "gateway.admin.join_key"),
             cluster_key=cluster_key,
+            tls=tls,
         )
 
     @cached_property

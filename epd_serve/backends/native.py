@@ -26,6 +26,7 @@ from epd_serve.protocol.wire import (
 from epd_serve.rpc.call import MAX_BODY_BYTES, MAX_NOTE_BYTES
 from epd_serve.rpc.http import HttpCall, HttpPool
 from epd_serve.rpc.streams import StreamCall, Streams
+from epd_serve.rpc.tls import TlsFiles
 
 INFO_TIMEOUT_S = 10.0
 #: Beyond the time that a probe gives the instance.
@@ -45,16 +46,17 @@ class NativeConnections:
     There are as many connections as there are calls, and no limit on how long a call may take: the caller sets it.
     """
 
-    def __init__(self, key: str | None = None) -> None:
-        """``key``: that the instances ask for (:mod:`epd_serve.config.keys`)."""
+    def __init__(self, key: str | None = None, tls: TlsFiles | None = None) -> None:
+        """``key`` and ``tls``: of the cluster, as of :class:`HttpPool`."""
         self._key = key
+        self._tls = tls
         # those of instances that have left go with their calls
         self._pools: WeakSet[HttpPool] = WeakSet()
         self._streams: WeakSet[Streams] = WeakSet()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def pool(self, name: str, url: str) -> HttpPool:
-        pool = HttpPool(name, url, self._key)
+        pool = HttpPool(name, url, self._key, tls=self._tls)
         self._pools.add(pool)
         return pool
 

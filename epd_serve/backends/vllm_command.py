@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from epd_serve.rpc.tls import TlsFiles
 from epd_serve.types import Role
 
 #: Where an instance's other servers listen, from its HTTP port on (config.vllm.PORTS_PER_INSTANCE).
@@ -80,6 +81,7 @@ class VllmOptions:
         memory_share: part of an accelerator's memory for weights and KV.
         kv_bytes: size of the KV cache; None: the memory that is left. On a CPU it must be set.
         cores: CPU cores that an instance on a CPU is bound to; "" for none.
+        tls: the files with which its server shows a certificate and asks for one; None: it is plain.
         arguments: further flags, by name with ``_``.
     """
 
@@ -100,6 +102,7 @@ class VllmOptions:
     threads: int = 1
     cores: str = ""
     connectors: Connectors = Connectors()
+    tls: TlsFiles | None = None
     arguments: Mapping[str, bool | int | float | str] = field(default_factory=dict)
 
 
@@ -111,6 +114,8 @@ def command_of(options: VllmOptions) -> tuple[str, ...]:
         "served_model_name": options.served_model_name,
         "dtype": options.dtype,
     }
+    if options.tls is not None:
+        flags |= options.tls.server_options
     if options.tensor_parallel > 1:
         flags["tensor_parallel_size"] = options.tensor_parallel
     if options.memory_share is not None and options.kind != "cpu":

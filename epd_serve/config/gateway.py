@@ -274,6 +274,12 @@ class AdminConfig(Section):
         description="Bearer token of the admin plane alone: text, {env: VARIABLE} or {file: PATH}. Needed where "
         "host is not the loopback interface.",
     )
+    join_key: Anew[Secret | None] = Field(
+        default=None,
+        repr=False,
+        description="Bearer token with which instances join and leave, and nothing else is allowed: text, "
+        "{env: VARIABLE} or {file: PATH}. Those that join read EPD_SERVE_JOIN_KEY.",
+    )
 
     @model_validator(mode="after")
     def _key_where_others_come(self) -> AdminConfig:

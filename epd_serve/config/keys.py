@@ -7,7 +7,6 @@ passwords that can be guessed) and costs about a microsecond per request.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 from hashlib import sha256
 
@@ -16,9 +15,8 @@ KEY_PREFIX = "epd-"
 HASH_PREFIX = "sha256:"
 #: The variable that holds the key of an admin plane for those who call it: it shall stand in no list of processes.
 ADMIN_KEY = "EPD_SERVE_ADMIN_KEY"
-#: The same of the key that instances ask for.
-CLUSTER_KEY = "EPD_SERVE_CLUSTER_KEY"
-_CLUSTER_KEY = re.compile(r"[!-~]{16,}")
+#: The same of its key for instances that join (``gateway.admin.join_key``).
+JOIN_KEY = "EPD_SERVE_JOIN_KEY"
 
 
 def new_key() -> tuple[str, str]:
@@ -32,17 +30,10 @@ def hash_key(key: str) -> str:
     return HASH_PREFIX + sha256(key.encode()).hexdigest()
 
 
-def check_cluster_key(key: str, where: str) -> str:
-    """Raises ValueError for what no header can hold, or anybody can guess; ``where`` it was read."""
-    if not _CLUSTER_KEY.fullmatch(key):
-        raise ValueError(f"{where} is no key; write 16 printable ASCII characters at least, without blanks")
-    return key
-
-
-def cluster_key() -> str | None:
-    """Return the key that instances ask of their callers and send to others; None: none. Raises ValueError."""
-    key = os.environ.get(CLUSTER_KEY, "").strip()
-    return check_cluster_key(key, f"the environment variable {CLUSTER_KEY}") if key else None
+def join_headers() -> dict[str, str]:
+    """Return the headers of a call by which an instance joins: the join key, else the admin plane's."""
+    key = os.environ.get(JOIN_KEY, "").strip()
+    return {"authorization": f"Bearer {key}"} if key else admin_headers()
 
 
 def admin_headers() -> dict[str, str]:

@@ -25,7 +25,7 @@ from epd_serve.cost.shape import KNOWN_SHAPES
 
 Location = tuple[int | str, ...]
 #: Keys whose values no error may show.
-_SECRETS = frozenset({"api_key", "cluster_key", "key", "hash"})
+_SECRETS = frozenset({"api_key", "cluster_key", "join_key", "key", "hash"})
 #: What pydantic puts into a location that stands in no file: a mapping's key, the member of a union.
 _MEMBER = re.compile(
     r"\[key\]$|(constrained-)?(int|float|str|bool)$|(literal|function-|nullable|tuple|list|dict|is-)|lax-|[A-Z]\w+Config$"
@@ -88,6 +88,9 @@ def load_config(path: Path) -> DeploymentConfig:
             changes["elastic"] = {"drift": {"devices": str(here / devices.expanduser())}}
         if isinstance(config.cluster_key, SecretSource) and config.cluster_key.file is not None:
             changes["cluster_key"] = {"file": str(here / config.cluster_key.file.expanduser())}
+        if config.tls is not None:
+            files = config.tls.model_dump().items()
+            changes["tls"] = {name: str(here / file.expanduser()) for name, file in files}
         if gateway := _gateway_paths(config.gateway, here):
             changes["gateway"] = gateway
         if vllm := _vllm_paths(config.vllm, here):
@@ -127,8 +130,10 @@ def _gateway_paths(gateway: GatewayConfig, here: Path) -> dict[str, Any]:
         changes["media"] = {"allowed_file_dirs": [str(here / folder.expanduser()) for folder in folders]}
     if isinstance(gateway.api_key, SecretSource) and gateway.api_key.file is not None:
         changes["api_key"] = {"file": str(here / gateway.api_key.file.expanduser())}
-    if isinstance(gateway.admin.key, SecretSource) and gateway.admin.key.file is not None:
-        changes["admin"] = {"key": {"file": str(here / gateway.admin.key.file.expanduser())}}
+    for name in ("key", "join_key"):
+        secret = getattr(gateway.admin, name)
+        if isinstance(secret, SecretSource) and secret.file is not None:
+            changes.setdefault("admin", {})[name] = {"file": str(here / secret.file.expanduser())}
     if gateway.access_log not in (None, "-"):
         changes["access_log"] = str(here / Path(gateway.access_log).expanduser())
     return changes

@@ -23,7 +23,6 @@ from device.datasheets import emulated_kind, is_measured, spec_of
 from epd_serve.config.applied import Anew, Hot, Rebuild, Restart, Section
 from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, check_thieves, read_secret
-from epd_serve.config.keys import check_cluster_key, cluster_key
 from epd_serve.config.model_files import HubModel
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import (
@@ -41,6 +40,8 @@ from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.cost.shape import shape_of
 from epd_serve.demo import weights_dir
 from epd_serve.protocol.addresses import is_wildcard
+from epd_serve.rpc.cluster import check_cluster_key, cluster_key
+from epd_serve.rpc.tls import TlsFiles, tls_files
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
 from epd_serve.topology.placement import split_host
 from epd_serve.types import Role
@@ -104,6 +105,19 @@ class HostConfig(Section):
     """A machine of the deployment."""
 
     address: Hot[str] = Field(min_length=1, description="Under which gateway and other hosts reach it.")
+
+
+class TlsConfig(Section):
+    """Calls between gateways and instances, and those to the admin plane's port, go over TLS, and both ends show a
+    certificate of this CA. Who is started elsewhere reads EPD_SERVE_TLS_CA, EPD_SERVE_TLS_CERT, EPD_SERVE_TLS_KEY.
+    """
+
+    ca: Anew[Path] = Field(description="PEM file of the CA, relative to this one.")
+    cert: Anew[Path] = Field(
+        description="PEM file with the certificate of this machine's processes, for server and client, which "
+        "names the address under which they are reached. On each host it has this path."
+    )
+    key: Anew[Path] = Field(description="PEM file with its private key, without a password.")
 
 
 class DeploymentConfig(SharedConfig):
@@ -179,6 +193,7 @@ class DeploymentConfig(SharedConfig):
         "{env: VARIABLE} or {file: PATH}. Those started elsewhere read EPD_SERVE_CLUSTER_KEY. null: they answer "
         "whoever reaches them, and nobody can join without the admin plane's key.",
     )
+    tls: TlsConfig | None = None
     roles: Rebuild[dict[RoleName, InstanceSettings]] = Field(
         default_factory=dict,
         description="Keys of 'instances' with other values for the instances of one role. "
@@ -238,8 +253,11 @@ class DeploymentConfig(SharedConfig):
             check_vllm(placement, settings, self.vllm, self.model_fields_set)
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
             raise ValueError("vllm and engine_args are for engine: vllm; write that, or leave them out")
-        if self.engine == "vllm" and self.cluster_key is not None:
-            raise ValueError("cluster_key: vLLM asks for none; leave it out, and vLLM in a network of its own")
+        if self.engine == "vllm" and self.cluster_key is not None and self.tls is None:
+            raise ValueError(
+                "cluster_key: vLLM's own server asks for none; set tls, too, whose certificates it asks for, or "
+                "leave the key out, and vLLM in a network of its own"
+            )
         if self.cluster_key is not None:
             check_admin_key(self.gateway.admin)
         return self
@@ -381,6 +399,12 @@ class DeploymentConfig(SharedConfig):
         if key is None:
             return None if self.engine == "vllm" else cluster_key()
         return check_cluster_key(key, "cluster_key")
+
+    def read_tls(self) -> TlsFiles | None:
+        """The files of ``tls``, else of the environment. Raises ValueError where that names some of them alone."""
+        if self.tls is None:
+            return tls_files()
+        return TlsFiles(ca=self.tls.ca, cert=self.tls.cert, key=self.tls.key)
 
     def settings_for(self, role: str) -> InstanceSettings:
         """The settings of the instances with this role: ``instances``, then what ``roles`` says instead."""

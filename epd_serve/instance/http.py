@@ -9,13 +9,13 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from epd_serve.config.keys import CLUSTER_KEY, cluster_key
 from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed, InstanceLost, InvalidRequest, ServeError
 from epd_serve.protocol import wire
 from epd_serve.rpc import streams
-from epd_serve.rpc.cluster import ClusterLinks, is_proved, with_link
+from epd_serve.rpc.cluster import CLUSTER_KEY, ClusterLinks, cluster_key, is_proved, with_link
 from epd_serve.rpc.http import HttpCall, HttpPool
 from epd_serve.rpc.stream_server import WRITE, UpgradableHttp, upgrade
+from epd_serve.rpc.tls import tls_files
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +258,7 @@ class Peers:
         it is gone or does not answer in ``timeout_s``.
         """
         if (pool := self._pools.get(url)) is None:
-            pool = self._pools[url] = HttpPool(url, url, cluster_key())
+            pool = self._pools[url] = HttpPool(url, url, cluster_key(), tls=tls_files())
         try:
             async with asyncio.timeout(timeout_s):
                 return await HttpCall(pool, "POST", path, _HEADERS, [wire.encode(message)]).ask()

@@ -38,6 +38,8 @@ from epd_serve.instance.reports import Reporter
 from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
+from epd_serve.rpc.cluster import cluster_key
+from epd_serve.rpc.tls import tls_files
 from epd_serve.telemetry.otel import StageExport, span_export
 from epd_serve.telemetry.span import SpanStream
 from epd_serve.telemetry.timeline import Timeline
@@ -61,7 +63,7 @@ class Instance:
 
     def __init__(self, options: InstanceOptions) -> None:
         self.options = options
-        self.url = url_of(options.advertise or options.host, options.port)
+        self.url = url_of(options.advertise or options.host, options.port, tls=tls_files() is not None)
         self.ready = False
         self.language: LanguageEngine | None = None
         self.device: BareDevice = open_device(options)
@@ -443,7 +445,7 @@ def _may_encode(instance: Instance) -> bool:
 def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
     """Raises ValueError where mooncake is asked for and missing, or does not reach the device's memory so."""
     if options.kv_transfer.transport == "mooncake":
-        transport: Transport = MooncakeTransport(_mooncake_options(options, device))
+        transport: Transport = MooncakeTransport(_mooncake_options(options, device), cluster_key())
     else:
         transport = EmbeddedTransport(
             options.host,
@@ -451,6 +453,7 @@ def start_transport(options: InstanceOptions, device: BareDevice) -> Transport:
             _timeout_s(options),
             port=options.data_port,
             advertise=options.advertise,
+            key=cluster_key(),
         )
     return factory("transport", as_it_is)(transport)
 

@@ -18,16 +18,18 @@ import uvicorn
 import uvloop
 
 from epd_serve.config import InstanceOptions
-from epd_serve.config.keys import admin_headers, cluster_key
+from epd_serve.config.keys import join_headers
 from epd_serve.config.role_files import remembered
 from epd_serve.instance.http import ControlHttp, control_server_app
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.model import prepare_process
 from epd_serve.protocol.addresses import NoBrowsers
+from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.descriptors import raise_limit
 from epd_serve.rpc.joining import join_all
 from epd_serve.rpc.sockets import watch_accepted
 from epd_serve.rpc.stream_server import BrokenStream
+from epd_serve.rpc.tls import tls_files
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,9 @@ def end_process() -> NoReturn:
 
 
 async def _serve(options: InstanceOptions) -> None:
+    tls = tls_files()
+    if tls is not None:
+        tls.check(options.advertise or options.host)
     instance = Instance(options)
     config = uvicorn.Config(
         NoBrowsers(
@@ -78,6 +83,7 @@ async def _serve(options: InstanceOptions) -> None:
         log_config=None,
         timeout_keep_alive=75,  # longer than callers keep an idle connection: none is closed under a call
         timeout_graceful_shutdown=_GRACE_S,
+        **({} if tls is None else tls.server_options),
     )
     server = _Server(config)
     draining: list[asyncio.Task[None]] = []
@@ -145,7 +151,9 @@ async def _drain(instance: Instance, server: _Server, joined: list[asyncio.Task[
 async def _start(instance: Instance, joined: list[asyncio.Task[None]]) -> None:
     await instance.start()
     if gateways := instance.options.join:
-        joining = join_all(gateways, instance.options.name, instance.url, admin_headers(), key=cluster_key())
+        joining = join_all(
+            gateways, instance.options.name, instance.url, join_headers(), key=cluster_key(), tls=tls_files()
+        )
         joined.append(asyncio.create_task(joining))
     logger.info("ready: role %s on %s, pid %d", instance.options.role, instance.options.device, os.getpid())
 

@@ -13,13 +13,13 @@ from device.present import EMULATED_MEMORY, visibility
 from device.shares import share_environment
 from device.weight_files import COPIES, VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig, InstanceOptions, ShapeConfig, decode_graph_sizes
-from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.config.model_files import read_model_config
 from epd_serve.config.shares import DeviceShare
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.protocol.addresses import url_of
+from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology import InstancePlacement
 from epd_serve.transfer.mooncake import check_installed, master_command
 
@@ -105,17 +105,15 @@ def prepare_instances(
     )
 
 
-def with_cluster_key(config: DeploymentConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the gateway and all instances, with the one key that they share.
-
-    They keep that key even if its file holds another one by now.
-    """
-    key = config.read_cluster_key()
-    return {**environment} if key is None else {**environment, CLUSTER_KEY: key}
+def with_trust(config: DeploymentConfig, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the gateway and all instances, with what they know each other by: the cluster's key,
+    which they keep even if its file holds another one by now, and the files of their certificates."""
+    key, tls = config.read_cluster_key(), config.read_tls()
+    return {**environment, **({CLUSTER_KEY: key} if key else {}), **(tls.environment if tls else {})}
 
 
 def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: Mapping[str, str]) -> ProcessSpec:
-    """The process of an instance; ``environment`` as of :func:`with_cluster_key`."""
+    """The process of an instance; ``environment`` as of :func:`with_trust`."""
     options, devices = instance.options, instance.placement.devices
     return ProcessSpec(
         name=options.name,
@@ -128,7 +126,7 @@ def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: M
             "OMP_NUM_THREADS": str(options.threads),
             **instance.own_variables,
         },
-        url=url_of(config.instances.host, options.port),
+        url=url_of(config.instances.host, options.port, tls=config.read_tls() is not None),
         can_fork=config.instances.preload and (set(devices) == {"cpu"} or isinstance(config.model, ShapeConfig)),
         measures=measured(devices),
     )
@@ -144,7 +142,7 @@ def instance_specs(
 ) -> tuple[ProcessSpec, ...]:
     """One process for each instance; as :func:`prepare_instances`."""
     prepared = prepare_instances(config, ports, environment, directory)
-    environment = with_cluster_key(config, environment)
+    environment = with_trust(config, environment)
     return tuple(spec_of(config, instance, environment) for instance in prepared)
 
 
@@ -212,7 +210,7 @@ def gateway_spec(
     environment: Mapping[str, str],
     admin: Path | None = None,
 ) -> ProcessSpec:
-    """The gateway's process; ``environment`` as of :func:`with_cluster_key`.
+    """The gateway's process; ``environment`` as of :func:`with_trust`.
 
     ``config_file`` holds ``config``, command-line changes included, with the instances by name; ``admin`` is the
     socket of the gateway's admin API.

@@ -22,7 +22,7 @@ from epd_serve.launch.commands import (
     master_spec,
     prepare_instances,
     shared_parts,
-    with_cluster_key,
+    with_trust,
 )
 from epd_serve.launch.control import ControlServer
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
@@ -96,7 +96,7 @@ class LocalDeployment:
             _check_temporary()
         ports = choose_ports(config)
         self._claims = claim_ports(config, ports)
-        environment = dict(os.environ)
+        environment = with_trust(config, os.environ)
         master = master_spec(config, ports, environment)
         self.no_control = ""
         self._runtime: RuntimeDirectory | None = None
@@ -113,7 +113,6 @@ class LocalDeployment:
             if config.engine == "vllm":
                 prepared = prepare_vllm(config, ports.instances, environment, directory, engines=engines)
             else:
-                environment = with_cluster_key(config, environment)
                 prepared = prepare_instances(config, ports, environment, directory)
             self._runtime = self._make_runtime(config.gateway.host, ports.gateway)
         except BaseException:

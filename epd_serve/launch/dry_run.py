@@ -7,7 +7,6 @@ from pathlib import Path
 
 from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, model_path
-from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.config.model_files import beside
 from epd_serve.launch.commands import instance_specs
 from epd_serve.launch.deployment_record import resolved
@@ -17,6 +16,7 @@ from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm import check_engines, engine_names, vllm_processes
 from epd_serve.launch.vllm_probe import NoVllm, VllmFound
 from epd_serve.protocol.addresses import url_of
+from epd_serve.rpc.cluster import CLUSTER_KEY
 
 _PARENT = "--parent-pid"
 
@@ -72,7 +72,10 @@ def _instances(config: DeploymentConfig, ports: Ports) -> Iterator[str]:
     if config.instances.base_port or config.gateway.instances is not None:
         return
     for placed, port in zip(config.placement(), ports.instances, strict=True):
-        yield from ("--instance", f"{placed.name}={url_of(config.instances.host, port)}")
+        yield from (
+            "--instance",
+            f"{placed.name}={url_of(config.instances.host, port, tls=config.read_tls() is not None)}",
+        )
 
 
 def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping[str, str]) -> Iterator[str]:

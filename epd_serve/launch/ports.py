@@ -284,11 +284,17 @@ def instance_urls(deployment: DeploymentConfig) -> list[tuple[str, str]]:
     if deployment.gateway.instances is not None:
         return list(deployment.gateway.instances.items())
     settings = deployment.instances
+    tls = deployment.read_tls() is not None
     if deployment.hosts:
         placement = deployment.placement()
         nth = [sum(one.host == before.host for before in placement[:index]) for index, one in enumerate(placement)]
         return [
-            (one.name, url_of(deployment.hosts[one.host].address, settings.base_port + n * ports_each(deployment)))
+            (
+                one.name,
+                url_of(
+                    deployment.hosts[one.host].address, settings.base_port + n * ports_each(deployment), tls=tls
+                ),
+            )
             for one, n in zip(placement, nth, strict=True)
         ]
     if not settings.base_port:
@@ -297,6 +303,6 @@ def instance_urls(deployment: DeploymentConfig) -> list[tuple[str, str]]:
             "or add --instance NAME=URL for each, as in e0=http://127.0.0.1:8100"
         )
     return [
-        (instance.name, url_of(settings.host, settings.base_port + index * ports_each(deployment)))
+        (instance.name, url_of(settings.host, settings.base_port + index * ports_each(deployment), tls=tls))
         for index, instance in enumerate(deployment.placement())
     ]

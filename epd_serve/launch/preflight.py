@@ -41,6 +41,8 @@ def check_deployment(config: DeploymentConfig, environment: Mapping[str, str]) -
     if checkpoint is not None and not faults:
         faults += _memory_faults(config, *checkpoint)
     try:
+        if (tls := config.read_tls()) is not None:
+            tls.check(config.instances.host)
         choose_ports(config)
     except ValueError as error:
         faults.append(str(error))

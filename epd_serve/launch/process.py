@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 from epd_serve.errors import InstanceUnreachable, ServeError
 from epd_serve.rpc.call import MAX_NOTE_BYTES
 from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.tls import tls_files
 
 #: Lines of a dead process's log that are shown.
 TAIL_LINES = 20
@@ -309,7 +310,7 @@ class ManagedProcess:
         """The status of ``GET /health``; 0 where there is no answer, None where nobody listens."""
         if not self.spec.url:
             return 200
-        async with HttpPool(self.spec.name, self.spec.url) as pool:
+        async with HttpPool(self.spec.name, self.spec.url, tls=tls_files(self.spec.environment)) as pool:
             call = HttpCall(pool, "GET", self._health)
             try:
                 async with asyncio.timeout(timeout_s):

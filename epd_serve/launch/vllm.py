@@ -23,6 +23,7 @@ from epd_serve.launch.commands import measured, threads_each
 from epd_serve.launch.process import ProcessSpec
 from epd_serve.launch.vllm_probe import CONNECTORS, VllmFound, check_flags, check_found, probe_vllm
 from epd_serve.protocol.addresses import is_loopback, url_of
+from epd_serve.rpc.tls import tls_files
 from epd_serve.topology import InstancePlacement
 from epd_serve.types import Stage
 
@@ -162,7 +163,7 @@ def vllm_spec(process: VllmProcess, environment: Mapping[str, str]) -> ProcessSp
         label=f"{options.role} on {', '.join(dict.fromkeys(devices))}, vLLM",
         command=(*tie, *process.command),
         environment={**environment, **process.variables},
-        url=url_of(options.host, options.port),
+        url=url_of(options.host, options.port, tls=tls_files(environment) is not None),
         grace_s=_GRACE_S,
         measures=measured(devices),
     )
@@ -276,6 +277,7 @@ def _options(
         threads=threads,
         cores=_cores(share) if share is not None and kind == "cpu" else "",
         connectors=used,
+        tls=config.read_tls(),
         arguments={**defaults, **given, **settings.engine_args},
     )
 

@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 from epd_serve.errors import ServeError
 
 
-def url_of(host: str, port: int) -> str:
+def url_of(host: str, port: int, *, tls: bool = False) -> str:
     """The URL under which a server on this machine that listens on ``host`` is reached from this machine."""
+    scheme = "https" if tls else "http"
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
 
 
 def is_wildcard(host: str) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 
 from epd_serve.errors import ServeError
 from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.tls import tls_files
 
 
 class AdminError(Exception):
@@ -57,7 +58,7 @@ class AdminClient:
         data = b"" if body is None else msgspec.json.encode(body)
         headers = f"{self._headers}content-type: application/json\r\n"
         try:
-            pool = HttpPool("admin", url, path=Path(self.where) if on_socket else None)
+            pool = HttpPool("admin", url, tls=tls_files(), path=Path(self.where) if on_socket else None)
         except ValueError as error:
             raise AdminUnreachable(f"{url!r} is no URL of an admin API, as in http://127.0.0.1:9001") from error
         async with pool:

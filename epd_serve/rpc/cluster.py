@@ -8,7 +8,7 @@ The key never travels. Over HTTP::
 
 The server proves it first: who has not the key gets no request. ``reached`` is the address at the other end of the
 client's socket. The server says no where that is not its own: a process that passes the greeting on to another
-server proves nothing.
+server proves nothing. Connections for KV and features (:mod:`epd_serve.transfer.tcp`) begin with the same proofs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -26,12 +27,31 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+#: The variable that holds the key, for who is started elsewhere: it shall stand in no list of processes.
+CLUSTER_KEY = "EPD_SERVE_CLUSTER_KEY"
+_KEY_TEXT = re.compile(r"[!-~]{16,}")
+
 HELLO = "/cluster/hello"
+#: Of the text of a nonce and of a proof.
+NONCE_BYTES, PROOF_BYTES = 32, 64
 _NONCE, _REACHED, _PROOF = "x-epd-nonce", "x-epd-reached", "x-epd-proof"
 _NONCE_TEXT = re.compile(r"[0-9a-f]{32}")
 _REACHED_TEXT = re.compile(r"[0-9A-Za-z.:%\[\]-]{1,128}")
 #: Where uvicorn's protocols keep the :class:`Link` of a connection, for the requests that come on it.
 _LINK = "cluster_link"
+
+
+def check_cluster_key(key: str, where: str) -> str:
+    """Raises ValueError for what no header can hold, or anybody can guess; ``where`` it was read."""
+    if not _KEY_TEXT.fullmatch(key):
+        raise ValueError(f"{where} is no key; write 16 printable ASCII characters at least, without blanks")
+    return key
+
+
+def cluster_key() -> str | None:
+    """Return the key that instances ask of their callers and send to others; None: none. Raises ValueError."""
+    key = os.environ.get(CLUSTER_KEY, "").strip()
+    return check_cluster_key(key, f"the environment variable {CLUSTER_KEY}") if key else None
 
 
 def _proof(key: str, side: Literal["server", "client"], reached: str, client_nonce: str, server_nonce: str) -> str:
@@ -58,26 +78,30 @@ class Greeting:
         """``reached`` as :func:`address_text` spells it."""
         self._key = key
         self._reached = reached
-        self._nonce = secrets.token_hex(16)
+        self.nonce = secrets.token_hex(NONCE_BYTES // 2)
 
     @property
     def headers(self) -> str:
         """The headers of the hello: lines that end with CR LF."""
-        return f"{_NONCE}: {self._nonce}\r\n{_REACHED}: {self._reached}\r\n"
+        return f"{_NONCE}: {self.nonce}\r\n{_REACHED}: {self._reached}\r\n"
 
     def answer(self, headers: Mapping[bytes, bytes]) -> bytes:
         """The line that the next request has, once the server's headers prove that it has the key.
 
         Raises NotProved.
         """
-        nonce = headers.get(_NONCE.encode(), b"").decode("latin-1")
-        given = headers.get(_PROOF.encode(), b"")
+        proof = self.prove(headers.get(_NONCE.encode(), b""), headers.get(_PROOF.encode(), b""))
+        return f"{_PROOF}: {proof}\r\n".encode()
+
+    def prove(self, server_nonce: bytes, server_proof: bytes) -> str:
+        """The client's proof, once the server's is right. Raises NotProved."""
+        nonce = server_nonce.decode("latin-1")
         if _NONCE_TEXT.fullmatch(nonce) is None:
             raise NotProved
-        expected = _proof(self._key, "server", self._reached, self._nonce, nonce)
-        if not hmac.compare_digest(given, expected.encode()):
+        expected = _proof(self._key, "server", self._reached, self.nonce, nonce)
+        if not hmac.compare_digest(server_proof, expected.encode()):
             raise NotProved
-        return f"{_PROOF}: {_proof(self._key, 'client', self._reached, self._nonce, nonce)}\r\n".encode()
+        return _proof(self._key, "client", self._reached, self.nonce, nonce)
 
 
 class Link:
@@ -95,7 +119,7 @@ class Link:
 
     def greeted(self, key: str, reached: str, client_nonce: str) -> tuple[str, str]:
         """Answer a greeting with the server's nonce and proof."""
-        nonce = secrets.token_hex(16)
+        nonce = secrets.token_hex(NONCE_BYTES // 2)
         self._expected = _proof(key, "client", reached, client_nonce, nonce)
         return nonce, _proof(key, "server", reached, client_nonce, nonce)
 

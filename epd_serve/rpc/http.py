@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Self, cast
+from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -21,6 +21,7 @@ from epd_serve.rpc import sockets
 from epd_serve.rpc.call import MAX_BODY_BYTES, MAX_NOTE_BYTES, RemoteCall
 from epd_serve.rpc.cluster import HELLO, Greeting, NotProved, address_text
 from epd_serve.rpc.descriptors import shortage
+from epd_serve.rpc.tls import TlsFiles
 
 
 class HttpCall(RemoteCall):
@@ -278,10 +279,20 @@ GREETING_S = 10.0
 class HttpPool:
     """The connections to one address; there are as many as there are calls."""
 
-    def __init__(self, name: str, url: str, key: str | None = None, *, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        key: str | None = None,
+        *,
+        tls: TlsFiles | None = None,
+        path: Path | None = None,
+        address: str | None = None,
+    ) -> None:
         """``name`` is the instance's, for error messages; both ends of each connection prove to have the cluster's
-        ``key``, if there is one (:mod:`epd_serve.rpc.cluster`). ``path`` is the Unix socket of a server that is
-        reached at one.
+        ``key``, if there is one (:mod:`epd_serve.rpc.cluster`). With https both show a certificate of the CA in
+        ``tls``; None: the server one of a public CA. ``path`` is the Unix socket of a server that is reached at
+        one, ``address`` that of the URL's host which is meant, where it has several.
 
         Raises ValueError for a URL that is not http(s).
         """
@@ -298,6 +309,16 @@ class HttpPool:
         self._headers = f"host: {parts.netloc.rpartition('@')[2]}\r\n"
         self._key = key
         self._path = path
+        self._address = address or self._host
+        context = tls.client_context() if tls is not None and self._tls else self._tls or None
+        #: Of a connection: how TLS is made on it.
+        self._secured: dict[str, Any] = {}
+        if context is not None:
+            self._secured = {
+                "ssl": context,
+                "server_hostname": self._host,
+                "ssl_handshake_timeout": TLS_HANDSHAKE_S,
+            }
         self._idle: list[Connection] = []
         self._connections: set[Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -354,14 +375,10 @@ class HttpPool:
         if self._path is not None:
             _, connection = await self.loop.create_unix_connection(lambda: Connection(self), str(self._path))
             return connection
-        connected = await sockets.connect(self._host, self._port)
+        connected = await sockets.connect(self._address, self._port)
         try:
             _, connection = await self.loop.create_connection(
-                lambda: Connection(self),
-                sock=connected,
-                ssl=self._tls or None,
-                server_hostname=self._host if self._tls else None,
-                ssl_handshake_timeout=TLS_HANDSHAKE_S if self._tls else None,
+                lambda: Connection(self), sock=connected, **self._secured
             )
         except BaseException:
             connected.close()

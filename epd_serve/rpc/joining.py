@@ -14,6 +14,7 @@ import msgspec
 
 from epd_serve.errors import InstanceLost, ServeError
 from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -29,17 +30,18 @@ async def join_all(
     *,
     role: str | None = None,
     key: str | None = None,
+    tls: TlsFiles | None = None,
 ) -> None:
     """Be at every gateway of these admin planes, where a host name has several at all of its addresses; leave when
     cancelled. Arguments as of :class:`Joining`."""
-    running: dict[str, asyncio.Task[None]] = {}
+    running: dict[tuple[str, str], asyncio.Task[None]] = {}
     try:
         while True:
-            found = set().union(*[await _addresses(one) for one in admin_urls])
+            found = {(one, address) for one in admin_urls for address in await _addresses(one)}
             for gone in running.keys() - found:
                 running.pop(gone).cancel()
             for new in found - running.keys():
-                joining = Joining(new, name, url, headers, role=role, key=key)
+                joining = Joining(new[0], name, url, headers, role=role, key=key, tls=tls, address=new[1])
                 running[new] = asyncio.create_task(joining.run())
             await asyncio.sleep(_LOOK_S)
     finally:
@@ -49,18 +51,16 @@ async def join_all(
 
 
 async def _addresses(url: str) -> set[str]:
-    """The URL with each address of its host; as it is where that has one, or none now."""
+    """The addresses of the URL's host; its name where it has one, or none now."""
     parts = urlsplit(url)
     try:
         found = await asyncio.get_running_loop().getaddrinfo(
             parts.hostname, parts.port or 80, type=socket.SOCK_STREAM
         )
     except (OSError, UnicodeError):
-        return {url}
-    hosts = {f"[{at[0]}]" if family == socket.AF_INET6 else str(at[0]) for family, _, _, _, at in found}
-    if len(hosts) < 2 or parts.scheme != "http" or parts.hostname == "localhost":
-        return {url}
-    return {f"http://{host}:{parts.port or 80}" for host in hosts}
+        return {parts.hostname or ""}
+    addresses = {str(at[0]) for _, _, _, _, at in found}
+    return {parts.hostname or ""} if len(addresses) < 2 or parts.hostname == "localhost" else addresses
 
 
 #: Between two tries to reach a gateway that refuses connections.
@@ -73,6 +73,7 @@ class Joining:
     Args:
         name, url: of the instance. role: for a gateway that cannot ask it.
         headers: that the admin plane asks for. key: of the cluster, if it has one; then that alone is proved.
+        tls: with an admin plane at https. address: that of the URL's host which is meant, where it has several.
         lease_s: after so long without a renewal the gateway takes it out. It is renewed three times as often; a
             renewal without an answer in a third of it is tried again at once.
     """
@@ -86,16 +87,20 @@ class Joining:
         *,
         role: str | None = None,
         key: str | None = None,
+        tls: TlsFiles | None = None,
+        address: str | None = None,
         lease_s: float = 10.0,
     ) -> None:
-        self._gateway = HttpPool("gateway", admin_url, key)
+        self._gateway = HttpPool("gateway", admin_url, key, tls=tls, address=address)
         self._url = self._gateway.url + "/instances"
-        body = {"name": name, "url": url, "lease_s": lease_s, "incarnation": time.time_ns()}
+        incarnation = time.time_ns()
+        body = {"name": name, "url": url, "lease_s": lease_s, "incarnation": incarnation}
         self._body = msgspec.json.encode(body if role is None else body | {"role": role})
-        self._name = name
+        self._own_path = f"/instances/{name}?incarnation={incarnation}"
         self._headers = "".join(f"{header}: {value}\r\n" for header, value in headers.items() if key is None)
         self._lease_s = lease_s
-        self._has_lease = False
+        #: Whether the gateway may have it: it has said so, or has been asked and has not answered.
+        self._may_have_lease = False
 
     async def run(self) -> None:
         """Join and stay; leave when cancelled. A gateway that is not there is asked again and again."""
@@ -107,22 +112,22 @@ class Joining:
                     logger.warning("%s", problem) if problem else logger.info("joined %s", self._url)
                 await asyncio.sleep(pause_s)
         finally:
-            if self._has_lease:  # where the name was refused, it is another's
+            if self._may_have_lease:
                 with suppress(ServeError, TimeoutError):
-                    await self._ask("DELETE", f"/instances/{self._name}")
+                    await self._ask("DELETE", self._own_path)
                     logger.info("left %s", self._url)
             await self._gateway.close()
 
     async def _renew(self) -> tuple[str, float]:
         """Return what is wrong ("" for nothing), and when to ask again."""
+        self._may_have_lease = True
         try:
             await self._ask("POST", "/instances", self._body)
         except (InstanceLost, TimeoutError) as error:
             return f"{self._url} does not answer: {error or type(error).__name__}", _AGAIN_S
         except ServeError as error:
-            self._has_lease = False
+            self._may_have_lease = False
             return f"{self._url} answered {error.status}: {error.message[:300]}", self._lease_s / 3
-        self._has_lease = True
         return "", self._lease_s / 3
 
     async def _ask(self, method: str, path: str, body: bytes = b"") -> None:

@@ -26,6 +26,7 @@ class EmbeddedTransport:
         path: "shm" offers no TCP; "tcp" uses TCP even on one host; "auto" has both.
         timeout_s: seconds for which a TCP peer may accept nothing, or pause in the middle of a message. A write
             must not hang on beyond the lease of its target.
+        key: the cluster's, which both ends of each TCP connection prove; None: neither does.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class EmbeddedTransport:
         *,
         port: int = 0,
         advertise: str | None = None,
+        key: str | None = None,
     ) -> None:
         self._path = path
         self._lock = threading.Lock()
@@ -44,9 +46,11 @@ class EmbeddedTransport:
         self.gate = WriteGate()
         self._server = None
         if path != "shm":
-            self._server = TcpServer(host, self._find, self.gate, timeout_s, port=port, advertise=advertise)
+            self._server = TcpServer(
+                host, self._find, self.gate, timeout_s, port=port, advertise=advertise, key=key
+            )
         self._shared = SharedMemoryPeers()
-        self._tcp = TcpPeers(timeout_s)
+        self._tcp = TcpPeers(timeout_s, key)
 
     def allocate(self, name: str, nbytes: int) -> SharedSlab:
         if self._server is None:

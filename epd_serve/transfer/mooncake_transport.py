@@ -76,10 +76,13 @@ class MooncakeTransport:
     The engine waits a minute for the first answer of a process that hangs, and holds up all other transfers
     meanwhile; so a process is first asked over a connection of our own whether it is there.
 
+    Args:
+        key: the cluster's, which both ends of those connections prove; None: neither does. Mooncake has none.
+
     Raises ValueError where mooncake is missing or cannot start.
     """
 
-    def __init__(self, options: MooncakeOptions) -> None:
+    def __init__(self, options: MooncakeOptions, key: str | None = None) -> None:
         self.engine = Engine(options)
         self._options = options
         self._lock = threading.Lock()
@@ -87,8 +90,10 @@ class MooncakeTransport:
         self._staging = StagingPool(options.staging_bytes, max(options.alignment_bytes, 64))
         self.engine.register(self._staging.address, self._staging.nbytes)
         self.gate = WriteGate()
-        self._server = TcpServer(options.host, self._find, self.gate, options.timeout_s)
-        self._acquainted = TcpPeers(options.timeout_s)
+        self._server = TcpServer(
+            options.host, self._find, self.gate, options.timeout_s, advertise=options.host, key=key
+        )
+        self._acquainted = TcpPeers(options.timeout_s, key)
         self._known: Tombstones[bool] = Tombstones()
         self._closed = False
 

@@ -6,6 +6,12 @@ A call is one request and one answer on a pooled connection::
              name, transfers that a write is for, (offset, nbytes) of each piece, payload of a write
     answer:  status (0: done, 1: refused), length of the reason,
              the reason's text or the payload of a read
+
+With a cluster key a connection opens with its proof by both ends (:mod:`epd_serve.rpc.cluster`), for the address
+that the region's offer names. The caller names no region, and sends no byte of one, before the server has proved
+it::
+
+    caller: 3, nonce      server: nonce, proof      caller: proof, first call
 """
 
 from __future__ import annotations
@@ -18,12 +24,13 @@ from collections.abc import Sequence
 
 from epd_serve.protocol.wire import Region
 from epd_serve.rpc import sockets
+from epd_serve.rpc.cluster import NONCE_BYTES, PROOF_BYTES, Greeting, NotProved
 from epd_serve.transfer.transport import PeerGone, Piece, TransferError, check_bounds
 
 HEADER = struct.Struct("!BHII")
 PIECE = struct.Struct("!QQ")
 STATUS = struct.Struct("!BI")
-WRITE, READ = 1, 2
+WRITE, READ, GREET = 1, 2, 3
 SEPARATOR = ","
 #: Of one call. A longer list of pieces goes in several calls.
 MAX_PIECES = 4096
@@ -53,11 +60,21 @@ def receive_bytes(connection: socket.socket, count: int) -> bytearray:
     return data
 
 
-class TcpPeers:
-    """Reads and writes regions of other processes over pooled connections."""
+def opened_for(host: str, port: int) -> str:
+    """What the proofs of a connection are bound to: the address of the data port as its regions name it."""
+    return f"data {host}:{port}"
 
-    def __init__(self, timeout_s: float) -> None:
+
+class TcpPeers:
+    """Reads and writes regions of other processes over pooled connections.
+
+    Args:
+        key: the cluster's, which both ends of each connection prove; None: neither does.
+    """
+
+    def __init__(self, timeout_s: float, key: str | None = None) -> None:
         self._timeout_s = timeout_s
+        self._key = key
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, int], list[socket.socket]] = {}
 
@@ -101,10 +118,17 @@ class TcpPeers:
             raise PeerGone(f"{region.host}:{region.port} cannot be reached: {error}") from error
         connection.settimeout(self._timeout_s)
         try:
+            if self._key is not None:
+                _greet(connection, address, self._key)
             return self._exchange(connection, address, region, op, pieces, transfer_ids)
         except OSError as error:
             connection.close()
             raise PeerGone(f"transfer with {region.host}:{region.port} broke off: {error}") from error
+        except NotProved as error:
+            connection.close()
+            raise PeerGone(
+                f"{region.host}:{region.port} does not prove that it has this deployment's cluster_key"
+            ) from error
 
     def _drop_dead(self) -> None:
         """Close idle connections that their peer has closed: restarted, it has another port and none is reused."""
@@ -144,6 +168,18 @@ class TcpPeers:
                 receive(connection, data)
         with self._lock:
             self._idle.setdefault(address, []).append(connection)
+
+
+def _greet(connection: socket.socket, address: tuple[str, int], key: str) -> None:
+    """Prove the key to the other end, which proves it first. Raises NotProved where it does not, and OSError."""
+    greeting = Greeting(key, opened_for(*address))
+    connection.sendall(bytes([GREET]) + greeting.nonce.encode())
+    try:
+        answer = receive_bytes(connection, NONCE_BYTES + PROOF_BYTES)
+    except ConnectionError as error:  # so does a server without a key, to which this is no call
+        raise NotProved from error
+    proof = greeting.prove(bytes(answer[:NONCE_BYTES]), bytes(answer[NONCE_BYTES:]))
+    connection.sendall(proof.encode())
 
 
 def _has_ended(idle: socket.socket) -> bool:

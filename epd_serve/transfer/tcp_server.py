@@ -1,7 +1,8 @@
 """The serving side of one-sided reads and writes over TCP (:mod:`epd_serve.transfer.tcp`).
 
-A connection is a stranger's until it has named a region that is here: names have 122 random bits, and only control
-calls tell them. A stranger gets neither a thread nor memory for more than that name, and little time.
+A connection is a stranger's until it has proved the cluster's key, if there is one, and named a region that is
+here: names have 122 random bits, and only control calls tell them. A stranger gets neither a thread nor memory for
+more than that name, and little time.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import NoReturn
 
+from epd_serve.rpc.cluster import NONCE_BYTES, PROOF_BYTES, Link
 from epd_serve.rpc.sockets import watch
 from epd_serve.transfer.tcp import (
+    GREET,
     HEADER,
     MAX_NAME_BYTES,
     MAX_PIECES,
@@ -27,6 +30,7 @@ from epd_serve.transfer.tcp import (
     SEPARATOR,
     STATUS,
     WRITE,
+    opened_for,
     receive,
     receive_bytes,
 )
@@ -65,18 +69,54 @@ _ACCEPT_RETRY_S = 0.05
 
 
 class _Stranger:
-    """A connection that has not named a region yet, and what it has sent: a header and a name at most."""
+    """A connection that has not named a region yet, and what it has sent: a header and a name at most.
 
-    __slots__ = ("connection", "data", "until_s")
+    Args:
+        key: that it has to prove before, for a connection to ``reached``; None: none.
+    """
 
-    def __init__(self, connection: socket.socket) -> None:
+    __slots__ = ("_key", "_link", "_reached", "connection", "data", "until_s")
+
+    def __init__(self, connection: socket.socket, key: str | None, reached: str) -> None:
         self.connection = connection
         self.data = bytearray()
         self.until_s = time.monotonic() + STRANGER_S
+        self._key = key
+        self._reached = reached
+        self._link = Link()
 
     def read(self) -> bool:
         """Whether the name is complete. Raises OSError for a peer that left, or sends something else."""
-        while (count := self._num_missing()) > 0:
+        if self._key is not None and not self._link.proved and not self._greeted(self._key):
+            return False
+        if not self._fill(HEADER.size):
+            return False
+        return self._fill(HEADER.size + _name_length(self.data))
+
+    def _greeted(self, key: str) -> bool:
+        """Whether it has proved the key. Raises OSError where it says anything else."""
+        hello_bytes = 1 + NONCE_BYTES
+        if not self._fill(1):
+            return False
+        if self.data[0] != GREET:
+            refusal = "connections to this instance open with the proof of its deployment's cluster_key"
+            _send_refusal(self.connection, refusal)
+            raise ConnectionRefusedError(refusal)
+        if len(self.data) < hello_bytes:
+            if not self._fill(hello_bytes):
+                return False
+            nonce, proof = self._link.greeted(key, self._reached, self.data[1:].decode("latin-1"))
+            self.connection.sendall(nonce.encode() + proof.encode())
+        if not self._fill(hello_bytes + PROOF_BYTES):
+            return False
+        if not self._link.prove(bytes(self.data[hello_bytes:])):
+            raise ConnectionRefusedError("this is no proof of the cluster_key")
+        self.data.clear()
+        return True
+
+    def _fill(self, num_bytes: int) -> bool:
+        """Whether so much is there."""
+        while (count := num_bytes - len(self.data)) > 0:
             try:
                 piece = self.connection.recv(count)
             except BlockingIOError:
@@ -85,11 +125,6 @@ class _Stranger:
                 raise ConnectionResetError("it left")
             self.data += piece
         return True
-
-    def _num_missing(self) -> int:
-        if len(self.data) < HEADER.size:
-            return HEADER.size - len(self.data)
-        return HEADER.size + _name_length(self.data) - len(self.data)
 
 
 class _Known:
@@ -113,6 +148,7 @@ class TcpServer:
         gate: lets the writes in.
         timeout_s: seconds for which a peer may pause in the middle of a message.
         port: 0 chooses one. advertise: address under which peers reach it; None: ``host``.
+        key: the cluster's, which both ends of each connection prove; None: neither does.
     """
 
     def __init__(
@@ -124,8 +160,10 @@ class TcpServer:
         *,
         port: int = 0,
         advertise: str | None = None,
+        key: str | None = None,
     ) -> None:
         self._lookup = lookup
+        self._key = key
         self._gate = gate
         self._timeout_s = timeout_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -184,7 +222,7 @@ class TcpServer:
         connection.setblocking(False)
         if len(self._strangers) >= MAX_STRANGERS:
             self._turn_away(selector, next(iter(self._strangers.values())))
-        stranger = self._strangers[connection] = _Stranger(connection)
+        stranger = self._strangers[connection] = _Stranger(connection, self._key, opened_for(self.host, self.port))
         selector.register(connection, selectors.EVENT_READ, stranger)
         self._hear(selector, stranger)  # who means well has sent it by now
 

@@ -26,6 +26,7 @@ from epd_serve.protocol.engine_notices import (
     Notice,
 )
 from epd_serve.protocol.wire import Region
+from epd_serve.rpc.cluster import cluster_key
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.shared_memory import SharedMemoryPeers
 from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures, FeatureMemory, KeptFeature
@@ -76,11 +77,11 @@ class StoreFeatureConnector(CountingConnector):
                 )
                 self._side = _SchedulerOfE(config.ec_ip, config.ec_port, describes)
             else:
-                transport = factory("transport", as_it_is)(EmbeddedTransport(config.ec_ip))
+                transport = factory("transport", as_it_is)(EmbeddedTransport(config.ec_ip, key=cluster_key()))
                 announced = AnnouncedFeatures(transport, capacity, float(extra.get("timeout_s", 30.0)))
                 self._side = _SchedulerOfP(announced, config.ec_ip, config.ec_port)
         elif self.is_producer:
-            memory = FeatureMemory(EmbeddedTransport(config.ec_ip), capacity)
+            memory = FeatureMemory(EmbeddedTransport(config.ec_ip, key=cluster_key()), capacity)
             self._side = _WorkerOfE(memory, f"{config.ec_ip}:{config.ec_port}")
         else:
             self._side = _WorkerOfP(vllm_config.device_config.device)

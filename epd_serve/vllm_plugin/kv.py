@@ -24,6 +24,7 @@ from vllm.v1.request import RequestStatus
 
 from epd_serve.factories import as_it_is, factory
 from epd_serve.protocol.engine_notices import WITH_PIXELS
+from epd_serve.rpc.cluster import cluster_key
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer, group_ends
 from epd_serve.vllm_plugin.kv_layout import LayerMemory, layer_memory
@@ -279,7 +280,7 @@ class _Worker:
             torch.cpu._init_amx()
         self._layers = [layer_memory(cache, self._num_blocks) for cache in kv_caches.values()]
         self._layer_of = {name: index for index, name in enumerate(kv_caches)}
-        transport = EmbeddedTransport(self._host)
+        transport = EmbeddedTransport(self._host, key=cluster_key())
         if self._consumes:
             self._receiver = KVReceiver(transport, self._layers)
         if not self._produces:

@@ -17,11 +17,12 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from epd_serve.config.gateway import AdminConfig
-from epd_serve.config.keys import CLUSTER_KEY, hash_key
+from epd_serve.config.keys import JOIN_KEY, hash_key
 from epd_serve.errors import ServeError
 from epd_serve.protocol.addresses import NoBrowsers, url_of
 from epd_serve.routing.table import InstanceRecord, InstanceTable
-from epd_serve.rpc.cluster import ClusterLinks, is_proved, with_link
+from epd_serve.rpc.cluster import CLUSTER_KEY, ClusterLinks, is_proved, with_link
+from epd_serve.rpc.tls import TlsFiles
 from proxy.admin.shared_state import in_flight_everywhere, requests_everywhere, workers_everywhere
 from proxy.admission.control import AdmissionControl
 from proxy.admission.keys import Authenticator, Client
@@ -43,10 +44,12 @@ def create_admin_app(
     joining: APIRouter | None = None,
     *,
     engine: str = "native",
+    join_key: str | None = None,
 ) -> FastAPI:
     """``GET /instances``, ``/requests`` and ``/workers`` of all the crew, and ``routers``, all behind ``key``.
-    ``joining`` is for those that have proved the cluster's key, too, and for nobody who has neither."""
-    keys = [] if key is None else [(hash_key(key), Client("admin"))]
+    ``joining`` is for those that have ``join_key`` or have proved the cluster's key, too, and for nobody who has
+    none of the three."""
+    admin, join = [[] if one is None else [(hash_key(one), Client("admin"))] for one in (key, join_key)]
     router = APIRouter()
 
     @router.get("/instances")
@@ -68,9 +71,10 @@ def create_admin_app(
 
     app = FastAPI(title="epd-serve admin", openapi_url=None)
     for one in (router, *routers):
-        app.include_router(one, dependencies=[Depends(key_required(Authenticator(keys)))])
+        app.include_router(one, dependencies=[Depends(key_required(Authenticator(admin)))])
     if joining is not None:
-        app.include_router(joining, dependencies=[Depends(_secret_required(Authenticator(keys), key is not None))])
+        required = _secret_required(Authenticator([*admin, *join]), bool(admin or join))
+        app.include_router(joining, dependencies=[Depends(required)])
     install_error_handlers(app)
     return app
 
@@ -90,7 +94,7 @@ def _secret_required(authenticator: Authenticator, has_key: bool) -> Callable[[R
         if not has_key:
             raise SecretRequired(
                 f"who joins gets prompts, so it must have a secret: set cluster_key in the deployment file, and "
-                f"{CLUSTER_KEY} where the instance is started"
+                f"{CLUSTER_KEY} where the instance is started, or gateway.admin.join_key and {JOIN_KEY}"
             )
         authenticator.check(request.headers.get("authorization"))
 
@@ -112,17 +116,21 @@ def _describe(record: InstanceRecord, in_flight: Mapping[str, int]) -> dict[str,
 
 @asynccontextmanager
 async def running_admin(
-    app: FastAPI, place: AdminConfig, listener: socket.socket | None = None, cluster_key: str | None = None
+    app: FastAPI,
+    place: AdminConfig,
+    listener: socket.socket | None = None,
+    cluster_key: str | None = None,
+    tls: TlsFiles | None = None,
 ) -> AsyncIterator[str]:
     """Serve ``app`` while the context lasts, on ``listener`` if there is one; yields its URL. Callers may prove
-    ``cluster_key`` there.
+    ``cluster_key`` there; with ``tls`` they show a certificate.
 
     Raises ValueError where the port is taken.
     """
     listener = listener or admin_socket(place.host, place.port or 0)
-    url = url_of(place.host, listener.getsockname()[1])
+    url = url_of(place.host, listener.getsockname()[1], tls=tls is not None)
     linked = app if cluster_key is None else ClusterLinks(app, cluster_key)
-    async with _serving(NoBrowsers(linked, place.host), listener):
+    async with _serving(NoBrowsers(linked, place.host), listener, tls):
         logger.info("the admin plane is at %s", url)
         yield url
 
@@ -150,7 +158,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 @asynccontextmanager
-async def _serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+async def _serving(app: ASGIApp, listener: socket.socket, tls: TlsFiles | None = None) -> AsyncIterator[None]:
     """Serve ``app`` while the context lasts, on a socket that listens and is closed then. Signals are for the
     gateway's own server."""
     config = uvicorn.Config(
@@ -161,6 +169,7 @@ async def _serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]
         access_log=False,
         log_level="warning",
         server_header=False,
+        **({} if tls is None else tls.server_options),
     )
     server = _QuietServer(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))

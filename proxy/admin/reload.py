@@ -112,6 +112,8 @@ class ConfigReload:
                 yield path
         if old.admin_key != new.admin_key and old.gateway.admin.key == new.gateway.admin.key:
             yield "gateway.admin.key"
+        if old.join_key != new.join_key and old.gateway.admin.join_key == new.gateway.admin.join_key:
+            yield "gateway.admin.join_key"
         if old.cluster_key != new.cluster_key and old.config.cluster_key == new.config.cluster_key:
             yield "cluster_key"
 
@@ -140,7 +142,7 @@ def _is_read(path: str, settings: GatewaySettings) -> bool:
     """Whether this gateway looks at an option."""
     top = path.partition(".")[0]
     return (
-        top in ("gateway", "trace", "cluster_key")
+        top in ("gateway", "trace", "cluster_key", "tls")
         or (top == "vllm" and settings.config.engine == "vllm")
         or (path == "slo.ttft_ms" and settings.gateway.shed)
     )

@@ -91,8 +91,11 @@ class Leases:
         self._leases[name] = _Lease(url, incarnation, lease_s, deadline)
         return True
 
-    def leave(self, name: str) -> None:
-        """Raises NoSuchInstance for one that has not joined."""
+    def leave(self, name: str, incarnation: int = 0) -> None:
+        """``incarnation``: 0 for any. Raises NoSuchInstance for one that has not joined."""
+        lease = self._leases.get(name)
+        if lease is not None and incarnation not in (0, lease.incarnation):
+            raise NoSuchInstance(f"the instance {name} that has joined is another one", param="name")
         if self._leases.pop(name, None) is None:
             joined = ", ".join(self._leases) or "none"
             raise NoSuchInstance(f"no instance {name[:100]!r} has joined; there are: {joined}", param="name")
@@ -121,15 +124,20 @@ class Leases:
             self.expire()
 
 
-def leases_router(leases: Leases, crew: Crew) -> APIRouter:
+def leases_router(leases: Leases, crew: Crew, *, needs_tls: bool = False) -> APIRouter:
     """``POST /instances`` and ``DELETE /instances/{name}``; ``unconfirmed``: workers that have not said in
-    time that they know it."""
+    time that they know it. ``needs_tls``: who joins is called over TLS alone."""
     router = APIRouter()
 
     @router.post("/instances")
     async def join(request: Request) -> JSONResponse:
         """Join, or stay for ``lease_s`` from now on; 201 where it is new."""
         body = _read(await request.body())
+        if needs_tls and not body.url.startswith("https://"):
+            raise InvalidRequest(
+                f"url: {body.url} is plain, and this deployment has tls; start the instance with it, too",
+                param="url",
+            )
         is_new = leases.join(body.name, body.url, body.lease_s, role=body.role, incarnation=body.incarnation)
         unconfirmed = await crew.share(
             Joined(body.name, body.url, time.monotonic() + body.lease_s, body.role, body.incarnation)
@@ -138,8 +146,9 @@ def leases_router(leases: Leases, crew: Crew) -> APIRouter:
         return JSONResponse(answer, status_code=201 if is_new else 200)
 
     @router.delete("/instances/{name}")
-    async def leave(name: str) -> JSONResponse:
-        leases.leave(name)
+    async def leave(name: str, incarnation: int = 0) -> JSONResponse:
+        """Leave; with ``incarnation`` that one alone, and not another that has the name by now."""
+        leases.leave(name, incarnation)
         return JSONResponse({"name": name, "unconfirmed": await crew.share(Left(name))})
 
     return router

@@ -87,7 +87,7 @@ def test_the_cluster_key_is_a_secret_like_others(tmp_path: Path, monkeypatch: py
     assert "too short" not in str(refused.value)
     for text, words in (
         ("cluster_key: 7", "write text in quotes"),
-        ("{engine: vllm, cluster_key: x}", "vLLM asks"),
+        ("{engine: vllm, cluster_key: x}", "set tls, too"),
     ):
         with pytest.raises(ConfigError, match=words):
             parse_config(text)

@@ -16,8 +16,9 @@ import pytest
 from chat import chat
 from hosts import Hosts, hosts
 
-from epd_serve.config.keys import ADMIN_KEY, CLUSTER_KEY
+from epd_serve.config.keys import ADMIN_KEY
 from epd_serve.launch.process import RunningProcess
+from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.rpc.http import HttpCall, HttpPool
 
 _KEYS = {ADMIN_KEY: "admin-key-of-the-tests", CLUSTER_KEY: "cluster-key-of-the-tests"}

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from servers import served
 
 from epd_serve.backends.native import NativeConnections, NativeInstance
-from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.errors import InstanceFailed, InstanceLost, InstanceUntrusted, ServeError
 from epd_serve.instance.http import ControlHttp, Peers, Reply, control_server_app
 from epd_serve.protocol import wire
-from epd_serve.rpc.cluster import HELLO, ClusterLinks, Greeting, NotProved, address_text, with_link
+from epd_serve.rpc.cluster import CLUSTER_KEY, HELLO, ClusterLinks, Greeting, NotProved, address_text, with_link
 from epd_serve.rpc.http import HttpCall, HttpPool
 
 KEY = "0123456789abcdef-"

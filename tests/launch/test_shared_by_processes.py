@@ -12,8 +12,8 @@ import pytest
 
 from device.weight_files import VARIABLE
 from epd_serve.config import load_config, parse_config
-from epd_serve.config.keys import CLUSTER_KEY
 from epd_serve.launch import LocalDeployment
+from epd_serve.rpc.cluster import CLUSTER_KEY
 
 pytestmark = pytest.mark.usefixtures("fake_program")
 FREE = "gateway: {port: 0}"

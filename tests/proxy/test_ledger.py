@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from epd_serve.config.keys import hash_key
 from epd_serve.errors import Overloaded
+from proxy.admission import ledger as ledger_module
 from proxy.admission.control import AdmissionControl
 from proxy.admission.keys import Authenticator, Client, KeyLimits
 from proxy.admission.ledger import Ledger
 from proxy.admission.queue import AdmissionQueue
 from proxy.settings import Current, GatewaySettings
-from proxy.admission import ledger as ledger_module
 
 LIMITS = KeyLimits(requests_per_s=2.0, burst=3, tokens_per_min=600.0, max_concurrent=4)
 

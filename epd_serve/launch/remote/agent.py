@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from epd_serve.config.gateway import read_secret
-from epd_serve.config.keys import admin_headers, check_cluster_key, cluster_key
+from epd_serve.config.keys import join_headers
 from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
 from epd_serve.launch.remote.part import Part, part_specs
 from epd_serve.launch.supervisor import Supervisor
+from epd_serve.rpc.cluster import check_cluster_key, cluster_key
 from epd_serve.rpc.joining import join_all
 
 logger = logging.getLogger(__name__)
@@ -73,9 +74,10 @@ class _Places:
     def __init__(self, part: Part, gateways: Sequence[str]) -> None:
         self._roles = {part.names[one.name]: str(one.role) for one in part.placement}
         self._gateways = gateways
-        self._headers = admin_headers()
+        self._headers = join_headers()
         named = read_secret(part.config.cluster_key, "cluster_key")
         self._key = cluster_key() if named is None else check_cluster_key(named, "cluster_key")
+        self._tls = part.config.read_tls()
         self._ready: set[str] = set()
         self._joined: dict[str, asyncio.Task[None]] = {}
 
@@ -86,7 +88,13 @@ class _Places:
         if process.state is ProcessState.READY:
             self._ready.add(name)
             joining = join_all(
-                self._gateways, name, process.spec.url, self._headers, role=self._roles[name], key=self._key
+                self._gateways,
+                name,
+                process.spec.url,
+                self._headers,
+                role=self._roles[name],
+                key=self._key,
+                tls=self._tls,
             )
             self._joined[name] = asyncio.create_task(joining)
         elif name in self._ready:

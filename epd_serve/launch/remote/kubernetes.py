@@ -12,12 +12,13 @@ from ruamel.yaml.scalarstring import LiteralScalarString
 
 from device.datasheets import emulated_kind, is_measured
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, load_config
-from epd_serve.config.keys import ADMIN_KEY, CLUSTER_KEY
+from epd_serve.config.keys import ADMIN_KEY, JOIN_KEY
 from epd_serve.config.model_files import HubModel
 from epd_serve.cost.shape import KNOWN_SHAPES
 from epd_serve.launch.ports import ports_each
 from epd_serve.launch.remote.part import BASE_PORT
 from epd_serve.launch.remote.values import InferencePool, Resources, Values
+from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import place_units
 
@@ -74,6 +75,8 @@ def _check(config: DeploymentConfig) -> None:
     kinds = {device.partition(":")[0] for one in config.placement() for device in one.devices}
     if config.engine == "auto" and kinds & {"cuda", "npu"}:
         raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
+    if config.tls is not None:
+        raise ValueError("tls: pods have addresses that no certificate names; take it out, and use a service mesh")
     if config.hosts:
         raise ValueError("hosts are machines that you name; on Kubernetes the scheduler chooses: take them out")
     if config.elastic.enabled or config.elastic.drift.enabled:
@@ -93,8 +96,8 @@ def _check(config: DeploymentConfig) -> None:
     for role in {str(one.role) for one in config.placement()}:
         for argument in sorted(_OVER_HOSTS & config.settings_for(role).engine_args.keys()):
             raise ValueError(
-                f"engine_args of {role}: {argument} spreads an instance over hosts, which takes a LeaderWorkerSet; "
-                "here an instance is in one pod: take it out, and give @tp no more devices than a node has"
+                f"engine_args of {role}: {argument} spreads an instance over hosts, which takes a "
+                "LeaderWorkerSet; here it is in one pod: take it out, and give @tp no more devices than a node has"
             )
 
 
@@ -141,6 +144,8 @@ class _Cluster:
         if config.engine != "vllm":  # whose pods take minutes
             gateway["failover"] = {"wait_s": _REPLACED_S, **(gateway.get("failover") or {})}
         gateway["admin"] = {"host": "0.0.0.0", "port": _ADMIN, "key": {"env": ADMIN_KEY}}
+        if config.engine == "vllm":
+            gateway["admin"]["join_key"] = {"env": JOIN_KEY}
         if config.gateway.api_key is not None:
             gateway["api_key"] = {"env": _API_KEY}
         instances = {**(own.get("instances") or {}), "base_port": BASE_PORT}
@@ -161,6 +166,11 @@ class _Cluster:
             made["cluster_key"] = {"env": CLUSTER_KEY}
         return made
 
+    def _secret_of_instances(self) -> Manifest:
+        """With which an instance joins."""
+        is_vllm = self._config.engine == "vllm"
+        return self._key(JOIN_KEY, "join") if is_vllm else self._key(CLUSTER_KEY, "cluster")
+
     @property
     def _in_directory(self) -> bool:
         """Whether the model is a directory, and no name on the hub."""
@@ -174,8 +184,7 @@ class _Cluster:
     def _gateway(self) -> list[Manifest]:
         gateway = self._config.gateway
         env = [self._key(ADMIN_KEY, "admin")]
-        if self._config.engine != "vllm":
-            env.append(self._key(CLUSTER_KEY, "cluster"))
+        env.append(self._secret_of_instances())
         if gateway.api_key is not None:
             env.append(self._key(_API_KEY, "api"))
         container = {
@@ -200,7 +209,7 @@ class _Cluster:
         kind = members[0].devices[0].partition(":")[0]
         is_vllm = self._config.engine == "vllm"
         env = [
-            self._key(ADMIN_KEY, "admin") if is_vllm else self._key(CLUSTER_KEY, "cluster"),
+            self._secret_of_instances(),
             _field("POD_NAME", "metadata.name"),
             _field("POD_IP", "status.podIP"),
             {**self._key("HF_TOKEN", "hf-token")},

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.role_files import write_role_settings
-from epd_serve.launch.commands import prepare_instances, spec_of, with_cluster_key
+from epd_serve.launch.commands import prepare_instances, spec_of, with_trust
 from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.ports import Ports, ports_each
 from epd_serve.launch.process import ProcessSpec
@@ -107,6 +107,9 @@ def part_specs(part: Part, host: str, environment: Mapping[str, str], directory:
         raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
     num_ranks = sum(one.tensor_parallel for one in part.placement)
     environment = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)), **environment}
+    environment = with_trust(config, environment)
+    if (tls := config.read_tls()) is not None:
+        tls.check(host)
     ports = Ports(gateway=0, instances=part_ports(part))
     if config.engine == "vllm":
         here = [
@@ -116,7 +119,6 @@ def part_specs(part: Part, host: str, environment: Mapping[str, str], directory:
         ]
     else:
         write_role_settings(directory, config)
-        environment = with_cluster_key(config, environment)
         here = [
             spec_of(
                 config,

@@ -29,7 +29,7 @@ from device.datasheets import emulated_kind, is_measured
 from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.gateway import read_secret
-from epd_serve.config.keys import ADMIN_KEY, CLUSTER_KEY
+from epd_serve.config.keys import ADMIN_KEY
 from epd_serve.launch.commands import PROGRAM
 from epd_serve.launch.deployment_record import resolved
 from epd_serve.launch.ports import ports_each
