@@ -370,6 +370,11 @@ class DeploymentConfig(SharedConfig):
             raise ValueError(f"model: shape_of {self.model.shape_of} has no weights")
         return self.model
 
+    @property
+    def agent_port(self) -> int:
+        """The port of each host's agent: the one before those of the instances."""
+        return self.instances.base_port - 1
+
     def placement(self) -> tuple[InstancePlacement, ...]:
         return place(self.topology, self.devices)
 

@@ -13,9 +13,9 @@ from typing import Any
 from device.ascend_limits import hccl_environment
 from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, ShapeConfig, model_path
 from epd_serve.config.applied import changes, leaves
-from epd_serve.launch.commands import PreparedInstance, prepare_instances
+from epd_serve.launch.commands import PreparedInstance
 from epd_serve.launch.deployment_record import DeploymentRecord
-from epd_serve.launch.ports import Ports, next_port
+from epd_serve.launch.ports import next_port
 from epd_serve.topology.change import Part, Step, StepKind, plan_change
 
 #: What two processes of the same kind may differ in besides what a rebuild applies.
@@ -65,9 +65,7 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
     """
     record.look()
     live = record.live
-    placement = config.placement()
-    ports = Ports(gateway=0, instances=(1,) * len(placement), master=record.ports.master)
-    prepared = prepare_instances(config, ports, record.environment, record.directory)
+    prepared = record.prepare(config)
     boards = _boards(live, prepared, record.directory)
     names = _names(set(live), prepared)
     running = [
@@ -89,7 +87,7 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
         )
         for name, one in zip(names, prepared, strict=True)
     ]
-    steps = plan_change(running, wanted)
+    steps = plan_change(running, wanted, record.elsewhere(config))
     started = {step.name for step in steps if step.kind is StepKind.START}
     named = {name: one for name, one in zip(names, prepared, strict=True) if name in started}
     return Difference(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.role_files import rebuilt, remembered_role, replace_role_settings, with_settings
 from epd_serve.config.sections import InstanceSettings
-from epd_serve.launch.commands import PreparedInstance, sharing_weights, spec_of
+from epd_serve.launch.commands import PreparedInstance, prepare_instances, sharing_weights, spec_of
 from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
-from epd_serve.types import Role
+from epd_serve.types import Role, Stage
 
 #: Of the launcher's directory.
 GATEWAY_FILE = "deployment.yaml"
@@ -43,6 +44,15 @@ class DeploymentRecord:
     weight_files: Mapping[str, int] = field(default_factory=dict)
     admin: Path | None = None
     _of_roles: dict[str, InstanceSettings] = field(default_factory=dict)
+
+    def prepare(self, config: DeploymentConfig) -> Sequence[PreparedInstance]:
+        """The instances of another deployment, were they started here."""
+        ports = Ports(gateway=0, instances=(1,) * len(config.placement()), master=self.ports.master)
+        return prepare_instances(config, ports, self.environment, self.directory)
+
+    def elsewhere(self, config: DeploymentConfig) -> Counter[Stage]:
+        """The number of instances of each stage that others look after."""
+        return Counter()
 
     def spec(self, name: str) -> ProcessSpec:
         """The process of an instance if it is started again, with the role that it has now."""

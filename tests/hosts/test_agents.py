@@ -59,7 +59,7 @@ async def test_agents_run_the_hosts_of_one_file(fleet: Callable[..., Any], tmp_p
     file = tmp_path / "hosts.yaml"
     file.write_text(
         "topology: (E-P)-2D\n"
-        "hosts: {n1: {address: 10.77.2.2}, n2: {address: 10.77.3.2}}\n"
+        "hosts: {n1: {address: 10.77.0.2}, n2: {address: 10.77.0.3}}\n"
         "devices: [n1/cpu, n1/cpu, n2/cpu]\n"
         "instances: {base_port: 8100}\n"
     )
