@@ -27,7 +27,7 @@ from epd_serve.rpc.http import HttpCall, HttpPool
 
 GATEWAY = "gw"
 URL = "http://127.0.0.1:8000"
-_ADMIN = "http://10.77.0.1:8001"
+_ADMIN = "http://10.0.0.1:8001"
 _KEYS = {ADMIN_KEY: "admin-key-of-the-lab", CLUSTER_KEY: "cluster-key-of-the-lab"}
 _PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
 _CLONE_NEWNET = 0x4000_0000
@@ -36,7 +36,6 @@ _FIRST = """
 set -e
 hostname "$1"
 mount -t tmpfs -o mode=1777 shm /dev/shm
-mount -t tmpfs -o mode=1777 tmp /tmp
 echo ready
 exec "$2" -S -c 'import os, time
 while True:
@@ -49,6 +48,7 @@ def own_network() -> None:
     """Give this process, which has one thread yet, a network of its own. Raises OSError where that takes root."""
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "a network of its own takes root")
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     os.environ.update(_KEYS)
 
 
@@ -113,9 +113,9 @@ class Lab:
     def __init__(self, directory: Path, config: Mapping[str, Any], clocks: Mapping[str, Clock]) -> None:
         self._directory = directory
         self._clocks = clocks
-        self.addresses = {GATEWAY: "10.77.0.1"}
+        self.addresses = {GATEWAY: "10.0.0.1"}
         for index, name in enumerate(config["hosts"], start=2):
-            self.addresses[name] = f"10.77.0.{index}"
+            self.addresses[name] = f"10.0.0.{index}"
         hosts = {name: {"address": self.addresses[name]} for name in config["hosts"]}
         gateway = {"host": "127.0.0.1", "port": 8000, **config.get("gateway", {})}
         gateway["admin"] = {"host": "0.0.0.0", "port": 8001, "key": {"env": ADMIN_KEY}}
@@ -139,8 +139,8 @@ class Lab:
         machine = self.machines[name] = Machine(name, self.addresses[name], clock, shim)
         self._connect(name, machine.pid)
         command = [*_PROGRAM, "agent", str(self.file), "--host-name", name, "--join", _ADMIN]
-        logs = {"EPD_SERVE_LOG_DIR": str(self._directory / name)}
-        self._processes.append(machine.start(command, self._directory / f"{name}.log", **logs))
+        own = {"EPD_SERVE_LOG_DIR": str(self._directory / name), "EPD_SERVE_RUNTIME_DIR": f"/tmp/epd-serve-{name}"}
+        self._processes.append(machine.start(command, self._directory / f"{name}.log", **own))
 
     def start(self) -> None:
         """The gateway, and a machine for each host."""
