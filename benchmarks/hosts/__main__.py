@@ -1,12 +1,12 @@
 """Deployments over many hosts, in namespaces of this machine, on links that are slow, lose packets and break.
 
-``same``: E | P | D on a host each, over 1 Gbit/s with a round trip of 1 ms: answers are those of one host; then with
-1 % of the packets lost, 40 new pictures; then with clocks that are days apart. ``faults``: requests while hosts are cut
-off, lose their power, and pairs of hosts lose sight of each other. ``cluster``: 32 instances on 4 hosts of 8 emulated
-accelerators, under load, and one host is lost and comes back.
+``same``: E | P | D on a host each, over 1 Gbit/s with a round trip of 1 ms: answers are those of one host; then
+with 1 % of the packets lost, 40 new pictures; then with clocks that are days apart. ``faults``: requests while
+hosts are cut off, lose their power, and pairs of hosts lose sight of each other. ``cluster``: 32 instances on 4
+hosts of 8 emulated accelerators, under load, and one host is lost and comes back.
 
-Run as root as ``python -m benchmarks.hosts [same] [faults] [cluster]`` from the repository's root; the exit code is 1
-where an answer was wrong, a request hung or something leaked. Each part is written beside the others.
+Run as root as ``python -m benchmarks.hosts [same] [faults] [cluster]`` from the repository's root; the exit code
+is 1 where an answer was wrong, a request hung or something leaked. Each part is written beside the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from benchmarks.common import RESULTS, argument_parser, machine, write
+from benchmarks.common import argument_parser, machine, write
 from benchmarks.hosts.lab import URL, Clock, Lab, lab, own_network
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
@@ -105,13 +105,13 @@ async def _ask(running: Lab, requests: Sequence[Request], expected: dict[str, st
 async def _settled(running: Lab, timeout_s: float = _SETTLE_S) -> dict[str, Any]:
     """Things that are still held, after all of it had time to come back."""
     until = time.monotonic() + timeout_s
-    while (held := await running.held()) and time.monotonic() < until:
+    while (held := await running.held()) and time.monotonic() < until:  # noqa: ASYNC110
         await asyncio.sleep(0.5)
     return held
 
 
 async def same(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    requests = [one for one in mixed_requests(arguments.requests // 5, 1, patient=True)] + _pictures(500, 8)
+    requests = mixed_requests(arguments.requests // 5, 1, patient=True) + _pictures(500, 8)
     lossy, skewed = _pictures(600, 40), _pictures(700, 12)
     expected = await answers_of_one_host(directory / "one", "E-P-D", [*requests, *lossy, *skewed])
     report: dict[str, Any] = {}
@@ -132,7 +132,10 @@ async def same(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]
     }
     async with lab(directory / "clocks", config, clocks, **LINK) as running:
         await running.until_ready(3)
-        up = {name: float(machine.out("cat", "/proc/uptime").split()[0]) for name, machine in running.machines.items()}
+        up = {
+            name: float(machine.out("cat", "/proc/uptime").split()[0])
+            for name, machine in running.machines.items()
+        }
         report["clocks"] = {
             "monotonic_ahead_s": {name: round(at - min(up.values())) for name, at in up.items()},
             "wall_ahead_s": {name: clock.wall_s for name, clock in clocks.items()},
@@ -239,7 +242,11 @@ _MODEL, _CHIP, _PER_HOST = "qwen2.5-vl-7b", "emulated:ascend-910b3", 8
 def _memory(processes: Sequence[psutil.Process]) -> dict[str, float]:
     """MiB of each instance, what it shares with others counted in parts (PSS)."""
     each = sorted(one.memory_full_info().pss / 2**20 for one in processes)
-    return {"instances": len(each), "median_pss_mib": round(median(each), 1), "largest_pss_mib": round(each[-1], 1)}
+    return {
+        "instances": len(each),
+        "median_pss_mib": round(median(each), 1),
+        "largest_pss_mib": round(each[-1], 1),
+    }
 
 
 def _cluster_devices(hosts: Sequence[str]) -> list[str]:
@@ -254,9 +261,7 @@ def _cluster_devices(hosts: Sequence[str]) -> list[str]:
 
 async def cluster(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     hosts = ["n1", "n2", "n3", "n4"]
-    config = _config(
-        "8E-8P-16D", _cluster_devices(hosts), model={"shape_of": _MODEL}, engine="native", gateway={}
-    )
+    config = _config("8E-8P-16D", _cluster_devices(hosts), model={"shape_of": _MODEL}, engine="native", gateway={})
     fields = {"max_tokens": 32, "ignore_eos": True, "stream": True}
     questions = [
         Request(
@@ -283,7 +288,7 @@ async def cluster(directory: Path, arguments: argparse.Namespace) -> dict[str, A
         await pause("before", arguments.seconds)
         running.power_off("n3")
         lost_at = time.monotonic()
-        while len(await running.ready()) > 3 * _PER_HOST:
+        while len(await running.ready()) > 3 * _PER_HOST:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         noticed_s = time.monotonic() - lost_at
         await pause("without_n3", arguments.seconds)

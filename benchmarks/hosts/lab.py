@@ -111,6 +111,7 @@ class Lab:
     """A deployment over machines: its gateway beside this process, an agent on each of the others."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any], clocks: Mapping[str, Clock]) -> None:
+        directory.mkdir(parents=True)
         self._directory = directory
         self._clocks = clocks
         self.addresses = {GATEWAY: "10.0.0.1"}
@@ -182,7 +183,7 @@ class Lab:
         """Return the seconds until so many instances are ready. Raises TimeoutError."""
         began = time.monotonic()
         async with asyncio.timeout(timeout_s):
-            while len(await self.ready()) < number:
+            while len(await self.ready()) < number:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         return time.monotonic() - began
 
@@ -227,8 +228,7 @@ class Lab:
 async def lab(
     directory: Path, config: Mapping[str, Any], clocks: Mapping[str, Clock] | None = None, **shape: float
 ) -> AsyncIterator[Lab]:
-    """Within, a deployment over hosts that is starting; ``config`` as in a deployment file, ``hosts`` are names."""
-    directory.mkdir(parents=True)
+    """Within, a deployment over hosts that starts; ``config`` as in a deployment file, ``hosts`` are names."""
     made = Lab(directory, config, clocks or {})
     try:
         made.shape(**shape)

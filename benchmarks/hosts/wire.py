@@ -1,8 +1,8 @@
 """The wire between hosts: a process that passes IP packets between TUN devices, each way at its own rate.
 
 ``tc netem`` does this in the kernel, where a kernel has it. A packet waits for those before it, then for the delay
-of its way; what would wait longer than 0.2 s is dropped, as is a share of the rest. Over a link that is not up packets
-vanish without a word, as they do when a cable is cut.
+of its way; what would wait longer than 0.2 s is dropped, as is a share of the rest. Over a link that is not up
+packets vanish without a word, as they do when a cable is cut.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Wire:
             )
 
     def connect(self, address: str, device: int) -> None:
-        """Connect a host, or the one that comes in another's place; the descriptor of its TUN device is closed here.
+        """Connect a host, or the one that comes in another's place; closes the descriptor of its TUN device.
 
         Its ways are new: at 1 Gbit/s, without delay.
         """
@@ -186,9 +186,7 @@ class _Switch:
             way.dropped += 1
             return
         way.free_at_s = max(way.free_at_s, now) + len(packet) * 8 / way.rate_bps
-        heapq.heappush(
-            self._on_the_way, (way.free_at_s + way.delay_s, next(self._number), target, packet, way)
-        )
+        heapq.heappush(self._on_the_way, (way.free_at_s + way.delay_s, next(self._number), target, packet, way))
 
     def _deliver(self, target: str, packet: bytes, way: Way) -> None:
         try:

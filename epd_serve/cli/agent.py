@@ -32,8 +32,10 @@ def agent(
     health_port: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65535, help="Port of /health/live and /health/ready, with --unit; of a host it is the one "
-            "before instances.base_port."
+            min=1,
+            max=65535,
+            help="Port of /health/live and /health/ready, with --unit; of a host it is the one "
+            "before instances.base_port.",
         ),
     ] = None,
     dry: Annotated[

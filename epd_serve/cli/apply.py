@@ -46,10 +46,10 @@ def apply(
 ) -> None:
     """Change a running deployment to another file, without a failed request.
 
-    The deployment is one of 'epd-serve up' of the same user on this machine, or one over many hosts whose gateway is
-    at --admin. Its instances are switched to other roles where that is possible; the rest is started, and then what
-    is left over is drained and stopped. A step that fails ends it; the deployment serves on, and another apply goes
-    on from there.
+    The deployment is one of 'epd-serve up' of the same user on this machine, or one over many hosts whose gateway
+    is at --admin. Its instances are switched to other roles where that is possible; the rest is started, and then
+    what is left over is drained and stopped. A step that fails ends it; the deployment serves on, and another
+    apply goes on from there.
 
     With --admin, topology, devices, hosts, instances and roles of the new file are written into the gateway's own
     file, which the agents of all hosts follow; --deadline is for all of it, and --patience is 1 s.
@@ -125,7 +125,7 @@ def _apply_to_hosts(
         if time.monotonic() > until:
             late = ", ".join(host for host in sorted({**now, **after}) if now.get(host) != after.get(host))
             raise ValueError(
-                f"after {deadline_s:g} s {late} is not as the file has it, and goes on trying; its agent says why: "
+                f"after {deadline_s:g} s {late} is not as the file has it, and goes on trying; why: "
                 f"epd-serve logs {late.partition(',')[0]}-agent --admin {gateway.where}"
             )
         time.sleep(_LOOK_S)

@@ -181,9 +181,11 @@ def with_placed_keys(config: DeploymentConfig, keys: Mapping[str, Any]) -> Deplo
 def rewrite(file: Path, keys: Mapping[str, Any]) -> None:
     """Replace top-level keys of a deployment file in one step; the rest of it stays, with its comments.
 
-    A key whose value is None is taken out. Raises ConfigError for what would be no deployment, and OSError; the file is as it was then.
+    A key whose value is None is taken out. Raises ConfigError for what would be no deployment, and OSError; the
+    file is as it was then.
     """
     yaml = YAML(typ="rt")
+    yaml.width, yaml.preserve_quotes = 4096, True
     tree = yaml.load(file.read_text(encoding="utf-8")) or {}
     for key, value in keys.items():
         if value is None:

@@ -14,7 +14,7 @@ from epd_serve.rpc.cluster import with_link
 
 
 class LinkedHttp(HttpToolsProtocol):
-    """Knows for each connection whether the cluster's key was proved on it; under other protocols of uvicorn, too."""
+    """Knows for each connection whether the cluster's key was proved on it; a base of other protocols, too."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.app_state = with_link(self.app_state)

@@ -46,8 +46,8 @@ def create_admin_app(
 ) -> FastAPI:
     """``GET /instances``, ``/requests`` and ``/workers`` of all the crew, and ``routers``, all behind ``key``.
 
-    ``orders`` and ``joining`` are for those that have proved the cluster's key, too: they could give these orders to
-    the instances themselves. ``joining`` is for nobody who has neither.
+    ``orders`` and ``joining`` are for those that have proved the cluster's key, too: they could give these orders
+    to the instances themselves. ``joining`` is for nobody who has neither.
     """
     keys = [] if key is None else [(hash_key(key), Client("admin"))]
     router = APIRouter()

@@ -13,7 +13,6 @@ import pytest
 from chat import chat
 from pictures import noise
 
-from epd_serve.config import load_config
 from epd_serve.launch.remote.kubernetes import manifests
 from epd_serve.launch.remote.values import Values
 
@@ -77,7 +76,10 @@ async def test_agents_follow_one_file(fleet: Callable[..., Any]) -> None:
         load = asyncio.create_task(ask())
         assert "n1: D E P -> E 2P" in (said := await running.command("apply", "--topology", "(E-P)-P-D")), said
         assert {name: one["role"] for name, one in (await running.instances()).items()} == {
-            **{"n1-e0": "E", "n1-p0": "P", "n1-d0": "P", "n2-d0": "D"}
+            "n1-e0": "E",
+            "n1-p0": "P",
+            "n1-d0": "P",
+            "n2-d0": "D",
         }
         assert "this host is as the gateway's file has it" in await running.command("logs", "n1-agent")
         assert "n2-d0 on n2" in await running.command("logs")

@@ -64,10 +64,16 @@ def test_a_host_changes_what_is_its_own(tmp_path: Path) -> None:
     for one in prepare_part(host_part(config, "n1"), "127.0.0.1", {}, tmp_path):
         record.joined(one)
     other = {"topology": "E-2P-2D", "roles": {"P": {"max_num_seqs": 3}}}
-    steps = difference(record, at_address(with_placed_keys(config, placed_keys(config) | other), "127.0.0.1")).steps
-    assert [str(one) for one in steps] == ["switch n1-p0 from P to EPD", "switch n1-p0 from EPD to P"], "new settings"
+    steps = difference(
+        record, at_address(with_placed_keys(config, placed_keys(config) | other), "127.0.0.1")
+    ).steps
+    assert [str(one) for one in steps] == ["switch n1-p0 from P to EPD", "switch n1-p0 from EPD to P"], (
+        "new settings"
+    )
     other = {"topology": "2E-D-P-D"}  # in the order of the devices: n1 has E and D, n2 E, P and D
-    steps = difference(record, at_address(with_placed_keys(config, placed_keys(config) | other), "127.0.0.1")).steps
+    steps = difference(
+        record, at_address(with_placed_keys(config, placed_keys(config) | other), "127.0.0.1")
+    ).steps
     assert [str(one) for one in steps] == ["switch n1-p0 from P to D"]
     without = placed_keys(config) | {"topology": "P-D", "devices": ["n2/emulated:h200:0", "n2/emulated:h200:1"]}
     steps = difference(record, at_address(with_placed_keys(config, without), "127.0.0.1")).steps

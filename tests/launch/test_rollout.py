@@ -112,7 +112,9 @@ async def launcher(fakes: Any, tmp_path: Path) -> AsyncIterator[Launcher]:
             pytest.fail(f"{spec.name} is to be switched")
 
         try:
-            yield Launcher(Rollout(held, supervisor, OwnGateway(orders, held), before_start), supervisor, gateway, held)
+            yield Launcher(
+                Rollout(held, supervisor, OwnGateway(orders, held), before_start), supervisor, gateway, held
+            )
         finally:
             await supervisor.stop()
             await runner.cleanup()

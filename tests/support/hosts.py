@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from benchmarks.hosts.wire import Wire, address_lines, tun
 from zygote import OWN_HOST
 
+from benchmarks.hosts.wire import Wire, address_lines, tun
 from epd_serve.launch import deployment
 from epd_serve.launch.commands import HEAP_TUNABLES
 from epd_serve.launch.forking import ForkServer
@@ -132,14 +132,18 @@ async def hosts(names: Sequence[str], log_dir: Path) -> AsyncIterator[Hosts]:
             wire.connect(host.ip, tun(host.pid, "net0"))
             lines = "\n".join(address_lines(host.ip, "net0"))
             enter = ["nsenter", "-t", str(host.pid), "--net", "ip", "-batch", "-"]
-            subprocess.run(enter, input=lines, text=True, check=True)
+            subprocess.run(enter, input=lines, text=True, check=True)  # noqa: ASYNC221
             made[name] = host
         yield Hosts(made, wire)
 
 
 def _can_be_made() -> bool:
     trial = ["unshare", "--net", "--pid", "--fork", "true"]
-    return os.geteuid() == 0 and Path("/dev/net/tun").exists() and subprocess.run(trial, stderr=subprocess.DEVNULL).returncode == 0
+    return (
+        os.geteuid() == 0
+        and Path("/dev/net/tun").exists()
+        and subprocess.run(trial, stderr=subprocess.DEVNULL).returncode == 0
+    )
 
 
 def _child_of(pid: int) -> int:
