@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
@@ -202,8 +202,12 @@ class Lab:
 
     def instance_processes(self) -> list[psutil.Process]:
         """Those of all machines."""
-        mine = psutil.Process().children(recursive=True)
-        return [one for one in mine if one.is_running() and "--options" in one.cmdline()]
+        found = []
+        for one in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # one that has ended
+                if "--options" in one.cmdline():
+                    found.append(one)
+        return found
 
     def close(self) -> None:
         for machine in self.machines.values():

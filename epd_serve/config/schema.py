@@ -157,7 +157,7 @@ class DeploymentConfig(SharedConfig):
     hosts: Hot[dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*$")], HostConfig]] = Field(
         default_factory=dict,
         description="Machines whose devices the list names, as in {n1: {address: 10.0.0.1}}; on each runs "
-        "'epd-serve agent FILE --host-name n1'. {}: there is this one.",
+        "'epd-serve agent FILE --host-name n1 --join URL'. {}: there is this one.",
     )
     restart: Anew[Literal["on-failure", "never"]] = Field(
         default="on-failure",

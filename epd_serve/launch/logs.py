@@ -31,7 +31,7 @@ def log_piece(file: Path, after: int | None) -> LogPiece:
         stream.seek(begin)
         data = stream.read(_MOST_BYTES)
     # A line that is being written comes with the next piece, unless it is longer than any.
-    whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == _MOST_BYTES or after is None else b"")
+    whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == _MOST_BYTES else b"")
     lines = whole.decode("utf-8", "replace")
     if after is None:
         lines = "".join(lines.splitlines(keepends=True)[-TAIL_LINES:])
