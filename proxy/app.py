@@ -121,7 +121,7 @@ def create_app(
             stack.push_async_callback(crew.leave)
             routers = [operations_router(table, health, switches, crew), scaling_router(table, served_requests)]
             routers += [hosts_router(current, lambda: app.state.files)]
-            orders = [switches_router(switches, hold), deployment_router(current)]
+            orders = [switches_router(switches, hold), deployment_router(current, lambda: app.state.files)]
             orders += [rollout_router(table, Departures(switches, calls), hold, crew)]
             joining = leases_router(leases, crew)
             if gateway.admin.port is not None and crew.leads:

@@ -46,6 +46,7 @@ _LEARNING_S = 600.0
 _TIMES = 5
 LEASE_S = 3.0
 _SETTLE_S = 90.0
+_MODEL, _CHIP, _PER_HOST = "qwen2.5-vl-7b", "emulated:ascend-910b3", 8
 #: Few blocks and small caches, so that requests wait for each other at every stage.
 _INSTANCES = {
     "threads": 1,
@@ -79,10 +80,10 @@ async def _client(url: str) -> Client:
 
 
 async def answers_of_one_host(
-    directory: Path, topology: str, requests: Sequence[Request]
+    directory: Path, requests: Sequence[Request], **keys: Any
 ) -> tuple[dict[str, str], float]:
-    """Each request's answer by such a deployment on one host, and the deadline for others."""
-    config = DeploymentConfig(topology=topology, gateway={"port": 0}, instances={**_INSTANCES, "base_port": 0})
+    """Each request's answer by E-P-D on one host, and the deadline for others."""
+    config = DeploymentConfig(gateway={"port": 0}, instances={**_INSTANCES, "base_port": 0}, **keys)
     async with LocalDeployment(config, log_dir=directory, ready_timeout_s=180) as deployment:
         traffic = Traffic(await _client(deployment.gateway_url), deadline_s=_LEARNING_S)
         slowest_s = 0.0
@@ -123,7 +124,7 @@ async def _settled(running: Lab, timeout_s: float = _SETTLE_S) -> dict[str, Any]
 async def same(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     requests = mixed_requests(arguments.requests // 20, 1, patient=True) + _pictures(500, 8)
     lossy, skewed = _pictures(600, 40), _pictures(700, 12)
-    expected, deadline_s = await answers_of_one_host(directory / "one", "E-P-D", [*requests, *lossy, *skewed])
+    expected, deadline_s = await answers_of_one_host(directory / "one", [*requests, *lossy, *skewed])
     report: dict[str, Any] = {}
     config = _config("E-P-D", ["n1/cpu", "n2/cpu", "n3/cpu"], deadline_s, instances=_INSTANCES)
     async with lab(directory / "link", config, **LINK) as running:
@@ -208,9 +209,13 @@ class Faults:
 
 async def faults(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     requests = mixed_requests(arguments.requests // _TIMES, arguments.seed) * _TIMES
-    expected, deadline_s = await answers_of_one_host(directory / "one", "E-P-D", requests)
-    devices = [f"n{number}/cpu" for number in range(1, 7)]
-    config = _config("2E-2P-2D", devices, deadline_s, instances=_INSTANCES)
+    chip, model, one = "cpu", dict[str, Any](), dict[str, Any]()
+    if arguments.emulated:
+        chip, model = f"{_CHIP}:0", {"model": {"shape_of": _MODEL}, "engine": "native"}
+        one = {"devices": [f"{_CHIP} x 3"]}
+    expected, deadline_s = await answers_of_one_host(directory / "one", requests, **model, **one)
+    devices = [f"n{number}/{chip}" for number in range(1, 7)]
+    config = _config("2E-2P-2D", devices, deadline_s, instances=_INSTANCES, **model)
     async with lab(directory / "faults", config, **LINK) as running:
         ready_s = await running.until_ready(6)
         traffic = Traffic(await _client(URL), deadline_s=deadline_s)
@@ -234,6 +239,7 @@ async def faults(directory: Path, arguments: argparse.Namespace) -> dict[str, An
     bad = any(report["outcomes"][outcome.value] for outcome in BAD)
     return {
         "hosts": {"n1, n2": "E", "n3, n4": "P", "n5, n6": "D"},
+        "model": f"{_MODEL} without weights, on {_CHIP}" if arguments.emulated else "demo",
         "ready_s": round(ready_s, 1),
         "seconds": round(seconds, 1),
         "faults": dict(breaking.count),
@@ -245,9 +251,6 @@ async def faults(directory: Path, arguments: argparse.Namespace) -> dict[str, An
         "gateway_books": books or "balanced",
         "passed": not (bad or held or books),
     }
-
-
-_MODEL, _CHIP, _PER_HOST = "qwen2.5-vl-7b", "emulated:ascend-910b3", 8
 
 
 def _memory(processes: Sequence[psutil.Process]) -> dict[str, float]:
@@ -342,6 +345,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between two faults")
+    parser.add_argument("--emulated", action="store_true", help="faults without a model's own computation")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase of the cluster's load")
     arguments = parser.parse_args()
     own_network()

@@ -101,7 +101,7 @@ def _apply_to_hosts(
     deadline_s: float,
 ) -> None:
     """Change the gateway's file, and return when each host has what it says."""
-    running = with_placed_keys(DeploymentConfig(), ask_admin(gateway, "GET", "/deployment"))
+    running = with_placed_keys(DeploymentConfig(), ask_admin(gateway, "GET", "/deployment")["keys"])
     if not running.hosts:
         raise ValueError(f"{gateway.where} has no hosts in its file; --admin is for many hosts, leave it out")
     wanted = running

@@ -23,14 +23,17 @@ from proxy.settings import Current
 _LOGS_S = 5.0
 
 
-def deployment_router(settings: Current) -> APIRouter:
+def deployment_router(settings: Current, files: Callable[[], GatewayFiles | None]) -> APIRouter:
     """``GET /deployment``, which agents follow."""
     router = APIRouter()
 
     @router.get("/deployment")
     async def deployment() -> JSONResponse:
-        """Topology, devices, hosts and the settings of instances, as the gateway's file has them."""
-        return JSONResponse(placed_keys(settings.now.config))
+        """``keys``: topology, devices, hosts and the settings of instances as the gateway's file has them;
+        ``written``: when it was, so that a file that says the same again is followed again."""
+        known = files()
+        written = 0 if known is None else (await asyncio.to_thread(known.file.stat)).st_mtime_ns
+        return JSONResponse({"keys": placed_keys(settings.now.config), "written": written})
 
     return router
 
@@ -41,7 +44,7 @@ def hosts_router(settings: Current, files: Callable[[], GatewayFiles | None]) ->
 
     @router.put("/deployment")
     async def change(request: Request) -> JSONResponse:
-        """Have these keys alone of their kind in the gateway's file, take it over, and answer as ``GET`` does."""
+        """Have these keys alone of their kind in the gateway's file, and take it over."""
         _hosts(settings.now.config)
         try:
             keys = msgspec.json.decode(await request.body(), type=dict[str, Any])
@@ -60,7 +63,7 @@ def hosts_router(settings: Current, files: Callable[[], GatewayFiles | None]) ->
             known.reload()
         except (ValueError, OSError) as error:
             raise InvalidRequest(f"the gateway's file stays as it was: {error}") from error
-        return JSONResponse(placed_keys(settings.now.config))
+        return JSONResponse({})
 
     @router.get("/logs")
     async def logs() -> JSONResponse:

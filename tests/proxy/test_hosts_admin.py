@@ -29,8 +29,8 @@ class Gateway:
         self.file = file
         self.settings = Current(self.read())
         app = FastAPI()
-        app.include_router(deployment_router(self.settings))
         files = GatewayFiles(file, self.reload, lambda config: [])
+        app.include_router(deployment_router(self.settings, lambda: files))
         app.include_router(hosts_router(self.settings, lambda: files))
         install_error_handlers(app)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
@@ -60,10 +60,12 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
 
 
 async def test_the_file_is_changed(gateway: Gateway) -> None:
-    now = (await gateway.client.get("/deployment")).json()
+    told = (await gateway.client.get("/deployment")).json()
+    now = told["keys"]
     assert now["topology"] == "P-D" and set(now) == {"topology", "devices", "hosts", "instances"}
-    status, changed = await gateway.put({**now, "topology": "D-P"})
-    assert (status, changed["topology"]) == (200, "D-P")
+    assert (await gateway.put({**now, "topology": "D-P"}))[0] == 200
+    changed = (await gateway.client.get("/deployment")).json()
+    assert changed["keys"]["topology"] == "D-P" and changed["written"] > told["written"]
     assert load_config(gateway.file).placement()[0].host == "n1"
     before = gateway.file.read_text()
     for keys, sentence in (

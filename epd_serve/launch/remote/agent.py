@@ -150,19 +150,22 @@ async def _follow(record: HostRecord, supervisor: Supervisor, orders: GatewayOrd
         return None
 
     rollout = Rollout(record, supervisor, orders, before_start, lambda text: logger.info("%s", text))
-    address, seen, problem = record.config.instances.host, placed_keys(record.config), ""
-    seen.get("instances", {}).pop("host", None)
+    address, problem = record.config.instances.host, ""
+    own, seen = _without_address(placed_keys(record.config)), 0
     try:
         while True:
             await asyncio.sleep(_AGAIN_S if problem else _LOOK_S)
             try:
-                wanted = await orders.client.ask("GET", "/deployment", timeout_s=_AGAIN_S)
-                wanted.get("instances", {}).pop("host", None)
-                if wanted == seen or any(
-                    one.num_restarts == 0 and not one.ready.is_set() for one in supervisor.processes
-                ):
+                now = await orders.client.ask("GET", "/deployment", timeout_s=_AGAIN_S)
+                wanted, written = _without_address(now["keys"]), now["written"]
+                if wanted == own and written == (seen or written):  # as it was started, or as it is
+                    seen = written
                     continue
-                await rollout.apply(at_address(with_placed_keys(record.config, wanted), address), ApplyLimits())
+                if any(one.num_restarts == 0 and not one.ready.is_set() for one in supervisor.processes):
+                    continue
+                await rollout.apply(
+                    at_address(with_placed_keys(record.config, now["keys"]), address), ApplyLimits()
+                )
             except (AdminError, TimeoutError):
                 continue
             except ValueError as error:
@@ -170,11 +173,16 @@ async def _follow(record: HostRecord, supervisor: Supervisor, orders: GatewayOrd
                     logger.error("the gateway's file is not taken over: %s", error)
                 problem = str(error)
             else:
-                seen, problem = wanted, ""
+                own, seen, problem = wanted, written, ""
                 logger.info("this host is as the gateway's file has it")
     finally:
         rollout.call_off()
         await rollout.close()
+
+
+def _without_address(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys without the address that instances have on one host."""
+    return {**keys, "instances": {**keys.get("instances", {}), "host": None}}
 
 
 @asynccontextmanager
