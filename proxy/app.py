@@ -28,6 +28,7 @@ from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
 from epd_serve.protocol.transcriptions import TranscriptionRequest
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.routing.table import InstanceTable
+from proxy.admin.hosts import deployment_router, hosts_router
 from proxy.admin.operations import operations_router
 from proxy.admin.plane import create_admin_app, running_admin, running_on_path
 from proxy.admin.reload import ConfigReload
@@ -121,9 +122,10 @@ def create_app(
             stack.callback(probe.close)
             await crew.join()
             stack.push_async_callback(crew.leave)
-            routers = [operations_router(table, health, switches, crew), switches_router(switches, hold)]
-            routers += [scaling_router(table, served_requests)]
-            routers += [rollout_router(table, Departures(switches, calls), hold, crew)]
+            routers = [operations_router(table, health, switches, crew), scaling_router(table, served_requests)]
+            routers += [hosts_router(current, lambda: app.state.files)]
+            orders = [switches_router(switches, hold), deployment_router(current, lambda: app.state.files)]
+            orders += [rollout_router(table, Departures(switches, calls), hold, crew)]
             joining = leases_router(leases, crew, needs_tls=settings.tls is not None)
             if gateway.admin.port is not None and crew.leads:
                 admin = create_admin_app(
@@ -133,6 +135,7 @@ def create_app(
                     crew,
                     routers,
                     joining,
+                    orders=orders,
                     engine=engine,
                     join_key=settings.join_key,
                 )
@@ -142,7 +145,7 @@ def create_app(
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.admin_path is not None and crew.leads:
                 routers += [joining] if app.state.files is None else [joining, files_router(app.state.files)]
-                admin = create_admin_app(table, admission, None, crew, routers, engine=engine)
+                admin = create_admin_app(table, admission, None, crew, [*routers, *orders], engine=engine)
                 await stack.enter_async_context(running_on_path(admin, app.state.admin_path))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
             loops = [poller.run(), health.run(), leases.run(), stealing.run(), give_back()]

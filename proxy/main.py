@@ -108,7 +108,7 @@ def run_gateway(
         app.state.reloader = Reloader(reread.file, apply)
         crew.on_reload = app.state.reloader.ask
         crew.on_config = catch_up
-        app.state.files = GatewayFiles(app.state.reloader.take, left_by)
+        app.state.files = GatewayFiles(reread.file, app.state.reloader.take, left_by)
     gateway = config.gateway
     server = new_server(
         app,

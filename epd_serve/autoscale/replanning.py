@@ -47,7 +47,7 @@ class Replanner:
         tokens_per_pixel: of images, as instances say it.
         drifts: that were seen, in plain words.
         plan: the file of the last plan; directories of earlier ones are gone.
-        deployment: by which 'epd-serve apply' finds the launcher of this gateway; None: there is none.
+        deployment: the flags by which 'epd-serve apply' finds the deployment; (): plans are not applied.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Replanner:
         self._drifted = asyncio.Event()
         self.drifts: list[str] = []
         self.plan: Path | None = None
-        self.deployment: str | None = None
+        self.deployment: tuple[str, ...] = ()
 
     def put(self, line: bytes) -> None:
         """Take a line of the access log: a request is over. Raises ValueError for anything else."""
@@ -123,8 +123,8 @@ class Replanner:
         if self._hook is not None:
             text = plan.read_text(encoding="utf-8")
             await tell(self._hook, {"event": "plan", "role": None, "reason": recommended, "plan": text})
-        if options.apply and self.deployment is not None:
-            done = await self._run("apply", str(plan), "--topology-only", "--gateway", self.deployment)
+        if options.apply and self.deployment:
+            done = await self._run("apply", str(plan), "--topology-only", *self.deployment)
             if done is not None:
                 logger.info("elastic: the plan is applied: %s", done.decode().replace("\n", "; "))
 

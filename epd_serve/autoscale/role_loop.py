@@ -140,10 +140,10 @@ _ORDER_MARGIN_S = 130.0
 _LOOK_S = 0.5
 
 
-async def autoscale(config: DeploymentConfig, admin: AdminClient, deployment: str | None) -> None:
+async def autoscale(config: DeploymentConfig, admin: AdminClient, deployment: tuple[str, ...]) -> None:
     """Run what ``config`` enables until cancelled.
 
-    ``deployment``: the name by which ``epd-serve apply`` finds it; None: plans are not applied.
+    ``deployment``: the flags by which ``epd-serve apply`` finds it.
     """
     async with asyncio.TaskGroup() as group:
         if config.elastic.enabled:

@@ -34,27 +34,43 @@ def agent(
         str | None, typer.Option(help="Address that the instances listen on; over the file's, else 127.0.0.1.")
     ] = None,
     health_port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port of /health/live and /health/ready.")
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help="Port of /health/live and /health/ready, with --unit; of a host it is the one "
+            "before instances.base_port.",
+        ),
     ] = None,
     dry: Annotated[
         bool, typer.Option("--dry-run", help="Print every command line and its environment; start nothing.")
     ] = False,
 ) -> None:
-    """Run one place's instances of a deployment: start them, join the gateways, start again what ends."""
+    """Run one place's instances of a deployment: start them, join the gateways, start again what ends.
+
+    With --host-name the place follows the file of the gateway that is named first: it starts, switches and stops
+    instances when that file changes.
+    """
     config = load_config(file)
     if (host_name is None) == (unit is None) or (unit is not None and (name is None) == (replica is None)):
         raise ValueError("say which instances: --host-name n1, or --unit 0 with --name e-1 or with --replica 0")
+    if host_name is not None and health_port is not None:
+        raise ValueError("--health-port is for --unit; a host's agent has the port before instances.base_port")
+    if host_name is not None and not join and not dry:
+        raise ValueError("say where the gateway is: --join http://10.0.0.1:8001, with its gateway.admin.port")
     with ended_by_ctrl_c():
-        from epd_serve.launch.remote.agent import run_agent
+        from epd_serve.launch.remote.agent import HostOfFile, run_agent
         from epd_serve.launch.remote.part import host_part, unit_part
 
         if not dry and isinstance(config.model, str):
             from epd_serve.launch.download import download
 
             download(config.model)
+        host_of, port = None, health_port
         if host_name is not None:
             part = host_part(config, host_name)
             address = host or config.hosts[host_name].address
+            host_of, port = HostOfFile(config=config, name=host_name), config.agent_port
         else:
             assert unit is not None
             part, address = unit_part(config, unit, name, replica or 0), host or "127.0.0.1"
@@ -66,5 +82,5 @@ def agent(
             for line in process_lines(part_specs(part, address, os.environ, Path(directory)), os.environ):
                 typer.echo(line)
         return
-    code = asyncio.run(run_agent(part, host=address, gateways=join or (), health_port=health_port))
+    code = asyncio.run(run_agent(part, host=address, gateways=join or (), port=port, host_of=host_of))
     raise typer.Exit(code)

@@ -171,7 +171,7 @@ class DeploymentConfig(SharedConfig):
     hosts: Hot[dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*$")], HostConfig]] = Field(
         default_factory=dict,
         description="Machines whose devices the list names, as in {n1: {address: 10.0.0.1}}; on each runs "
-        "'epd-serve agent FILE --host-name n1'. {}: there is this one.",
+        "'epd-serve agent FILE --host-name n1 --join URL'. {}: there is this one.",
     )
     restart: Anew[Literal["on-failure", "never"]] = Field(
         default="on-failure",
@@ -389,6 +389,11 @@ class DeploymentConfig(SharedConfig):
         if isinstance(self.model, ShapeConfig):
             raise ValueError(f"model: shape_of {self.model.shape_of} has no weights")
         return self.model
+
+    @property
+    def agent_port(self) -> int:
+        """The port of each host's agent: the one before those of the instances."""
+        return self.instances.base_port - 1
 
     def placement(self) -> tuple[InstancePlacement, ...]:
         return place(self.topology, self.devices)

@@ -15,18 +15,15 @@ from epd_serve.backends.vllm_command import roles_of
 from epd_serve.config import DeploymentConfig, InstanceSettings, ShapeConfig, model_path
 from epd_serve.config.applied import changes, leaves
 from epd_serve.config.vllm import connectors
-from epd_serve.launch.commands import PreparedInstance, prepare_instances
-from epd_serve.launch.deployment_record import DeploymentRecord
-from epd_serve.launch.ports import Ports, next_port
-from epd_serve.launch.vllm import VllmProcess, prepare_vllm
+from epd_serve.launch.commands import PreparedInstance
+from epd_serve.launch.deployment_record import DeploymentRecord, Prepared
+from epd_serve.launch.ports import next_port
+from epd_serve.launch.vllm import VllmProcess
 from epd_serve.topology.change import Part, Step, StepKind, plan_change
 from epd_serve.types import Role
 
 #: What two processes of the same kind may differ in besides what a rebuild applies.
 _OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir", "memory_share"})
-
-
-Prepared = PreparedInstance | VllmProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +71,7 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
     """
     record.look()
     live = record.live
-    prepared = _prepared(record, config)
+    prepared = record.prepare(config)
     boards = _boards(live, prepared, record.directory)
     names = _names(set(live), prepared)
     running = [
@@ -98,7 +95,7 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
         )
         for name, one in zip(names, prepared, strict=True)
     ]
-    steps = plan_change(running, wanted)
+    steps = plan_change(running, wanted, record.elsewhere(config))
     started = {step.name for step in steps if step.kind is StepKind.START}
     named = {name: one for name, one in zip(names, prepared, strict=True) if name in started}
     return Difference(
@@ -106,14 +103,6 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
         to_start=_placed(record, config, named, boards),
         notes=tuple(_notes(record, config, prepared, steps)),
     )
-
-
-def _prepared(record: DeploymentRecord, config: DeploymentConfig) -> Sequence[Prepared]:
-    """The instances of the new deployment, with ports and names that they would not get."""
-    ports = Ports(gateway=0, instances=(1,) * len(config.placement()), master=record.ports.master)
-    if config.engine == "vllm":
-        return prepare_vllm(config, ports.instances, record.environment, record.directory, engines=record.engines)
-    return prepare_instances(config, ports, record.environment, record.directory)
 
 
 def _roles(one: Prepared) -> frozenset[Role] | None:

@@ -37,7 +37,7 @@ from epd_serve.launch.process import (
     RunningProcess,
     spawn,
 )
-from epd_serve.launch.rollout import DEFAULT_LIMITS, ApplyLimits, Rollout
+from epd_serve.launch.rollout import DEFAULT_LIMITS, ApplyLimits, OwnGateway, Rollout
 from epd_serve.launch.runtime import AddressTaken, RuntimeDirectory
 from epd_serve.launch.supervisor import Backoff, Supervisor
 from epd_serve.launch.vllm import VllmProcess, prepare_vllm
@@ -159,7 +159,8 @@ class LocalDeployment:
             on_death=died,
             start=self._start,
         )
-        self._applier = Rollout(self._record, self._supervisor, self._make_forkable, on_apply)
+        orders = None if self._record.admin is None else OwnGateway(self._record.admin, self._record)
+        self._applier = Rollout(self._record, self._supervisor, orders, self._make_forkable, on_apply)
         self._control: ControlServer | None = None
 
     async def __aenter__(self) -> Self:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,16 @@ from epd_serve.config.role_files import (
     with_settings,
 )
 from epd_serve.config.sections import InstanceSettings
-from epd_serve.launch.commands import PreparedInstance, sharing_weights, spec_of
+from epd_serve.launch.commands import PreparedInstance, prepare_instances, sharing_weights, spec_of
 from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
-from epd_serve.launch.vllm import VllmProcess, vllm_spec
+from epd_serve.launch.vllm import VllmProcess, prepare_vllm, vllm_spec
 from epd_serve.launch.vllm_probe import VllmFound
 from epd_serve.topology.remembered import remember_role, remembered_role, role_file
-from epd_serve.types import Role
+from epd_serve.types import Role, Stage
 
+Prepared = PreparedInstance | VllmProcess
 #: Of the launcher's directory.
 GATEWAY_FILE = "deployment.yaml"
 
@@ -47,17 +49,28 @@ class DeploymentRecord:
     environment: Mapping[str, str]
     directory: Path
     urls: dict[str, str]
-    live: dict[str, PreparedInstance | VllmProcess] = field(default_factory=dict)
+    live: dict[str, Prepared] = field(default_factory=dict)
     weight_files: Mapping[str, int] = field(default_factory=dict)
     engines: dict[str, VllmFound] = field(default_factory=dict)
     admin: Path | None = None
     _of_roles: dict[str, InstanceSettings] = field(default_factory=dict)
 
+    def prepare(self, config: DeploymentConfig) -> Sequence[Prepared]:
+        """The instances of another deployment, were they started here, with ports that they would not get."""
+        ports = Ports(gateway=0, instances=(1,) * len(config.placement()), master=self.ports.master)
+        if config.engine == "vllm":
+            return prepare_vllm(config, ports.instances, self.environment, self.directory, engines=self.engines)
+        return prepare_instances(config, ports, self.environment, self.directory)
+
+    def elsewhere(self, config: DeploymentConfig) -> Counter[Stage]:
+        """The number of instances of each stage that others look after."""
+        return Counter()
+
     def spec(self, name: str) -> ProcessSpec:
         """The process of an instance if it is started again, with the role that it has now."""
         return self.spec_of(self._started_again(name))
 
-    def spec_of(self, instance: PreparedInstance | VllmProcess) -> ProcessSpec:
+    def spec_of(self, instance: Prepared) -> ProcessSpec:
         if isinstance(instance, VllmProcess):
             return vllm_spec(instance, self.environment)
         copies = not self.config.instances.share_weights
@@ -66,13 +79,13 @@ class DeploymentRecord:
         )
         return spec
 
-    def starts(self, instance: PreparedInstance | VllmProcess) -> None:
+    def starts(self, instance: Prepared) -> None:
         """An instance is about to be started, perhaps with a name that another had before."""
         role_file(self.directory, instance.options.name).unlink(missing_ok=True)
         if isinstance(instance, VllmProcess):  # which does not know its role
             remember_role(self.directory, instance.options.name, instance.options.role)
 
-    def joined(self, instance: PreparedInstance | VllmProcess) -> None:
+    def joined(self, instance: Prepared) -> None:
         """Add an instance to the deployment."""
         self._of_roles.pop(instance.options.name, None)
         self.live[instance.options.name] = instance
@@ -92,7 +105,7 @@ class DeploymentRecord:
             self.look()
             self.live[name] = self._started_again(name)
 
-    def _started_again(self, name: str) -> PreparedInstance | VllmProcess:
+    def _started_again(self, name: str) -> Prepared:
         instance = self.live[name]
         settings = self._of_roles.get(name)
         if settings is None or isinstance(instance, VllmProcess):

@@ -286,17 +286,7 @@ def instance_urls(deployment: DeploymentConfig) -> list[tuple[str, str]]:
     settings = deployment.instances
     tls = deployment.read_tls() is not None
     if deployment.hosts:
-        placement = deployment.placement()
-        nth = [sum(one.host == before.host for before in placement[:index]) for index, one in enumerate(placement)]
-        return [
-            (
-                one.name,
-                url_of(
-                    deployment.hosts[one.host].address, settings.base_port + n * ports_each(deployment), tls=tls
-                ),
-            )
-            for one, n in zip(placement, nth, strict=True)
-        ]
+        return []  # their agents have them join
     if not settings.base_port:
         raise ValueError(
             "instances.base_port is 0, so nobody knows the instances' ports; set it in the file and for 'up', "

@@ -55,6 +55,7 @@ class Rollout:
     """Carries out one change of the deployment at a time.
 
     Args:
+        gateway: gets the orders; None: the deployment has no way to change it.
         before_start: called with each process that will be added.
         told: called with each step and note, besides the function that the caller of ``apply`` gives.
     """
@@ -63,11 +64,13 @@ class Rollout:
         self,
         record: DeploymentRecord,
         supervisor: Supervisor,
+        gateway: GatewayOrders | None,
         before_start: Callable[[ProcessSpec], Awaitable[None]],
         told: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._record = record
         self._supervisor = supervisor
+        self._orders = gateway
         self._before_start = before_start
         self._told = told
         self._under_way = ""
@@ -124,24 +127,19 @@ class Rollout:
             changes["engine"] = old.engine
         config = resolved(change_config(config, changes))
         check_same_deployment(old, config)
-        if self._record.admin is None:
+        if self._orders is None:
             raise ValueError("this deployment was started without a way to change it")
         found = difference(self._record, config)
-        body = json.loads(self._record.gateway_config(config))
         try:
-            left = (await self._order("POST", "/check", body, Deadline(_GATEWAY_S)))["left"]
+            await self._orders.check(config, Deadline(_GATEWAY_S))
         except OrderRefused as error:
             raise ValueError(f"the gateway does not take the file: {error}") from error
-        if left:
-            raise ValueError(
-                f"the gateway would need another start for {', '.join(left)}: stop the deployment and start it "
-                "from the new file"
-            )
         return config, Difference(steps=found.steps, to_start=found.to_start, notes=(*notes, *found.notes))
 
     def _check_started(self) -> None:
-        processes = self._supervisor.processes  # none before all have been started
-        if not processes or any(one.num_restarts == 0 and one.state in _STARTING for one in processes):
+        if not self._supervisor.has_started or any(
+            one.num_restarts == 0 and one.state in _STARTING for one in self._supervisor.processes
+        ):
             raise ValueError("the deployment is still starting; wait until it is ready")
 
     # ------------------------------------------------------------------ the steps
@@ -225,7 +223,7 @@ class Rollout:
         await self._supervisor.add(spec, deadline.left_s)
         record.joined(instance)
         await self._tell_gateway(deadline)
-        await GatewayOrders(self._socket).is_ready(name, deadline)
+        await self._gateway.is_ready(name, deadline)
 
     async def _switch(self, step: Step, body: dict[str, Any], deadline: Deadline) -> None:
         record = self._record
@@ -258,21 +256,21 @@ class Rollout:
     # ------------------------------------------------------------------ the gateway
 
     @property
-    def _socket(self) -> Path:
-        assert self._record.admin is not None
-        return self._record.admin
+    def _gateway(self) -> GatewayOrders:
+        assert self._orders is not None
+        return self._orders
 
     async def _order(
         self, method: str, path: str, body: dict[str, Any], deadline: Deadline
     ) -> dict[str, list[str]]:
-        orders = GatewayOrders(self._socket, lambda reason: self._say(f"waiting: {reason}"))
-        answer: dict[str, list[str]] = await orders.give(method, path, body, deadline)
+        answer: dict[str, list[str]] = await self._gateway.give(
+            method, path, body, deadline, lambda reason: self._say(f"waiting: {reason}")
+        )
         return answer
 
     async def _tell_gateway(self, deadline: Deadline) -> None:
         """Have the gateway take over the present instances."""
-        self._record.write_gateway_file(self._record.config)
-        await self._order("POST", "/reload", {}, deadline)
+        await self._gateway.take_over(self._record.config, deadline)
 
     def _stopped(self, steps: Sequence[Step], number: int, error: Exception) -> str:
         reason = str(error) or f"it took longer than it may ({type(error).__name__})"
@@ -322,18 +320,30 @@ class Deadline:
 class GatewayOrders:
     """Orders to the gateway; each is repeated until its deadline while the obstacle may pass.
 
-    Args:
-        waits: called with each reason that has been in the way for a while.
+    As it is, instances join the gateway and leave it by themselves.
     """
 
-    def __init__(self, path: Path, waits: Callable[[str], None] = lambda reason: None) -> None:
-        self.client = AdminClient(path)
-        self._waits = waits
+    def __init__(self, client: AdminClient) -> None:
+        self.client = client
 
-    async def give(self, method: str, path: str, body: dict[str, Any] | None, deadline: Deadline) -> Any:
+    async def check(self, config: DeploymentConfig, deadline: Deadline) -> None:
+        """Raise ValueError where the gateway would not serve ``config`` without another start; OrderRefused."""
+
+    async def take_over(self, config: DeploymentConfig, deadline: Deadline) -> None:
+        """Have the gateway serve ``config`` with the present instances. Raises OrderRefused."""
+
+    async def give(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        deadline: Deadline,
+        waits: Callable[[str], None] = lambda reason: None,
+    ) -> Any:
         """Give an order and return the answer. A ``deadline_s`` in the body is cut to the time that is left here.
 
-        Raises OrderRefused with the reason.
+        ``waits`` is called with each reason that has been in the way for a while. Raises OrderRefused with the
+        reason.
         """
         reason = "the gateway does not answer" if deadline.left_s else "no time is left to ask the gateway"
         to_tell: dict[str, float] = {}
@@ -349,7 +359,7 @@ class GatewayOrders:
                 if refusal.status not in _PASSING:
                     raise OrderRefused(reason) from refusal
             if left_s < to_tell.setdefault(reason, left_s - _LONG_S):
-                self._waits(reason)
+                waits(reason)
                 to_tell[reason] = -math.inf
             await asyncio.sleep(_AGAIN_S)
         raise OrderRefused(f"{reason}; {deadline.seconds:g} s are over")
@@ -362,6 +372,26 @@ class GatewayOrders:
                     return
             await asyncio.sleep(_AGAIN_S)
         raise OrderRefused(f"the gateway has not found {name} ready in {deadline.seconds:g} s")
+
+
+class OwnGateway(GatewayOrders):
+    """Orders to the gateway beside the launcher, which reads the launcher's file."""
+
+    def __init__(self, path: Path, record: DeploymentRecord) -> None:
+        super().__init__(AdminClient(path))
+        self._record = record
+
+    async def check(self, config: DeploymentConfig, deadline: Deadline) -> None:
+        body = json.loads(self._record.gateway_config(config))
+        if left := (await self.give("POST", "/check", body, deadline))["left"]:
+            raise ValueError(
+                f"the gateway would need another start for {', '.join(left)}: stop the deployment and start it "
+                "from the new file"
+            )
+
+    async def take_over(self, config: DeploymentConfig, deadline: Deadline) -> None:
+        self._record.write_gateway_file(config)
+        await self.give("POST", "/reload", {}, deadline)
 
 
 def _within(body: dict[str, Any] | None, left_s: float) -> dict[str, Any] | None:

@@ -68,6 +68,7 @@ class Supervisor:
 
     Attributes:
         num_deaths: number of processes that have ended by themselves so far.
+        has_started: whether all of the first processes have been started.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Supervisor:
         self._changed = asyncio.Event()
         self._turns: list[asyncio.Task[None]] = []
         self.num_deaths = 0
+        self.has_started = False
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
@@ -109,7 +111,8 @@ class Supervisor:
             for spec, *_ in groups
         ]
         try:
-            await asyncio.wait(starting)
+            if starting:
+                await asyncio.wait(starting)
         finally:
             for task in starting:
                 task.cancel()
@@ -120,6 +123,7 @@ class Supervisor:
         for task in starting:
             task.result()
         self._turns = [asyncio.create_task(self._start_in_turn(group)) for group in groups if len(group) > 1]
+        self.has_started = True
 
     async def _start_in_turn(self, specs: Sequence[ProcessSpec]) -> None:
         """Start each of ``specs`` but the first, which has started, once the one before it is ready."""

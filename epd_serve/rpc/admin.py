@@ -43,10 +43,14 @@ class AdminClient:
     Args:
         where: the path of its socket, or its URL.
         headers: sent with each call: its key.
+        cluster_key: proved to a URL, in place of that key.
     """
 
-    def __init__(self, where: Path | str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, where: Path | str, headers: Mapping[str, str] | None = None, cluster_key: str | None = None
+    ) -> None:
         self.where = where
+        self._cluster_key = cluster_key
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
 
     async def ask(
@@ -58,7 +62,9 @@ class AdminClient:
         data = b"" if body is None else msgspec.json.encode(body)
         headers = f"{self._headers}content-type: application/json\r\n"
         try:
-            pool = HttpPool("admin", url, tls=tls_files(), path=Path(self.where) if on_socket else None)
+            pool = HttpPool(
+                "admin", url, self._cluster_key, tls=tls_files(), path=Path(self.where) if on_socket else None
+            )
         except ValueError as error:
             raise AdminUnreachable(f"{url!r} is no URL of an admin API, as in http://127.0.0.1:9001") from error
         async with pool:

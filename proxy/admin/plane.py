@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp
 
 from epd_serve.config.gateway import AdminConfig
 from epd_serve.config.keys import JOIN_KEY, hash_key
 from epd_serve.errors import ServeError
 from epd_serve.protocol.addresses import NoBrowsers, url_of
 from epd_serve.routing.table import InstanceRecord, InstanceTable
-from epd_serve.rpc.cluster import CLUSTER_KEY, ClusterLinks, is_proved, with_link
+from epd_serve.rpc.app_server import LinkedHttp, serving
+from epd_serve.rpc.cluster import CLUSTER_KEY, ClusterLinks, is_proved
 from epd_serve.rpc.tls import TlsFiles
 from proxy.admin.shared_state import in_flight_everywhere, requests_everywhere, workers_everywhere
 from proxy.admission.control import AdmissionControl
@@ -43,12 +42,16 @@ def create_admin_app(
     routers: Sequence[APIRouter] = (),
     joining: APIRouter | None = None,
     *,
+    orders: Sequence[APIRouter] = (),
     engine: str = "native",
     join_key: str | None = None,
 ) -> FastAPI:
     """``GET /instances``, ``/requests`` and ``/workers`` of all the crew, and ``routers``, all behind ``key``.
-    ``joining`` is for those that have ``join_key`` or have proved the cluster's key, too, and for nobody who has
-    none of the three."""
+
+    ``orders`` and ``joining`` are for those that have proved the cluster's key, too: they could give these orders
+    to the instances themselves. ``joining`` is also for those with ``join_key``, and for nobody who has none of the
+    three.
+    """
     admin, join = [[] if one is None else [(hash_key(one), Client("admin"))] for one in (key, join_key)]
     router = APIRouter()
 
@@ -72,6 +75,8 @@ def create_admin_app(
     app = FastAPI(title="epd-serve admin", openapi_url=None)
     for one in (router, *routers):
         app.include_router(one, dependencies=[Depends(key_required(Authenticator(admin)))])
+    for one in orders:
+        app.include_router(one, dependencies=[Depends(_proof_or_key(Authenticator(admin)))])
     if joining is not None:
         required = _secret_required(Authenticator([*admin, *join]), bool(admin or join))
         app.include_router(joining, dependencies=[Depends(required)])
@@ -85,6 +90,16 @@ class SecretRequired(ServeError):
     status: ClassVar[int] = 403
     type: ClassVar[str] = "permission_error"
     default_code: ClassVar[str | None] = "secret_required"
+
+
+def _proof_or_key(authenticator: Authenticator) -> Callable[[Request], Awaitable[None]]:
+    check_key = key_required(authenticator)
+
+    async def check(request: Request) -> None:
+        if not is_proved(request.scope):
+            await check_key(request)
+
+    return check
 
 
 def _secret_required(authenticator: Authenticator, has_key: bool) -> Callable[[Request], Awaitable[None]]:
@@ -130,7 +145,7 @@ async def running_admin(
     listener = listener or admin_socket(place.host, place.port or 0)
     url = url_of(place.host, listener.getsockname()[1], tls=tls is not None)
     linked = app if cluster_key is None else ClusterLinks(app, cluster_key)
-    async with _serving(NoBrowsers(linked, place.host), listener, tls):
+    async with serving(NoBrowsers(linked, place.host), listener, _AdminHttp, tls):
         logger.info("the admin plane is at %s", url)
         yield url
 
@@ -141,7 +156,7 @@ async def running_on_path(app: FastAPI, path: Path) -> AsyncIterator[None]:
 
     Whoever can enter the socket's directory can give orders. Raises ValueError where it cannot listen there.
     """
-    async with _serving(app, await asyncio.to_thread(_listen, path)):
+    async with serving(app, await asyncio.to_thread(_listen, path), _AdminHttp):
         yield
 
 
@@ -157,40 +172,5 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
-@asynccontextmanager
-async def _serving(app: ASGIApp, listener: socket.socket, tls: TlsFiles | None = None) -> AsyncIterator[None]:
-    """Serve ``app`` while the context lasts, on a socket that listens and is closed then. Signals are for the
-    gateway's own server."""
-    config = uvicorn.Config(
-        app,
-        http=_AdminHttp,
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_level="warning",
-        server_header=False,
-        **({} if tls is None else tls.server_options),
-    )
-    server = _QuietServer(config)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield
-    finally:
-        server.should_exit = server.force_exit = True
-        await task
-
-
-class _AdminHttp(BoundedHttp):
-    """Knows for each connection whether the cluster's key was proved on it."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.app_state = with_link(self.app_state)
-        super().connection_made(transport)
-
-
-class _QuietServer(uvicorn.Server):
-    """uvicorn without its signal handling, which is the gateway's own server's."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+class _AdminHttp(LinkedHttp, BoundedHttp):
+    """Also knows whose connection it is."""

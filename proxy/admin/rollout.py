@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -82,11 +83,13 @@ class GatewayFiles:
     """The gateway's file, and other configurations that it may get.
 
     Attributes:
+        file: of the gateway.
         reload: takes the gateway's file over. Raises ValueError or OSError.
         left_by: lists the settings of another configuration that a running gateway does not take over. Raises
             ValueError.
     """
 
+    file: Path
     reload: Callable[[], None]
     left_by: Callable[[DeploymentConfig], list[str]]
 

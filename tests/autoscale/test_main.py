@@ -87,7 +87,7 @@ async def test_a_late_stage_is_ordered_and_reported_also_after_the_gateway_was_a
     gateway = Gateway()
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         path = Path(folder) / "admin"
-        running = asyncio.create_task(autoscale(config, AdminClient(path), None))
+        running = asyncio.create_task(autoscale(config, AdminClient(path), ()))
         try:
             await until(running, lambda: "nothing answers at" in caplog.text)
             async with serving(gateway, path):
@@ -114,7 +114,7 @@ async def test_served_requests_show_a_drift(caplog: pytest.LogCaptureFixture) ->
     ]
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, caplog.at_level(logging.INFO):
         async with serving(gateway, Path(folder) / "admin"):
-            running = asyncio.create_task(autoscale(config, AdminClient(Path(folder) / "admin"), None))
+            running = asyncio.create_task(autoscale(config, AdminClient(Path(folder) / "admin"), ()))
             try:
                 await until(running, lambda: "tokens of an answer went from" in caplog.text)
                 await until(running, lambda: len(gateway.asked_after) > 1)

@@ -111,7 +111,7 @@ async def test_a_plan_is_applied_where_that_is_enabled(tmp_path: Path) -> None:
     )
     config = drifting(devices=tmp_path / "fleet.yaml", apply=True)
     replanner = Replanner(config, (sys.executable, str(program)))
-    replanner.deployment = "127.0.0.1:8000"
+    replanner.deployment = ("--gateway", "127.0.0.1:8000")
     for number in range(80):
         replanner.put(served(number, output=20 if number < 40 else 400))
     running = asyncio.create_task(replanner.run())

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from epd_serve.config import ConfigError, DeploymentConfig, change_config, load_config, model_path, parse_config
+from epd_serve.config.load import rewrite
 
 
 def test_an_empty_file_is_the_default_deployment() -> None:
@@ -128,3 +129,18 @@ def test_a_model_must_be_a_transformers_directory(tmp_path: Path) -> None:
         model_path(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert model_path(str(tmp_path)) == tmp_path
+
+
+def test_rewrite_leaves_the_rest(tmp_path: Path) -> None:
+    file = tmp_path / "deployment.yaml"
+    text = "# ours\ntopology: E-P-D  # small\nroles: {P: {threads: 2}}\ngateway:\n  port: 0  # any\n"
+    file.write_text(text)
+    file.chmod(0o640)
+    rewrite(file, {"topology": "E-P-2D", "roles": None, "devices": None})
+    assert file.read_text() == "# ours\ntopology: E-P-2D # small\ngateway:\n  port: 0  # any\n"
+    assert file.stat().st_mode & 0o777 == 0o640
+    before = file.read_text()
+    with pytest.raises(ConfigError, match=rf"{file}:2: .*topology"):
+        rewrite(file, {"topology": "E-Q"})
+    assert file.read_text() == before
+    assert list(tmp_path.iterdir()) == [file]

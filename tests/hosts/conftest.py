@@ -39,7 +39,8 @@ class Fleet:
 
     def __init__(self, lab: Hosts, file: Path, session: aiohttp.ClientSession, *, joined: bool) -> None:
         self.hosts = lab
-        self._file = file
+        self.file = file
+        self._num_commands = 0
         self._session = session
         self._joined = joined
 
@@ -53,8 +54,26 @@ class Fleet:
         role = name.rstrip("0123456789").upper()
         join = ["--join", f"{self._url}:{_ADMIN_PORT}"] if self._joined else []
         command = ["epd_serve.cli", "instance", "--name", name, "--role", role, "--host", ip]
-        command += ["--port", str(_INSTANCE_PORT), "--threads", "1", "--config", str(self._file), *join]
+        command += ["--port", str(_INSTANCE_PORT), "--threads", "1", "--config", str(self.file), *join]
         await self.hosts[host or name].start(name, command, **_KEYS)
+
+    async def start_host(self, name: str) -> RunningProcess:
+        """The agent of a host that the deployment names."""
+        file = ["agent", str(self.file), "--host-name", name, "--join", f"{self._url}:{_ADMIN_PORT}"]
+        return await self.hosts[name].start(
+            name, ["epd_serve.cli", *file], EPD_SERVE_LOG_DIR=str(self.file.parent / f"logs-{name}"), **_KEYS
+        )
+
+    async def command(self, *arguments: str) -> str:
+        """What epd-serve with these arguments prints, beside the gateway. It must succeed."""
+        self._num_commands += 1
+        name = f"command-{self._num_commands}"
+        admin = ["--admin", f"http://127.0.0.1:{_ADMIN_PORT}"]
+        process = await self.hosts[_GATEWAY].start(name, ["epd_serve.cli", *arguments, *admin], **_KEYS)
+        code = await process.wait()
+        said = (self.file.parent / f"{name}.log").read_text()
+        assert code == 0, said
+        return said
 
     async def start_agent(self, host: str, command: Sequence[str]) -> RunningProcess:
         """The command of a pod, as Kubernetes would write it there, with the gateway's address for its name."""
@@ -135,7 +154,12 @@ class Fleet:
 
 @asynccontextmanager
 async def _fleet(
-    log_dir: Path, *names: str, joined: bool = True, spares: tuple[str, ...] = (), **gateway: Any
+    log_dir: Path,
+    *names: str,
+    joined: bool = True,
+    spares: tuple[str, ...] = (),
+    deployment: dict[str, Any] | None = None,
+    **gateway: Any,
 ) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         lab = await stack.enter_async_context(hosts([_GATEWAY, *names, *spares], log_dir))
@@ -144,11 +168,12 @@ async def _fleet(
             "host": "0.0.0.0",
             "port": _PORT,
             "admin": {"host": "0.0.0.0", "port": _ADMIN_PORT, "key": {"env": ADMIN_KEY}},
-            "instances": given,
             **gateway,
         }
+        if deployment is None:
+            config["instances"] = given
         file = log_dir / "gateway.yaml"
-        file.write_text(json.dumps({"gateway": config}))
+        file.write_text(json.dumps({"gateway": config, **(deployment or {})}))
         await lab[_GATEWAY].start("gateway", ["epd_serve.cli", "proxy", "--config", str(file)], **_KEYS)
         connector = aiohttp.TCPConnector(socket_factory=lab[_GATEWAY].socket, force_close=True)
         timeout = aiohttp.ClientTimeout(total=300)

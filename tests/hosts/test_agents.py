@@ -13,8 +13,6 @@ import pytest
 from chat import chat
 from pictures import noise
 
-from epd_serve.config import load_config
-from epd_serve.launch.ports import instance_urls
 from epd_serve.launch.remote.kubernetes import manifests
 from epd_serve.launch.remote.values import Values
 
@@ -55,23 +53,42 @@ async def test_agents_run_what_was_rendered(
 
 
 @pytest.mark.slow
-async def test_agents_run_the_hosts_of_one_file(fleet: Callable[..., Any], tmp_path: Path) -> None:
-    file = tmp_path / "hosts.yaml"
-    file.write_text(
-        "topology: (E-P)-2D\n"
-        "hosts: {n1: {address: 10.77.2.2}, n2: {address: 10.77.3.2}}\n"
-        "devices: [n1/cpu, n1/cpu, n2/cpu]\n"
-        "instances: {base_port: 8100}\n"
-    )
-    async with fleet(spares=("n1", "n2"), instances=dict(instance_urls(load_config(file)))) as running:
+async def test_agents_follow_one_file(fleet: Callable[..., Any]) -> None:
+    deployment = {
+        "topology": "(E-P)-2D",
+        "hosts": {"n1": {"address": "10.77.0.2"}, "n2": {"address": "10.77.0.3"}},
+        "devices": ["n1/cpu", "n1/cpu", "n2/cpu"],
+        "instances": {"base_port": 8100},
+    }
+    async with fleet(spares=("n1", "n2"), deployment=deployment) as running:
         for name in ("n1", "n2"):
-            await running.start_agent(name, ["epd-serve", "agent", str(file), "--host-name", name])
-        await running.ready("e0", "p0", "d0", "d1")
+            await running.start_host(name)
+        await running.ready("n1-e0", "n1-p0", "n1-d0", "n2-d0")
         picture = chat("What is it?", noise(1, (96, 72)), max_tokens=4)
         first = await running.ask(picture)
         assert first[0] == 200
+        asking, over = [], asyncio.Event()
+
+        async def ask() -> None:
+            while not over.is_set():
+                asking.append(await running.ask(picture))
+
+        load = asyncio.create_task(ask())
+        assert "n1: D E P -> E 2P" in (said := await running.command("apply", "--topology", "(E-P)-P-D")), said
+        assert {name: one["role"] for name, one in (await running.instances()).items()} == {
+            "n1-e0": "E",
+            "n1-p0": "P",
+            "n1-d0": "P",
+            "n2-d0": "D",
+        }
+        assert "this host is as the gateway's file has it" in await running.command("logs", "n1-agent")
+        assert "n2-d0 on n2" in await running.command("logs")
+        said = await running.command("apply", "--topology", "(E-P)-2D")
+        over.set()
+        await load
+        assert {answer[:2] for answer in asking} == {first[:2]}, "nobody noticed"
         running.hosts.power_off("n2")
-        assert [(await running.ask(picture))[:2] for _ in range(4)] == [first[:2]] * 4, "d0 is left"
+        assert [(await running.ask(picture))[:2] for _ in range(4)] == [first[:2]] * 4, "one D is left"
 
 
 def _status(host: Any, path: str) -> int:

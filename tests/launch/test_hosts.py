@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from epd_serve.config import parse_config
-from epd_serve.config.load import ConfigError
-from epd_serve.launch.ports import instance_urls
-from epd_serve.launch.remote.part import host_part, part_specs
+from epd_serve.config.load import ConfigError, placed_keys, with_placed_keys
+from epd_serve.launch.config_diff import difference
+from epd_serve.launch.ports import Ports, instance_urls
+from epd_serve.launch.remote.part import HostRecord, at_address, host_part, part_specs, prepare_part
 
 FILE = """
 topology: 2E-P-2D
@@ -23,7 +24,7 @@ instances: {base_port: 8100}
 """
 
 
-def test_gateway_and_agents_have_the_same_addresses(tmp_path: Path) -> None:
+def test_each_host_starts_its_own(tmp_path: Path) -> None:
     config = parse_config(FILE)
     assert {one.name: (one.host, *one.devices) for one in config.placement()} == {
         "e0": ("n1", "emulated:h200:6"),
@@ -32,15 +33,55 @@ def test_gateway_and_agents_have_the_same_addresses(tmp_path: Path) -> None:
         "d0": ("n2", "emulated:h200:1"),
         "d1": ("n2", "emulated:h200:2"),
     }
-    found: dict[str, str] = {}
+    found = {}
     for host, settings in config.hosts.items():
         for spec in part_specs(host_part(config, host), settings.address, {}, tmp_path):
-            found[spec.name] = spec.url
             options = json.loads(spec.command[spec.command.index("--options") + 1])
-            (placed,) = [one for one in config.placement() if one.name == spec.name]
-            assert (options["name"], options["device"]) == (placed.name, placed.devices[0])
-    assert found == dict(instance_urls(config))
-    assert found["d1"] == "http://[fd00::2]:8102"
+            assert options["name"] == spec.name
+            found[spec.name] = options["device"], spec.url
+    assert found == {
+        "n1-e0": ("emulated:h200:6", "http://10.0.0.1:8100"),
+        "n1-p0": ("emulated:h200:7", "http://10.0.0.1:8101"),
+        "n2-e0": ("emulated:h200:0", "http://[fd00::2]:8100"),
+        "n2-d0": ("emulated:h200:1", "http://[fd00::2]:8101"),
+        "n2-d1": ("emulated:h200:2", "http://[fd00::2]:8102"),
+    }
+    assert instance_urls(config) == [], "they join"
+
+
+def test_a_host_changes_what_is_its_own(tmp_path: Path) -> None:
+    """The only P goes from n1 to n2: each agent takes its own steps, the gateway says when."""
+    config = parse_config(FILE)
+    record = HostRecord(
+        config=at_address(config, "127.0.0.1"),
+        role_config=config,
+        ports=Ports(gateway=0, instances=()),
+        environment={},
+        directory=tmp_path,
+        urls={},
+        host="n1",
+    )
+    for one in prepare_part(host_part(config, "n1"), "127.0.0.1", {}, tmp_path):
+        record.joined(one)
+    other = {"topology": "E-2P-2D", "roles": {"P": {"max_num_seqs": 3}}}
+    steps = difference(
+        record, at_address(with_placed_keys(config, placed_keys(config) | other), "127.0.0.1")
+    ).steps
+    assert [str(one) for one in steps] == ["switch n1-p0 from P to EPD", "switch n1-p0 from EPD to P"], (
+        "new settings"
+    )
+    other = {"topology": "2E-D-P-D"}  # in the order of the devices: n1 has E and D, n2 E, P and D
+    steps = difference(
+        record, at_address(with_placed_keys(config, placed_keys(config) | other), "127.0.0.1")
+    ).steps
+    assert [str(one) for one in steps] == ["switch n1-p0 from P to D"]
+    without = placed_keys(config) | {"topology": "P-D", "devices": ["n2/emulated:h200:0", "n2/emulated:h200:1"]}
+    steps = difference(record, at_address(with_placed_keys(config, without), "127.0.0.1")).steps
+    assert [str(one) for one in steps] == ["stop n1-e0 (E)", "stop n1-p0 (P)"]
+    more = placed_keys(config) | {"topology": "2E-P-3D", "devices": [*config.devices, "n1/emulated:h200:5"]}
+    found = difference(record, at_address(with_placed_keys(config, more), "127.0.0.1"))
+    assert [str(one) for one in found.steps] == ["start n1-d0 (D)"]
+    assert record.spec_of(found.to_start["n1-d0"]).url not in record.urls.values()
 
 
 @pytest.mark.parametrize(
@@ -64,8 +105,8 @@ def test_cpus_of_hosts(tmp_path: Path) -> None:
     config = parse_config(f"{{topology: (E-P)-2D, devices: [n1/cpu, n2/cpu, n2/cpu], {hosts}}}")
     specs = part_specs(host_part(config, "n2"), "10.0.0.2", {"OMP_NUM_THREADS": "1"}, tmp_path)
     assert [(spec.name, spec.url) for spec in specs] == [
-        ("d0", "http://10.0.0.2:9000"),
-        ("d1", "http://10.0.0.2:9001"),
+        ("n2-d0", "http://10.0.0.2:9000"),
+        ("n2-d1", "http://10.0.0.2:9001"),
     ]
-    with pytest.raises(ValueError, match="no instance is on a host 'n7'; the file has: n1, n2"):
+    with pytest.raises(ValueError, match="the file names no host 'n7'; it has: n1, n2"):
         host_part(config, "n7")

@@ -20,7 +20,7 @@ from epd_serve.launch.commands import prepare_instances
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.ports import Ports
 from epd_serve.launch.process import ProcessSpec
-from epd_serve.launch.rollout import ApplyLimits, ApplyStopped, Rollout
+from epd_serve.launch.rollout import ApplyLimits, ApplyStopped, OwnGateway, Rollout
 from epd_serve.types import Role
 
 CONFIG = resolved(parse_config("topology: 2E-P-D\ninstances: {base_port: 0}\ngateway: {api_key: secret}"))
@@ -112,7 +112,9 @@ async def launcher(fakes: Any, tmp_path: Path) -> AsyncIterator[Launcher]:
             pytest.fail(f"{spec.name} is to be switched")
 
         try:
-            yield Launcher(Rollout(held, supervisor, before_start), supervisor, gateway, held)
+            yield Launcher(
+                Rollout(held, supervisor, OwnGateway(orders, held), before_start), supervisor, gateway, held
+            )
         finally:
             await supervisor.stop()
             await runner.cleanup()

@@ -14,7 +14,7 @@ from epd_serve.errors import Conflict
 from epd_serve.launch.rollout import Deadline, GatewayOrders, OrderRefused
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import Left
-from epd_serve.rpc.admin import AdminUnreachable
+from epd_serve.rpc.admin import AdminClient, AdminUnreachable
 from epd_serve.types import Stage
 from proxy.admin.plane import create_admin_app, running_on_path
 from proxy.admin.rollout import Departures, GatewayFiles, files_router, rollout_router
@@ -28,7 +28,7 @@ class Launched:
     def __init__(self, gateway: Any, path: Path) -> None:
         self.gateway = gateway
         self.path = path
-        self.orders = GatewayOrders(path)
+        self.orders = GatewayOrders(AdminClient(path))
         self.hold = Hold()
         self.reloads = 0
         self.refusal = ""
@@ -45,7 +45,7 @@ class Launched:
 
     def app(self) -> Any:
         state, crew = self.gateway.app.state, Crew()
-        files = GatewayFiles(self.reload, lambda config: [config.model_name])
+        files = GatewayFiles(self.path, self.reload, lambda config: [config.model_name])
         router = rollout_router(state.table, self.departures, self.hold, crew)
         roles = switches_router(state.switches, self.hold)
         return create_admin_app(state.table, state.admission, None, crew, [roles, router, files_router(files)])

@@ -1,7 +1,4 @@
-"""Hosts on one machine: each has network, process, mount and IPC namespaces of its own; a router stands between.
-
-Links are cut without a word, as a cable is: packets vanish in the router, and nobody gets a reset.
-"""
+"""Hosts on one machine: each has network, process, mount and IPC namespaces of its own, on one wire."""
 
 from __future__ import annotations
 
@@ -9,16 +6,18 @@ import ctypes
 import os
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from zygote import OWN_HOST
 
+from benchmarks.hosts.wire import Wire, address_lines, tun
 from epd_serve.launch import deployment
 from epd_serve.launch.commands import HEAP_TUNABLES
 from epd_serve.launch.forking import ForkServer
@@ -71,46 +70,56 @@ class Host:
 
 
 class Hosts:
-    """Hosts by their names, and the router between them."""
+    """Hosts by their names, and the wire between them."""
 
-    def __init__(self, hosts: dict[str, Host], router: Host) -> None:
+    def __init__(self, hosts: dict[str, Host], wire: Wire) -> None:
         self._hosts = hosts
-        self._router = router
+        self.wire = wire
 
     def __getitem__(self, name: str) -> Host:
         return self._hosts[name]
 
+    def shape(self, **changes: float | bool) -> None:
+        """Have all ways between hosts like this."""
+        for one, other in permutations(self._hosts.values(), 2):
+            self.wire.set(one.ip, other.ip, **changes)
+
     def cut(self, one: str, other: str) -> None:
         """No packet between two hosts arrives any more."""
-        self._order(_between("add", self[one], self[other]))
+        self._link(one, other, up=False)
 
     def mend(self, one: str, other: str) -> None:
-        self._order(_between("del", self[one], self[other]))
+        self._link(one, other, up=True)
 
     def isolate(self, name: str) -> None:
         """No packet of a host arrives any more, nor one that is for it."""
-        self._order(_around("add", self[name]))
+        for other in self._hosts.keys() - {name}:
+            self.cut(name, other)
 
     def bring_back(self, name: str) -> None:
-        self._order(_around("del", self[name]))
+        for other in self._hosts.keys() - {name}:
+            self.mend(name, other)
 
     def power_off(self, name: str) -> None:
         """All that runs there is gone, and nobody hears of it."""
         self.isolate(name)
         self[name].server.kill()
 
-    def _order(self, lines: Iterable[str]) -> None:
-        _ip(self._router.pid, lines)
+    def _link(self, one: str, other: str, **changes: bool) -> None:
+        for a, b in ((one, other), (other, one)):
+            self.wire.set(self[a].ip, self[b].ip, **changes)
 
 
 @asynccontextmanager
 async def hosts(names: Sequence[str], log_dir: Path) -> AsyncIterator[Hosts]:
     """Within, hosts of these names that all see each other. Skips the test where they cannot be made."""
     if not _can_be_made():
-        pytest.skip("hosts are made of namespaces, which takes root and a kernel that allows it")
+        pytest.skip("hosts are made of namespaces, which takes root, /dev/net/tun and a kernel that allows it")
     async with AsyncExitStack() as stack:
+        wire = Wire()
+        stack.callback(wire.close)
         made: dict[str, Host] = {}
-        for index, name in enumerate(["router", *names]):
+        for index, name in enumerate(names, start=1):
             environment = {"GLIBC_TUNABLES": HEAP_TUNABLES, **os.environ, OWN_HOST: name}
             server = deployment.ForkServer(deployment._PRELOADED, environment, log_dir / f"{name}.host.log")
             await server.start()
@@ -119,49 +128,23 @@ async def hosts(names: Sequence[str], log_dir: Path) -> AsyncIterator[Hosts]:
             process: Any = server._process
             assert server._usable is not None
             assert await server._usable, "a host could not be made"
-            made[name] = Host(name, f"10.77.{index}.2", _child_of(process.pid), server, log_dir)
-        router = made.pop("router")
-        _ip(router.pid, _wires(made.values()))
-        for host in made.values():
-            gateway = host.ip.removesuffix("2") + "1"
-            _ip(host.pid, ["link set lo up", f"addr add {host.ip}/24 dev net0", "link set net0 up"])
-            _ip(host.pid, [f"route add default via {gateway}"])
-        _in_network(router.pid, ["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"])
-        yield Hosts(made, router)
+            host = Host(name, f"10.77.0.{index}", _child_of(process.pid), server, log_dir)
+            wire.connect(host.ip, tun(host.pid, "net0"))
+            lines = "\n".join(address_lines(host.ip, "net0"))
+            enter = ["nsenter", "-t", str(host.pid), "--net", "ip", "-batch", "-"]
+            subprocess.run(enter, input=lines, text=True, check=True)  # noqa: ASYNC221
+            made[name] = host
+        yield Hosts(made, wire)
 
 
 def _can_be_made() -> bool:
     trial = ["unshare", "--net", "--pid", "--fork", "true"]
-    return os.geteuid() == 0 and subprocess.run(trial, stderr=subprocess.DEVNULL).returncode == 0
+    return (
+        os.geteuid() == 0
+        and Path("/dev/net/tun").exists()
+        and subprocess.run(trial, stderr=subprocess.DEVNULL).returncode == 0
+    )
 
 
 def _child_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-
-
-def _wires(hosts: Iterable[Host]) -> list[str]:
-    """From the router to each host."""
-    lines = []
-    for index, host in enumerate(hosts):
-        lines += [
-            f"link add dev wire{index} type veth peer name net0 netns {host.pid}",
-            f"addr add {host.ip.removesuffix('2')}1/24 dev wire{index}",
-            f"link set wire{index} up",
-        ]
-    return lines
-
-
-def _between(verb: str, one: Host, other: Host) -> list[str]:
-    return [f"rule {verb} from {a.ip} to {b.ip} blackhole" for a, b in ((one, other), (other, one))]
-
-
-def _around(verb: str, host: Host) -> list[str]:
-    return [f"rule {verb} {way} {host.ip} blackhole" for way in ("from", "to")]
-
-
-def _ip(pid: int, lines: Iterable[str]) -> None:
-    _in_network(pid, ["ip", "-batch", "-"], "\n".join(lines) + "\n")
-
-
-def _in_network(pid: int, command: list[str], text: str = "") -> None:
-    subprocess.run(["nsenter", "-t", str(pid), "--net", *command], input=text, text=True, check=True)

@@ -6,51 +6,102 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import read_secret
-from epd_serve.config.keys import join_headers
-from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
-from epd_serve.launch.remote.part import Part, part_specs
+from epd_serve.config.keys import admin_headers, join_headers
+from epd_serve.config.load import placed_keys, with_placed_keys
+from epd_serve.launch.commands import with_trust
+from epd_serve.launch.logs import log_files, log_piece
+from epd_serve.launch.ports import Ports
+from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, spawn
+from epd_serve.launch.remote.part import HostRecord, Part, at_address, part_environment, part_specs, prepare_part
+from epd_serve.launch.rollout import ApplyLimits, GatewayOrders, Rollout
+from epd_serve.launch.runtime import new_log_run
 from epd_serve.launch.supervisor import Supervisor
-from epd_serve.rpc.cluster import check_cluster_key, cluster_key
+from epd_serve.rpc.admin import AdminClient, AdminError
+from epd_serve.rpc.app_server import serving
+from epd_serve.rpc.cluster import ClusterLinks, check_cluster_key, cluster_key, is_proved
 from epd_serve.rpc.joining import join_all
 
 logger = logging.getLogger(__name__)
 
+_FORMAT = "%(asctime)s agent %(levelname)s %(message)s"
+#: Between two looks at the gateway's deployment, and before a change that failed is tried again.
+_LOOK_S, _AGAIN_S = 1.0, 10.0
 
-async def run_agent(part: Part, *, host: str, gateways: Sequence[str], health_port: int | None) -> int:
+
+@dataclass(frozen=True, kw_only=True)
+class HostOfFile:
+    """A host that the deployment file names; its agent follows the file of the gateway that is named first."""
+
+    config: DeploymentConfig
+    name: str
+
+
+async def run_agent(
+    part: Part, *, host: str, gateways: Sequence[str], port: int | None, host_of: HostOfFile | None = None
+) -> int:
     """Run a part until SIGTERM or SIGINT; returns the exit code, 1 where a process died before it was ready.
 
     Args:
         host: address that the instances listen on, and under which others reach them.
         gateways: URLs of admin planes that they join.
-        health_port: port of ``/health/live`` and ``/health/ready``; None: there is none.
+        port: of ``/health/live`` and ``/health/ready``, and of the logs; None: there is none.
+        host_of: where the part is a host's; its logs are files then, and the part changes with the gateway's file.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s agent %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.INFO, format=_FORMAT)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    with tempfile.TemporaryDirectory(prefix="epd-serve-agent-") as directory:
-        specs = part_specs(part, host, os.environ, Path(directory))
-        places = _Places(part, gateways)
+    async with AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-serve-agent-")))
+        log_dir = None if host_of is None else stack.enter_context(new_log_run()) or directory
+        if host_of is not None and log_dir is not None:
+            own = logging.FileHandler(log_dir / f"{host_of.name}-agent.log")
+            own.setFormatter(logging.Formatter(_FORMAT))
+            logging.getLogger().addHandler(own)
+        secret = _cluster_key(part.config)
+        places = _Places(part, gateways, secret)
+        record = None if host_of is None else _record(part, host_of, host, directory)
+
+        def died(death: ProcessDied, delay_s: float) -> None:
+            logger.warning("%s died: %s; it is started again in %g s", death.name, death.how, delay_s)
+            if record is not None:
+                record.restarts(death.name)
+
         supervisor = Supervisor(
-            specs,
-            Path(directory),
+            part_specs(part, host, os.environ, directory),
+            log_dir or directory,
             restart=part.config.restart == "on-failure",
             hang_timeout_s=part.config.hang_timeout_s,
             on_change=places.follow,
-            on_death=lambda death, delay_s: logger.warning("%s; it is started again in %g s", death, delay_s),
-            start=_spawn,
+            on_death=died,
+            start=_spawn if log_dir is None else spawn,
         )
-        health = None if health_port is None else await asyncio.start_server(places.answer, host, health_port)
         tasks = [asyncio.create_task(_run(supervisor)), asyncio.create_task(stop.wait())]
+        if record is not None:
+            orders = GatewayOrders(AdminClient(gateways[0], admin_headers(), secret))
+            tasks.append(asyncio.create_task(_follow(record, supervisor, orders)))
+        if port is not None:
+            await stack.enter_async_context(_served(host, port, supervisor, log_dir, secret))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0] in done:
-                logger.error("%s", tasks[0].result())
+            if tasks[1] not in done:
+                logger.error("%s", next(iter(done)).result())
                 return 1
         finally:
             await places.leave()
@@ -58,8 +109,6 @@ async def run_agent(part: Part, *, host: str, gateways: Sequence[str], health_po
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await supervisor.stop()
-            if health is not None:
-                health.close()
     return 0
 
 
@@ -68,17 +117,126 @@ async def _run(supervisor: Supervisor) -> ProcessDied:
     return await supervisor.wait_failure()
 
 
+def _cluster_key(config: DeploymentConfig) -> str | None:
+    named = read_secret(config.cluster_key, "cluster_key")
+    return cluster_key() if named is None else check_cluster_key(named, "cluster_key")
+
+
+def _record(part: Part, host_of: HostOfFile, address: str, directory: Path) -> HostRecord:
+    """The record of a host's instances as they are started."""
+    config = at_address(host_of.config, address).model_copy(update={"engine": part.config.engine})
+    record = HostRecord(
+        config=config,
+        role_config=config,
+        ports=Ports(gateway=0, instances=()),
+        environment=with_trust(config, part_environment(part, os.environ)),
+        directory=directory,
+        urls={},
+        host=host_of.name,
+    )
+    if config.engine != "vllm":
+        for one in prepare_part(part, address, os.environ, directory):
+            record.joined(one)
+    return record
+
+
+async def _follow(record: HostRecord, supervisor: Supervisor, orders: GatewayOrders) -> None:
+    """Have a host's instances follow the gateway's file until cancelled.
+
+    A change that is impossible now is tried again: what stands in its way may be on another host.
+    """
+
+    async def before_start(_: ProcessSpec) -> None:
+        return None
+
+    rollout = Rollout(record, supervisor, orders, before_start, lambda text: logger.info("%s", text))
+    address, problem = record.config.instances.host, ""
+    own, seen = _without_address(placed_keys(record.config)), 0
+    try:
+        while True:
+            await asyncio.sleep(_AGAIN_S if problem else _LOOK_S)
+            try:
+                now = await orders.client.ask("GET", "/deployment", timeout_s=_AGAIN_S)
+                wanted, written = _without_address(now["keys"]), now["written"]
+                if wanted == own and written == (seen or written):  # as it was started, or as it is
+                    seen = written
+                    continue
+                if any(one.num_restarts == 0 and not one.ready.is_set() for one in supervisor.processes):
+                    continue
+                await rollout.apply(
+                    at_address(with_placed_keys(record.config, now["keys"]), address), ApplyLimits()
+                )
+            except (AdminError, TimeoutError):
+                continue
+            except ValueError as error:
+                if str(error) != problem:
+                    logger.error("the gateway's file is not taken over: %s", error)
+                problem = str(error)
+            else:
+                own, seen, problem = wanted, written, ""
+                logger.info("this host is as the gateway's file has it")
+    finally:
+        rollout.call_off()
+        await rollout.close()
+
+
+def _without_address(keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys without the address that instances have on one host."""
+    return {**keys, "instances": {**keys.get("instances", {}), "host": None}}
+
+
+@asynccontextmanager
+async def _served(
+    host: str, port: int, supervisor: Supervisor, log_dir: Path | None, secret: str | None
+) -> AsyncIterator[None]:
+    """``/health/live``, ``/health/ready``, and the logs for those that prove the cluster's key."""
+
+    async def live(_: Request) -> Response:
+        return Response()
+
+    async def ready(_: Request) -> Response:
+        is_ready = supervisor.has_started and all(one.ready.is_set() for one in supervisor.processes)
+        return Response(status_code=200 if is_ready else 503)
+
+    async def logs(request: Request) -> Response:
+        if not is_proved(request.scope):
+            return _refused(403, "logs are for those that prove the deployment's cluster_key; set it in its file")
+        files = {} if log_dir is None else log_files(log_dir)
+        name = request.path_params.get("name")
+        if name is None:
+            return Response(msgspec.json.encode(list(files)), media_type="application/json")
+        if name not in files:
+            return _refused(404, f"there is no log of {name!r} here; there are: {', '.join(files) or 'none'}")
+        after = int(request.query_params.get("after", "-1"))
+        piece = await asyncio.to_thread(log_piece, files[name], None if after < 0 else after)
+        return Response(msgspec.json.encode(piece), media_type="application/json")
+
+    routes = [Route("/health/live", live), Route("/health/ready", ready)]
+    routes += [Route("/logs", logs), Route("/logs/{name}", logs)]
+    app: Any = Starlette(routes=routes)
+    listener = socket.create_server(
+        (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, reuse_port=False
+    )
+    async with serving(app if secret is None else ClusterLinks(app, secret), listener):
+        yield
+
+
+def _refused(status: int, message: str) -> Response:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return Response(msgspec.json.encode({"error": error}), status, media_type="application/json")
+
+
 class _Places:
     """The places of the instances at their gateways: each has one while it is ready."""
 
-    def __init__(self, part: Part, gateways: Sequence[str]) -> None:
-        self._roles = {part.names[one.name]: str(one.role) for one in part.placement}
+    def __init__(self, part: Part, gateways: Sequence[str], secret: str | None) -> None:
+        # A gateway asks native ones; vLLM says no role.
+        is_vllm = part.config.engine == "vllm"
+        self._roles = {part.names[one.name]: str(one.role) for one in part.placement} if is_vllm else {}
         self._gateways = gateways
         self._headers = join_headers()
-        named = read_secret(part.config.cluster_key, "cluster_key")
-        self._key = cluster_key() if named is None else check_cluster_key(named, "cluster_key")
+        self._key = secret
         self._tls = part.config.read_tls()
-        self._ready: set[str] = set()
         self._joined: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, process: ManagedProcess) -> None:
@@ -86,43 +244,24 @@ class _Places:
         name = process.spec.name
         logger.info("%s %s", name, process.state)
         if process.state is ProcessState.READY:
-            self._ready.add(name)
             joining = join_all(
                 self._gateways,
                 name,
                 process.spec.url,
                 self._headers,
-                role=self._roles[name],
+                role=self._roles.get(name),
                 key=self._key,
                 tls=self._tls,
             )
             self._joined[name] = asyncio.create_task(joining)
-        elif name in self._ready:
-            self._ready.remove(name)
+        elif name in self._joined:
             self._joined[name].cancel()
 
     async def leave(self) -> None:
         """All of them, before their processes are told to end."""
-        self._ready.clear()
         for task in self._joined.values():
             task.cancel()
         await asyncio.gather(*self._joined.values(), return_exceptions=True)
-
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One probe of an orchestrator."""
-        try:
-            async with asyncio.timeout(5):
-                path = (await reader.readline()).split(b" ")[1:2]
-                while (await reader.readline()).strip():
-                    pass
-            live, ready = path == [b"/health/live"], path == [b"/health/ready"]
-            status = "200 OK" if live or (ready and len(self._ready) == len(self._roles)) else "503 Not Ready"
-            writer.write(f"HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode())
-            await writer.drain()
-        except (OSError, TimeoutError, ValueError):
-            pass
-        finally:
-            writer.close()
 
 
 async def _spawn(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Process:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.role_files import write_role_settings
-from epd_serve.launch.commands import prepare_instances, spec_of, with_trust
+from epd_serve.launch.commands import PreparedInstance, prepare_instances, spec_of, with_trust
+from epd_serve.launch.deployment_record import DeploymentRecord, Prepared
 from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.ports import Ports, ports_each
 from epd_serve.launch.process import ProcessSpec
@@ -17,6 +19,7 @@ from epd_serve.launch.vllm import prepare_vllm, vllm_spec
 from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import CPU, place_units, split_host
+from epd_serve.types import Stage
 
 #: Port of the first instance where the deployment file names none.
 BASE_PORT = 8100
@@ -63,10 +66,17 @@ def unit_part(config: DeploymentConfig, unit: int, name: str | None, replica: in
 
 
 def host_part(config: DeploymentConfig, host: str) -> Part:
-    """The instances on a host of the deployment file. Raises ValueError where there are none."""
-    names = {one.name: one.name for one in config.placement() if one.host == host}
-    if host not in config.hosts or not names:
-        raise ValueError(f"no instance is on a host {host!r}; the file has: {', '.join(config.hosts) or 'none'}")
+    """The instances on a host of the deployment file, none where it has no use for the host now.
+
+    At the gateway they are called ``HOST-d0``, ``HOST-d1``. Raises ValueError for another host.
+    """
+    if host not in config.hosts:
+        raise ValueError(f"the file names no host {host!r}; it has: {', '.join(config.hosts) or 'none'}")
+    names: dict[str, str] = {}
+    for one in config.placement():
+        if one.host == host:
+            stem = f"{host}-{str(one.role).lower()}"
+            names[one.name] = f"{stem}{sum(other.rstrip('0123456789') == stem for other in names.values())}"
     devices = [
         local if name == host or local == CPU else f"{local.rpartition(':')[0]}:{_ELSEWHERE + index}"
         for index, (name, local) in enumerate(map(split_host, config.devices))
@@ -97,46 +107,78 @@ def part_specs(part: Part, host: str, environment: Mapping[str, str], directory:
 
     Raises ValueError where the model or a package is not there.
     """
-    config = part.config
-    config = config.model_copy(update={"instances": config.instances.model_copy(update={"host": host})})
+    config = at_address(part.config, host)
+    if config.starts_master:
+        raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
+    environment = with_trust(config, part_environment(part, environment))
+    if (tls := config.read_tls()) is not None:
+        tls.check(host)
+    if config.engine == "vllm":
+        prepared_vllm = prepare_vllm(config, part_ports(part), environment, directory, part.names)
+        here = [vllm_spec(one, environment) for one in prepared_vllm if one.placement.name in part.names]
+        named = [
+            replace(one, name=part.names[placed.name]) for placed, one in zip(part.placement, here, strict=True)
+        ]
+    else:
+        write_role_settings(directory, config)
+        named = [spec_of(config, one, environment) for one in prepare_part(part, host, environment, directory)]
+    return tuple(
+        for_agent(config, one, str(placed.role)) for placed, one in zip(part.placement, named, strict=True)
+    )
+
+
+def prepare_part(
+    part: Part, host: str, environment: Mapping[str, str], directory: Path
+) -> tuple[PreparedInstance, ...]:
+    """The native instances of a part, with the names that they have at the gateway; else as :func:`part_specs`."""
+    ports = Ports(gateway=0, instances=part_ports(part))
+    environment = part_environment(part, environment)
+    prepared = prepare_instances(at_address(part.config, host), ports, environment, directory, part.names)
+    return tuple(
+        replace(one, options=one.options.model_copy(update={"name": part.names[one.placement.name]}))
+        for one in prepared
+        if one.placement.name in part.names
+    )
+
+
+def at_address(config: DeploymentConfig, host: str) -> DeploymentConfig:
+    """The deployment with instances that listen on ``host``. Raises ValueError for a wildcard."""
     if is_wildcard(host):
         raise ValueError(
             f"{host} is no address that others could reach; write that of this machine, --host 10.0.0.7"
         )
-    if config.starts_master:
-        raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
+    return config.model_copy(update={"instances": config.instances.model_copy(update={"host": host})})
+
+
+def part_environment(part: Part, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a part's processes, which have this machine's cores between them."""
     num_ranks = sum(one.tensor_parallel for one in part.placement)
-    environment = {"OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)), **environment}
-    environment = with_trust(config, environment)
-    if (tls := config.read_tls()) is not None:
-        tls.check(host)
-    ports = Ports(gateway=0, instances=part_ports(part))
-    if config.engine == "vllm":
-        here = [
-            vllm_spec(one, environment)
-            for one in prepare_vllm(config, ports.instances, environment, directory, part.names)
-            if one.placement.name in part.names
-        ]
-    else:
-        write_role_settings(directory, config)
-        here = [
-            spec_of(
-                config,
-                replace(one, options=one.options.model_copy(update={"name": part.names[one.placement.name]})),
-                environment,
-            )
-            for one in prepare_instances(config, ports, environment, directory, part.names)
-            if one.placement.name in part.names
-        ]
-    return tuple(
-        replace(
-            spec,
-            name=part.names[one.name],
-            can_fork=False,
-            grace_s=config.settings_for(str(one.role)).drain_s + _GRACE_S,
-        )
-        for one, spec in zip(part.placement, here, strict=True)
-    )
+    return {"OMP_NUM_THREADS": str(max(1, num_cores() // max(1, num_ranks))), **environment}
+
+
+def for_agent(config: DeploymentConfig, spec: ProcessSpec, role: str) -> ProcessSpec:
+    """A process as an agent runs it: it may take the time to finish what it has."""
+    return replace(spec, can_fork=False, grace_s=config.settings_for(role).drain_s + _GRACE_S)
+
+
+@dataclass(slots=True, kw_only=True)
+class HostRecord(DeploymentRecord):
+    """The instances of one host, as its agent runs them. ``config`` is the whole deployment, at its address."""
+
+    host: str
+
+    def prepare(self, config: DeploymentConfig) -> Sequence[Prepared]:
+        if config.engine == "vllm":
+            raise ValueError("vLLM's instances of a host follow no file; start its agent anew")
+        part = host_part(config, self.host)
+        return prepare_part(part, config.instances.host, self.environment, self.directory)
+
+    def elsewhere(self, config: DeploymentConfig) -> Counter[Stage]:
+        return Counter(stage for one in config.placement() if one.host != self.host for stage in one.role.stages)
+
+    def spec_of(self, instance: Prepared) -> ProcessSpec:
+        spec = DeploymentRecord.spec_of(self, instance)  # slots make it another class than super() knows
+        return for_agent(self.config, spec, str(instance.options.role))
 
 
 def part_ports(part: Part) -> tuple[int, ...]:

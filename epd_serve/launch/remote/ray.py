@@ -37,6 +37,7 @@ from epd_serve.launch.remote.part import BASE_PORT, num_cores
 from epd_serve.launch.supervisor import Backoff
 from epd_serve.protocol.addresses import is_loopback, is_wildcard, url_of
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
+from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology.placement import CPU, place_units
 
 Spread = Literal["pack", "host"]
