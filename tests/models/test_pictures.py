@@ -15,6 +15,7 @@ from pictures import noise
 from processors import processor_of
 from reference import Reference
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForMultimodalLM
 
 from device.registry import get_device
@@ -124,8 +125,16 @@ def test_chunks_of_any_size_give_the_tokens_of_generate(path: Path, num_tokens: 
 def _features(path: Path, inputs: dict[str, Any]) -> Tensor:
     """transformers' own features of one picture."""
     model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if "spatial_shapes" in inputs:  # LFM2-VL's are padded to one length
+        lengths = inputs["spatial_shapes"].prod(-1).tolist()
+        values = pad_sequence(inputs["pixel_values"].split(lengths), batch_first=True)
+        mask = (torch.arange(values.shape[1]) < torch.tensor(lengths)[:, None]).int()
+        inputs = {**inputs, "pixel_values": values, "pixel_attention_mask": mask}
+    inputs["pixel_values"] = inputs["pixel_values"].float()
     with torch.inference_mode():
         output = model.get_image_features(**inputs, return_dict=True)
+        if output.pooler_output is None:
+            output.pooler_output = model.multi_modal_projector(output.last_hidden_state)
     rows = [part.reshape(-1, part.shape[-1]) for part in output.pooler_output]
     levels = [torch.cat(list(level)) for level in getattr(output, "deepstack_features", None) or ()]
     return torch.cat((torch.cat(rows), *levels), dim=-1)

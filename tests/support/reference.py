@@ -74,6 +74,8 @@ class Reference:
             media["audio"] = [sound.samples() for sound in sounds]
         inputs = read(text=[prompt], **media, return_tensors="pt", add_special_tokens=False)
         inputs.pop("video_metadata", None)
+        if images:
+            inputs["pixel_values"] = inputs["pixel_values"].float()  # Llama 4's are bfloat16
         with torch.inference_mode():
             output = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
         self.prompt = inputs["input_ids"][0].tolist()

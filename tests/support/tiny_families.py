@@ -411,6 +411,64 @@ TINY["minicpmv4_6"] = Tiny(
     processor={"processor_class": "MiniCPMV4_6Processor"},
 )
 
+_LLAMA4 = ["<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>"]
+TINY["llama4"] = Tiny(
+    model_type="llama4",
+    text={
+        "intermediate_size_mlp": 192,
+        "head_dim": 32,
+        # chunks and steps of temperature that are shorter than prompts and pictures
+        "attention_chunk_size": 24,
+        "floor_scale": 9,
+        "attn_scale": 0.5,
+        "no_rope_layer_interval": 3,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    vision={
+        **_LAYERS,
+        "hidden_act": "gelu",
+        "intermediate_size": 256,  # what the shuffle makes of four patches
+        "image_size": 56,
+        "patch_size": 14,
+        "projector_input_dim": 96,
+        "projector_output_dim": 96,
+        "vision_output_dim": 96,
+    },
+    top={"boi_token_index": "<|image_start|>", "eoi_token_index": "<|image_end|>"},
+    image="<|patch|>",
+    shown="<|image|>",
+    image_field="image_token_index",
+    tokens=_LLAMA4,
+    preprocessor={"image_processor_type": "Llama4ImageProcessor", "size": _SQUARE, "max_patches": 6},
+    processor={"processor_class": "Llama4Processor", "patch_size": 14, "pixel_shuffle_ratio": 0.5},
+)
+TINY["lfm2_vl"] = Tiny(
+    model_type="lfm2_vl",
+    text={
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
+        "tie_word_embeddings": False,
+    },
+    vision={**_LAYERS, "model_type": "siglip2_vision_model", "patch_size": 14, "num_patches": 16}
+    | {"vision_use_head": False},
+    top={"downsample_factor": 2, "projector_hidden_size": 96, "tie_word_embeddings": False},
+    image="<image>",
+    image_field="image_token_id",
+    tokens=["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+    + [f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)],
+    preprocessor={
+        "image_processor_type": "Lfm2VlImageProcessor",
+        "encoder_patch_size": 14,
+        "tile_size": 56,
+        "min_image_tokens": 2,
+        "max_image_tokens": 12,
+        "max_tiles": 6,
+    },
+    processor={"processor_class": "Lfm2VlProcessor"},
+)
+
 #: Their pictures are laid out as another family's, which is tried each time.
 LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "aya_vision", "gemma4_moe")
 
