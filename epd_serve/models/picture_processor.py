@@ -74,7 +74,9 @@ class PictureProcessor:
     def normalised_coarsely(self, pixels: Tensor) -> Tensor:
         """uint8 [3, height, width] → bfloat16, in which all is computed."""
         mean, std = (torch.tensor(values, dtype=torch.bfloat16) for values in self._mean_and_std)
-        return (pixels.to(torch.bfloat16) * self["rescale_factor"]).sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
+        return (
+            (pixels.to(torch.bfloat16) * self["rescale_factor"]).sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
+        )
 
     @property
     def _mean_and_std(self) -> tuple[list[float], list[float]]:

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import image_processing_backends
 
-
 #: Families whose image processors want torchvision, and their class.
 TORCHVISION_ALONE = {"llama4": "Llama4ImageProcessor", "lfm2_vl": "Lfm2VlImageProcessor"}
 

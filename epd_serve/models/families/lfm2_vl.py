@@ -96,7 +96,9 @@ class Lfm2VL(Family):
         patch: int = processor["encoder_patch_size"]
         least, most = processor["min_tiles"], processor["max_tiles"]
         width, height = (max(patch, round(length / self._unit) * self._unit) for length in size)
-        is_large = width * height > processor["max_image_tokens"] * self._unit**2 * processor["max_pixels_tolerance"]
+        is_large = (
+            width * height > processor["max_image_tokens"] * self._unit**2 * processor["max_pixels_tolerance"]
+        )
         if not (is_large and processor["do_image_splitting"]) or most == 1:
             return 1, 1
         ratios = {
@@ -107,7 +109,9 @@ class Lfm2VL(Family):
             if least <= columns * rows <= most
         }
         best, nearest = (1, 1), math.inf
-        for columns, rows in sorted(ratios, key=math.prod):  # of equals the larger, where the picture fills half of it
+        for columns, rows in sorted(
+            ratios, key=math.prod
+        ):  # of equals the larger, where the picture fills half of it
             distance = abs(size[0] / size[1] - columns / rows)
             half = 0.5 * processor["tile_size"] ** 2 * columns * rows
             if distance < nearest or (distance == nearest and size[0] * size[1] > half):
