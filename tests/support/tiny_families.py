@@ -67,6 +67,7 @@ class Tiny:
         image: the token that stands for a picture. tokens: others that its pictures have.
         rows: the token of the rows of its feature, where it is another. shown: what a chat shows of a picture,
             with tokens around that of the picture. chat_template: its own, in place of that of the others.
+        video: the token that stands for a video, where it takes them. videos: of its video processor's file.
         named: those that its processor asks the tokenizer for. processor: of processor_config.json.
     """
 
@@ -81,6 +82,8 @@ class Tiny:
     rows: str = ""
     shown: str = ""
     chat_template: str = ""
+    video: str = ""
+    videos: dict[str, Any] = field(default_factory=dict)
     tokens: list[str] = field(default_factory=list)
     named: dict[str, str] = field(default_factory=dict)
 
@@ -195,6 +198,8 @@ def _gemma4(text: dict[str, Any], vision: dict[str, Any], top: dict[str, Any] | 
         image="<|image|>",
         image_field="image_token_id",
         tokens=[*around.values(), "<|video|>", "<|audio|>"],
+        video="<|video|>",
+        videos={"video_processor_type": "Gemma4VideoProcessor", "max_soft_tokens": 70, "num_frames": 4},
         named={"image_token": "<|image|>", "audio_token": "<|audio|>", **around},
         preprocessor={
             "image_processor_type": "Gemma4ImageProcessor",
@@ -486,6 +491,11 @@ def make_tiny_family(
         .read_text()
         .replace("<|vision_start|><|image_pad|><|vision_end|>", tiny.shown or tiny.image)
     )
+    if tiny.video:
+        image = tiny.shown or tiny.image
+        shown = "{%- elif part['type'] == 'video' -%}" + tiny.video
+        tokenizer.chat_template = tokenizer.chat_template.replace(image, image + shown, 1)
+        (path / "video_preprocessor_config.json").write_text(json.dumps(tiny.videos))
     config = AutoConfig.for_model(
         tiny.model_type,
         text_config=text(len(tokenizer), **tiny.text),
