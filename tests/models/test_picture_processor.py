@@ -36,7 +36,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 
 def drawn(seed: int) -> tuple[Size, NDArray[np.uint8]]:
     pick = random.Random(seed)
-    width, height = (round(8 * 100 ** pick.random()) for _ in range(2))
+    width, height = (round(8 * 50 ** pick.random()) for _ in range(2))
     return (width, height), np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -69,13 +69,13 @@ def checkpoints(kind: str, path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pixels_of_thirty_pictures_equal_the_processor_s(kind: str, tmp_path: Path) -> None:
+def test_pixels_of_pictures_equal_the_processor_s(kind: str, tmp_path: Path) -> None:
     """And those of torchvision itself, where there is one: in a process of its own, as transformers then reads
     pictures of other families in another way."""
     paths = checkpoints(kind, tmp_path)
     for path in paths:
         family, theirs = load_family(path), image_processor_of(path, kind)
-        assert sum(compare(family, theirs, seed) for seed in range(30)) > 20
+        assert sum(compare(family, theirs, seed) for seed in range(16)) > 10
     if TORCHVISION is None:
         return
     program = (
@@ -90,7 +90,7 @@ def test_pixels_of_thirty_pictures_equal_the_processor_s(kind: str, tmp_path: Pa
         f"test_picture_processor.compare_with_torchvision({[str(path) for path in paths]!r})\n"
         "print('compared')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     assert done.stdout.endswith("compared\n"), done.stdout + done.stderr
 
 
@@ -101,7 +101,7 @@ def compare_with_torchvision(paths: list[str]) -> None:
         theirs = AutoImageProcessor.from_pretrained(path)
         assert theirs.backend == "torchvision"
         family = load_family(path)
-        assert sum(compare(family, theirs, seed) for seed in range(30)) > 20
+        assert sum(compare(family, theirs, seed) for seed in range(16)) > 10
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -131,14 +131,14 @@ def test_tokens_are_the_same_where_the_pool_is_too_small(kind: str, tmp_path: Pa
     reference, bench = Reference(path), EngineBench(path, Budget(max_num_tokens=11, max_num_seqs=8))
     bench.encode(pictures)
     asked = [("What is this?", pictures[:2]), ("Say apple", []), ("Where is it?", pictures[2:])]
-    sequences = [bench.sequence(text, text, media, max_tokens=24) for text, media in asked]
+    sequences = [bench.sequence(text, text, media, max_tokens=64) for text, media in asked]
     longest = max(num_blocks_for(s.num_prompt_tokens + s.max_tokens, BLOCK_SIZE) for s in sequences)
     bench.shrink(longest + 2 + 2 * bench.pool.state_blocks)
     for sequence in sequences:
         bench.engine.submit(sequence)
     answers = bench.collect(3)
     for text, media in asked:
-        assert answers[text, 0] == reference.generate(text, media, max_tokens=24), text
+        assert answers[text, 0] == reference.generate(text, media, max_tokens=64), text
     assert bench.num_preemptions > 0
     bench.check_idle()
     bench.close()

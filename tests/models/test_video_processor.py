@@ -184,3 +184,13 @@ def test_a_rate_at_which_positions_are_fractions_is_refused(tmp_path: Path) -> N
         item = MediaRef.of_video(VideoFacts(64, 64, 24, 6.0), VideoSampling(processor_fps=fps))
         with pytest.raises(InvalidRequest, match="in fractions") if fps == 1.5 else nullcontext():
             family.position_facts(torch.tensor([[1]]), [item])
+
+
+def test_a_video_that_gemma4_cannot_take_as_asked_is_refused(tmp_path: Path) -> None:
+    family = load_family(tiny_models.make_tiny_model("gemma4", tmp_path / "model"))
+    for facts, fps, words in (
+        (VideoFacts(64, 64, 24, 6.0), 1.0, "ask for num_frames, not for fps"),
+        (VideoFacts(64, 64, 3, 6.0), None, "3 frames, fewer than the 4"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            family.video_parts(MediaRef.of_video(facts, VideoSampling(processor_fps=fps)))

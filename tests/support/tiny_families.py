@@ -495,7 +495,6 @@ def make_tiny_family(
         image = tiny.shown or tiny.image
         shown = "{%- elif part['type'] == 'video' -%}" + tiny.video
         tokenizer.chat_template = tokenizer.chat_template.replace(image, image + shown, 1)
-        (path / "video_preprocessor_config.json").write_text(json.dumps(tiny.videos))
     config = AutoConfig.for_model(
         tiny.model_type,
         text_config=text(len(tokenizer), **tiny.text),
@@ -515,3 +514,5 @@ def make_tiny_family(
     tokenizer.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps({**normalisation, **tiny.preprocessor}))
     (path / "processor_config.json").write_text(json.dumps(tiny.processor))
+    if tiny.video:
+        (path / "video_preprocessor_config.json").write_text(json.dumps(tiny.videos))
