@@ -74,9 +74,8 @@ class PictureProcessor:
     def normalised_coarsely(self, pixels: Tensor) -> Tensor:
         """uint8 [3, height, width] → bfloat16, in which all is computed."""
         mean, std = (torch.tensor(values, dtype=torch.bfloat16) for values in self._mean_and_std)
-        return (
-            (pixels.to(torch.bfloat16) * self["rescale_factor"]).sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
-        )
+        scale: float = self["rescale_factor"]
+        return (pixels.to(torch.bfloat16) * scale).sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
 
     @property
     def _mean_and_std(self) -> tuple[list[float], list[float]]:
@@ -85,5 +84,6 @@ class PictureProcessor:
 
 def tiles(pixels: Tensor, rows: int, columns: int) -> Tensor:
     """[3, rows * height, columns * width] → [rows * columns, 3, height, width], row by row."""
-    parts = pixels.unflatten(1, (rows, -1)).unflatten(3, (columns, -1))
+    _, height, width = pixels.shape
+    parts = pixels.reshape(3, rows, height // rows, columns, width // columns)
     return parts.permute(1, 3, 0, 2, 4).flatten(0, 1)

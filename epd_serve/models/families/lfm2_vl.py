@@ -69,7 +69,7 @@ class Lfm2VL(Family):
     def _longest(self) -> int:
         """Most tokens of a tile or of the whole picture."""
         of_tile = (self.processor["tile_size"] // self._unit) ** 2 if self.processor["do_image_splitting"] else 0
-        return max(self.processor["max_image_tokens"], of_tile)
+        return max(int(self.processor["max_image_tokens"]), of_tile)
 
     def _whole(self, size: Size) -> Size:
         """The size of the whole picture: whole tokens, no fewer and no more than is said."""
@@ -129,7 +129,7 @@ class Lfm2VL(Family):
             for column in range(columns):
                 num_of_tile = (self.processor["tile_size"] // self._unit) ** 2
                 parts += (f"<|img_row_{row + 1}_col_{column + 1}|>", num_of_tile)
-        whole = [thumbnail, num_whole] if self.processor["use_thumbnail"] else []
+        whole: list[int | str] = [thumbnail, num_whole] if self.processor["use_thumbnail"] else []
         return [*parts, *whole, end]
 
     def num_pixels(self, size: Size) -> int:
@@ -144,7 +144,7 @@ class Lfm2VL(Family):
         size = pixels.shape[1], pixels.shape[0]
         side, patch = self.processor["tile_size"], self.processor["encoder_patch_size"]
         rows, columns = self._grid(size)
-        made = []
+        made: list[Any] = []
         if rows * columns > 1:
             made += tiles(self.processor.resized(pixels, (columns * side, rows * side)), rows, columns)
         if rows * columns == 1 or self.processor["use_thumbnail"]:
@@ -162,7 +162,7 @@ class Lfm2VL(Family):
         import torch
 
         shapes = [tuple(shape) for shape in inputs["spatial_shapes"].tolist()]
-        patches = inputs["pixel_values"].split([rows * columns for rows, columns in shapes])
+        patches = torch.split(inputs["pixel_values"], [rows * columns for rows, columns in shapes])
         rows: list[Any] = []
         output: Any = None
         for shape in dict.fromkeys(shapes):

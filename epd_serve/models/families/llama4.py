@@ -77,7 +77,7 @@ class Llama4(Family):
         import numpy as np
 
         # transformers' numbers are float32 where tiles are the bound, else Python's
-        bounds = [np.float32(count * self._side) for count in (columns, rows)]
+        bounds: list[Any] = [np.float32(count * self._side) for count in (columns, rows)]
         if not self.processor["resize_to_max_canvas"]:
             bounds = [min(max(length, self._side), bound) for length, bound in zip(size, bounds, strict=True)]
         by_width, by_height = (bound / length for bound, length in zip(bounds, size, strict=True))
