@@ -22,7 +22,7 @@ def language_lines(shape: ModelShape, device: DeviceSpec, tensor_parallel: int =
     flops = device.flops * device.compute_share * width
     rate = device.bytes_per_s * device.bandwidth_share * width
     # FLOPs of a token and a context
-    attention = 4 * language.num_kv_layers * language.num_heads * language.head_dim
+    attention = 4 * language.num_attention_layers * language.num_heads * language.head_dim
     layers = language.layer_parameters
     head = language.hidden * language.vocabulary
     kv = shape.kv_token_bytes

@@ -17,7 +17,7 @@ _MAX_ASPECT = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateShape:
-    """The layers that keep a recurrent state in place of K and V, such as gated delta nets.
+    """The layers that keep a recurrent state in place of K and V, such as gated delta nets and short convolutions.
 
     Attributes:
         num_layers: of them. parameters: in the matrices of one, without its feed-forward.
@@ -37,7 +37,12 @@ class StateShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LanguageShape:
-    """A decoder-only transformer with a gated feed-forward of three matrices; ``states`` are some layers of it."""
+    """A decoder-only transformer with a gated feed-forward of three matrices; ``states`` are some layers of it.
+
+    Attributes:
+        head_dim: of the layers that have the narrowest heads.
+        kv_widths: values of K that a token adds to each layer that writes K and V, where these are not all alike.
+    """
 
     num_layers: int
     hidden: int
@@ -47,23 +52,32 @@ class LanguageShape:
     intermediate: int
     vocabulary: int
     states: StateShape | None = None
+    kv_widths: tuple[int, ...] = ()
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers that attend, to K and V of their own or of an earlier layer."""
+        return self.num_layers - (self.states.num_layers if self.states else 0)
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers that keep K and V."""
-        return self.num_layers - (self.states.num_layers if self.states else 0)
+        """Planes of the KV cache: layers that keep K and V, where these are alike; a wider layer has several."""
+        if not self.kv_widths:
+            return self.num_attention_layers
+        return sum(self.kv_widths) // math.gcd(*self.kv_widths)
 
     @property
     def kv_values(self) -> int:
         """Values of K and V that one token adds, over all layers."""
-        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim
+        return 2 * (sum(self.kv_widths) or self.num_attention_layers * self.num_kv_heads * self.head_dim)
 
     @property
     def layer_parameters(self) -> int:
         """Parameters in the matrices of all layers."""
-        attention = 2 * self.hidden * self.head_dim * (self.num_heads + self.num_kv_heads)
+        queries = 2 * self.num_attention_layers * self.hidden * self.head_dim * self.num_heads
         recurrent = self.states.num_layers * self.states.parameters if self.states else 0
-        return self.num_kv_layers * attention + recurrent + self.num_layers * 3 * self.hidden * self.intermediate
+        fed_forward = 3 * self.num_layers * self.hidden * self.intermediate
+        return queries + self.hidden * self.kv_values + recurrent + fed_forward
 
     @property
     def parameters(self) -> int:
@@ -268,6 +282,11 @@ _DEFAULTS: dict[str, dict[str, int]] = {
         "intermediate_size": 11008,
         "vocab_size": 32000,
     },
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256},
+    "gemma3_text": {"head_dim": 256},
+    "gemma4_text": {"head_dim": 256, "num_key_value_heads": 4},
+    "llama4_text": {"head_dim": 128},
     "clip_vision_model": {
         "num_hidden_layers": 12,
         "hidden_size": 768,
@@ -313,9 +332,10 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         num_heads=heads,
         num_kv_heads=read("num_key_value_heads", default=heads),
         head_dim=read("head_dim", default=hidden // heads),
-        intermediate=read("intermediate_size"),
+        intermediate=read("intermediate_size", default=text.get("block_ff_dim")),
         vocabulary=read("vocab_size", default=config.get("vocab_size")),
         states=_states(read, hidden),
+        kv_widths=_kv_widths(read),
     )
     tower = config.get("vision_config")
     vision = _vision(_Reader(f"{name}, vision_config", tower), config) if isinstance(tower, Mapping) else None
@@ -329,19 +349,51 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     )
 
 
-#: Of Qwen3.5: each so many layers one has K and V.
-_FULL_ATTENTION_INTERVAL = 4
+def _kinds(read: _Reader) -> list[str]:
+    """The ``layer_types``, as transformers' classes fill them in, of models whose layers keep different things."""
+    text, count = read.config, read("num_hidden_layers")
+    if kinds := text.get("layer_types"):
+        return list(kinds)
+    every, other = 1, ""
+    if (full := text.get("full_attn_idxs")) is not None:
+        return ["full_attention" if index in full else "conv" for index in range(count)]
+    if "linear_num_value_heads" in text:
+        every, other = read("full_attention_interval", default=4), "linear_attention"
+    elif text.get("model_type") == "gemma4_text":
+        every, other = 6, "sliding_attention"
+    kinds = [other if number % every else "full_attention" for number in range(1, count + 1)]
+    return [*kinds[:-1], "full_attention"] if other == "sliding_attention" else kinds
+
+
+def _kv_widths(read: _Reader) -> tuple[int, ...]:
+    """Gemma 4's: full attention has other heads, and the last layers read K and V of earlier ones."""
+    text = read.config
+    if text.get("model_type") != "gemma4_text":
+        return ()
+    own = text.get("per_layer_config")
+    if own is None:
+        full = {"head_dim": text.get("global_head_dim") or 512}
+        if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads"):
+            full["num_key_value_heads"] = text["num_global_key_value_heads"]
+        own = {str(index): full for index, kind in enumerate(_kinds(read)) if kind == "full_attention"}
+    usual = {name: read(name) for name in ("num_key_value_heads", "head_dim")}
+    layers = [{**usual, **own.get(str(index), {})} for index in range(read("num_hidden_layers"))]
+    num_writing = len(layers) - (text.get("num_kv_shared_layers") or 0)
+    return tuple(layer["num_key_value_heads"] * layer["head_dim"] for layer in layers[:num_writing])
 
 
 def _states(read: _Reader, hidden: int) -> StateShape | None:
-    """The gated delta nets among the layers."""
+    """The gated delta nets or short convolutions among the layers."""
+    kinds = _kinds(read)
+    if "conv" in kinds:
+        return StateShape(
+            num_layers=kinds.count("conv"),
+            parameters=4 * hidden**2,
+            convolution_values=hidden * read("conv_L_cache", default=3),
+            recurrent_values=0,
+        )
     if "linear_num_value_heads" not in read.config:
         return None
-    every = read("full_attention_interval", default=_FULL_ATTENTION_INTERVAL)
-    kinds = read.config.get("layer_types") or [
-        "linear_attention" if number % every else "full_attention"
-        for number in range(1, read("num_hidden_layers") + 1)
-    ]
     heads, width = read("linear_num_value_heads"), read("linear_value_head_dim")
     key_width, kernel = read("linear_key_head_dim"), read("linear_conv_kernel_dim", default=4)
     values, convolved = heads * width, 2 * read("linear_num_key_heads") * key_width + heads * width

@@ -12,6 +12,8 @@ from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import PLURALS, AudioFacts
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
@@ -134,6 +136,14 @@ class Family:
     @property
     def row_token_ids(self) -> dict[str, int]:
         return self.token_ids
+
+    @staticmethod
+    def read_pictures(path: Path) -> Any:
+        """The image processor of a checkpoint. Raises ValueError for what is not known."""
+        from transformers import AutoImageProcessor
+
+        # the same pixels wherever an instance runs: torchvision, where there is one, resizes in another way
+        return AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
 
     @staticmethod
     def read_video(settings: Mapping[str, Any]) -> VideoProcessor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from device.base import AttentionOps
@@ -82,6 +83,12 @@ class GenericDecoder:
         self._planes, (num_heads, self.head_dim) = _planes(config, self._states.layers)
         self.num_layers = 1 + max(planes.last for planes in self._planes.values())
         self.kv_heads = range(num_heads)
+        kinds = getattr(config, "layer_types", None) or ()
+        self._chunks = {  # of the context, which a layer's tokens see alone
+            index: config.attention_chunk_size for index, kind in enumerate(kinds) if kind == "chunked_attention"
+        }
+        # Llama 4 sharpens attention the more, the longer the context is, and asks a cache for how long it is
+        self._asks_for_positions = bool(getattr(config, "attn_temperature_tuning", False))
         # what Gemma 4 adds to each layer's hidden states by the token
         self._embeds_by_layer = bool(getattr(config, "hidden_size_per_layer_input", 0))
         self._step: _Step
@@ -109,9 +116,11 @@ class GenericDecoder:
         if self._states.layers:
             self._states.begin(context)
         positions = positions if len(positions) == 1 else positions[:, None]
-        more: dict[str, Tensor] = {}
+        more: dict[str, Any] = {}
         if self._embeds_by_layer:
             more["per_layer_inputs"] = self._model.get_per_layer_inputs(ids[None])
+        if self._asks_for_positions:
+            more["past_key_values"] = _Positions(positions[0])
         output = self._model(inputs_embeds=embeddings[None], position_ids=positions, use_cache=False, **more)
         hidden: Tensor = output.last_hidden_state[0]
         if self._states.layers and context.on_layer is not None:
@@ -139,6 +148,7 @@ class GenericDecoder:
         scale = query.shape[2] ** -0.5 if scaling is None else scaling
         reach = _Reach(
             window=sliding_window,
+            chunk=self._chunks.get(module.layer_idx),
             both_ways=sliding_window is not None or not self._both_ways_in_windows,
             is_cut=self._both_ways_in_windows,
         )
@@ -164,6 +174,22 @@ class GenericDecoder:
             # the last one is told when all states are written, which go with it
             if context.on_layer is not None and not (self._states.layers and index == self.num_layers - 1):
                 context.on_layer(index)
+
+
+class _Positions(Cache):
+    """Stands for a cache in a layer that asks how many tokens it holds: K and V pass, and each token of a step has
+    its own number before it."""
+
+    def __init__(self, positions: Tensor) -> None:
+        super().__init__(layers=[])
+        # to which the layer adds its place in the step
+        self._offsets = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self._offsets
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key, value
 
 
 #: Of the device's own attention on GPUs.
@@ -235,18 +261,25 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reach:
-    """The tokens that one sees in a layer: those before it, inside a window where there is one.
+    """The tokens that one sees in a layer: those before it, inside a window or its chunk where there are such.
 
     ``both_ways``: and later ones, where they are of a run that sees all of itself; ``is_cut``: inside the window.
     """
 
     window: int | None
+    chunk: int | None
     both_ways: bool
     is_cut: bool
+
+    def is_whole(self, length: int) -> bool:
+        """Whether a context of that length is inside."""
+        return length <= min(self.window or length, self.chunk or length)
 
     def first(self, start: int, spans: Sequence[tuple[int, int]]) -> int:
         """The first token that those from ``start`` on may see."""
         first = 0 if self.window is None else max(start - self.window + 1, 0)
+        if self.chunk is not None:
+            first = max(first, start // self.chunk * self.chunk)
         return min([first, *(low for low, _ in spans if not self.is_cut)])
 
     def mask(self, own: Tensor, others: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
@@ -254,6 +287,8 @@ class _Reach:
         mask, inside = others <= own, torch.ones_like(others, dtype=torch.bool)
         if self.window is not None:
             inside = own - others < self.window
+        if self.chunk is not None:
+            inside = inside & (own // self.chunk == others // self.chunk)
         if not self.is_cut:
             mask = mask & inside
         for low, high in spans:
@@ -272,8 +307,7 @@ class _Step:
 
     def is_plain(self, reach: _Reach) -> bool:
         """Whether each token sees all before it and nothing else, as the device's own attention has it."""
-        is_whole = reach.window is None or self._longest <= reach.window
-        return is_whole and not (reach.both_ways and any(self.context.both_ways))
+        return reach.is_whole(self._longest) and not (reach.both_ways and any(self.context.both_ways))
 
     def runs(self, reach: _Reach) -> list[_Run]:
         """The sequences with their masks, made once for all layers of a reach."""

@@ -18,7 +18,7 @@ from epd_serve.models.decoder import Decoder, StepContext
 from epd_serve.models.families import family_of
 from epd_serve.models.family import DecoderKind
 from epd_serve.models.generic_decoder import GenericDecoder
-from epd_serve.models.loader import ModelPart, language_name, load_part, num_parameters
+from epd_serve.models.loader import ModelPart, language_name, load_part, num_parameters, without_head
 
 
 class MoreLogits(Protocol):
@@ -76,7 +76,8 @@ class LanguageModel:
         self.feature_width = (1 + num_levels) * self._hidden_size
         self._device = device.torch_device
         self._group = group or Alone()
-        language_model = getattr(model.model, language_name(model.model), model.model)
+        inner = without_head(model)
+        language_model = without_head(getattr(inner, language_name(inner), inner))
         self._embed: nn.Module = language_model.embed_tokens.to(self._device)  # some scale what they look up
         as_padding = [getattr(model.config, name) for name in family.as_padding]
         self._as_padding = torch.tensor(as_padding, device=self._device) if as_padding else None
@@ -87,7 +88,7 @@ class LanguageModel:
         self._logit_cap: float | None = text.final_logit_softcapping if is_capped else None
         key = f"{path} {dtype} {self._group.rank}/{self._group.size}"
         with shared_weights(ModelPart.LANGUAGE_MODEL.value, key, at_once=at_once):
-            self._head, self._head_rows = self._load_head(model.lm_head.weight, text.vocab_size)
+            self._head, self._head_rows = self._load_head(model.get_output_embeddings().weight, text.vocab_size)
             parts = language_model, device.ops, self._device, self._group
             self._decoder = (
                 Decoder(*parts)
@@ -101,9 +102,9 @@ class LanguageModel:
         self.capturable = self._decoder.capturable
         self.state_blocks = self._decoder.state_blocks
         self.inner = None
-        if language_model is not model.model:
-            self.inner = model.model
-            setattr(self.inner, language_name(self.inner), None)
+        if language_model is not inner:
+            self.inner = inner
+            setattr(inner, language_name(inner), None)
 
     def _load_head(self, weight: Tensor, vocab_size: int) -> tuple[Linear, int]:
         """The product with this rank's rows of the head, and how many they are."""

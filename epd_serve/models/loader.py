@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from blake3 import blake3
 from torch import nn
-from transformers import AutoFeatureExtractor, AutoImageProcessor
+from transformers import AutoFeatureExtractor
 from transformers.video_processing_utils import VideoProcessorMixin
 
 from epd_serve.models.checkpoint_config import model_class, read_config
@@ -38,12 +38,9 @@ def load_family(path: Path) -> Family:
     kind: Any = family_of(config)
     if not kind.modalities:
         return cast("Family", kind(config))
-    processor = None
-    if "image" in kind.modalities:
-        # the same pixels wherever an instance runs: torchvision, where there is one, resizes in another way
-        processor = AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
-    family: Family = kind(config, processor)
     try:
+        processor = kind.read_pictures(path) if "image" in kind.modalities else None
+        family: Family = kind(config, processor)
         if "audio" in kind.modalities:
             extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True)
             family.audio = family.read_audio(extractor, config)
@@ -121,6 +118,11 @@ def _some(names: Iterable[str]) -> str:
     return f"{count} {', '.join(ordered[:5])}"
 
 
+def without_head(model: Any) -> Any:
+    """transformers' model of tower, projector and language model. Llama 4's has the head in its language model."""
+    return getattr(model, "model", model)
+
+
 def language_name(model: Any) -> str:
     """The name of the language model within transformers' model of tower, projector and language model."""
     return "language_model" if hasattr(model, "language_model") else "text_model"
@@ -143,16 +145,19 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
+        inner = without_head(self)
+        prefix = "" if inner is self else "model."
         if part is ModelPart.TOWER:
             modules = dict(self.named_modules())
-            others = [name for name in family_of(config).other_parts if name in modules]
-            dropped = [f"model.{language_name(self.model)}", "lm_head", *others]
+            others = ("lm_head", *family_of(config).other_parts)
+            dropped = [f"{prefix}{language_name(inner)}", *(name for name in others if name in modules)]
             self.all_tied_weights_keys = {}
+            self.get_output_embeddings = lambda: None  # Llama 4 asks its language model
         elif config.model_type in TEXT:
             dropped = []
         else:  # LLaVA-NeXT has a weight beside its modules
-            owned = (*self.model.named_children(), *self.model.named_parameters(recurse=False))
-            dropped = [f"model.{name}" for name, _ in owned if name != language_name(self.model)]
+            owned = (*inner.named_children(), *inner.named_parameters(recurse=False))
+            dropped = [f"{prefix}{name}" for name, _ in owned if name != language_name(inner)]
         for name in dropped:
             parent, _, child = name.rpartition(".")
             owner = self.get_submodule(parent)

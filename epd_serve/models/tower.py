@@ -21,7 +21,7 @@ from device.ops.linear import Product, activated_linear, fused, gated_linear, li
 from device.ops.shared_weights import shared_weights
 from epd_serve.models.families import family_of
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, Size, TowerInputs, picture, sound
-from epd_serve.models.loader import ModelPart, attend_by, load_part, num_parameters
+from epd_serve.models.loader import ModelPart, attend_by, load_part, num_parameters, without_head
 from epd_serve.protocol.wire import MediaRef
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Tower:
         self.uses_device_attention = True
         if family is not None:
             self._try(family, attention)
-        towers = [_layers(part) for part in model.get_submodule("model").children()]
+        towers = [_layers(part) for part in without_head(model).children()]
         self.num_layers = max(map(len, towers))
         if before_layer is not None:
             for layer in chain.from_iterable(towers):

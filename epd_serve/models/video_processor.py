@@ -28,7 +28,7 @@ _SILENT = names(
     "video_processor_type image_processor_type processor_class data_format input_data_format return_metadata",
     "return_tensors device default_to_square do_convert_rgb do_sample_frames video_metadata model_input_names",
     "min_pixels max_pixels max_image_size max_duration do_pad pad_size do_center_crop crop_size",
-    "use_token_compression auto_map",
+    "use_token_compression auto_map image_seq_length",
     # of a feature extractor, where one file is for pictures, videos and sounds
     "feature_extractor_type chunk_length dither feature_size hop_length n_fft n_samples nb_max_frames",
     "padding_side padding_value return_attention_mask sampling_rate",
@@ -203,6 +203,46 @@ class VideoInputs:
         return {"pixel_values": values, "image_grid_thw": torch.tensor([self._grid])}
 
 
+class FrameProcessor(VideoProcessor):
+    """Videos whose frames are pictures by themselves; a patch in time is a frame."""
+
+    __slots__ = ()
+
+    def inputs(self, item: MediaRef) -> VideoInputs:
+        return FrameInputs(self.settings, self.frame_size(item, len(self.indices(item))), self.grid(item))
+
+
+class FrameInputs(VideoInputs):
+    """Patches row by row [frames, patches, values], and the column and row of each."""
+
+    def finish(self) -> TowerInputs:
+        settings, (frames, rows, columns) = self._settings, self._grid
+        assert self._count == len(self._frames), "frames are missing"
+        patch = settings.patch_size
+        patches = self._frames.view(frames, 3, rows, patch, columns, patch).permute(0, 2, 4, 3, 5, 1)
+        mean, std = (
+            torch.tensor(numbers) * (1.0 / settings.rescale_factor)
+            for numbers in (settings.image_mean, settings.image_std)
+        )
+        values = patches.to(torch.float32).sub_(mean).div_(std).reshape(frames, rows * columns, -1)
+        places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(1)
+        return {"pixel_values": values, "image_position_ids": places.repeat(frames, 1, 1)}
+
+
+def frames_from_the_first(
+    settings: VideoSettings, total: int, rate: float, count: int | None, fps: float | None
+) -> list[int]:
+    """Frames of transformers' own sampling: evenly from the first on."""
+    if fps is not None and settings.num_frames is not None:
+        raise ValueError("the model takes a number of frames; ask for num_frames, not for fps")
+    if count is None:
+        assert fps is not None, "a rate or a number"
+        count = max(1, int(total / rate * fps))
+    if count > total:
+        raise ValueError(f"it has {total} frames, fewer than the {count} to be taken")
+    return [number * total // count for number in range(count)]
+
+
 def frames_at_rate(
     settings: VideoSettings, total: int, rate: float, count: int | None, fps: float | None
 ) -> list[int]:
@@ -286,6 +326,25 @@ def qwen2_video(given: Mapping[str, Any]) -> VideoProcessor:
     for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
         size[edge] = given.get(name) or size[edge]
     return VideoProcessor(VideoSettings.read({**given, "size": size}, _QWEN2), frames_at_rate, resize_by_frame)
+
+
+def gemma4_video(given: Mapping[str, Any], fit: Callable[..., tuple[int, int]]) -> VideoProcessor:
+    """``Gemma4VideoProcessor``. Raises ValueError as :meth:`VideoSettings.read`.
+
+    Args:
+        fit: ``get_aspect_ratio_preserving_size`` of its image processor's module.
+    """
+    fields = dict(given)
+    most, kernel = (
+        fields.pop(name, None) or usual for name, usual in (("max_soft_tokens", 70), ("pooling_kernel_size", 3))
+    )
+
+    def resize(settings: VideoSettings, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        return fit(height, width, settings.patch_size, most * kernel**2, kernel)
+
+    usual = {"patch_size": 16, "size": {}, "image_mean": [0.0] * 3, "image_std": [1.0] * 3, "num_frames": 32}
+    bounds = {"max_video_tokens": most, "merge_size": kernel, "temporal_patch_size": 1, "fps": None}
+    return FrameProcessor(VideoSettings.read(fields, {**usual, **bounds}), frames_from_the_first, resize)
 
 
 def qwen3_video(given: Mapping[str, Any]) -> VideoProcessor:

@@ -117,6 +117,9 @@ _OTHERS: dict[str, list[Any]] = {
     "scale_factor": [1],
     "downsample_mode": ["4x"],
     "insert_layer_id": [1],
+    "num_patches": [25],
+    "moe_layers": [[0], [0, 1], []],
+    "no_rope_layers": [[1, 1], [0, 1], [0, 0]],
     "merge_kernel_size": [[1, 1], [4, 4]],
     "window_kernel_size": [[4, 4]],
     "downsample_factor": [1],
@@ -145,6 +148,10 @@ _WITH = {
     "max_window_layers": {"sliding_window": 40, "use_sliding_window": True},
     "layer_types": {"sliding_window": 40, "use_sliding_window": True},
     "topk_group": {"n_group": 2},
+    "pixel_shuffle_ratio": {"intermediate_size": 32},
+    "projector_input_dim": {"projector_output_dim": 41, "vision_output_dim": 41},
+    "projector_output_dim": {"projector_input_dim": 41, "vision_output_dim": 41},
+    "vision_output_dim": {"projector_input_dim": 41, "projector_output_dim": 41},
     "enable_moe_block": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "use_double_wide_mlp": {"num_kv_shared_layers": 1},
     "num_hidden_layers": {"layer_types": None},
@@ -172,6 +179,9 @@ _FIXED_OF_TILES = {"vision_feature_layer", "vision_feature_select_strategy"}
 #: And of Qwen3's towers that hear: 13 rows are of 100 frames.
 _FIXED_OF_EARS = {"audio_config.n_window"}
 
+
+#: And of Llama 4: as wide as the shuffled patches.
+_FIXED_OF_LLAMA4 = {"vision_config.intermediate_size"}
 
 #: LLaVA over text models whose own fields little differs from Llama's.
 _TRIED_APART = (
@@ -265,6 +275,7 @@ def _check_fields(path: Path, family: str, capsys: pytest.CaptureFixture[str], *
     assert wrong == [], "\n".join(wrong)
     has_tiles = family in odd_models.TILED or family == "aya_vision"
     fixed = _FIXED | (_FIXED_OF_TILES if has_tiles else _FIXED_OF_EARS if family in _QWEN3_EARS else set())
+    fixed |= _FIXED_OF_LLAMA4 if family == "llama4" else set()
     assert set(not_tried) <= fixed
     has_text = family not in (*odd_models.TILED, *odd_models.SOUNDS)
     assert counts["equal"] + counts["by value"] > (15 if has_text else 9)

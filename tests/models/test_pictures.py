@@ -15,9 +15,11 @@ from pictures import noise
 from processors import processor_of
 from reference import Reference
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForMultimodalLM
 
 from device.registry import get_device
+from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.chat_template import MediaLiterals
 from epd_serve.instance.prompt import MediaLayouts
@@ -121,11 +123,40 @@ def test_chunks_of_any_size_give_the_tokens_of_generate(path: Path, num_tokens: 
     bench.close()
 
 
+@pytest.mark.parametrize("kind", ["llama4", "lfm2_vl"])
+def test_tokens_are_the_same_where_the_pool_is_too_small(kind: str, tmp_path: Path) -> None:
+    """Of layers that attend inside chunks, and of states beside features: sequences are preempted in turn."""
+    path = tiny_models.make_tiny_model(kind, tmp_path / kind)
+    pictures = [noise(2, (60, 140)), noise(3, (90, 90)), noise(5, (200, 300))]
+    reference, bench = Reference(path), EngineBench(path, Budget(max_num_tokens=11, max_num_seqs=8))
+    bench.encode(pictures)
+    asked = [("What is this?", pictures[:2]), ("Say apple", []), ("Where is it?", pictures[2:])]
+    sequences = [bench.sequence(text, text, media, max_tokens=64) for text, media in asked]
+    longest = max(num_blocks_for(s.num_prompt_tokens + s.max_tokens, BLOCK_SIZE) for s in sequences)
+    bench.shrink(longest + 2 + 2 * bench.pool.state_blocks)
+    for sequence in sequences:
+        bench.engine.submit(sequence)
+    answers = bench.collect(3)
+    for text, media in asked:
+        assert answers[text, 0] == reference.generate(text, media, max_tokens=64), text
+    assert bench.num_preemptions > 0
+    bench.check_idle()
+    bench.close()
+
+
 def _features(path: Path, inputs: dict[str, Any]) -> Tensor:
     """transformers' own features of one picture."""
     model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32).eval()
+    if "spatial_shapes" in inputs:  # LFM2-VL's are padded to one length
+        lengths = inputs["spatial_shapes"].prod(-1).tolist()
+        values = pad_sequence(inputs["pixel_values"].split(lengths), batch_first=True)
+        mask = (torch.arange(values.shape[1]) < torch.tensor(lengths)[:, None]).int()
+        inputs = {**inputs, "pixel_values": values, "pixel_attention_mask": mask}
+    inputs["pixel_values"] = inputs["pixel_values"].float()
     with torch.inference_mode():
         output = model.get_image_features(**inputs, return_dict=True)
+        if output.pooler_output is None:
+            output.pooler_output = model.multi_modal_projector(output.last_hidden_state)
     rows = [part.reshape(-1, part.shape[-1]) for part in output.pooler_output]
     levels = [torch.cat(list(level)) for level in getattr(output, "deepstack_features", None) or ()]
     return torch.cat((torch.cat(rows), *levels), dim=-1)

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,20 @@ def test_tokens_and_pixels_of_fifty_videos_equal_the_processors(kind: str, tmp_p
     assert family.video is not None
     for seed in range(50):
         clip = drawn(seed)
+        if kind == "gemma4":  # it takes a number of frames alone
+            clip = replace(clip, fps=None)
         frames, _ = clip.frames()
         processor.video_processor = PlainVideoProcessor(path, [clip])
         asked = {} if clip.fps is None else {"fps": clip.fps}
         expected = processor(text=[processor.video_token], videos=[frames], return_tensors="pt", **asked)
         assert layouts.of(clip.item).ids == expected["input_ids"][0].tolist(), clip
         made = inputs_of(family.video, clip.item, frames)
+        if kind == "gemma4":  # without padding
+            is_patch = (expected["video_position_ids"] >= 0).all(-1)
+            assert torch.equal(made["pixel_values"].flatten(0, 1), expected["pixel_values_videos"][is_patch]), clip
+            places = expected["video_position_ids"][is_patch]
+            assert torch.equal(made["image_position_ids"].flatten(0, 1), places), clip
+            continue
         assert torch.equal(made["pixel_values"], expected["pixel_values_videos"]), clip
         assert torch.equal(made["image_grid_thw"], expected["video_grid_thw"]), clip
         if "second_per_grid_ts" in expected:
@@ -177,3 +185,13 @@ def test_a_rate_at_which_positions_are_fractions_is_refused(tmp_path: Path) -> N
         item = MediaRef.of_video(VideoFacts(64, 64, 24, 6.0), VideoSampling(processor_fps=fps))
         with pytest.raises(InvalidRequest, match="in fractions") if fps == 1.5 else nullcontext():
             family.position_facts(torch.tensor([[1]]), [item])
+
+
+def test_a_video_that_gemma4_cannot_take_as_asked_is_refused(tmp_path: Path) -> None:
+    family = load_family(tiny_models.make_tiny_model("gemma4", tmp_path / "model"))
+    for facts, fps, words in (
+        (VideoFacts(64, 64, 24, 6.0), 1.0, "ask for num_frames, not for fps"),
+        (VideoFacts(64, 64, 3, 6.0), None, "3 frames, fewer than the 4"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            family.video_parts(MediaRef.of_video(facts, VideoSampling(processor_fps=fps)))

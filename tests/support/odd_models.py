@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from plain_torchvision import TORCHVISION_ALONE, image_processor_of
 from sounds import tune
 from torch import Tensor
 from transformers import (
@@ -66,6 +67,8 @@ FAMILIES = {
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
     "glm4v_moe": ("glm4v_moe", "glm4v_moe_text", "glm4v_moe_vision"),
     "aya_vision": ("aya_vision", "cohere2", "siglip_vision_model"),
+    "llama4": ("llama4", "llama4_text", "llama4_vision_model"),
+    "lfm2_vl": ("lfm2_vl", "lfm2", "siglip2_vision_model"),
     "qwen2_5_omni": ("qwen2_5_omni_thinker", "qwen2_5_omni_text", "qwen2_5_omni_vision_encoder"),
     "qwen3_omni": ("qwen3_omni_moe_thinker", "qwen3_omni_moe_text", "qwen3_omni_moe_vision_encoder"),
     "qwen2_audio": ("qwen2_audio", "qwen2", "qwen2_audio_encoder"),
@@ -133,8 +136,11 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         partial = {"mrope_section": sections, "partial_rotary_factor": 0.5}
         text["rope_parameters"] = {**partial, **text["rope_parameters"]}
         tokens = {"image_token_id": IMAGE_TOKEN}
-    elif model_type in ("internvl", "idefics3", "smolvlm", "gemma4"):
+    elif model_type in ("internvl", "idefics3", "smolvlm", "gemma4", "lfm2_vl"):
         tokens = {"image_token_id": IMAGE_TOKEN}
+        if model_type == "lfm2_vl":
+            vision.setdefault("vision_use_head", False)
+            top.setdefault("projector_hidden_size", 40)
     elif model_type == "gemma3":
         tokens = {"image_token_index": IMAGE_TOKEN, "boi_token_index": START, "eoi_token_index": END}
         top.setdefault("mm_tokens_per_image", 4)
@@ -198,6 +204,14 @@ def _text(model_type: str) -> dict[str, Any]:
         text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
     if model_type == "lfm2":
         text |= {"full_attn_idxs": [1], "block_multiple_of": 32}
+    if model_type == "llama4_text":
+        text |= {
+            "head_dim": 24,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+        }
+        text |= {"attention_chunk_size": 12, "floor_scale": 5, "attn_scale": 0.5, "no_rope_layer_interval": 2}
     if model_type == "cohere2":
         text |= {"sliding_window": 12, "sliding_window_pattern": 2}
     if model_type == "glm4v_moe_text":
@@ -215,6 +229,13 @@ def _vision(model_type: str) -> dict[str, Any]:
     if model_type == "gemma4_vision":
         vision |= {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
         return vision | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 512}
+    if model_type == "siglip2_vision_model":
+        vision |= {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return vision | {"patch_size": 14, "num_patches": 16}
+    if model_type == "llama4_vision_model":
+        vision |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
+        width = {"projector_input_dim": 40, "projector_output_dim": 40, "vision_output_dim": 40}
+        return vision | {"patch_size": 14, **width}
     if not model_type.startswith("qwen"):
         sides = {"image_size": 84 if model_type == "pixtral" else 28, "patch_size": 14}
         return vision | {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2} | sides
@@ -273,6 +294,12 @@ def _preprocessor(config: Any) -> dict[str, Any]:
     if config.model_type == "gemma4":
         sizes = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
         return {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, **sizes, **normalised}
+    if config.model_type == "llama4":
+        return {"image_processor_type": "Llama4ImageProcessor", "size": square, "max_patches": 4, **normalised}
+    if config.model_type == "lfm2_vl":
+        sizes = {"tile_size": 56, "max_tiles": 4, "min_image_tokens": 1, "max_image_tokens": 4}
+        sizes |= {"downsample_factor": config.downsample_factor, "encoder_patch_size": vision.patch_size}
+        return {"image_processor_type": "Lfm2VlImageProcessor", **sizes, **normalised}
     if config.model_type in ("llava", "paligemma"):
         return {"image_processor_type": "SiglipImageProcessor", "size": square, **normalised}
     if config.model_type in ("internvl", "aya_vision"):
@@ -339,7 +366,11 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
             if takes_media:
                 (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(read)))
             if hasattr(read, "vision_config"):
-                processor = AutoImageProcessor.from_pretrained(path)
+                processor: Any = (
+                    image_processor_of(path, read.model_type)
+                    if read.model_type in TORCHVISION_ALONE
+                    else AutoImageProcessor.from_pretrained(path)
+                )
                 inputs = dict(processor(images=[picture()], return_tensors="pt", **_options(read)))
                 for name in (
                     "num_patches",
@@ -347,9 +378,13 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
                     "num_soft_tokens_per_image",
                     "grids",
                     "num_patches_per_image",
+                    "aspect_ratios",
                 ):
                     inputs.pop(name, None)
-                features = model.get_image_features(**inputs, return_dict=True).pooler_output
+                if read.model_type == "llama4":
+                    inputs["pixel_values"] = inputs["pixel_values"].float()
+                output = model.get_image_features(**inputs, return_dict=True)
+                features = output.last_hidden_state if output.pooler_output is None else output.pooler_output
                 num_rows["image"] = sum(feature.view(-1, feature.shape[-1]).shape[0] for feature in features)
             if getattr(read, "audio_config", None):
                 heard = _heard(path, read)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
 from transformers.feature_extraction_utils import BatchFeature
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as volume_resize
 from transformers.video_utils import VideoMetadata
@@ -61,10 +62,65 @@ class Clip:
 _DEFAULTS = {"video_processor_type": "Qwen2VLVideoProcessor", "fps": 2, "min_frames": 4, "max_frames": 768}
 
 
+class PlainGemma4Videos:
+    """Gemma 4's video processor: padded frames, one by one."""
+
+    def __init__(self, path: Path, clips: Sequence[Clip]) -> None:
+        self._settings = json.loads((path / "video_preprocessor_config.json").read_text())
+        self._clips = clips
+
+    def __call__(self, videos: Any, **_: Any) -> BatchFeature:
+        most, pixels, places, counts, metadata = self._settings["max_soft_tokens"] * 9, [], [], [], []
+        for clip in self._clips:
+            frames, rate = clip.frames()
+            total = len(frames)
+            if clip.is_list:
+                indices = list(range(total))
+            elif clip.num_read is not None:
+                indices = np.linspace(0, total - 1, clip.num_read, dtype=int).tolist()
+            else:
+                count = self._settings["num_frames"]
+                assert count <= total
+                indices = [int(total / count * number + 1e-9) for number in range(count)]
+            height, width = get_aspect_ratio_preserving_size(*frames.shape[1:3], 16, most, 3)
+            rows, columns = height // 16, width // 16
+            for index in indices:
+                resized = _resized(frames[index], (height, width)).float() / 255
+                own = [
+                    resized[:, 16 * y : 16 * y + 16, 16 * x : 16 * x + 16].permute(1, 2, 0).flatten()
+                    for y in range(rows)
+                    for x in range(columns)
+                ]
+                padding = most - len(own)
+                pixels.append(F.pad(torch.stack(own), (0, 0, 0, padding)))
+                places.append(
+                    F.pad(
+                        torch.tensor([[x, y] for y in range(rows) for x in range(columns)]),
+                        (0, 0, 0, padding),
+                        value=-1,
+                    )
+                )
+            counts.append((len(indices), rows * columns // 9))
+            metadata.append(VideoMetadata(total_num_frames=total, fps=rate, frames_indices=indices))
+        return BatchFeature(
+            {
+                "pixel_values_videos": torch.stack(pixels),
+                "video_position_ids": torch.stack(places),
+                "num_frames_per_video": torch.tensor([count for count, _ in counts]),
+                "num_soft_tokens_per_video": [count for _, count in counts],
+                "video_metadata": metadata,
+            }
+        )
+
+
 class PlainVideoProcessor:
     """Stands in a processor of transformers in the place of its video processor, for these clips."""
 
     merge_size = temporal_patch_size = 2
+
+    def __new__(cls, path: Path, clips: Sequence[Clip]) -> Any:
+        is_gemma4 = json.loads((path / "config.json").read_text())["model_type"] == "gemma4"
+        return PlainGemma4Videos(path, clips) if is_gemma4 else super().__new__(cls)
 
     def __init__(self, path: Path, clips: Sequence[Clip]) -> None:
         file = path / "video_preprocessor_config.json"

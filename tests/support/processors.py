@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from plain_torchvision import TORCHVISION_ALONE, image_processor_of
 from transformers import AutoConfig, AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
@@ -87,7 +88,10 @@ def processor_of(path: Path) -> Any:
     kind = getattr(module, name)
     parts = {"tokenizer": AutoTokenizer.from_pretrained(path)}
     if "image_processor" in kind.get_attributes():
-        parts["image_processor"] = AutoImageProcessor.from_pretrained(path, backend="pil")
+        if config.model_type in TORCHVISION_ALONE:
+            parts["image_processor"] = image_processor_of(path, config.model_type)
+        else:
+            parts["image_processor"] = AutoImageProcessor.from_pretrained(path, backend="pil")
     if "feature_extractor" in kind.get_attributes():
         parts["feature_extractor"] = AutoFeatureExtractor.from_pretrained(path)
     if "video_processor" in kind.get_attributes():
@@ -124,4 +128,6 @@ _PACKAGES = {
     "glm4v",
     "glm4v_moe",
     "aya_vision",
+    "llama4",
+    "lfm2_vl",
 }

@@ -43,6 +43,8 @@ class Reference:
         if name == "Qwen3OmniMoeProcessor":
             lengths = {len(sound.samples()) for sound in sounds}
             return len(lengths) < 2 and not any(clip.fps for clip in videos)
+        if name == "Gemma4Processor":  # and of Gemma 4's videos a rate cannot be asked for
+            return not any(clip.fps for clip in videos)
         return name != "Qwen3ASRProcessor" or len(sounds) < 2
 
     def generate(
@@ -79,6 +81,8 @@ class Reference:
             media["audio"] = [sound.samples() for sound in sounds]
         inputs = read(text=[prompt], **media, return_tensors="pt", add_special_tokens=False)
         inputs.pop("video_metadata", None)
+        if images:
+            inputs["pixel_values"] = inputs["pixel_values"].float()  # Llama 4's are bfloat16
         with torch.inference_mode():
             output = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
         self.prompt = inputs["input_ids"][0].tolist()

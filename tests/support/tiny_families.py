@@ -67,6 +67,7 @@ class Tiny:
         image: the token that stands for a picture. tokens: others that its pictures have.
         rows: the token of the rows of its feature, where it is another. shown: what a chat shows of a picture,
             with tokens around that of the picture. chat_template: its own, in place of that of the others.
+        video: the token that stands for a video, where it takes them. videos: of its video processor's file.
         named: those that its processor asks the tokenizer for. processor: of processor_config.json.
     """
 
@@ -81,6 +82,8 @@ class Tiny:
     rows: str = ""
     shown: str = ""
     chat_template: str = ""
+    video: str = ""
+    videos: dict[str, Any] = field(default_factory=dict)
     tokens: list[str] = field(default_factory=list)
     named: dict[str, str] = field(default_factory=dict)
 
@@ -195,6 +198,8 @@ def _gemma4(text: dict[str, Any], vision: dict[str, Any], top: dict[str, Any] | 
         image="<|image|>",
         image_field="image_token_id",
         tokens=[*around.values(), "<|video|>", "<|audio|>"],
+        video="<|video|>",
+        videos={"video_processor_type": "Gemma4VideoProcessor", "max_soft_tokens": 70, "num_frames": 4},
         named={"image_token": "<|image|>", "audio_token": "<|audio|>", **around},
         preprocessor={
             "image_processor_type": "Gemma4ImageProcessor",
@@ -411,6 +416,64 @@ TINY["minicpmv4_6"] = Tiny(
     processor={"processor_class": "MiniCPMV4_6Processor"},
 )
 
+_LLAMA4 = ["<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>"]
+TINY["llama4"] = Tiny(
+    model_type="llama4",
+    text={
+        "intermediate_size_mlp": 192,
+        "head_dim": 32,
+        # chunks and steps of temperature that are shorter than prompts and pictures
+        "attention_chunk_size": 24,
+        "floor_scale": 9,
+        "attn_scale": 0.5,
+        "no_rope_layer_interval": 3,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    vision={
+        **_LAYERS,
+        "hidden_act": "gelu",
+        "intermediate_size": 256,  # what the shuffle makes of four patches
+        "image_size": 56,
+        "patch_size": 14,
+        "projector_input_dim": 96,
+        "projector_output_dim": 96,
+        "vision_output_dim": 96,
+    },
+    top={"boi_token_index": "<|image_start|>", "eoi_token_index": "<|image_end|>"},
+    image="<|patch|>",
+    shown="<|image|>",
+    image_field="image_token_index",
+    tokens=_LLAMA4,
+    preprocessor={"image_processor_type": "Llama4ImageProcessor", "size": _SQUARE, "max_patches": 6},
+    processor={"processor_class": "Llama4Processor", "patch_size": 14, "pixel_shuffle_ratio": 0.5},
+)
+TINY["lfm2_vl"] = Tiny(
+    model_type="lfm2_vl",
+    text={
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
+        "tie_word_embeddings": False,
+    },
+    vision={**_LAYERS, "model_type": "siglip2_vision_model", "patch_size": 14, "num_patches": 16}
+    | {"vision_use_head": False},
+    top={"downsample_factor": 2, "projector_hidden_size": 96, "tie_word_embeddings": False},
+    image="<image>",
+    image_field="image_token_id",
+    tokens=["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+    + [f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)],
+    preprocessor={
+        "image_processor_type": "Lfm2VlImageProcessor",
+        "encoder_patch_size": 14,
+        "tile_size": 56,
+        "min_image_tokens": 2,
+        "max_image_tokens": 12,
+        "max_tiles": 6,
+    },
+    processor={"processor_class": "Lfm2VlProcessor"},
+)
+
 #: Their pictures are laid out as another family's, which is tried each time.
 LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "aya_vision", "gemma4_moe")
 
@@ -428,6 +491,10 @@ def make_tiny_family(
         .read_text()
         .replace("<|vision_start|><|image_pad|><|vision_end|>", tiny.shown or tiny.image)
     )
+    if tiny.video:
+        image = tiny.shown or tiny.image
+        shown = "{%- elif part['type'] == 'video' -%}" + tiny.video
+        tokenizer.chat_template = tokenizer.chat_template.replace(image, image + shown, 1)
     config = AutoConfig.for_model(
         tiny.model_type,
         text_config=text(len(tokenizer), **tiny.text),
@@ -447,3 +514,5 @@ def make_tiny_family(
     tokenizer.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps({**normalisation, **tiny.preprocessor}))
     (path / "processor_config.json").write_text(json.dumps(tiny.processor))
+    if tiny.video:
+        (path / "video_preprocessor_config.json").write_text(json.dumps(tiny.videos))

@@ -37,7 +37,6 @@ NOT_RUN = {
     "mllama": "pictures reach its language model by cross-attention",
     "phi4_multimodal": "transformers has no function that makes its features alone",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k25"), _LATENT),
-    **dict.fromkeys(("lfm2_vl", "llama4"), "transformers prepares its pictures with torchvision alone"),
     "deepseek_ocr2": "its layers are mixtures of experts",
 }
 

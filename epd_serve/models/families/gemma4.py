@@ -1,22 +1,25 @@
-"""Gemma 4: pictures of any proportions; layers of several widths, some of which read K and V of others."""
+"""Gemma 4: pictures and frames of any proportions; layers of several widths, some of which read another's KV."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import Family, Size, TowerInputs, names
+from epd_serve.protocol.wire import MediaRef
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from epd_serve.models.video_processor import VideoProcessor
+
 
 class Gemma4(Family):
-    """As many patches as fit into a number of tokens, in the picture's proportions; its videos and sounds are not
-    taken."""
+    """As many patches as fit into a number of tokens, in the picture's proportions; a video's frames stand one by
+    one, each behind its time. Its sounds are not taken."""
 
     title = "Gemma 4"
     model_types = ("gemma4",)
@@ -43,6 +46,7 @@ class Gemma4(Family):
             "position_embedding_size use_clipped_linears standardize",
         )
     }
+    modalities = ("image", "video")
     input_names = ("pixel_values", "image_position_ids")
     tokens = ("<|image>", "<image|>")
     both_ways_in_windows = True
@@ -54,6 +58,25 @@ class Gemma4(Family):
         self._kernel: int = image_processor.pooling_kernel_size
         if config.text_config.use_bidirectional_attention == "vision":
             self.both_ways_tokens = image_processor.max_soft_tokens
+
+    @staticmethod
+    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
+        from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+        from epd_serve.models.video_processor import gemma4_video
+
+        return gemma4_video(settings, get_aspect_ratio_preserving_size)
+
+    def video_parts(self, item: MediaRef) -> Sequence[int | str]:
+        start, end = self.tokens
+        processor = self._video_processor(item)
+        times = [int(seconds) for seconds in processor.timestamps(item)]
+        num_rows = processor.num_tokens(item) // len(times)
+        parts: list[int | str] = []
+        for number, seconds in enumerate(times):
+            before = f"{end} " if number else ""
+            parts += (f"{before}{seconds // 60:02d}:{seconds % 60:02d} {start}", num_rows)
+        return [*parts, end]
 
     def num_pixels(self, size: Size) -> int:
         processor, area = self.processor, self._kernel**2
@@ -79,7 +102,14 @@ class Gemma4(Family):
         for name in ("patch_size", "pooling_kernel_size"):
             if (ours := getattr(vision, name)) != (found := getattr(self.processor, name)):
                 raise ValueError(f"vision_config.{name} is {ours}, and {found} in preprocessor_config.json")
-        if (most := self.processor.max_soft_tokens * self._kernel) > vision.position_embedding_size:
+        longest = self.processor.max_soft_tokens
+        if self.video is not None:
+            settings = self.video.settings
+            if (settings.patch_size, settings.merge_size) != (vision.patch_size, self._kernel):
+                raise ValueError("patch_size and pooling_kernel_size must be the same for pictures and videos")
+            longest = max(longest, settings.max_video_tokens)
+            self.both_ways_tokens = longest if self.both_ways_tokens else 0
+        if (most := longest * self._kernel) > vision.position_embedding_size:
             raise ValueError(
                 f"vision_config.position_embedding_size must be {most}, the patches of a side, or more"
             )

@@ -1,0 +1,70 @@
+"""What transformers' image processors call of torchvision, in torch's operators, for those that have no others.
+
+Where torchvision is at hand, ``tests/models/test_picture_processor.py`` holds them against it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import image_processing_backends
+
+#: Families whose image processors want torchvision, and their class.
+TORCHVISION_ALONE = {"llama4": "Llama4ImageProcessor", "lfm2_vl": "Lfm2VlImageProcessor"}
+
+
+class InterpolationMode(Enum):
+    BILINEAR = "bilinear"
+    LANCZOS = "lanczos"
+
+
+def _resize(image: Tensor, size: Sequence[int], interpolation: InterpolationMode, antialias: bool) -> Tensor:
+    if tuple(image.shape[-2:]) == tuple(size):
+        return image
+    batch = image.reshape(-1, *image.shape[-3:])
+    resized = F.interpolate(batch, tuple(map(int, size)), mode=interpolation.value, antialias=antialias)
+    return resized.reshape(*image.shape[:-2], *resized.shape[-2:])
+
+
+def _pad(image: Tensor, padding: Sequence[int], fill: Sequence[int]) -> Tensor:
+    assert not any(fill)
+    left, top, right, bottom = map(int, padding)
+    return F.pad(image, (left, right, top, bottom))
+
+
+def _normalize(image: Tensor, mean: Any, std: Any, inplace: bool = False) -> Tensor:
+    mean, std = (torch.as_tensor(values, dtype=image.dtype).view(-1, 1, 1) for values in (mean, std))
+    return (image - mean) / std
+
+
+@contextmanager
+def _standing_in() -> Iterator[None]:
+    functional: Any = ModuleType("torchvision.transforms.v2.functional")
+    functional.InterpolationMode = InterpolationMode
+    functional.resize, functional.pad, functional.normalize = _resize, _pad, _normalize
+    modules = {f"torchvision{name}": ModuleType("") for name in ("", ".transforms", ".transforms.v2")}
+    for name in modules:
+        modules[name].__path__ = []
+    modules["torchvision.transforms.v2"].functional = functional  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {**modules, "torchvision.transforms.v2.functional": functional}):
+        image_processing_backends.tvF = functional
+        image_processing_backends.pil_torch_interpolation_mapping = {2: InterpolationMode.BILINEAR}
+        yield
+
+
+def image_processor_of(path: Path, model_type: str) -> Any:
+    """transformers' image processor of a checkpoint of these families."""
+    with _standing_in():
+        module = importlib.import_module(f"transformers.models.{model_type}.image_processing_{model_type}")
+    return getattr(module, TORCHVISION_ALONE[model_type]).from_pretrained(path)
