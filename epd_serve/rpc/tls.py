@@ -1,7 +1,7 @@
 """TLS for the calls between the processes of a deployment: both ends show a certificate of the deployment's CA.
 
-The files are read at a process's start. A certificate holds for a server and for a client (extendedKeyUsage,
-where it has one) and names the address under which its process is reached.
+A process reads the files at its start. A certificate holds for a server and for a client (extendedKeyUsage, where
+it has one) and names the address under which its process is reached.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,14 @@ class TlsFiles:
 
     def client_context(self) -> ssl.SSLContext:
         """Raises ValueError for files that cannot be read, or do not belong together."""
-        return _context(self, ssl.Purpose.SERVER_AUTH)
+        return _context(self, ssl.Purpose.SERVER_AUTH, self._changed_ns())
 
     def check(self, host: str | None) -> None:
         """Meet a process with these files at ``host``, if there is one, as others will, without a connection.
 
         Raises ValueError where one end does not accept the other's certificate.
         """
-        client, server = self.client_context(), _context(self, ssl.Purpose.CLIENT_AUTH)
+        client, server = self.client_context(), _context(self, ssl.Purpose.CLIENT_AUTH, self._changed_ns())
         server.verify_mode = ssl.CERT_REQUIRED
         client_out, server_out = ssl.MemoryBIO(), ssl.MemoryBIO()
         ends = {
@@ -69,6 +69,18 @@ class TlsFiles:
                         return
                     raise ValueError(f"tls: {self.cert} is not accepted: {error.verify_message}") from error
 
+    def _changed_ns(self) -> tuple[int, ...]:
+        """When each file was changed last. Raises ValueError for one that is not there."""
+        found = []
+        for name in ("ca", "cert", "key"):
+            path: Path = getattr(self, name)
+            try:
+                path.open("rb").close()
+                found.append(path.stat().st_mtime_ns)
+            except OSError as error:
+                raise ValueError(f"tls.{name}: {path}: {error.strerror}") from error
+        return tuple(found)
+
 
 #: X509_V_ERR_HOSTNAME_MISMATCH: the last thing that is looked at.
 _WRONG_NAME = 62
@@ -86,14 +98,9 @@ def tls_files(environment: Mapping[str, str] | None = None) -> TlsFiles | None:
     return TlsFiles(ca=ca, cert=cert, key=key)
 
 
-@cache
-def _context(files: TlsFiles, purpose: ssl.Purpose) -> ssl.SSLContext:
-    for name in ("ca", "cert", "key"):
-        path: Path = getattr(files, name)
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise ValueError(f"tls.{name}: {path}: {error.strerror}") from error
+@lru_cache(maxsize=8)
+def _context(files: TlsFiles, purpose: ssl.Purpose, changed_ns: tuple[int, ...]) -> ssl.SSLContext:
+    """Read the files, again where they have changed."""
     try:
         context = ssl.create_default_context(purpose, cafile=str(files.ca))
     except ssl.SSLError as error:
