@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from epd_serve.protocol.addresses import is_wildcard
+
 #: The variables that hold the files' paths, for who is started elsewhere.
 TLS_CA, TLS_CERT, TLS_KEY = "EPD_SERVE_TLS_CA", "EPD_SERVE_TLS_CERT", "EPD_SERVE_TLS_KEY"
 
@@ -46,15 +48,17 @@ class TlsFiles:
         return _context(self, ssl.Purpose.SERVER_AUTH, self._changed_ns())
 
     def check(self, host: str | None) -> None:
-        """Meet a process with these files at ``host``, if there is one, as others will, without a connection.
+        """Meet a process with these files at ``host``, as others will, without a connection. None and a wildcard:
+        its address is not looked at.
 
         Raises ValueError where one end does not accept the other's certificate.
         """
+        has_name = host is not None and not is_wildcard(host)
         client, server = self.client_context(), _context(self, ssl.Purpose.CLIENT_AUTH, self._changed_ns())
         server.verify_mode = ssl.CERT_REQUIRED
         client_out, server_out = ssl.MemoryBIO(), ssl.MemoryBIO()
         ends = {
-            client.wrap_bio(server_out, client_out, server_hostname=host or "localhost"),
+            client.wrap_bio(server_out, client_out, server_hostname=host if has_name else _NO_NAME),
             server.wrap_bio(client_out, server_out, server_side=True),
         }
         while ends:
@@ -65,7 +69,7 @@ class TlsFiles:
                 except ssl.SSLWantReadError:
                     pass
                 except ssl.SSLCertVerificationError as error:
-                    if host is None and error.verify_code == _WRONG_NAME:
+                    if not has_name and error.verify_code == _WRONG_NAME:
                         return
                     raise ValueError(f"tls: {self.cert} is not accepted: {error.verify_message}") from error
 
@@ -82,6 +86,7 @@ class TlsFiles:
         return tuple(found)
 
 
+_NO_NAME = "epd-serve.invalid"
 #: X509_V_ERR_HOSTNAME_MISMATCH: the last thing that is looked at.
 _WRONG_NAME = 62
 

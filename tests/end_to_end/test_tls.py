@@ -33,7 +33,10 @@ async def _answers(config: DeploymentConfig) -> list[str]:
             assert answer.status_code == 200, answer.text
             answers.append(answer.json()["choices"][0]["message"]["content"])
         if config.tls is not None:
+            files = config.read_tls()
             for instance in deployment.instances.values():
+                async with HttpPool(instance.name, instance.url, tls=files) as pool:
+                    assert await HttpCall(pool, "GET", "/health/live").ask() == b'{"status":"live"}'
                 assert instance.url.startswith("https://")
                 for url in (instance.url, instance.url.replace("https:", "http:")):
                     async with HttpPool(instance.name, url) as pool:

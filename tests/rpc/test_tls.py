@@ -146,7 +146,8 @@ def test_files_are_looked_at_when_a_process_starts(
 ) -> None:
     ours.check("127.0.0.1")
     ours.check(None)
-    authority.files("n2", ip="10.0.0.2").check(None)
+    for host in (None, "0.0.0.0", "::"):
+        authority.files("n2", ip="10.0.0.2").check(host)
     junk = tmp_path / "junk.pem"
     junk.write_text("nothing")
     for files, words in (
