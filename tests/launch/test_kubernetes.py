@@ -103,6 +103,7 @@ def test_secrets_stay_out_of_the_manifests(tmp_path: Path) -> None:
         ("{elastic: {enabled: true}, slo: {ttft_ms: 900, tpot_ms: 50}}", "KEDA scales"),
         ("trace: ./spans", "trace names a file of this machine"),
         ("gateway: {access_log: ./log}", "access_log names a file"),
+        ("tls: {ca: ca.pem, cert: c.pem, key: k.pem}", "no certificate names"),
     ],
 )
 def test_what_is_tied_to_a_machine_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
