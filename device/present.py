@@ -1,4 +1,4 @@
-"""Accelerators that this process can see, found in milliseconds and without torch."""
+"""Accelerators and cores that this process can see, found in milliseconds and without torch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,26 @@ EMULATED_MEMORY = "EPD_SERVE_EMULATED_MEMORY"
 _DEVICE_FILES = Path("/dev")
 #: The variable that decides which devices of a kind a process sees.
 _VISIBLE_DEVICES = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def num_cores() -> int:
+    """The cores that this process may use: those of its affinity, or fewer by the limit of its container.
+
+    The limit is a cgroup's: ``cpu.max`` of version 2, ``cpu.cfs_quota_us`` of version 1 (kernel documentation,
+    cgroup-v2.rst and sched-bwc.rst). A part of a core counts as none, the first core apart.
+    """
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = (_CGROUPS / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota, period = ((_CGROUPS / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        except OSError:
+            return cores
+    if quota == "max" or int(quota) < 0:
+        return cores
+    return max(1, min(cores, int(quota) // int(period)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

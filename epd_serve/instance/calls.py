@@ -31,6 +31,7 @@ class ControlCalls:
         """(method, path, handler)."""
         return [
             ("GET", "/health", self._health),
+            ("GET", "/health/live", self._live),
             ("GET", "/info", self._info),
             ("GET", "/integrity", self._integrity),
             ("GET", "/metrics", self._metrics),
@@ -158,6 +159,10 @@ class ControlCalls:
     async def _health(self, body: bytes) -> Reply:
         self._instance.check_ready()
         return Reply(headers=(JSON,), body=b'{"status":"ok"}')
+
+    async def _live(self, body: bytes) -> Reply:
+        """It answers, be it loading its model or draining: to start it again would not help."""
+        return Reply(headers=(JSON,), body=b'{"status":"live"}')
 
     async def _info(self, body: bytes) -> Reply:
         return Reply(headers=(JSON,), body=msgspec.json.encode(self._instance.info()))

@@ -27,7 +27,7 @@ Header = tuple[bytes, bytes]
 
 JSON = (b"content-type", b"application/json")
 #: For whoever starts the instance, and for Prometheus.
-_OPEN = frozenset({"/health", "/metrics"})
+_OPEN = frozenset({"/health", "/health/live", "/metrics"})
 #: As uvicorn hands them on, of up to 64 KiB each.
 _MANY_PIECES = 16
 

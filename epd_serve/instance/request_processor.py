@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Literal, ParamSpec, Self, TypeVar
 
+from device.present import num_cores
 from epd_serve.errors import PREPARATION_FULL, Unavailable
 from epd_serve.telemetry.span import Span, Value
 
@@ -121,7 +121,7 @@ _TEXT_ASIDE, _MIN_MEDIA_ASIDE = 1, 2
 
 def num_media_threads(compute_threads: int | None) -> int:
     """As many as compute, or half the cores where that is left to the library; a few at most."""
-    return min(compute_threads or max(1, len(os.sched_getaffinity(0)) // 2), _MAX_MEDIA_THREADS)
+    return min(compute_threads or max(1, num_cores() // 2), _MAX_MEDIA_THREADS)
 
 
 class Wanted:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
-from device.present import EMULATED_MEMORY, visibility
+from device.present import EMULATED_MEMORY, num_cores, visibility
 from device.shares import share_environment
 from device.weight_files import COPIES, VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig, InstanceOptions, ShapeConfig, decode_graph_sizes
@@ -261,11 +261,11 @@ def threads_each(num_ranks: int, environment: Mapping[str, str], share: DeviceSh
     use.
     """
     if share is not None:
-        return max(1, round(share.share * len(os.sched_getaffinity(0))))
+        return max(1, round(share.share * num_cores()))
     wished = environment.get("OMP_NUM_THREADS", "")
     if wished.isdecimal() and int(wished) > 0:
         return int(wished)
-    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return max(1, num_cores() // num_ranks)
 
 
 def _device_boards(placement: Sequence[InstancePlacement], directory: Path) -> dict[str, str]:

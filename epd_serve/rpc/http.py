@@ -79,6 +79,8 @@ class HttpCall(RemoteCall):
 
     def cut(self, reason: str, *, is_http: bool = True) -> None:
         """The connection has ended before the answer did; ``reason`` is "" where the server has closed it."""
+        if self._pool.is_tls and not self.status:
+            reason = f"{reason or 'the connection was closed'}; {_CERTIFICATE_NOT_ACCEPTED}"
         self.fail(self.lost(reason if is_http else f"no HTTP answer: {reason}"))
 
     def _break_off(self) -> None:
@@ -269,6 +271,8 @@ class Connection(asyncio.Protocol):
 
 
 TLS_HANDSHAKE_S = 5.0
+#: TLS 1.3 has no other way to say it: the client's handshake is over by then.
+_CERTIFICATE_NOT_ACCEPTED = "so a server ends it that does not accept the client's certificate"
 #: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
 #: being closed.
 KEEP_ALIVE_S = 3.0
@@ -302,15 +306,15 @@ class HttpPool:
         self.name = name
         self.url = url.rstrip("/")
         self._host = parts.hostname
-        self._tls = parts.scheme == "https"
-        self._port = parts.port or (443 if self._tls else 80)
+        self.is_tls = parts.scheme == "https"
+        self._port = parts.port or (443 if self.is_tls else 80)
         self._prefix = parts.path.rstrip("/")
         #: The lines that every request has.
         self._headers = f"host: {parts.netloc.rpartition('@')[2]}\r\n"
         self._key = key
         self._path = path
         self._address = address or self._host
-        context = tls.client_context() if tls is not None and self._tls else self._tls or None
+        context = tls.client_context() if tls is not None and self.is_tls else self.is_tls or None
         #: Of a connection: how TLS is made on it.
         self._secured: dict[str, Any] = {}
         if context is not None:

@@ -1,7 +1,7 @@
 """TLS for the calls between the processes of a deployment: both ends show a certificate of the deployment's CA.
 
-The files are read at a process's start. A certificate holds for a server and for a client (extendedKeyUsage,
-where it has one) and names the address under which its process is reached.
+A process reads the files at its start. A certificate holds for a server and for a client (extendedKeyUsage, where
+it has one) and names the address under which its process is reached.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+from epd_serve.protocol.addresses import is_wildcard
 
 #: The variables that hold the files' paths, for who is started elsewhere.
 TLS_CA, TLS_CERT, TLS_KEY = "EPD_SERVE_TLS_CA", "EPD_SERVE_TLS_CERT", "EPD_SERVE_TLS_KEY"
@@ -43,18 +45,20 @@ class TlsFiles:
 
     def client_context(self) -> ssl.SSLContext:
         """Raises ValueError for files that cannot be read, or do not belong together."""
-        return _context(self, ssl.Purpose.SERVER_AUTH)
+        return _context(self, ssl.Purpose.SERVER_AUTH, self._changed_ns())
 
     def check(self, host: str | None) -> None:
-        """Meet a process with these files at ``host``, if there is one, as others will, without a connection.
+        """Meet a process with these files at ``host``, as others will, without a connection. None and a wildcard:
+        its address is not looked at.
 
         Raises ValueError where one end does not accept the other's certificate.
         """
-        client, server = self.client_context(), _context(self, ssl.Purpose.CLIENT_AUTH)
+        has_name = host is not None and not is_wildcard(host)
+        client, server = self.client_context(), _context(self, ssl.Purpose.CLIENT_AUTH, self._changed_ns())
         server.verify_mode = ssl.CERT_REQUIRED
         client_out, server_out = ssl.MemoryBIO(), ssl.MemoryBIO()
         ends = {
-            client.wrap_bio(server_out, client_out, server_hostname=host or "localhost"),
+            client.wrap_bio(server_out, client_out, server_hostname=host if has_name else _NO_NAME),
             server.wrap_bio(client_out, server_out, server_side=True),
         }
         while ends:
@@ -65,11 +69,24 @@ class TlsFiles:
                 except ssl.SSLWantReadError:
                     pass
                 except ssl.SSLCertVerificationError as error:
-                    if host is None and error.verify_code == _WRONG_NAME:
+                    if not has_name and error.verify_code == _WRONG_NAME:
                         return
                     raise ValueError(f"tls: {self.cert} is not accepted: {error.verify_message}") from error
 
+    def _changed_ns(self) -> tuple[int, ...]:
+        """When each file was changed last. Raises ValueError for one that is not there."""
+        found = []
+        for name in ("ca", "cert", "key"):
+            path: Path = getattr(self, name)
+            try:
+                path.open("rb").close()
+                found.append(path.stat().st_mtime_ns)
+            except OSError as error:
+                raise ValueError(f"tls.{name}: {path}: {error.strerror}") from error
+        return tuple(found)
 
+
+_NO_NAME = "epd-serve.invalid"
 #: X509_V_ERR_HOSTNAME_MISMATCH: the last thing that is looked at.
 _WRONG_NAME = 62
 
@@ -86,14 +103,9 @@ def tls_files(environment: Mapping[str, str] | None = None) -> TlsFiles | None:
     return TlsFiles(ca=ca, cert=cert, key=key)
 
 
-@cache
-def _context(files: TlsFiles, purpose: ssl.Purpose) -> ssl.SSLContext:
-    for name in ("ca", "cert", "key"):
-        path: Path = getattr(files, name)
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise ValueError(f"tls.{name}: {path}: {error.strerror}") from error
+@lru_cache(maxsize=8)
+def _context(files: TlsFiles, purpose: ssl.Purpose, changed_ns: tuple[int, ...]) -> ssl.SSLContext:
+    """Read the files, again where they have changed."""
     try:
         context = ssl.create_default_context(purpose, cafile=str(files.ca))
     except ssl.SSLError as error:

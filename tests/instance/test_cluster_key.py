@@ -32,7 +32,12 @@ async def guarded(key: str = KEY, own: str = "") -> AsyncIterator[str]:
     async def answer(body: bytes) -> Reply:
         return Reply(body=body)
 
-    routes = [("GET", "/health", answer), ("GET", "/metrics", answer), ("POST", "/kv/renew", answer)]
+    routes = [
+        ("GET", "/health", answer),
+        ("GET", "/health/live", answer),
+        ("GET", "/metrics", answer),
+        ("POST", "/kv/renew", answer),
+    ]
     routes += [("POST", "/prompt/detokenize", answer)]
     app = control_server_app(routes, key, lambda: own)
     server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http=ControlHttp))
@@ -91,6 +96,7 @@ async def test_without_a_proof_there_are_health_and_metrics_alone():
     async with guarded() as url, aiohttp.ClientSession() as session:
         for path, headers, status in (
             ("/health", {}, 200),
+            ("/health/live", {}, 200),
             ("/metrics", {}, 200),
             ("/kv/renew", {}, 401),
             ("/nowhere", {}, 401),
@@ -99,7 +105,7 @@ async def test_without_a_proof_there_are_health_and_metrics_alone():
             ("/kv/renew", {"x-epd-proof": ""}, 401),
             ("/health", {"x-epd-proof": "0" * 64}, 401),
         ):
-            method = "GET" if path in ("/health", "/metrics") else "POST"
+            method = "GET" if path in ("/health", "/health/live", "/metrics") else "POST"
             async with session.request(method, url + path, headers=headers) as response:
                 assert response.status == status, (path, headers)
                 assert KEY not in await response.text()

@@ -159,6 +159,7 @@ def test_secrets_stay_out_of_the_manifests(tmp_path: Path) -> None:
             "{engine: vllm, model: org/name, devices: ['cuda x 3'], roles: {P: {engine_args: {nnodes: 2}}}}",
             "nnodes spreads an instance over hosts, which takes a LeaderWorkerSet",
         ),
+        ("tls: {ca: ca.pem, cert: c.pem, key: k.pem}", "no certificate names"),
     ],
 )
 def test_what_is_tied_to_a_machine_is_refused(tmp_path: Path, text: str, sentence: str) -> None:

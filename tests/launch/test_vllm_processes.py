@@ -17,7 +17,7 @@ from rich.console import Console
 from epd_serve.config import change_config, load_config, parse_config
 from epd_serve.launch import vllm_sources
 from epd_serve.launch.dry_run import dry_run
-from epd_serve.launch.vllm import VllmProcess, check_engines, link_plugin, vllm_processes
+from epd_serve.launch.vllm import VllmProcess, check_engines, link_plugin, vllm_processes, vllm_specs
 from epd_serve.launch.vllm_probe import (
     CONNECTORS,
     Module,
@@ -39,7 +39,7 @@ KNOWN_FLAGS = {
     "kv_cache_memory_bytes", "ec_transfer_config", "kv_transfer_config", "enable_prefix_caching", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override", "enforce_eager",
     "trust_remote_code", "enable_auto_tool_choice", "tool_call_parser",
-    "mm_device_do_normalize",
+    "mm_device_do_normalize", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs",
 }  # fmt: skip
 
 
@@ -457,3 +457,17 @@ def test_the_probe_asks_the_interpreter_that_is_named(tmp_path: Path) -> None:
     assert found.python == sys.version.split()[0]
     with pytest.raises(ValueError, match="cannot be asked for its vLLM"):
         probe_vllm(tmp_path / "nothing")
+
+
+def test_with_tls_each_server_shows_a_certificate_and_asks_for_one(model: Path) -> None:
+    tls = "tls: {ca: /tls/ca.pem, cert: /tls/cert.pem, key: /tls/key.pem}\n"
+    text = f"topology: E-PD\ncluster_key: only-this-cluster-knows\n{tls}"
+    found = processes(text, model)
+    assert {*found} == {"e0", "pd0"}
+    for process in found.values():
+        assert flag(process, "ssl-ca-certs") == "/tls/ca.pem" and flag(process, "ssl-keyfile") == "/tls/key.pem"
+        assert flag(process, "ssl-certfile") == "/tls/cert.pem" and flag(process, "ssl-cert-reqs") == "2"
+    config = parse_config(f"engine: vllm\nmodel: {model}\n{text}")
+    assert config.read_cluster_key() == "only-this-cluster-knows"
+    [url, *_] = [spec.url for spec in vllm_specs(config, [*found.values()], {})]
+    assert url == "https://127.0.0.1:9000"

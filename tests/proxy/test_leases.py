@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import uvicorn
+from certificates import Authority
 from gateway_settings import admin_plane
 from servers import served
 
+from epd_serve.config.keys import join_headers
 from epd_serve.errors import Conflict
 from epd_serve.instance.http import ControlHttp
+from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.rpc.cluster import ClusterLinks
 from epd_serve.rpc.joining import Joining, join_all
+from proxy.admin.switches import NoSuchInstance
 from proxy.fleet.leases import Leases
 
 
@@ -97,7 +101,6 @@ async def test_an_instance_joins_several_gateways(start: Any) -> None:
     urls = [one.app.state.admin_url for one in gateways]
     joining = asyncio.create_task(join_all(urls, "late", gateways[0]["spare"].url, headers))
     await gateways[0].until(lambda: all(one.table.get("late") is not None for one in gateways))
-    await asyncio.sleep(0.5)  # until both have answered
     joining.cancel()
     await asyncio.gather(joining, return_exceptions=True)
     assert [one.table.get("late") for one in gateways] == [None, None]
@@ -234,3 +237,96 @@ async def test_what_computes_nothing_when_its_lease_ends_loses_its_stream(start:
     control.apply(control.settings.now, [("a0", gateway["a0"].url)])
     await gateway.until(lambda: gateway.table.get("late") is None)
     assert await stream == (200, kit.events_of(kit.frame(1) + kit.frame(2)) + kit.DONE)
+
+
+async def test_the_join_key_joins_and_leaves_and_allows_nothing_else(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = await start("a0:EPD", "spare:EPD", admin=admin_plane(key="secret", join_key="for-instances-alone"))
+    url, spare = gateway.app.state.admin_url, gateway["spare"].url
+    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [("a0", gateway["a0"].url)])
+    monkeypatch.setenv("EPD_SERVE_ADMIN_KEY", "not-known-there")
+    monkeypatch.setenv("EPD_SERVE_JOIN_KEY", "for-instances-alone")
+    joining = asyncio.create_task(join_all([url], "late", spare, join_headers()))
+    await gateway.until(lambda: gateway.table.get("late") is not None and gateway.table["late"].ready)
+    for method, path in (
+        ("GET", "/instances"),
+        ("GET", "/requests"),
+        ("GET", "/workers"),
+        ("POST", "/instances/a0/role"),
+        ("POST", "/instances/a0/drain"),
+    ):
+        async with gateway.session.request(method, url + path, headers=join_headers(), json={}) as answer:
+            assert answer.status in (401, 404, 405), (path, answer.status)
+        if method == "GET":
+            async with gateway.session.get(url + path, headers={"authorization": "Bearer secret"}) as answer:
+                assert answer.status == 200, path
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
+    assert gateway.table.get("late") is None
+    for key in ("secret", "for-instances-alone", "neither"):
+        body = {"name": "x0", "url": spare}
+        headers = {"authorization": f"Bearer {key}"}
+        async with gateway.session.post(f"{url}/instances", json=body, headers=headers) as answer:
+            assert (answer.status == 401) is (key == "neither"), key
+
+
+async def test_who_is_cancelled_in_its_first_call_leaves_and_takes_no_other_out(start: Any) -> None:
+    """The gateway has heard the call, and its answer comes too late."""
+    gateway = await start("a0:EPD", "spare:EPD", admin=admin_plane(key="secret"))
+    url, spare, key = gateway.app.state.admin_url, gateway["spare"].url, {"authorization": "Bearer secret"}
+    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [])
+    other = Joining(url, "late", spare, key, lease_s=60)
+    for name, is_taken in (("late", False), ("taken", True)):
+        if is_taken:
+            body = {"name": name, "url": gateway["a0"].url, "lease_s": 60, "incarnation": 1 << 62}
+            async with gateway.session.post(f"{url}/instances", json=body, headers=key) as answer:
+                assert answer.status == 201
+        joining = asyncio.create_task(Joining(url, name, spare, key, lease_s=60).run())
+        await asyncio.sleep(0)
+        if not is_taken:
+            await gateway.until(lambda: gateway.table.get("late") is not None)
+        joining.cancel()
+        await asyncio.gather(joining, return_exceptions=True)
+        assert (gateway.table.get(name) is not None) is is_taken
+    running = asyncio.create_task(other.run())
+    await gateway.until(lambda: gateway.table.get("late") is not None)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert gateway.table.get("late") is None
+
+
+def test_who_leaves_late_takes_no_newer_one_of_its_name_out() -> None:
+    members = Members()
+    leases = Leases(members)  # type: ignore[arg-type]
+    leases.join("d7", "http://a:1", 10, incarnation=2)
+    leases.join("d7", "http://b:1", 10, incarnation=3)
+    with pytest.raises(NoSuchInstance, match="another one"):
+        leases.leave("d7", 2)
+    assert members.here == {"d7"}
+    leases.leave("d7", 3)
+    assert not members.here
+
+
+async def test_an_instance_joins_over_tls_and_a_plain_url_is_refused(
+    start: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = Authority(tmp_path).files("ours")
+    for name, value in tls.environment.items():
+        monkeypatch.setenv(name, value)
+    gateway = await start(admin=admin_plane(key="secret"), startup_wait_s=0)
+    url, key = gateway.app.state.admin_url, {"authorization": "Bearer secret"}
+    assert url.startswith("https://")
+    admin = AdminClient(url, key)
+    assert (await admin.ask("GET", "/instances"))["instances"] == []
+    with pytest.raises(AdminRefused, match="is plain, and this deployment has tls"):
+        await admin.ask("POST", "/instances", {"name": "x0", "url": "http://127.0.0.1:9", "role": "EPD"})
+    joining = asyncio.create_task(join_all([url], "late", "https://127.0.0.1:9", key, role="EPD", tls=tls))
+    await gateway.until(lambda: gateway.table.get("late") is not None)
+    joining.cancel()
+    await asyncio.gather(joining, return_exceptions=True)
+    assert gateway.table.get("late") is None
+    for name in tls.environment:
+        monkeypatch.delenv(name)
+    with pytest.raises(AdminUnreachable, match="certificate"):
+        await admin.ask("GET", "/instances")

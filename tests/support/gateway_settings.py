@@ -32,6 +32,8 @@ def changed(settings: GatewaySettings, **options: Any) -> GatewaySettings:
     return GatewaySettings.of(change_config(settings.config, {"gateway": options}), settings.host)
 
 
-def admin_plane(host: str = "127.0.0.1", port: int = 0, key: str | None = None) -> AdminConfig:
+def admin_plane(
+    host: str = "127.0.0.1", port: int = 0, key: str | None = None, join_key: str | None = None
+) -> AdminConfig:
     """An admin plane at a free port."""
-    return AdminConfig.model_construct(host=host, port=port, key=key)
+    return AdminConfig.model_construct(host=host, port=port, key=key, join_key=join_key)

@@ -191,7 +191,7 @@ def _container(name: str, container: dict[str, Any], volumes: dict[str, Any]) ->
     if wanted.get(container["name"], set()) - variables.keys():
         yield f"{name}: a variable is missing"
     if container["name"] == "agent":
-        if not variables.keys() & {"EPD_SERVE_ADMIN_KEY", "EPD_SERVE_CLUSTER_KEY"}:
+        if not variables.keys() & {"EPD_SERVE_JOIN_KEY", "EPD_SERVE_CLUSTER_KEY"}:
             yield f"{name} cannot join"
         if not variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["optional"]:
             yield f"{name} cannot start without a token"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from device.present import num_cores
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.role_files import write_role_settings
 from epd_serve.launch.commands import PreparedInstance, prepare_instances, spec_of, with_trust
@@ -27,7 +27,6 @@ BASE_PORT = 8100
 _ELSEWHERE = 10_000
 #: Beyond the time for requests in progress, until a process is ended by force.
 _GRACE_S = 5.0
-_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +185,3 @@ def part_ports(part: Part) -> tuple[int, ...]:
     base, step = part.config.instances.base_port or BASE_PORT, ports_each(part.config)
     own = [one.name for one in part.placement]
     return tuple(base + own.index(one.name) * step if one.name in own else base for one in part.config.placement())
-
-
-def num_cores() -> int:
-    """The cores that this process may use, by its affinity and by the limit of its container."""
-    cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = _CPU_LIMIT.read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from device.datasheets import emulated_kind, is_measured
+from device.present import num_cores
 from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.gateway import read_secret
@@ -33,7 +34,7 @@ from epd_serve.config.keys import ADMIN_KEY
 from epd_serve.launch.commands import PROGRAM
 from epd_serve.launch.deployment_record import resolved
 from epd_serve.launch.ports import ports_each
-from epd_serve.launch.remote.part import BASE_PORT, num_cores
+from epd_serve.launch.remote.part import BASE_PORT
 from epd_serve.launch.supervisor import Backoff
 from epd_serve.protocol.addresses import is_loopback, is_wildcard, url_of
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable

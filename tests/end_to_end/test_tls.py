@@ -1,0 +1,69 @@
+"""A deployment whose control calls go over TLS, and whose KV and features go over connections that open with a
+proof of the cluster's key, as 'epd-serve up' runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+from certificates import Authority
+from chat import chat
+from pictures import noise
+
+from epd_serve.config import ConfigError, DeploymentConfig, load_config
+from epd_serve.errors import InstanceLost
+from epd_serve.launch import LocalDeployment
+from epd_serve.rpc.http import HttpCall, HttpPool
+
+KEY = "only-this-cluster-knows"
+
+
+async def _answers(config: DeploymentConfig) -> list[str]:
+    """Of a picture twice and a text; the instances' servers are tried from outside, too."""
+    picture = chat("What is this?", noise(1), max_tokens=6, ignore_eos=True, temperature=0)
+    text = chat("Count to 9.", max_tokens=12, ignore_eos=True, temperature=0)
+    answers = []
+    async with (
+        LocalDeployment(config, ready_timeout_s=300) as deployment,
+        httpx.AsyncClient(timeout=240) as client,
+    ):
+        for body in (picture, picture, text):
+            answer = await client.post(f"{deployment.gateway_url}/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            answers.append(answer.json()["choices"][0]["message"]["content"])
+        if config.tls is not None:
+            files = config.read_tls()
+            for instance in deployment.instances.values():
+                async with HttpPool(instance.name, instance.url, tls=files) as pool:
+                    assert await HttpCall(pool, "GET", "/health/live").ask() == b'{"status":"live"}'
+                assert instance.url.startswith("https://")
+                for url in (instance.url, instance.url.replace("https:", "http:")):
+                    async with HttpPool(instance.name, url) as pool:
+                        with pytest.raises(InstanceLost):
+                            await HttpCall(pool, "GET", "/health").ask()
+    return answers
+
+
+async def test_answers_over_tls_are_those_of_one_instance(tmp_path: Path) -> None:
+    files = Authority(tmp_path).files("ours")
+    common = {"gateway": {"port": 0}, "instances": {"base_port": 0, "threads": 1}}
+    over = common | {"instances": {**common["instances"], "kv_transfer": {"transport": "tcp"}}}
+    tls = {"ca": files.ca, "cert": files.cert, "key": files.key}
+    alone = await _answers(DeploymentConfig(topology="EPD", **common))
+    assert await _answers(DeploymentConfig(topology="E-P-D", cluster_key=KEY, tls=tls, **over)) == alone
+
+
+def test_certificates_that_do_not_pass_are_named_before_anything_starts(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    file = tmp_path / "deployment.yaml"
+    for days, ip, words in ((-1, "127.0.0.1", "has expired"), (2, "10.9.8.7", "IP address mismatch")):
+        authority.files("n1", days=days, ip=ip)
+        file.write_text(
+            "tls: {ca: ca.pem, cert: ca-n1.pem, key: ca-n1.key}\ngateway: {port: 0}\ninstances: {base_port: 0}\n"
+        )
+        with pytest.raises(ValueError, match=f"ca-n1.pem is not accepted: .*{words}"):
+            LocalDeployment(load_config(file))
+    file.write_text("tls: {ca: ca.pem}\n")
+    with pytest.raises(ConfigError, match="cert"):
+        load_config(file)

@@ -1,0 +1,174 @@
+"""Control calls over TLS: both ends show a certificate of the deployment's CA, and a fault is named at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from certificates import Authority
+from servers import served
+
+from epd_serve.backends.native import NativeConnections, NativeInstance
+from epd_serve.errors import InstanceLost
+from epd_serve.instance.http import ControlHttp, Peers, Reply, control_server_app
+from epd_serve.protocol import wire
+from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.streams import StreamCall, Streams
+from epd_serve.rpc.tls import TLS_CA, TLS_CERT, TLS_KEY, TlsFiles, tls_files
+
+KEY = "0123456789abcdef-"
+#: Of a call that goes wrong: a handshake, its alert, and a busy machine.
+AT_ONCE_S = 20
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("ca"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("other"), "other")
+
+
+@pytest.fixture(scope="module")
+def ours(authority: Authority) -> TlsFiles:
+    return authority.files("ours")
+
+
+@contextlib.asynccontextmanager
+async def instance(tls: TlsFiles, key: str | None = None) -> AsyncIterator[str]:
+    """URL of an instance with these files, which answers with what it was sent."""
+
+    async def answer(body: bytes) -> Reply:
+        return Reply(body=body)
+
+    app = control_server_app([("POST", "/kv/renew", answer)], key, lambda: "")
+    config = uvicorn.Config(
+        app, port=0, lifespan="off", log_level="critical", http=ControlHttp, **tls.server_options
+    )
+    async with served(uvicorn.Server(config)) as url:
+        yield url.replace("http:", "https:")
+
+
+async def asked(url: str, tls: TlsFiles | None, key: str | None = None) -> bytes:
+    async with asyncio.timeout(AT_ONCE_S), HttpPool("d0", url, key, tls=tls) as pool:
+        return await HttpCall(pool, "POST", "/kv/renew", "", [b"a prompt"]).ask()
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+async def test_calls_and_streams_go_over_tls_with_and_without_a_cluster_key(
+    ours: TlsFiles, key: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref = wire.TransferRef("t", "r")
+    monkeypatch.setenv("EPD_SERVE_CLUSTER_KEY", key or "")
+    for name, value in ours.environment.items():
+        monkeypatch.setenv(name, value)
+    async with instance(ours, key) as url:
+        assert await asked(url, ours, key) == b"a prompt"
+        peers = Peers()
+        assert await peers.call(url, "/kv/renew", ref) == wire.encode(ref)
+        await peers.close()
+        async with HttpPool("d0", url, key, tls=ours) as pool:
+            streams = Streams(pool)
+            calls = [StreamCall(streams, "/kv/renew", [], b"%d" % number * 70_000) for number in range(4)]
+            for call in calls:
+                streams.send(call)
+            assert [await call.read() for call in calls] == [b"%d" % number * 70_000 for number in range(4)]
+            await streams.close()
+
+
+async def test_a_fault_of_either_end_is_named_at_once(
+    authority: Authority, other: Authority, ours: TlsFiles
+) -> None:
+    expired, elsewhere = authority.files("expired", days=-1), authority.files("elsewhere", ip="10.9.8.7")
+    strange, misled = other.files("strange", ca=authority), authority.files("misled", ca=other)
+    for server, client, words in (
+        (strange, ours, "unable to get local issuer certificate|self-signed"),
+        (ours, misled, "unable to get local issuer certificate|self-signed"),
+        (expired, ours, "certificate has expired"),
+        (elsewhere, ours, "IP address mismatch"),
+        (ours, None, "unable to get local issuer certificate|self-signed"),  # of no public CA
+        (ours, strange, "does not accept the client's certificate"),
+        (ours, expired, "does not accept the client's certificate"),
+    ):
+        async with instance(server) as url:
+            with pytest.raises(InstanceLost) as lost:
+                await asked(url, client)
+            assert "d0" in lost.value.message and re.search(words, lost.value.message, re.IGNORECASE), lost.value
+
+
+async def test_a_client_without_a_certificate_is_told_so(ours: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(ours.ca))  # it trusts the server all the same
+    async with instance(ours) as url:
+        with pytest.raises(InstanceLost, match="does not accept the client's certificate"):
+            await asked(url, None)
+
+
+async def test_a_plain_call_and_a_plain_server_are_told_apart(ours: TlsFiles) -> None:
+    async with instance(ours) as url:
+        with pytest.raises(InstanceLost, match="d0"):
+            await asked(url.replace("https:", "http:"), ours)
+    app = control_server_app([], None, lambda: "")
+    config = uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http=ControlHttp)
+    async with served(uvicorn.Server(config)) as url:
+        with pytest.raises(InstanceLost, match=r"(?i)wrong.version.number|record layer failure"):
+            await asked(url.replace("http:", "https:"), ours)
+
+
+async def test_a_server_that_never_shakes_hands_is_given_up(
+    ours: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("epd_serve.rpc.http.TLS_HANDSHAKE_S", 0.5)
+    held = []
+    server = await asyncio.start_server(lambda reader, writer: held.append(writer), "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(InstanceLost, match="d0"):
+            await asked(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", ours)
+        for writer in held:
+            writer.close()
+
+
+async def test_the_gateways_calls_have_the_files_of_its_settings(ours: TlsFiles) -> None:
+    async with instance(ours, KEY) as url, NativeConnections(KEY, ours) as connections:
+        native = NativeInstance(connections, "d0", url)
+        with pytest.raises(Exception, match="there is no GET /info"):  # it was reached, and has no more to say
+            await native.info()
+
+
+def test_files_are_looked_at_when_a_process_starts(
+    authority: Authority, other: Authority, ours: TlsFiles, tmp_path: Path
+) -> None:
+    ours.check("127.0.0.1")
+    ours.check(None)
+    for host in (None, "0.0.0.0", "::"):
+        authority.files("n2", ip="10.0.0.2").check(host)
+    junk = tmp_path / "junk.pem"
+    junk.write_text("nothing")
+    for files, words in (
+        (authority.files("late", days=-1), "certificate has expired"),
+        (other.files("foreign", ca=authority), "unable to get local issuer certificate"),
+        (authority.files("n3", ip="10.0.0.3"), "IP address mismatch"),
+        (TlsFiles(ca=tmp_path / "none.pem", cert=ours.cert, key=ours.key), "tls.ca: .*none.pem: No such file"),
+        (TlsFiles(ca=junk, cert=ours.cert, key=ours.key), "tls.ca: .*junk.pem holds no certificate"),
+        (TlsFiles(ca=ours.ca, cert=junk, key=ours.key), "are no certificate and its private key"),
+        (
+            TlsFiles(ca=ours.ca, cert=ours.cert, key=authority.files("n4").key),
+            "are no certificate and its private",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            files.check("127.0.0.1")
+
+
+def test_the_environment_names_all_three_files_or_none(ours: TlsFiles) -> None:
+    assert tls_files({}) is None
+    assert tls_files({TLS_CA: "", TLS_CERT: " "}) is None
+    assert tls_files(ours.environment) == ours
+    with pytest.raises(ValueError, match=f"{TLS_CERT} is set and {TLS_CA}, {TLS_KEY} is not"):
+        tls_files({TLS_CERT: "cert.pem"})
