@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from chat import chat
+from fleet import wait_until
 from pictures import noise
 from typer.testing import CliRunner
 
@@ -162,10 +163,14 @@ def _instances(base_port: int) -> dict[str, psutil.Process]:
     return found
 
 
+def _all_instances(base_port: int) -> dict[str, psutil.Process]:
+    """When they are there: P encodes where no E is."""
+    wait_until(lambda: len(_instances(base_port)) == 3, "all instances run", 200)
+    return _instances(base_port)
+
+
 def _shown_devices(base_port: int) -> dict[str, str]:
-    return {
-        name: one.environ()["ASCEND_RT_VISIBLE_DEVICES"] for name, one in sorted(_instances(base_port).items())
-    }
+    return {name: one.environ()["ASCEND_RT_VISIBLE_DEVICES"] for name, one in _all_instances(base_port).items()}
 
 
 def _ask(port: int, seed: int) -> tuple[int, str]:
@@ -218,7 +223,9 @@ def test_a_pair_and_a_decoder_live_through_a_kill_and_a_lost_node(cluster: Any, 
     for name in ("d0", "e0"):
         killed[name].send_signal(signal.SIGKILL)
         assert [_ask(port, seed) for seed in range(3)] == good
-    assert all(_instances(base_port)[name].pid != killed[name].pid for name in ("d0", "e0"))
+    back = _all_instances(base_port)
+    assert back["p0"].pid == killed["p0"].pid
+    assert back["d0"].pid != killed["d0"].pid and back["e0"].pid != killed["e0"].pid
 
     here = {devices["e0"], devices["d0"]}
     (node,) = [one for one in cluster.worker_nodes if {*_devices_of(one)} == here]
