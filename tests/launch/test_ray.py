@@ -73,7 +73,7 @@ def test_instances_see_the_devices_that_ray_shows(tmp_path: Path) -> None:
     assert p0.variables["ASCEND_RT_VISIBLE_DEVICES"] == "4,6"
     assert p0.command[p0.command.index("--tensor-parallel-size") + 1] == "2"
     assert not any("executor" in word for word in p0.command), "vLLM's own choice within a host"
-    config = parse_config("{topology: E-D, engine: native, devices: ['cuda x 2'], model: demo}")
+    config = parse_config("{topology: E-PD, engine: native, devices: ['cuda x 2'], model: demo}")
     (spec,) = part_specs(unit_part(config, 1, None), "10.0.0.2", {"CUDA_VISIBLE_DEVICES": "GPU-7"}, tmp_path)
     assert spec.environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
 
