@@ -121,11 +121,11 @@ def test_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADMIN_KEY, "key-of-the-tests")
     monkeypatch.setitem(sys.modules, "ray", None)
     result = CliRunner().invoke(app, ["up", "--on", "ray"])
-    assert "pip install 'epd-serve[ray]'" in str(result.exception)
+    assert "pip install '.[ray]'" in str(result.exception)
 
 
 def test_an_address_where_nobody_listens() -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'epd-serve[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     with pytest.raises(ValueError, match="Connection refused"), on_ray._connected("127.0.0.1:1", logs=False):
         pass
 
@@ -133,7 +133,7 @@ def test_an_address_where_nobody_listens() -> None:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A head and two nodes of two NPUs: 4 and 6 of the one, 1 and 3 of the other."""
-    utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install 'epd-serve[ray]'")
+    utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install '.[ray]'")
     for name, value in TUNED.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", value)
     monkeypatch.setenv("RAY_worker_niceness", "0")
