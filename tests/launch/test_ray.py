@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from chat import chat
+from fleet import wait_until
 from pictures import noise
 from typer.testing import CliRunner
 
@@ -72,7 +73,7 @@ def test_instances_see_the_devices_that_ray_shows(tmp_path: Path) -> None:
     assert p0.variables["ASCEND_RT_VISIBLE_DEVICES"] == "4,6"
     assert p0.command[p0.command.index("--tensor-parallel-size") + 1] == "2"
     assert not any("executor" in word for word in p0.command), "vLLM's own choice within a host"
-    config = parse_config("{topology: E-D, engine: native, devices: ['cuda x 2'], model: demo}")
+    config = parse_config("{topology: E-PD, engine: native, devices: ['cuda x 2'], model: demo}")
     (spec,) = part_specs(unit_part(config, 1, None), "10.0.0.2", {"CUDA_VISIBLE_DEVICES": "GPU-7"}, tmp_path)
     assert spec.environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
 
@@ -120,11 +121,11 @@ def test_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADMIN_KEY, "key-of-the-tests")
     monkeypatch.setitem(sys.modules, "ray", None)
     result = CliRunner().invoke(app, ["up", "--on", "ray"])
-    assert "pip install 'epd-serve[ray]'" in str(result.exception)
+    assert "pip install '.[ray]'" in str(result.exception)
 
 
 def test_an_address_where_nobody_listens() -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'epd-serve[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     with pytest.raises(ValueError, match="Connection refused"), on_ray._connected("127.0.0.1:1", logs=False):
         pass
 
@@ -132,7 +133,7 @@ def test_an_address_where_nobody_listens() -> None:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A head and two nodes of two NPUs: 4 and 6 of the one, 1 and 3 of the other."""
-    utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install 'epd-serve[ray]'")
+    utils = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install '.[ray]'")
     for name, value in TUNED.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", value)
     monkeypatch.setenv("RAY_worker_niceness", "0")
@@ -162,10 +163,14 @@ def _instances(base_port: int) -> dict[str, psutil.Process]:
     return found
 
 
+def _all_instances(base_port: int) -> dict[str, psutil.Process]:
+    """When they are there: P encodes where no E is."""
+    wait_until(lambda: len(_instances(base_port)) == 3, "all instances run", 200)
+    return _instances(base_port)
+
+
 def _shown_devices(base_port: int) -> dict[str, str]:
-    return {
-        name: one.environ()["ASCEND_RT_VISIBLE_DEVICES"] for name, one in sorted(_instances(base_port).items())
-    }
+    return {name: one.environ()["ASCEND_RT_VISIBLE_DEVICES"] for name, one in _all_instances(base_port).items()}
 
 
 def _ask(port: int, seed: int) -> tuple[int, str]:
@@ -218,7 +223,9 @@ def test_a_pair_and_a_decoder_live_through_a_kill_and_a_lost_node(cluster: Any, 
     for name in ("d0", "e0"):
         killed[name].send_signal(signal.SIGKILL)
         assert [_ask(port, seed) for seed in range(3)] == good
-    assert all(_instances(base_port)[name].pid != killed[name].pid for name in ("d0", "e0"))
+    back = _all_instances(base_port)
+    assert back["p0"].pid == killed["p0"].pid
+    assert back["d0"].pid != killed["d0"].pid and back["e0"].pid != killed["e0"].pid
 
     here = {devices["e0"], devices["d0"]}
     (node,) = [one for one in cluster.worker_nodes if {*_devices_of(one)} == here]

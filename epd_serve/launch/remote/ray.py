@@ -308,7 +308,9 @@ def _connected(address: str, *, logs: bool) -> Iterator[Any]:
         import ray
         import ray.util.scheduling_strategies
     except ModuleNotFoundError as error:
-        raise ValueError(f"--on ray: {error.name} is not installed; run pip install 'epd-serve[ray]'") from error
+        raise ValueError(
+            f"--on ray: {error.name} is not installed; run in epd-serve's clone: pip install '.[ray]'"
+        ) from error
     try:
         if re.fullmatch(r"[^/]+:[0-9]+", address):  # Ray itself would try for minutes
             host, _, port = address.rpartition(":")
