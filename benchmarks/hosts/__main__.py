@@ -65,6 +65,15 @@ def _config(topology: str, devices: Sequence[str], deadline_s: float = DEADLINE_
     return {"topology": topology, "devices": list(devices), "hosts": hosts, "gateway": gateway, **more}
 
 
+def _model(arguments: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The kind of device, and the keys of the model."""
+    return (_CHIP, {"model": {"shape_of": _MODEL}, "engine": "native"}) if arguments.emulated else ("cpu", {})
+
+
+def _model_name(arguments: argparse.Namespace) -> str:
+    return f"{_MODEL} without weights, on {_CHIP}; nothing is computed" if arguments.emulated else "demo"
+
+
 def _pictures(first: int, count: int) -> list[Request]:
     fields = {"max_tokens": 16, "ignore_eos": True, "skip_special_tokens": False}
     return [
@@ -80,10 +89,16 @@ async def _client(url: str) -> Client:
 
 
 async def answers_of_one_host(
-    directory: Path, requests: Sequence[Request], **keys: Any
+    directory: Path, requests: Sequence[Request], arguments: argparse.Namespace
 ) -> tuple[dict[str, str], float]:
     """Each request's answer by E-P-D on one host, and the deadline for others."""
-    config = DeploymentConfig(gateway={"port": 0}, instances={**_INSTANCES, "base_port": 0}, **keys)
+    devices, model = _model(arguments)
+    config = DeploymentConfig(
+        devices=[f"{devices} x 3"] if arguments.emulated else [devices],
+        gateway={"port": 0},
+        instances={**_INSTANCES, "base_port": 0},
+        **model,
+    )
     async with LocalDeployment(config, log_dir=directory, ready_timeout_s=180) as deployment:
         traffic = Traffic(await _client(deployment.gateway_url), deadline_s=_LEARNING_S)
         slowest_s = 0.0
@@ -124,9 +139,12 @@ async def _settled(running: Lab, timeout_s: float = _SETTLE_S) -> dict[str, Any]
 async def same(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     requests = mixed_requests(arguments.requests // 20, 1, patient=True) + _pictures(500, 8)
     lossy, skewed = _pictures(600, 40), _pictures(700, 12)
-    expected, deadline_s = await answers_of_one_host(directory / "one", [*requests, *lossy, *skewed])
+    expected, deadline_s = await answers_of_one_host(directory / "one", [*requests, *lossy, *skewed], arguments)
     report: dict[str, Any] = {}
-    config = _config("E-P-D", ["n1/cpu", "n2/cpu", "n3/cpu"], deadline_s, instances=_INSTANCES)
+    chip, model = _model(arguments)
+    devices = [f"n{number}/{chip}{':0' if arguments.emulated else ''}" for number in range(1, 4)]
+    config = _config("E-P-D", devices, deadline_s, instances=_INSTANCES, **model)
+    report["model"] = _model_name(arguments)
     async with lab(directory / "link", config, **LINK) as running:
         report["ready_s"] = round(await running.until_ready(3), 1)
         report["link"] = await _ask(running, requests, expected)
@@ -209,12 +227,9 @@ class Faults:
 
 async def faults(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     requests = mixed_requests(arguments.requests // _TIMES, arguments.seed) * _TIMES
-    chip, model, one = "cpu", dict[str, Any](), dict[str, Any]()
-    if arguments.emulated:
-        chip, model = f"{_CHIP}:0", {"model": {"shape_of": _MODEL}, "engine": "native"}
-        one = {"devices": [f"{_CHIP} x 3"]}
-    expected, deadline_s = await answers_of_one_host(directory / "one", requests, **model, **one)
-    devices = [f"n{number}/{chip}" for number in range(1, 7)]
+    expected, deadline_s = await answers_of_one_host(directory / "one", requests, arguments)
+    chip, model = _model(arguments)
+    devices = [f"n{number}/{chip}{':0' if arguments.emulated else ''}" for number in range(1, 7)]
     config = _config("2E-2P-2D", devices, deadline_s, instances=_INSTANCES, **model)
     async with lab(directory / "faults", config, **LINK) as running:
         ready_s = await running.until_ready(6)
@@ -239,7 +254,7 @@ async def faults(directory: Path, arguments: argparse.Namespace) -> dict[str, An
     bad = any(report["outcomes"][outcome.value] for outcome in BAD)
     return {
         "hosts": {"n1, n2": "E", "n3, n4": "P", "n5, n6": "D"},
-        "model": f"{_MODEL} without weights, on {_CHIP}" if arguments.emulated else "demo",
+        "model": _model_name(arguments),
         "ready_s": round(ready_s, 1),
         "seconds": round(seconds, 1),
         "faults": dict(breaking.count),
@@ -338,24 +353,40 @@ _PARTS: Mapping[str, Callable[[Path, argparse.Namespace], Any]] = {
 }
 
 
+def _command(name: str, parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
+    """The command of one part, with the options that are not as by default."""
+    words = ["python -m benchmarks.hosts", name]
+    for option, value in vars(arguments).items():
+        if option not in ("parts", "output") and value != parser.get_default(option):
+            words.append(f"--{option}" if value is True else f"--{option} {value:g}")
+    return " ".join(words)
+
+
 def main() -> int:
     parser = argument_parser(__doc__, "hosts.json")
-    parser.add_argument("parts", nargs="*", choices=[*_PARTS, []], help="all by default")
+    parser.add_argument("parts", nargs="*", metavar="PART", choices=[*_PARTS, []], help="all by default")
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interval", type=float, default=6.0, help="mean seconds between two faults")
-    parser.add_argument("--emulated", action="store_true", help="faults without a model's own computation")
+    parser.add_argument(
+        "--emulated", action="store_true", help="same and faults without a model's own computation"
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="of each phase of the cluster's load")
     arguments = parser.parse_args()
     own_network()
     found = json.loads(arguments.output.read_text()) if arguments.output.is_file() else {}
-    found = {"command": "python -m benchmarks.hosts", "machine": f"{machine()}, shared with other work", **found}
     directory = Path(tempfile.mkdtemp(prefix="epd-serve-hosts-"))
     passed = True
     for name in arguments.parts or _PARTS:
         report = asyncio.run(_PARTS[name](directory / name, arguments))
-        report["load_average"] = round(psutil.getloadavg()[0], 1)
+        load = round(psutil.getloadavg()[0], 1)
+        report = {
+            "command": _command(name, parser, arguments),
+            "machine": machine(),
+            "load_average": load,
+            **report,
+        }
         Console().print_json(data=report)
         found[name] = report
         passed = passed and report["passed"]

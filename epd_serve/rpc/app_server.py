@@ -26,8 +26,10 @@ class LinkedHttp(HttpToolsProtocol):
 async def serving(
     app: object, listener: socket.socket, http: type[asyncio.Protocol] = LinkedHttp, tls: TlsFiles | None = None
 ) -> AsyncIterator[None]:
-    """Serve ``app`` while the context lasts, on a socket that listens and is closed then; callers show a certificate
-    where there is ``tls``."""
+    """Serve ``app`` while the context lasts, on a socket that listens and is closed then.
+
+    With ``tls`` callers show a certificate.
+    """
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]
         http=http,

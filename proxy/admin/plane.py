@@ -49,8 +49,8 @@ def create_admin_app(
     """``GET /instances``, ``/requests`` and ``/workers`` of all the crew, and ``routers``, all behind ``key``.
 
     ``orders`` and ``joining`` are for those that have proved the cluster's key, too: they could give these orders
-    to the instances themselves. ``joining`` is also for those with ``join_key``, and for nobody who has none of the
-    three.
+    to the instances themselves. ``joining`` is also for those with ``join_key``, and for nobody who has none
+    of the three.
     """
     admin, join = [[] if one is None else [(hash_key(one), Client("admin"))] for one in (key, join_key)]
     router = APIRouter()
