@@ -102,8 +102,8 @@ def health_router(
 ) -> APIRouter:
     """``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``.
 
-    ``/health?role=EPD`` asks for a ready encoder, too. ``/health/ready`` is for load balancers: its status is 200 also
-    while requests wait for P and D to come back, as another gateway has lost the same.
+    ``/health?role=EPD`` asks for a ready encoder, too. ``/health/ready`` is for load balancers: its status is 200
+    also while requests wait for P and D to come back, as another gateway has lost the same.
 
     With ``guard_health`` only holders of an API key see the instances; the status is open to all, for
     load balancers and supervisors. With ``guard_metrics`` /metrics asks for a key; it shows all the crew.
