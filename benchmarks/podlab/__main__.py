@@ -87,9 +87,9 @@ async def run(
     num_requests: int,
     concurrency: int,
     *,
-    only_starts: bool,
+    changes: str,
 ) -> dict[str, Any]:
-    """All phases; with ``only_starts`` nothing after the first answers but the ports that are reached."""
+    """First answers, the changes whose names have ``changes`` in them, and the ports that are reached."""
     docs = manifests(file, Values(gateways=2))
     async with cluster(docs, images(roots), directory, SECRETS) as running:
         enter(running.stranger.pid)  # the clients are strangers, too
@@ -100,7 +100,9 @@ async def run(
         traffic = Traffic(client, deadline_s=DEADLINE_S)
         await traffic.learn(requests, concurrency)
         phases = {}
-        for name, change in [] if only_starts else _changes(running):
+        for name, change in _changes(running):
+            if changes not in name:
+                continue
             phases[name] = await under_load(traffic, requests, concurrency, change())
             print(name, phases[name], flush=True)
         own = next(pod for pod in running.pods.values() if pod.owner.endswith("-gateway"))
@@ -141,7 +143,9 @@ def main() -> int:
     parser.add_argument("file", type=Path, nargs="?", default=ROOT / "deploy" / "cpu-e-p-d.yaml")
     parser.add_argument("--requests", type=int, default=24, help="distinct ones, which are asked in turn")
     parser.add_argument("--concurrency", type=int, default=2)
-    parser.add_argument("--only-starts", action="store_true", help="every request once, and no rollouts")
+    parser.add_argument(
+        "--changes", default="", help="only those whose names have this, as in 'forced' or 'epd-p'"
+    )
     parser.add_argument("--root", action="append", default=[], metavar="CONTAINER=DIRECTORY")
     arguments = parser.parse_args()
     if not is_possible():
@@ -158,7 +162,7 @@ def main() -> int:
                 roots,
                 arguments.requests,
                 arguments.concurrency,
-                only_starts=arguments.only_starts,
+                changes=arguments.changes,
             )
         )
     head = {"command": typed("podlab"), "machine": machine(), "total_s": round(time.monotonic() - began, 1)}
