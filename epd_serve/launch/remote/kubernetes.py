@@ -94,7 +94,7 @@ def _check(config: DeploymentConfig) -> None:
         for argument in sorted(_OVER_HOSTS & config.settings_for(role).engine_args.keys()):
             raise ValueError(
                 f"engine_args of {role}: {argument} spreads an instance over hosts, which takes a "
-                "LeaderWorkerSet; here an instance is one pod: take it out, and give @tp the devices of a node at most"
+                "LeaderWorkerSet; here an instance is one pod: take it out, and keep @tp within a node's devices"
             )
 
 
