@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -97,18 +97,20 @@ class Cluster:
         """Pods whose grace was not enough."""
         return [name for name, task in self._deleting.items() if task.done() and not task.result()]
 
+    def listening(self) -> dict[str, list[int]]:
+        """The ports on which pods of each Deployment listen for others."""
+        return self._ports(lambda pod, port: True)
+
     def reached(self, source: Sandbox) -> dict[str, list[int]]:
-        """By the Deployment of each pod, the ports that take connections of a source, of all that listen there."""
+        """Those of them that take connections of a source."""
         with source.threads() as threads:
-            tries = {
-                (pod.owner, port): threads.submit(_connects, pod.address, port)
-                for pod in self.pods.values()
-                for port in sorted(pod.sandbox.listening())
-            }
-            found: dict[str, list[int]] = {owner: [] for owner, _ in tries}
-            for (owner, port), connected in tries.items():
-                found[owner] += [port] * connected.result()
-        return found
+            return self._ports(lambda pod, port: threads.submit(_connects, pod.address, port).result())
+
+    def _ports(self, counts: Callable[[Pod, int], bool]) -> dict[str, list[int]]:
+        found: dict[str, set[int]] = {owner: set() for owner in self._revisions}
+        for pod in self.pods.values():
+            found[pod.owner] |= {port for port in pod.sandbox.listening() if counts(pod, port)}
+        return {owner: sorted(ports) for owner, ports in found.items()}
 
     # ------------------------------------------------------------------ Deployments
 

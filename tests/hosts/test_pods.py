@@ -26,5 +26,4 @@ def test_rollouts_and_lost_pods_fail_no_request(tmp_path: Path) -> None:
     report = json.loads(output.read_text())
     assert len(report["phases"]) == 7
     assert all(phase["requests"] for phase in report["phases"].values())
-    inside = report["reached_ports"]["gateway"]
-    assert all(inside.values()), "pods of the deployment reach each other"
+    assert all(len(ports) > 1 for ports in report["ports"]["listening"].values())

@@ -97,7 +97,7 @@ def _check(config: DeploymentConfig) -> None:
         for argument in sorted(_OVER_HOSTS & config.settings_for(role).engine_args.keys()):
             raise ValueError(
                 f"engine_args of {role}: {argument} spreads an instance over hosts, which takes a "
-                "LeaderWorkerSet; here it is in one pod: take it out, and give @tp no more devices than a node has"
+                "LeaderWorkerSet; here an instance is one pod: take it out, and keep @tp within a node's devices"
             )
 
 
