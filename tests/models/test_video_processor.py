@@ -215,7 +215,7 @@ def test_a_video_that_gemma4_cannot_take_as_asked_is_refused(tmp_path: Path) -> 
     family = load_family(tiny_models.make_tiny_model("gemma4", tmp_path / "model"))
     for facts, fps, words in (
         (VideoFacts(64, 64, 24, 6.0), 1.0, "ask for num_frames, not for fps"),
-        (VideoFacts(64, 64, 3, 6.0), None, "3 frames, fewer than the 4"),
+        (VideoFacts(64, 64, 1, 6.0), None, "1 frames, fewer than the 2"),
     ):
         with pytest.raises(InvalidRequest, match=words):
             family.video_parts(MediaRef.of_video(facts, VideoSampling(processor_fps=fps)))
