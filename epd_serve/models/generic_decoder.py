@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from device.base import AttentionOps
@@ -176,12 +175,11 @@ class GenericDecoder:
                 context.on_layer(index)
 
 
-class _Positions(Cache):
+class _Positions:
     """Stands for a cache in a layer that asks how many tokens it holds: K and V pass, and each token of a step has
     its own number before it."""
 
     def __init__(self, positions: Tensor) -> None:
-        super().__init__(layers=[])
         # to which the layer adds its place in the step
         self._offsets = positions - torch.arange(len(positions), device=positions.device)
 

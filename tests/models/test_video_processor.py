@@ -25,7 +25,7 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.instance.prompt import MediaLayouts
 from epd_serve.models.families.qwen_vl import QwenVL
 from epd_serve.models.loader import load_family
-from epd_serve.models.video_processor import VideoProcessor, qwen2_video, qwen3_video
+from epd_serve.models.video_processor import VideoProcessor, gemma4_video, qwen2_video, qwen3_video
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import VideoFacts, VideoSampling
 
@@ -143,6 +143,30 @@ def compare(seed: int) -> None:
             assert torch.equal(made["image_grid_thw"], expected["video_grid_thw"]), (name, seed)
 
 
+def compare_frames(seed: int) -> None:
+    """The same for Gemma 4's."""
+    from transformers import Gemma4VideoProcessor
+    from transformers.models.gemma4.video_processing_gemma4 import get_aspect_ratio_preserving_size
+    from transformers.video_utils import VideoMetadata
+
+    clip, theirs = replace(drawn(seed), fps=None), Gemma4VideoProcessor(num_frames=4)
+    frames, rate = clip.frames()
+    expected = theirs(
+        videos=[frames],
+        video_metadata=[VideoMetadata(total_num_frames=clip.total, fps=rate)],
+        return_metadata=True,
+        return_tensors="pt",
+    )
+    item = MediaRef.of_video(VideoFacts(*clip.size, clip.total, rate), VideoSampling())
+    for given in ({"num_frames": 4}, json.loads(theirs.to_json_string())):
+        ours = gemma4_video(given, get_aspect_ratio_preserving_size)
+        made, is_patch = inputs_of(ours, item, frames), (expected["video_position_ids"] >= 0).all(-1)
+        assert ours.indices(item) == list(expected["video_metadata"][0].frames_indices), seed
+        assert torch.equal(made["pixel_values"].flatten(0, 1), expected["pixel_values_videos"][is_patch]), seed
+        places = expected["video_position_ids"][is_patch]
+        assert torch.equal(made["image_position_ids"].flatten(0, 1), places), seed
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(TORCHVISION is None, reason="EPD_SERVE_TORCHVISION names no directory with torchvision")
 def test_pixels_equal_those_of_transformers_own_classes() -> None:
@@ -158,6 +182,7 @@ def test_pixels_equal_those_of_transformers_own_classes() -> None:
         "import torchvision.transforms.v2.functional\n"
         "import test_video_processor\n"
         "for seed in range(1, 10): test_video_processor.compare(seed)\n"
+        "for seed in range(1, 10): test_video_processor.compare_frames(seed)\n"
         "print('compared')\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
@@ -191,7 +216,7 @@ def test_a_video_that_gemma4_cannot_take_as_asked_is_refused(tmp_path: Path) -> 
     family = load_family(tiny_models.make_tiny_model("gemma4", tmp_path / "model"))
     for facts, fps, words in (
         (VideoFacts(64, 64, 24, 6.0), 1.0, "ask for num_frames, not for fps"),
-        (VideoFacts(64, 64, 3, 6.0), None, "3 frames, fewer than the 4"),
+        (VideoFacts(64, 64, 1, 6.0), None, "1 frames, fewer than the 2"),
     ):
         with pytest.raises(InvalidRequest, match=words):
             family.video_parts(MediaRef.of_video(facts, VideoSampling(processor_fps=fps)))

@@ -199,7 +199,7 @@ def _gemma4(text: dict[str, Any], vision: dict[str, Any], top: dict[str, Any] | 
         image_field="image_token_id",
         tokens=[*around.values(), "<|video|>", "<|audio|>"],
         video="<|video|>",
-        videos={"video_processor_type": "Gemma4VideoProcessor", "max_soft_tokens": 70, "num_frames": 4},
+        videos={"video_processor_type": "Gemma4VideoProcessor", "max_soft_tokens": 70, "num_frames": 2},
         named={"image_token": "<|image|>", "audio_token": "<|audio|>", **around},
         preprocessor={
             "image_processor_type": "Gemma4ImageProcessor",
