@@ -222,12 +222,12 @@ class VllmInstance(VllmServer):
             self._engine.look(self._seen, asyncio.get_running_loop().time(), lambda: self.trial(self._model))
 
     async def switch(self, order: wire.RoleOrder) -> wire.RoleChanged:
-        """Use it in another role once it has done what the new one has not; its process does not notice."""
+        """Use it in another role, once it is empty where the two have no stage in common; its process goes on."""
         began, old, role = asyncio.get_running_loop().time(), self.target.role, Role.parse(order.role)
         if role not in self.target.roles:
             raise InvalidRequest(self._keeps_its_role(role), param="role")
         self._ordered = role
-        if old.stages - role.stages:
+        if old.stages.isdisjoint(role.stages):
             try:
                 await self._is_empty(order.deadline_s, role)
             except BaseException:
@@ -243,6 +243,8 @@ class VllmInstance(VllmServer):
         possible = sorted(str(one) for one in self.target.roles - {self.target.role})
         if possible:
             return f"instance {self.name} of vLLM can become {', '.join(possible)}, and not {role}"
+        if not self.target.role.has_language_model:
+            return f"instance {self.name} of vLLM has no language model; apply a file with the roles that you want"
         return (
             f"instance {self.name} of vLLM keeps its role {self.target.role}: only with vllm.kv: grouped, "
             "vllm.features: store and vllm.media: raw do processes hold P and D; apply a file with the roles that "
@@ -286,7 +288,7 @@ class VllmInstance(VllmServer):
     async def encode(self, request: wire.EncodeRequest, *, trace_id: str) -> wire.EncodeReply:
         """Have an item encoded; an instance that prefills is asked to encode it itself, with its prompt."""
         ref = request.ref
-        if self.target.role.prefills:
+        if self.target.role.has_language_model:
             await self._withdraw(request.request_id, ref.mm_hash)
             self._settle(request)
             return wire.EncodeReply(cached=False, num_tokens=0)

@@ -5,11 +5,13 @@ here the kernel asks it, and ends the connection within seconds.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 #: A connection is made within this time or not at all.
@@ -62,33 +64,46 @@ async def connect(host: str, port: int) -> socket.socket:
 
 
 async def _connect(loop: asyncio.AbstractEventLoop, address: Address) -> socket.socket:
-    tries: dict[asyncio.Task[None], socket.socket] = {}
+    """Asks the kernel itself: a loop that stands still, as while it reads a burst of bodies, learns of it late."""
+    tries: list[socket.socket] = []
+    heard = asyncio.Event()
     deadline = loop.time() + CONNECT_S
     try:
-        while (left_s := deadline - loop.time()) > 0:
-            one = _new(address)
-            tries[asyncio.create_task(loop.sock_connect(one, address[4]))] = one
-            done, _ = await asyncio.wait(tries, timeout=min(_TRY_AGAIN_S, left_s), return_when="FIRST_COMPLETED")
-            if done:
-                return _made(tries, done.pop())
-        # A loop that stood still learns now of what the kernel has known for long.
-        done, _ = await asyncio.wait(tries, timeout=0.01, return_when="FIRST_COMPLETED")
-        if done:
-            return _made(tries, done.pop())
-        raise TimeoutError(f"no connection in {CONNECT_S:g} s")
+        while True:
+            tries.append(one := _new(address))
+            if (code := one.connect_ex(address[4])) not in (0, errno.EINPROGRESS):
+                raise OSError(code, f"Connect call failed {address[4]}")
+            loop.add_writer(one, heard.set)
+            left_s = deadline - loop.time()
+            if (made := _made(tries, address)) is None and left_s > 0:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(heard.wait(), min(_TRY_AGAIN_S, left_s))
+                made = _made(tries, address)
+            if made is not None:
+                loop.remove_writer(made)
+                tries.remove(made)
+                watch(made)
+                return made
+            if deadline <= loop.time():
+                raise TimeoutError(f"no connection in {CONNECT_S:g} s")
+            heard.clear()
     finally:
-        for task in tries:
-            task.cancel()
-        await asyncio.gather(*tries, return_exceptions=True)
-        for one in tries.values():
+        for one in tries:
+            loop.remove_writer(one)
             one.close()
 
 
-def _made(tries: dict[asyncio.Task[None], socket.socket], task: asyncio.Task[None]) -> socket.socket:
-    task.result()
-    connection = tries.pop(task)
-    watch(connection)
-    return connection
+def _made(tries: Sequence[socket.socket], address: Address) -> socket.socket | None:
+    """The one that is connected. Raises OSError where one was refused."""
+    poll = select.poll()
+    for one in tries:
+        poll.register(one, select.POLLOUT)
+    for number, _ in poll.poll(0):
+        one = next(one for one in tries if one.fileno() == number)
+        if code := one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(code, f"Connect call failed {address[4]}")
+        return one
+    return None
 
 
 def connect_blocking(host: str, port: int) -> socket.socket:

@@ -96,10 +96,11 @@ class Switches:
             self._check_idle(record)
         if is_call_back:
             return await self._ask(name, calls, order)
-        # a process of vLLM goes on as it is: one that is to serve more stages need not be empty
-        drains = not isinstance(calls, VllmInstance) or bool(calls.target.role.stages - role.stages)
-        if drains and role != record.role:
-            self._check_floor(record)
+        # a process of vLLM goes on as it is: where a stage stays, it need not be empty
+        kept = calls.target.role.stages & role.stages if isinstance(calls, VllmInstance) else frozenset()
+        drains = not kept
+        if role != record.role:
+            self._check_floor(record, kept)
         self._ordered[name] = role
         self._health.hold(name, drains)
         try:
@@ -161,11 +162,14 @@ class Switches:
             logger.warning("instance %s does not say which role it has: %s", record.name, error)
             self._table.mark_lost(record.name)
 
-    def _check_floor(self, record: InstanceRecord) -> None:
-        """Raise Conflict where it is the last that takes requests for a stage. E is no must: P encodes then."""
+    def _check_floor(self, record: InstanceRecord, kept: frozenset[Stage] = frozenset()) -> None:
+        """Raise Conflict where it is the last that takes requests for a stage that it does not keep.
+
+        E is no must: P encodes then.
+        """
         for stage in (Stage.PREFILL, Stage.DECODE):
             ready = self._table.ready(stage)
-            if record in ready and len(ready) == 1:
+            if stage not in kept and record in ready and len(ready) == 1:
                 raise Conflict(
                     f"instance {record.name} is the only one that is ready for stage {stage}; start another "
                     "first, or have one of another stage take its place"

@@ -345,7 +345,7 @@ async def test_p_becomes_d_once_it_is_empty(tmp_path: Path) -> None:
         assert (await calls.leave(LeaveOrder())).seconds < 5
 
 
-async def test_an_order_is_called_back_and_more_stages_need_no_empty_instance() -> None:
+async def test_an_order_is_called_back_and_where_a_stage_stays_no_instance_need_be_empty() -> None:
     async with serving(running=1) as server, switchable(server) as calls:
         under_way = asyncio.create_task(calls.switch(RoleOrder("D")))
         await asyncio.sleep(0.05)
@@ -353,6 +353,7 @@ async def test_an_order_is_called_back_and_more_stages_need_no_empty_instance() 
         with pytest.raises(Conflict, match="called back"):
             await under_way
         assert (await calls.switch(RoleOrder("PD"))).new == "PD"
+        assert [(await calls.switch(RoleOrder(role))).new for role in ("P", "PD")] == ["P", "PD"]
         with pytest.raises(InvalidRequest, match="can become D, P, and not EPD"):
             await calls.switch(RoleOrder("EPD"))
 
