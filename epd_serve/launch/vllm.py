@@ -46,11 +46,13 @@ class VllmProcess:
     """The process of one instance.
 
     Attributes:
+        index: of the instance in its deployment; processes on one host have HCCL ports by it.
         own: variables besides those that follow from ``options``.
         chose_threads, chose_memory: whether these merely follow from how many instances there are.
     """
 
     placement: InstancePlacement
+    index: int
     options: VllmOptions
     own: Mapping[str, str]
     chose_threads: bool
@@ -62,7 +64,7 @@ class VllmProcess:
 
     @property
     def variables(self) -> dict[str, str]:
-        npu = hccl_environment(self.options.number) if self.options.kind == "npu" else {}
+        npu = hccl_environment(self.index) if self.options.kind == "npu" else {}
         return {**environment_of(self.options), **npu, **self.own}
 
     @property
@@ -73,7 +75,7 @@ class VllmProcess:
             options = replace(options, threads=0)
         if self.chose_memory:
             options = replace(options, memory_share=None)
-        alike = replace(self, options=options)
+        alike = replace(self, options=options, index=0)
         return self.placement.devices, alike.command, tuple(sorted(alike.variables.items()))
 
 
@@ -145,6 +147,7 @@ def vllm_processes(
         processes.append(
             VllmProcess(
                 placement=instance,
+                index=number,
                 options=options,
                 own={**own, **config.vllm.environment},
                 chose_threads=settings.threads is None and share is None,

@@ -169,10 +169,10 @@ def test_tensors_of_the_host_are_refused(device: EmulatedDevice) -> None:
 
 
 def test_work_that_fails_is_heard_of_when_the_host_waits() -> None:
-    device = get_device("emulated:a100:7")
+    device = get_device("emulated:a100:13")
     index = torch.tensor([9], device=device.torch_device)
     torch.ones(2, device=device.torch_device).index_select(0, index)
-    with pytest.raises(RuntimeError, match="work on emulated:a100:7 failed: index out of range"):
+    with pytest.raises(RuntimeError, match="work on emulated:a100:13 failed: index out of range"):
         device.synchronize()
 
 

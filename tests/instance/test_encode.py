@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import pytest
@@ -38,6 +38,9 @@ class Family:
 
     def pixels_of(self, item: wire.MediaRef) -> int:
         return 1
+
+    def of(self, item: wire.MediaRef) -> Self:
+        return self
 
     def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
         return {"pixel_values": torch.zeros(1, 1)}

@@ -16,8 +16,9 @@ from rich.console import Console
 
 from epd_serve.config import change_config, load_config, parse_config
 from epd_serve.launch import vllm_sources
+from epd_serve.launch.commands import with_trust
 from epd_serve.launch.dry_run import dry_run
-from epd_serve.launch.vllm import VllmProcess, check_engines, link_plugin, vllm_processes, vllm_specs
+from epd_serve.launch.vllm import VllmProcess, check_engines, link_plugin, vllm_processes, vllm_spec
 from epd_serve.launch.vllm_probe import (
     CONNECTORS,
     Module,
@@ -469,5 +470,5 @@ def test_with_tls_each_server_shows_a_certificate_and_asks_for_one(model: Path) 
         assert flag(process, "ssl-certfile") == "/tls/cert.pem" and flag(process, "ssl-cert-reqs") == "2"
     config = parse_config(f"engine: vllm\nmodel: {model}\n{text}")
     assert config.read_cluster_key() == "only-this-cluster-knows"
-    [url, *_] = [spec.url for spec in vllm_specs(config, [*found.values()], {})]
+    [url, *_] = [vllm_spec(one, with_trust(config, {})).url for one in found.values()]
     assert url == "https://127.0.0.1:9000"

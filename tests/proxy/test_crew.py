@@ -175,7 +175,8 @@ async def test_without_the_sum_of_all_workers_nobody_sees_the_counters_of_one(cr
     hub, (first, second) = await crews(2)
     app = FastAPI()
     table, key = InstanceTable([]), Authenticator([])
-    app.include_router(health_router(table, GatewayMetrics(), key, GatewayConfig(), first))
+    health = Health(table, {}, Current(GatewaySettings()))
+    app.include_router(health_router(table, GatewayMetrics(), key, GatewayConfig(), first, health))
     install_error_handlers(app)
     second.shown["metrics"] = list
     transport = httpx.ASGITransport(app)
