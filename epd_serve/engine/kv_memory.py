@@ -70,13 +70,19 @@ class KVCache:
         num_heads = layout.num_kv_heads if heads is None else len(heads)
         self._shape = (layout.num_layers, 2, num_blocks, layout.block_size, num_heads, layout.head_dim)
         self.handle = b""
+        self._unpin: weakref.finalize[..., Any] | None = None
         if is_its_own_slab(device, heads):
             self.tensor = torch.frombuffer(slab, dtype=self._dtype).view(self._shape)
         else:
             memory, self.handle = device.share_memory(math.prod(self._shape) * self._dtype.itemsize)
             self.tensor = memory.view(self._dtype).view(self._shape)
-            unpin = device.pin_in_place(torch.frombuffer(slab, dtype=torch.uint8))
-            weakref.finalize(self, unpin).atexit = False
+            self._unpin = weakref.finalize(self, device.pin_in_place(torch.frombuffer(slab, dtype=torch.uint8)))
+            self._unpin.atexit = False
+
+    def unpin(self) -> None:
+        """The slab is about to go: other memory will have its address."""
+        if self._unpin is not None:
+            self._unpin()
 
     def copy_block(self, source: int, target: int) -> None:
         self.tensor[:, :, target] = self.tensor[:, :, source]
@@ -191,6 +197,7 @@ class KVMemory:
 
     def release(self, transport: Transport) -> None:
         """Offer it to nobody any more. Blocks until no other process maps it."""
+        self._cache.unpin()
         release_mapped(transport, self.slab)
 
     @property
