@@ -195,9 +195,12 @@ class KVMemory:
         if shares and heads is None and self._cache.handle:
             self.region = msgspec.structs.replace(slab.region, device=device.type, handle=self._cache.handle)
 
+    def unpin(self) -> None:
+        self._cache.unpin()
+
     def release(self, transport: Transport) -> None:
         """Offer it to nobody any more. Blocks until no other process maps it."""
-        self._cache.unpin()
+        self.unpin()
         release_mapped(transport, self.slab)
 
     @property

@@ -157,7 +157,9 @@ class LanguageWeights:
             self._memory = None
 
     def close(self) -> None:
-        """End the other ranks. Blocks."""
+        """End the other ranks. Blocks. The transport may be closed then."""
+        if self._memory is not None:
+            self._memory.unpin()
         if self.followers is not None:
             self.followers.close()
 
