@@ -36,7 +36,7 @@ async def test_agents_run_what_was_rendered(
         assert (
             _status(running.hosts["pair"], "/health/ready") == _status(running.hosts["d"], "/health/live") == 200
         )
-        assert _status(running.hosts["d"], "/elsewhere") == 503
+        assert _status(running.hosts["d"], "/elsewhere") == 404
         assert (await running.ask(chat("What is it?", noise(1, (96, 72)), max_tokens=4)))[0] == 200
         began = asyncio.Event()
         answer = asyncio.create_task(running.stream(long_text, began))
