@@ -77,7 +77,7 @@ def measure(
 
 
 async def counted(repeats: int) -> dict[str, Any]:
-    """What the host copies on an emulated H200; its times are those of this machine's cores and say nothing."""
+    """Count what the host copies on an emulated H200; its times say nothing, as CPU cores do the copies."""
     rows, _ = measure("emulated:h200", repeats=repeats)
     names = ("kv_bytes", "host_bytes")
     return {

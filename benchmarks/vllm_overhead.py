@@ -189,8 +189,9 @@ async def run(arguments: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     for name in ("plain", *arguments.topologies):
         python, num_rounds = arguments.vllm_python, arguments.rounds
-        rows += await (measure_plain(python, num_rounds) if name == "plain" else measure(name, python, num_rounds))
-        print(json.dumps(rows[-1]), flush=True)
+        found = await (measure_plain(python, num_rounds) if name == "plain" else measure(name, python, num_rounds))
+        rows += found
+        print(*map(json.dumps, found), sep="\n", flush=True)
         report = {
             "command": COMMAND,
             "machine": machine(),

@@ -137,7 +137,7 @@ def _prefill_s(num_frames: int) -> float:
 
 
 def _encode_part(rows: Rows) -> str:
-    """What encoding adds to the time to the first token: no number of encoders shortens the prefill behind it."""
+    """The part of encoding in the time to the first token; more encoders do not shorten the prefill behind it."""
     lines: list[list[str]] = []
     for line in ("E-P-D", *ENCODERS):
         found = [rows.get((f"frames: {line}", f"{count} images")) for count in FRAMES]

@@ -1,4 +1,4 @@
-"""What a cluster does with manifests: pods of Deployments, endpoints of Services, NetworkPolicies."""
+"""A cluster that carries out manifests: pods of Deployments, endpoints of Services, NetworkPolicies."""
 
 from __future__ import annotations
 

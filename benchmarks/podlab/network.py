@@ -72,7 +72,7 @@ class Sandbox:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """What a policy lets through to a pod.
+    """The traffic that a policy lets through to a pod.
 
     Attributes:
         sources: addresses; None: everybody's. port: None: all.

@@ -40,7 +40,7 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What all pods of a cluster share.
+    """The settings that all pods of a cluster share.
 
     Attributes:
         directory: for logs, files of ConfigMaps, and claims.
@@ -188,7 +188,7 @@ class Pod:
     # ------------------------------------------------------------------ the container
 
     def _script(self) -> str:
-        """What makes the container's root and becomes its command, in new namespaces for mounts and processes."""
+        """The command that makes the container's root, in new namespaces, and becomes the container's own."""
         top = self._place.directory / "top"
         root = top / "root"
         lines = [

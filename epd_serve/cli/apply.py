@@ -133,7 +133,7 @@ def _apply_to_hosts(
 
 
 def _topology_of(file: DeploymentConfig, running: DeploymentConfig) -> DeploymentConfig:
-    """What runs with a file's topology; with its devices too where they name hosts.
+    """The instances that run with a file's topology; with its devices too where they name hosts.
 
     A plan's devices name none: then they must be of the kinds that the hosts list, in their order.
     """

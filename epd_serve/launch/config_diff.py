@@ -184,7 +184,7 @@ def _placed(
     natives = [one for one in record.live.values() if isinstance(one, PreparedInstance)]
     slots = {one.options.device_board for one in natives}
     variables = [one.own_variables for one in natives if one.own_variables]
-    numbers = {one.options.number for one in record.live.values() if isinstance(one, VllmProcess)}
+    numbers = {one.index for one in record.live.values() if isinstance(one, VllmProcess)}
     placed: dict[str, Prepared] = {}
     for name, one in named.items():
         port = next_port(config, ports, name)
@@ -194,7 +194,7 @@ def _placed(
             number = next(number for number in count() if number not in numbers)
             numbers.add(number)
             options = replace(one.options, name=name, port=port, number=number)
-            placed[name] = replace(one, placement=placement, options=options)
+            placed[name] = replace(one, placement=placement, index=number, options=options)
             continue
         board = boards.get(_board(one))
         if board is not None:

@@ -37,7 +37,7 @@ class PictureProcessor:
 
     @classmethod
     def read(cls, path: Path, **defaults: Any) -> PictureProcessor:
-        """Of the checkpoint in ``path``. Raises ValueError for a field that is not among the defaults.
+        """Read the processor of a checkpoint. Raises ValueError for a field that is not among the defaults.
 
         Args:
             defaults: what transformers' class has where the file says nothing.

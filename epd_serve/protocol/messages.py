@@ -85,7 +85,7 @@ class ProcessorKwargs(VideoFrames):
 
 
 class AnyProcessorKwargs(ProcessorKwargs):
-    """What vLLM's processor of the model takes; it checks what is not named here."""
+    """Any options for vLLM's processor of the model, which checks those that are not named here."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -120,7 +120,7 @@ def video_sampling(reading: MediaIoKwargs | None, processing: ProcessorKwargs | 
 
 
 def processing_of(kwargs: ProcessorKwargs | None, messages: Sequence[Message]) -> str:
-    """What a request asks of the processor beside frames, as JSON, the same for the same; "" for nothing.
+    """A request's options of the processor besides frames, as JSON with sorted keys; "" where there are none.
 
     Raises InvalidRequest for bounds of pictures in a chat with videos.
     """

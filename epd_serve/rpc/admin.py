@@ -12,7 +12,7 @@ import msgspec
 
 from epd_serve.errors import ServeError
 from epd_serve.rpc.http import HttpCall, HttpPool
-from epd_serve.rpc.tls import tls_files
+from epd_serve.rpc.tls import TlsFiles, tls_files
 
 
 class AdminError(Exception):
@@ -44,12 +44,18 @@ class AdminClient:
         where: the path of its socket, or its URL.
         headers: sent with each call: its key.
         cluster_key: proved to a URL, in place of that key.
+        tls: for a URL at https; None: the files that the environment names.
     """
 
     def __init__(
-        self, where: Path | str, headers: Mapping[str, str] | None = None, cluster_key: str | None = None
+        self,
+        where: Path | str,
+        headers: Mapping[str, str] | None = None,
+        cluster_key: str | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.where = where
+        self._tls = tls
         self._cluster_key = cluster_key
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
 
@@ -62,9 +68,8 @@ class AdminClient:
         data = b"" if body is None else msgspec.json.encode(body)
         headers = f"{self._headers}content-type: application/json\r\n"
         try:
-            pool = HttpPool(
-                "admin", url, self._cluster_key, tls=tls_files(), path=Path(self.where) if on_socket else None
-            )
+            own_path = Path(self.where) if on_socket else None
+            pool = HttpPool("admin", url, self._cluster_key, tls=self._tls or tls_files(), path=own_path)
         except ValueError as error:
             raise AdminUnreachable(f"{url!r} is no URL of an admin API, as in http://127.0.0.1:9001") from error
         async with pool:

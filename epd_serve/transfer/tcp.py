@@ -61,7 +61,7 @@ def receive_bytes(connection: socket.socket, count: int) -> bytearray:
 
 
 def opened_for(host: str, port: int) -> str:
-    """What the proofs of a connection are bound to: the address of the data port as its regions name it."""
+    """The text to which a connection's proofs are bound: the data port's address as its regions name it."""
     return f"data {host}:{port}"
 
 

@@ -91,8 +91,11 @@ def hosts_router(settings: Current, files: Callable[[], GatewayFiles | None]) ->
 
     async def ask(host: str, path: str) -> bytes:
         now = settings.now
-        url = url_of(now.config.hosts[host].address, now.config.agent_port)
-        async with HttpPool(f"agent on {host}", url, now.cluster_key) as pool, asyncio.timeout(_LOGS_S):
+        url = url_of(now.config.hosts[host].address, now.config.agent_port, tls=now.tls is not None)
+        async with (
+            HttpPool(f"agent on {host}", url, now.cluster_key, tls=now.tls) as pool,
+            asyncio.timeout(_LOGS_S),
+        ):
             return await HttpCall(pool, "GET", path).ask()
 
     return router

@@ -20,7 +20,7 @@ KEY = "only-this-cluster-knows"
 
 
 async def _answers(config: DeploymentConfig) -> list[str]:
-    """Of a picture twice and a text; the instances' servers are tried from outside, too."""
+    """A picture is asked about twice, and a text; the instances' servers are tried from outside, too."""
     picture = chat("What is this?", noise(1), max_tokens=6, ignore_eos=True, temperature=0)
     text = chat("Count to 9.", max_tokens=12, ignore_eos=True, temperature=0)
     answers = []

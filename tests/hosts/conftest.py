@@ -65,7 +65,7 @@ class Fleet:
         )
 
     async def command(self, *arguments: str) -> str:
-        """What epd-serve with these arguments prints, beside the gateway. It must succeed."""
+        """The output of epd-serve with these arguments, beside the gateway. It must succeed."""
         self._num_commands += 1
         name = f"command-{self._num_commands}"
         admin = ["--admin", f"http://127.0.0.1:{_ADMIN_PORT}"]

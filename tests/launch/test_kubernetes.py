@@ -84,7 +84,7 @@ def _schemas_are_read_once() -> Iterator[None]:
 
 
 def _passes_the_schema(doc: dict[str, Any], release: str) -> bool:
-    """Where there is one: kinds that others have added are checked by faults() alone."""
+    """Check a manifest by its schema; kinds that others have added have none: faults() checks them."""
     try:
         kubernetes_validate.validate(doc, release, strict=True)
     except (kubernetes_validate.ValidationError, KeyError):  # without a kind there is no schema

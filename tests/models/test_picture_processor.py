@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import tiny_models
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from plain_torchvision import image_processor_of
+from plain_torchvision import image_processor_of, run_beside_torchvision
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import Family, Size
@@ -78,20 +76,11 @@ def test_pixels_of_pictures_equal_the_processor_s(kind: str, tmp_path: Path) -> 
         assert sum(compare(family, theirs, seed) for seed in range(16)) > 10
     if TORCHVISION is None:
         return
-    program = (
-        f"import sys; sys.path[:0] = [{TORCHVISION!r}, {str(Path(__file__).parent)!r}]\n"
-        f"sys.path += {[str(one) for one in sys.path if 'support' in str(one)]!r}\n"
-        "import torch\n"
-        # torchvision's wheels are for CUDA: its own operators do not load, and none of them is needed
-        "library = torch.library.Library('torchvision', 'DEF')\n"
-        "library.define('nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')\n"
-        "library.define('qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')\n"
+    run_beside_torchvision(
+        TORCHVISION,
         "import test_picture_processor\n"
-        f"test_picture_processor.compare_with_torchvision({[str(path) for path in paths]!r})\n"
-        "print('compared')\n"
+        f"test_picture_processor.compare_with_torchvision({[str(path) for path in paths]!r})\n",
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
-    assert done.stdout.endswith("compared\n"), done.stdout + done.stderr
 
 
 def compare_with_torchvision(paths: list[str]) -> None:

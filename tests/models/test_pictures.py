@@ -125,7 +125,7 @@ def test_chunks_of_any_size_give_the_tokens_of_generate(path: Path, num_tokens: 
 
 @pytest.mark.parametrize("kind", ["llama4", "lfm2_vl"])
 def test_tokens_are_the_same_where_the_pool_is_too_small(kind: str, tmp_path: Path) -> None:
-    """Of layers that attend inside chunks, and of states beside features: sequences are preempted in turn."""
+    """Sequences are preempted in turn, with layers that attend inside chunks, and with states beside features."""
     path = tiny_models.make_tiny_model(kind, tmp_path / kind)
     pictures = [noise(2, (60, 140)), noise(3, (90, 90)), noise(5, (200, 300))]
     reference, bench = Reference(path), EngineBench(path, Budget(max_num_tokens=11, max_num_seqs=8))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import tiny_models
 import torch
 from numpy.typing import NDArray
+from plain_torchvision import run_beside_torchvision
 from plain_video import Clip, PlainVideoProcessor
 from processors import processor_of
 from transformers import AutoTokenizer
@@ -171,22 +170,13 @@ def compare_frames(seed: int) -> None:
 @pytest.mark.skipif(TORCHVISION is None, reason="EPD_SERVE_TORCHVISION names no directory with torchvision")
 def test_pixels_equal_those_of_transformers_own_classes() -> None:
     """In a process of its own: with torchvision there, transformers reads pictures in another way."""
-    program = (
-        f"import sys; sys.path[:0] = [{TORCHVISION!r}, {str(Path(__file__).parent)!r}]\n"
-        f"sys.path += {[str(one) for one in sys.path if 'support' in str(one)]!r}\n"
-        "import torch\n"
-        # torchvision's wheels are for CUDA: its own operators do not load, and none of them is needed
-        "library = torch.library.Library('torchvision', 'DEF')\n"
-        "library.define('nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')\n"
-        "library.define('qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')\n"
+    run_beside_torchvision(
+        TORCHVISION,
         "import torchvision.transforms.v2.functional\n"
         "import test_video_processor\n"
         "for seed in range(1, 10): test_video_processor.compare(seed)\n"
-        "for seed in range(1, 10): test_video_processor.compare_frames(seed)\n"
-        "print('compared')\n"
+        "for seed in range(1, 10): test_video_processor.compare_frames(seed)\n",
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.stdout.endswith("compared\n"), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("make", [qwen2_video, qwen3_video])

@@ -8,12 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
+from certificates import Authority
 from fastapi import FastAPI
 
 from epd_serve.config import load_config
 from epd_serve.launch.ports import free_port
 from epd_serve.launch.remote.agent import _served
 from epd_serve.launch.supervisor import Supervisor
+from epd_serve.rpc.tls import TlsFiles
 from proxy.admin.hosts import deployment_router, hosts_router
 from proxy.admin.rollout import GatewayFiles
 from proxy.http.asgi import install_error_handlers
@@ -25,8 +27,9 @@ KEY = "a-cluster-key-of-tests"
 class Gateway:
     """The routers of a gateway's file, which is taken over at once."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, tls: TlsFiles | None = None) -> None:
         self.file = file
+        self._tls = tls
         self.settings = Current(self.read())
         app = FastAPI()
         files = GatewayFiles(file, self.reload, lambda config: [])
@@ -36,7 +39,7 @@ class Gateway:
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway")
 
     def read(self) -> GatewaySettings:
-        return GatewaySettings(config=load_config(self.file), cluster_key=KEY)
+        return GatewaySettings(config=load_config(self.file), cluster_key=KEY, tls=self._tls)
 
     def reload(self) -> None:
         self.settings.now = self.read()
@@ -104,3 +107,14 @@ async def test_logs_of_agents(gateway: Gateway, tmp_path: Path) -> None:
         for path, sentence in (("/logs/n7/n1-p0", "no host 'n7'"), ("/logs/n1/deployment", "no log")):
             refused = await gateway.client.get(path)
             assert refused.status_code in (400, 404) and sentence in refused.text, refused.text
+
+
+async def test_agents_speak_tls_where_the_deployment_does(tmp_path: Path, gateway: Gateway) -> None:
+    tls = Authority(tmp_path).files("host")
+    of_tls, logs = Gateway(gateway.file, tls), tmp_path / "logs"
+    logs.mkdir()
+    (logs / "n1-p0.log").write_text("line\n")
+    port = gateway.settings.now.config.agent_port
+    async with _served("127.0.0.1", port, Supervisor([], logs), logs, KEY, tls), of_tls.client:
+        assert (await of_tls.client.get("/logs")).json()["logs"]["n1"] == ["n1-p0"]
+        assert isinstance((await gateway.client.get("/logs")).json()["logs"]["n1"], str), "one that speaks none"

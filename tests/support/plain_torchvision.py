@@ -1,4 +1,4 @@
-"""What transformers' image processors call of torchvision, in torch's operators, for those that have no others.
+"""The part of torchvision that transformers' image processors call, in torch's operators, for those that need it.
 
 Where torchvision is at hand, ``tests/models/test_picture_processor.py`` holds them against it.
 """
@@ -6,6 +6,7 @@ Where torchvision is at hand, ``tests/models/test_picture_processor.py`` holds t
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -68,3 +69,20 @@ def image_processor_of(path: Path, model_type: str) -> Any:
     with _standing_in():
         module = importlib.import_module(f"transformers.models.{model_type}.image_processing_{model_type}")
     return getattr(module, TORCHVISION_ALONE[model_type]).from_pretrained(path)
+
+
+def run_beside_torchvision(directory: str, program: str) -> None:
+    """Run code that imports a module of tests/models, in a process that finds torchvision in ``directory``."""
+    tests = str(Path(__file__).parents[1] / "models")
+    supports = [str(one) for one in sys.path if "support" in str(one)]
+    whole = (
+        f"import sys; sys.path[:0] = [{directory!r}, {tests!r}]; sys.path += {supports!r}\n"
+        "import torch\n"
+        # torchvision's wheels are for CUDA: its own operators do not load, and none of them is needed
+        "library = torch.library.Library('torchvision', 'DEF')\n"
+        "library.define('nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')\n"
+        "library.define('qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')\n"
+        f"{program}print('compared')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=600, check=False)
+    assert done.stdout.endswith("compared\n"), done.stdout + done.stderr

@@ -31,7 +31,7 @@ class Guarded:
         self.region = self.slab.region
 
     def read(self, key: str | None, region: Region | None = None) -> bytes:
-        """What a process with this key reads there."""
+        """Read there as a process with this key does."""
         into, peer = bytearray(len(SECRET)), EmbeddedTransport(path="tcp", key=key)
         try:
             peer.read(region or self.region, [(0, memoryview(into))])

@@ -36,6 +36,7 @@ from epd_serve.rpc.admin import AdminClient, AdminError
 from epd_serve.rpc.app_server import serving
 from epd_serve.rpc.cluster import ClusterLinks, check_cluster_key, cluster_key, is_proved
 from epd_serve.rpc.joining import join_all
+from epd_serve.rpc.tls import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ async def run_agent(
             own = logging.FileHandler(log_dir / f"{host_of.name}-agent.log")
             own.setFormatter(logging.Formatter(_FORMAT))
             logging.getLogger().addHandler(own)
-        secret = _cluster_key(part.config)
-        places = _Places(part, gateways, secret)
+        secret, tls = _cluster_key(part.config), part.config.read_tls()
+        places = _Places(part, gateways, secret, tls)
         record = None if host_of is None else _record(part, host_of, host, directory)
 
         def died(death: ProcessDied, delay_s: float) -> None:
@@ -94,10 +95,10 @@ async def run_agent(
         )
         tasks = [asyncio.create_task(_run(supervisor)), asyncio.create_task(stop.wait())]
         if record is not None:
-            orders = GatewayOrders(AdminClient(gateways[0], admin_headers(), secret))
+            orders = GatewayOrders(AdminClient(gateways[0], admin_headers(), secret, tls))
             tasks.append(asyncio.create_task(_follow(record, supervisor, orders)))
         if port is not None:
-            await stack.enter_async_context(_served(host, port, supervisor, log_dir, secret))
+            await stack.enter_async_context(_served(host, port, supervisor, log_dir, secret, tls))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[1] not in done:
@@ -187,7 +188,12 @@ def _without_address(keys: dict[str, Any]) -> dict[str, Any]:
 
 @asynccontextmanager
 async def _served(
-    host: str, port: int, supervisor: Supervisor, log_dir: Path | None, secret: str | None
+    host: str,
+    port: int,
+    supervisor: Supervisor,
+    log_dir: Path | None,
+    secret: str | None,
+    tls: TlsFiles | None = None,
 ) -> AsyncIterator[None]:
     """``/health/live``, ``/health/ready``, and the logs for those that prove the cluster's key."""
 
@@ -217,7 +223,7 @@ async def _served(
     listener = socket.create_server(
         (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, reuse_port=False
     )
-    async with serving(app if secret is None else ClusterLinks(app, secret), listener):
+    async with serving(app if secret is None else ClusterLinks(app, secret), listener, tls=tls):
         yield
 
 
@@ -229,14 +235,14 @@ def _refused(status: int, message: str) -> Response:
 class _Places:
     """The places of the instances at their gateways: each has one while it is ready."""
 
-    def __init__(self, part: Part, gateways: Sequence[str], secret: str | None) -> None:
+    def __init__(self, part: Part, gateways: Sequence[str], secret: str | None, tls: TlsFiles | None) -> None:
         # A gateway asks native ones; vLLM says no role.
         is_vllm = part.config.engine == "vllm"
         self._roles = {part.names[one.name]: str(one.role) for one in part.placement} if is_vllm else {}
         self._gateways = gateways
         self._headers = join_headers()
         self._key = secret
-        self._tls = part.config.read_tls()
+        self._tls = tls
         self._joined: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, process: ManagedProcess) -> None:

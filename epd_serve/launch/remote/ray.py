@@ -126,6 +126,8 @@ def _check(config: DeploymentConfig) -> None:
         raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
     if measured := next((one for one in config.devices if is_measured(emulated_kind(one))), None):
         raise ValueError(f"devices: {measured} does not say whether it is a GPU or an NPU; name a data sheet's")
+    if config.tls is not None:
+        raise ValueError("tls: Ray chooses the hosts, and no certificate names their addresses; take it out")
     if config.gateway.port == 0:
         raise ValueError("gateway.port 0 would be a port that nobody knows; write one, as in 8000")
 
@@ -214,7 +216,7 @@ class Agent:
                 self._stop.wait(backoff.next_delay_s(time.monotonic() - started))
 
     def deaths(self) -> tuple[int, str]:
-        """How often the command has ended by itself, and its last lines."""
+        """The number of times that the command has ended by itself, and its last lines."""
         return self._num_deaths, "".join(self._last_lines)
 
     def stop(self) -> None:
@@ -375,7 +377,7 @@ def _needs(group: Group) -> dict[str, Any]:
 
 def _file(config: DeploymentConfig, base_port: int, ip: str, admin_port: int) -> str:
     """The deployment file in the cluster, without its secrets."""
-    emptied = {"instances": None, "admin": {"port": None, "key": None}, "api_key": None}
+    emptied = {"instances": None, "admin": {"port": None, "key": None, "join_key": None}, "api_key": None}
     whole = change_config(config, {"gateway": emptied, "cluster_key": None, "instances": {"base_port": base_port}})
     admin = {"host": ip, "port": admin_port, "key": {"env": ADMIN_KEY}}
     gateway: dict[str, Any] = {"instances": {}, "admin": admin}
