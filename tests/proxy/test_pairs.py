@@ -39,9 +39,12 @@ async def test_a_d_that_p_cannot_reach_is_left_to_others(start, kit, stream, mon
     del gateway["p0"].scripts["/stage/prefill"]
     await gateway.until(lambda: not gateway.table["p0"].cut_off)
     before = len(gateway["d0"].got("/stage/decode"))
-    for _ in range(4):
+    for _ in range(40):
         assert await gateway.answer(kit.chat(stream=stream)) == right
-    assert len(gateway["d0"].got("/stage/decode")) > before, "after a while it is tried again"
+        if len(gateway["d0"].got("/stage/decode")) > before:
+            break
+    else:
+        pytest.fail("after a while it is tried again")
 
 
 @STREAMS
@@ -50,9 +53,9 @@ async def test_so_it_is_behind_the_first_token(start, kit, stream):
     gateway = await start("p0:P", "d0:D", "d1:D")
     event = b"data: " + UNREACHABLE.to_json() + b"\n\n"
     cut = (
-        [kit.FRAMES_THEN_DECODE, kit.frame(1), frames.pack(frames.ERROR, (), event), kit.DIE]
+        [kit.FRAMES_THEN_DECODE, kit.frame(1), frames.pack(frames.ERROR, (), event)]
         if stream
-        else [kit.DECODE, UNREACHABLE.to_json(), kit.DIE]
+        else [kit.DECODE, UNREACHABLE.to_json()]
     )
     gateway["p0"].scripts["/stage/prefill"] = cut_from(gateway, kit, "d0", cut)
     gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
