@@ -194,6 +194,8 @@ class Family:
 
     def num_tokens(self, item: MediaRef) -> int:
         """Rows of an item's feature. Raises as :meth:`parts_of`."""
+        if item.segment is not None:  # what stands between its rows is that of the whole video
+            return self._video_processor(item).num_tokens(item)
         return sum(part for part in self.parts_of(item) if isinstance(part, int))
 
     def pixels_of(self, item: MediaRef) -> int:

@@ -31,7 +31,7 @@ class MeanRequest:
 
     @classmethod
     def of(cls, requests: Sequence[SimRequest]) -> MeanRequest:
-        """Take the means of ``requests``. Equal images count once: they are encoded once; a video is some images."""
+        """Take the means of ``requests``. Equal images count once: they are encoded once; a video is several."""
         distinct = {item.mm_hash: item for one in requests for item in one.media}.values()
         num, num_images = len(requests), sum(item.num_pictures for item in distinct)
         return cls(
@@ -396,7 +396,7 @@ def _repeated(requests: Sequence[SimRequest], start: int, count: int) -> list[Si
         one = requests[index]
         if lap:
             images = tuple((f"{name}+{lap}", pixels) for name, pixels in one.images)
-            videos = tuple((f"{name}+{lap}", *sizes) for name, *sizes in one.videos)
+            videos = tuple((f"{name}+{lap}", pixels, count) for name, pixels, count in one.videos)
             one = replace(one, at_s=one.at_s + lap * (span + step), images=images, videos=videos)
         found.append(one)
     return found

@@ -1,4 +1,4 @@
-"""The segments in which a video is encoded: one for each encoder that has nothing else to do, as far as it pays."""
+"""The segments in which a video is encoded: one for each encoder that has nothing to do, as far as it pays."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def in_segments(table: InstanceTable, prefill: InstanceRecord, items: Sequence[M
 
 
 def _num_segments(able: Sequence[InstanceRecord], num_free: int, item: MediaRef) -> int:
-    """Those of which the features are there, or are being made; else one for each of ``num_free`` encoders, as long
-    as one more saves the request as many seconds as it costs the encoders."""
+    """Those of which the features are there, or are being made; else one for each of ``num_free`` encoders, as
+    long as one more saves the request as many seconds as it costs the encoders."""
     most = min(len(able), item.num_pictures)
     for count in range(1, most + 1):
         if all(
