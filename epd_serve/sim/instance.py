@@ -119,6 +119,7 @@ class SimInstance:
             tokens_per_pixel=1 / profile.pixels_per_token if profile.pixels_per_token else 0.0,
             feature_token_bytes=profile.feature_token_bytes,
             steals=spec.steals,
+            splits_videos=True,
         )
 
     def load(self) -> Load:
