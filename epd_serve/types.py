@@ -189,12 +189,16 @@ class MediaSpan(msgspec.Struct, frozen=True):
 
     Attributes:
         offset: the first of those rows.
+        item, first: where the feature is that of a video's segment: the video's mm_hash, and the row of its
+            feature with which the segment's begins.
     """
 
     start: int
     length: int
     mm_hash: str
     offset: int = 0
+    item: str = ""
+    first: int = 0
 
     @property
     def end(self) -> int:

@@ -513,7 +513,9 @@ def _pictures(spans: Sequence[MediaSpan], start: int, end: int) -> bytes:
     if not inside:
         return _NO_PICTURES
     hasher = blake3()
-    for span in inside:
-        place = span.offset + start - span.start
-        hasher.update(span.mm_hash.encode() + place.to_bytes(8, "little", signed=True))
+    # the same for a run of rows however many segments of a video it is of
+    for name, place in dict.fromkeys(
+        (span.item or span.mm_hash, span.first + span.offset + start - span.start) for span in inside
+    ):
+        hasher.update(name.encode() + place.to_bytes(8, "little", signed=True))
     return hasher.digest(_PICTURES)

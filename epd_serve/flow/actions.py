@@ -64,6 +64,7 @@ class Encode(Struct, frozen=True, gc=False):
     """Have an item encoded for P.
 
     Attributes:
+        item: its number in the request. A video's segments are items of their own; ``place``: of the whole medium.
         patience_s: the encoder is late after it; None: it has all the time it takes.
         again: another instance has failed the item.
     """
@@ -74,6 +75,7 @@ class Encode(Struct, frozen=True, gc=False):
     encoder: InstanceRecord
     prefill: InstanceRecord
     patience_s: float | None
+    place: int
     again: bool = False
 
 

@@ -87,7 +87,7 @@ class Broke(Struct, frozen=True, gc=False):
 
 
 class Encoded(Struct, frozen=True, gc=False):
-    """The feature of an item is stored and announced. Items go by their places in the request."""
+    """The feature of an item is stored and announced. Items go by their numbers, as in actions."""
 
     item: int
 

@@ -113,7 +113,7 @@ _MAX_STALLED = 2
 
 
 class ItemEncode(Struct, eq=False):
-    """Who encodes one item of a try.
+    """Who encodes one item of a try: a medium of the request, the one in that place, or a segment of it.
 
     P waits for the feature for twice the first ``patience_s``. An E that gives no answer may take half of that,
     the next half of the rest; what is left then is for P, however many more encoders there are, and P itself says
@@ -121,6 +121,7 @@ class ItemEncode(Struct, eq=False):
     """
 
     ref: MediaRef
+    place: int
     param: str | None
     encoder: InstanceRecord
     patience_s: float

@@ -28,6 +28,7 @@ from epd_serve.flow import events as on
 from epd_serve.flow.events import Progress
 from epd_serve.flow.failures import HeldKV, ItemEncode, TryHistory, blamed, is_planned, leaver, may_help
 from epd_serve.routing.routes import Demand, Route, Router
+from epd_serve.routing.segments import in_segments
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
@@ -114,7 +115,7 @@ class _Attempt(Struct, eq=False):
         follows: the rest of P's answer comes from D.
         decode: whether D's answer has begun, or why it will not.
         explained: the failure of P that D may explain.
-        encodes: those under way, by the items' places in the request.
+        encodes: those under way, by the items' numbers.
         is_expected: whether another instance than P is to expect it.
     """
 
@@ -307,8 +308,9 @@ class RequestFlow:
 
     def _send(self, media: on.Named) -> None:
         """Everything at once: nobody waits for encoders before calling P."""
-        attempt, act, fleet, refs = self._attempt, self._actions.append, self.fleet, media.refs
-        route, request_id = attempt.route, attempt.request_id
+        attempt, act, fleet = self._attempt, self._actions.append, self.fleet
+        route, request_id, router = attempt.route, attempt.request_id, fleet.router
+        refs = in_segments(fleet.table, route.prefill, media.refs) if router.splits else media.refs
         self._enter(State.SENT)
         attempt.is_expected = not route.fused
         if attempt.held is None:
@@ -318,11 +320,13 @@ class RequestFlow:
             act(do.CallMove(request_id, route, attempt.held, self._generated))
         if not refs:
             return
-        distinct = {ref.mm_hash: item for item, ref in enumerate(refs)}
-        items = [refs[item] for item in distinct.values()]
-        encoders = fleet.router.encoders.choose_encoders(fleet.table, route.prefill, items)
+        parts = [(place, part) for place, ref in enumerate(refs) for part in ref.segments]
+        distinct = {part.mm_hash: item for item, (_, part) in enumerate(parts)}
+        items = [parts[item][1] for item in distinct.values()]
+        encoders = router.encoders.choose_encoders(fleet.table, route.prefill, items)
         for item, encoder in zip(distinct.values(), encoders, strict=True):
-            encode = ItemEncode(refs[item], media.params[item], encoder, fleet.encode_timeout_s)
+            place, part = parts[item]
+            encode = ItemEncode(part, place, media.params[place], encoder, fleet.encode_timeout_s)
             self._encode(item, encode, again=False)
 
     def _on_stolen(self, event: on.Stolen) -> None:
@@ -468,7 +472,9 @@ class RequestFlow:
         attempt.encodes[item] = encode
         patience_s = None if encode.encoder is prefill else encode.patience_s
         self._actions.append(
-            do.Encode(item, encode.ref, attempt.request_id, encode.encoder, prefill, patience_s, again)
+            do.Encode(
+                item, encode.ref, attempt.request_id, encode.encoder, prefill, patience_s, encode.place, again
+            )
         )
 
     def _on_encode_late(self, event: on.EncodeLate) -> None:

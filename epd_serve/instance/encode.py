@@ -288,6 +288,8 @@ class EncodeService:
         Raises InvalidRequest for media that cannot be decoded, ServeError where encoding or delivery failed.
         """
         received = time.monotonic()
+        if request.ref.segment is not None and not self._family.num_tokens(request.ref):
+            return EncodeReply(cached=True, num_tokens=0)  # the video has fewer groups of frames than segments
         try:
             reply, batch = await self._announced(request)
         except InvalidRequest:

@@ -273,6 +273,7 @@ class Instance:
             modalities=tuple(self.family.token_ids),
             usage=self._usage(),
             producer=self.model.producer,
+            splits_videos=self.family.splits_videos and "video" in self.family.token_ids,
         )
 
     def _tokens_per_pixel(self) -> float:

@@ -138,12 +138,14 @@ class PrefillService:
         self._active.add(request_id)
         self._preparing[request_id] = self._prompts.estimate(request, self._rates.tokens_per_character)
         try:
-            self._receiver.expect(request_id, request.items)  # before all else: features may be here already
-            had = [i for i, item in enumerate(request.items) if self._receiver.get(item.mm_hash) is not None]
+            items = self._prompts.segments(request.items)
+            self._receiver.expect(request_id, items)  # before all else: features may be here already
+            parts = (part for item in request.items for part in item.segments)
+            had = [i for i, part in enumerate(parts) if self._receiver.get(part.mm_hash) is not None]
             self._timeline.prefill_received(
-                request_id, hand_off=request.decode_url is not None, lacks_features=len(had) < len(request.items)
+                request_id, hand_off=request.decode_url is not None, lacks_features=len(had) < len(items)
             )
-            features = asyncio.create_task(self._features(request))
+            features = asyncio.create_task(self._features(request_id, items))
             try:
                 with Wanted() as wanted:
                     prompt, answer = await self._processor.run(
@@ -196,10 +198,10 @@ class PrefillService:
         on_close = partial(self._end, request.request_id)
         return Reply(headers=(*content, NEXT_NONE), body=answer.end(), on_close=on_close)
 
-    async def _features(self, request: wire.PrefillRequest) -> None:
+    async def _features(self, request_id: str, items: list[wire.MediaRef]) -> None:
         """Return when all features of the request are here."""
-        await self._receiver.complete(request.request_id, request.items)
-        self._timeline.features_here(request.request_id)
+        await self._receiver.complete(request_id, items)
+        self._timeline.features_here(request_id)
 
     def _end(self, request_id: str) -> None:
         if request_id not in self._active:

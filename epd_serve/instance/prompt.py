@@ -171,7 +171,7 @@ class PromptProcessor:
             salt += hash_blocks(ids, len(ids), spans)[0].hex()  # the KV of its beginning is of this prompt alone
         return Prompt(
             ids=ids,
-            spans=spans,
+            spans=self._in_segments(spans, request.items),
             both_ways=both_ways,
             positions=positions,
             position_delta=delta,
@@ -179,6 +179,29 @@ class PromptProcessor:
             max_tokens=max_tokens,
             sampling=sampling,
         )
+
+    def segments(self, items: Sequence[MediaRef]) -> list[MediaRef]:
+        """The items, and in place of videos the segments that they are encoded in."""
+        parts = (part for item in items for part in item.segments)
+        return [part for part in parts if part.segment is None or self._family.num_tokens(part)]
+
+    def _in_segments(self, spans: Sequence[MediaSpan], items: Sequence[MediaRef]) -> tuple[MediaSpan, ...]:
+        """The same rows, those of videos as rows of their segments' features."""
+        segments = {item.mm_hash: self.segments([item]) for item in items if item.num_segments > 1}
+        found: list[MediaSpan] = []
+        for span in spans:
+            if span.mm_hash not in segments:
+                found.append(span)
+                continue
+            first = 0
+            for part in segments[span.mm_hash]:
+                end = first + self._family.num_tokens(part)
+                low, high = max(span.offset, first), min(span.offset + span.length, end)
+                if low < high:
+                    start = span.start + low - span.offset
+                    found.append(MediaSpan(start, high - low, part.mm_hash, low - first, span.mm_hash, first))
+                first = end
+        return tuple(found)
 
     def tokenize(self, request: TokenizeRequest, check: Callable[[], None] = lambda: None) -> TokenizeReply:
         """The tokens that :meth:`process` would make of the same request."""
@@ -377,7 +400,8 @@ class MediaLayouts:
 
         Raises InvalidRequest for an item that the model cannot take.
         """
-        return self._of_facts(msgspec.structs.replace(item, mm_hash=""), self._family.text_before(number))
+        whole = msgspec.structs.replace(item, mm_hash="", num_segments=1)
+        return self._of_facts(whole, self._family.text_before(number))
 
     def _new(self, item: MediaRef, before: str) -> Layout:
         ids = self._read(before) if before else []

@@ -74,6 +74,8 @@ class Family:
         num_position_axes: axes of the rotary positions: 3 for M-RoPE, 1 else.
         input_names: what the tower takes of the image processor's output.
         joins: whether the tower takes several items in one call, their inputs joined along dimension 0.
+        splits_videos: whether the tower looks at each of a video's patches in time by itself, so that several
+            encoders may share them.
         tokens: special ones in the text between the rows of a picture's feature.
         shown: the text by which a chat template shows a picture, where that is no token.
         chat_template: of checkpoints that have none; "" where they all have one.
@@ -103,6 +105,7 @@ class Family:
     num_position_axes: ClassVar[int] = 1
     input_names: ClassVar[tuple[str, ...]] = ("pixel_values",)
     joins: ClassVar[bool] = True
+    splits_videos: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
     shown: ClassVar[str] = ""
     chat_template: ClassVar[str] = ""
@@ -191,6 +194,8 @@ class Family:
 
     def num_tokens(self, item: MediaRef) -> int:
         """Rows of an item's feature. Raises as :meth:`parts_of`."""
+        if item.segment is not None:  # what stands between its rows is that of the whole video
+            return self._video_processor(item).num_tokens(item)
         return sum(part for part in self.parts_of(item) if isinstance(part, int))
 
     def pixels_of(self, item: MediaRef) -> int:

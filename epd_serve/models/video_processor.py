@@ -94,7 +94,16 @@ class VideoProcessor:
     resize: Callable[[VideoSettings, int, int, int], tuple[int, int]]
 
     def indices(self, item: MediaRef) -> list[int]:
-        """The numbers of the frames that are taken. Raises InvalidRequest for a video that is too short."""
+        """The numbers of the frames that are taken; of a segment, those in its patches in time.
+
+        Raises InvalidRequest for a video that is too short.
+        """
+        found, step = self._sampled(item), self.settings.temporal_patch_size
+        part = item.part_of(-(-len(found) // step))
+        return found[step * part.start : step * part.stop]
+
+    def _sampled(self, item: MediaRef) -> list[int]:
+        """Those of the whole video."""
         video, asked = item.video, item.sampling
         count = asked.count_read(video)
         if video.is_list:
@@ -117,8 +126,9 @@ class VideoProcessor:
             )
         return list(found)
 
-    def frame_size(self, item: MediaRef, num_frames: int) -> tuple[int, int]:
+    def frame_size(self, item: MediaRef) -> tuple[int, int]:
         """Height and width to which frames are resized. Raises InvalidRequest."""
+        num_frames = len(self._sampled(item))
         try:
             return self.resize(self.settings, num_frames, item.height, item.width)
         except ValueError as error:
@@ -128,9 +138,9 @@ class VideoProcessor:
 
     def grid(self, item: MediaRef) -> tuple[int, int, int]:
         """Patches before merging: (frames, rows, columns)."""
-        settings, num_frames = self.settings, len(self.indices(item))
-        height, width = self.frame_size(item, num_frames)
-        frames = -(-num_frames // settings.temporal_patch_size)
+        settings = self.settings
+        height, width = self.frame_size(item)
+        frames = -(-len(self.indices(item)) // settings.temporal_patch_size)
         return frames, height // settings.patch_size, width // settings.patch_size
 
     def num_tokens(self, item: MediaRef) -> int:
@@ -154,7 +164,7 @@ class VideoProcessor:
         return [(times[start] + times[start + step - 1]) / 2 for start in range(0, len(times), step)]
 
     def inputs(self, item: MediaRef) -> VideoInputs:
-        return VideoInputs(self.settings, self.frame_size(item, len(self.indices(item))), self.grid(item))
+        return VideoInputs(self.settings, self.frame_size(item), self.grid(item))
 
 
 class VideoInputs:
@@ -209,7 +219,7 @@ class FrameProcessor(VideoProcessor):
     __slots__ = ()
 
     def inputs(self, item: MediaRef) -> VideoInputs:
-        return FrameInputs(self.settings, self.frame_size(item, len(self.indices(item))), self.grid(item))
+        return FrameInputs(self.settings, self.frame_size(item), self.grid(item))
 
 
 class FrameInputs(VideoInputs):

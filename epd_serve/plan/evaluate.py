@@ -31,12 +31,12 @@ class MeanRequest:
 
     @classmethod
     def of(cls, requests: Sequence[SimRequest]) -> MeanRequest:
-        """Take the means of ``requests``. Equal images count once: they are encoded once."""
-        distinct = {name: pixels for one in requests for name, pixels in one.images}
-        num = len(requests)
+        """Take the means of ``requests``. Equal images count once: they are encoded once; a video is several."""
+        distinct = {item.mm_hash: item for one in requests for item in one.media}.values()
+        num, num_images = len(requests), sum(item.num_pictures for item in distinct)
         return cls(
-            num_images=len(distinct) / num,
-            image_pixels=fmean(distinct.values()) if distinct else 0.0,
+            num_images=num_images / num,
+            image_pixels=sum(item.num_pixels for item in distinct) / num_images if num_images else 0.0,
             num_text_tokens=fmean(one.num_text_tokens for one in requests),
             num_output_tokens=fmean(one.num_output_tokens for one in requests),
         )
@@ -386,7 +386,7 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
 def _repeated(requests: Sequence[SimRequest], start: int, count: int) -> list[SimRequest]:
     """``count`` requests from number ``start`` on.
 
-    The trace is repeated behind its end, with new names of images.
+    The trace is repeated behind its end, with new names of media.
     """
     span = requests[-1].at_s - requests[0].at_s
     step = span / max(len(requests) - 1, 1)
@@ -396,7 +396,8 @@ def _repeated(requests: Sequence[SimRequest], start: int, count: int) -> list[Si
         one = requests[index]
         if lap:
             images = tuple((f"{name}+{lap}", pixels) for name, pixels in one.images)
-            one = replace(one, at_s=one.at_s + lap * (span + step), images=images)
+            videos = tuple((f"{name}+{lap}", pixels, count) for name, pixels, count in one.videos)
+            one = replace(one, at_s=one.at_s + lap * (span + step), images=images, videos=videos)
         found.append(one)
     return found
 

@@ -40,6 +40,7 @@ from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
+from blake3 import blake3
 from msgspec.structs import replace
 
 from epd_serve.types import (
@@ -168,6 +169,7 @@ class InstanceInfo(Message, frozen=True):
         state: of its role, see :class:`epd_serve.instance.lifecycle.SwitchState`.
         modalities: that the model's tower takes; a model of text alone has none.
         producer: of its features: kind of device and operators.
+        splits_videos: its tower looks at each group of frames by itself, so that others may encode some of them.
     """
 
     name: Name
@@ -198,6 +200,7 @@ class InstanceInfo(Message, frozen=True):
     modalities: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ("image",)
     usage: Usage | None = None
     producer: Text = ""
+    splits_videos: bool = False
 
 
 #: By which most processors sample a video and resize its frames: frames a second, their least and greatest number,
@@ -221,6 +224,8 @@ class MediaRef(Message, frozen=True):
         sampling: the frames of a video that are wanted.
         processing: what the request asks of the model's processor beside frames, as JSON; "" for nothing.
         num_samples, rate, channels: of a sound, as in :class:`~epd_serve.types.AudioFacts`.
+        num_segments: that a video is encoded in, each by itself.
+        segment: the number of the one that this is, from 0; None: the whole item.
     """
 
     mm_hash: str
@@ -236,6 +241,8 @@ class MediaRef(Message, frozen=True):
     rate: int = 0
     channels: int = 0
     processing: str = ""
+    num_segments: int = 1
+    segment: int | None = None
 
     @classmethod
     def of_audio(cls, audio: AudioFacts) -> MediaRef:
@@ -273,15 +280,38 @@ class MediaRef(Message, frozen=True):
         return min(count, self.num_frames)
 
     @property
-    def num_pixels(self) -> int:
-        """The item's work for a tower, in pixels of pictures; about, as each model resizes in its own way.
+    def segments(self) -> list[MediaRef]:
+        """The segments that the item is encoded in, in order, by names of their own; the item where it is one."""
+        if self.num_segments == 1:
+            return [self]
+        names = (f"{self.mm_hash} {number}/{self.num_segments}" for number in range(self.num_segments))
+        return [
+            replace(self, mm_hash=blake3(name.encode()).hexdigest(), segment=number)
+            for number, name in enumerate(names)
+        ]
 
-        Towers for videos take two frames for each picture.
+    def part_of(self, num_groups: int) -> range:
+        """The groups of frames that belong to the segment, of so many of the video: each belongs to one segment.
+
+        Some segments have none where a video has fewer groups.
         """
+        if self.segment is None:
+            return range(num_groups)
+        start, end = (num_groups * number // self.num_segments for number in (self.segment, self.segment + 1))
+        return range(start, end)
+
+    @property
+    def num_pictures(self) -> int:
+        """The item's work for a tower in pictures: towers for videos take two frames for each; about."""
+        return len(self.part_of(-(-self.num_sampled // 2))) if self.modality == "video" else 1
+
+    @property
+    def num_pixels(self) -> int:
+        """The item's work for a tower, in pixels of pictures; about, as each model resizes in its own way."""
         if self.modality == "audio":
             return math.ceil(self.audio.duration_s * _POSITIONS_PER_SECOND) * PIXELS_PER_POSITION
         pixels = self.width * self.height
-        return pixels if self.modality == "image" else -(-self.num_sampled // 2) * min(pixels, USUAL_FRAME_PIXELS)
+        return pixels if self.modality == "image" else self.num_pictures * min(pixels, USUAL_FRAME_PIXELS)
 
 
 class Part(Message, frozen=True):
@@ -680,7 +710,8 @@ def write_prompt_note(num_tokens: int, had: Iterable[int]) -> str:
 
     Args:
         num_tokens: tokens of the prompt.
-        had: numbers, from 0, of the request's items whose features P had before it asked for them.
+        had: numbers, from 0, of the request's items, and segments of videos, whose features P had before it asked
+            for them.
     """
     return f"{num_tokens};{','.join(map(str, had))}"
 

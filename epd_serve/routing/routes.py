@@ -469,10 +469,15 @@ class RouteChoice(Protocol):
 
 @dataclass(frozen=True)
 class Router:
-    """The choice of a request's P and D, and that of its encoders."""
+    """The choice of a request's P and D, and that of its encoders.
+
+    Attributes:
+        splits: whether several encoders may share a video.
+    """
 
     routes: RouteChoice = field(default_factory=LeastLoaded)
     encoders: EncoderChoice = field(default_factory=BoundedHash)
+    splits: bool = True
 
 
 _ROUTES: dict[Routing, Callable[[], RouteChoice]] = {
@@ -486,4 +491,5 @@ def router_of(name: Routing, *, parallel_encode: bool = True) -> Router:
     """The policy of a deployment. Items always go by :class:`BoundedHash`: each by itself, or unless
     ``parallel_encode`` those of a request to one encoder.
     """
-    return Router(_ROUTES[name](), BoundedHash() if parallel_encode else Together(BoundedHash()))
+    encoders = BoundedHash() if parallel_encode else Together(BoundedHash())
+    return Router(_ROUTES[name](), encoders, splits=parallel_encode)

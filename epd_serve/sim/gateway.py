@@ -150,7 +150,7 @@ class SimGateway:
             prefix=self._prefix(request) if self._fleet.router.routes.uses_prefix else (),
             prefix_characters=4 * request.num_text_tokens,
         )
-        asked = Asked(id=f"{job.number}", model=_MODEL, demand=demand, has_media=bool(request.images))
+        asked = Asked(id=f"{job.number}", model=_MODEL, demand=demand, has_media=bool(request.media))
         self._feed(SimRun(self._fleet, job, asked), on.Look(self._clock.now))
 
     def _feed(self, run: SimRun, event: on.Event) -> None:
@@ -183,7 +183,7 @@ class SimGateway:
         """Raises InvalidRequest as instances do, for what could not come to its end with all of the pool."""
         run.attempt, route = None, action.route
         self._check_fits(run.job, action.route)
-        sequence = self._sequence(run.job, len(action.generated), hand_off=not route.fused)
+        sequence = self._sequence(run.job, action.refs, len(action.generated), hand_off=not route.fused)
         sequence.request_id = action.request_id
         run.attempt = Attempt(
             run=run, id=action.request_id, route=route, sequence=sequence, num_before=len(action.generated)
@@ -198,7 +198,7 @@ class SimGateway:
         attempt, job = run.attempt, run.job
         match action:
             case do.Name():
-                refs = [MediaRef(mm_hash=name, width=pixels, height=1) for name, pixels in job.request.images]
+                refs = job.request.media
                 run.events.append(on.Named(refs, [None] * len(refs)))
             case do.Try(kind):
                 job.num_retries += kind != "stolen"
@@ -251,7 +251,8 @@ class SimGateway:
         instance.received.append(Stage.ENCODE.value + attempt.id)
         instance.is_changed = True
         profile = instance.spec.profile
-        nbytes = profile.feature_token_bytes * profile.image_tokens(ref.width)
+        pixels = _pixels(ref)
+        nbytes = profile.feature_token_bytes * sum(map(profile.image_tokens, pixels))
 
         def arrived() -> None:
             if not attempt.is_over and not attempt.is_prefilled:  # it may have used another request's feature
@@ -273,7 +274,7 @@ class SimGateway:
                 instance.handed.join(prefill.spec.name, lambda: self._clock.after(seconds, arrived))
 
         if prefill.features.acquire(ref.mm_hash, attempt.id) is None:
-            instance.tower.encode(ref.mm_hash, ref.width, encoded)
+            instance.tower.encode(ref.mm_hash, pixels, encoded)
         else:
             encoded(True)
 
@@ -430,14 +431,14 @@ class SimGateway:
 
     # ------------------------------------------------------------------ parts
 
-    def _sequence(self, job: Job, num_before: int, *, hand_off: bool) -> Sequence:
+    def _sequence(self, job: Job, media: list[MediaRef], num_before: int, *, hand_off: bool) -> Sequence:
         request = job.request
         profile = next(iter(self._instances.values())).spec.profile
         spans: list[MediaSpan] = []
         start = 0
-        for name, pixels in request.images:
-            length = profile.image_tokens(pixels)
-            spans.append(MediaSpan(start, length, name))
+        for part in (part for item in media for part in item.segments):
+            length = sum(map(profile.image_tokens, _pixels(part)))
+            spans.append(MediaSpan(start, length, part.mm_hash))
             start += length
         num_tokens = start + request.num_text_tokens + num_before
         job.num_tokens = start + request.num_text_tokens
@@ -459,7 +460,8 @@ class SimGateway:
         """Raises InvalidRequest."""
         request = job.request
         profile = self._instances[route.prefill.name].spec.profile
-        num_tokens = sum(profile.image_tokens(pixels) for _, pixels in request.images) + request.num_text_tokens
+        pixels = (count for item in request.media for count in _pixels(item))
+        num_tokens = sum(map(profile.image_tokens, pixels)) + request.num_text_tokens
         for record, num_new in ((route.prefill, 0), (route.decode, request.num_output_tokens)):
             language = self._instances[record.name].language
             assert language is not None
@@ -483,3 +485,8 @@ class SimGateway:
                 for j in range(request.prefix_tokens // size)
             ]
         return hashes
+
+
+def _pixels(ref: MediaRef) -> list[int]:
+    """Pixels of the pictures that an item is to the tower."""
+    return [ref.num_pixels // ref.num_pictures] * ref.num_pictures

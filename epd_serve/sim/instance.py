@@ -119,6 +119,7 @@ class SimInstance:
             tokens_per_pixel=1 / profile.pixels_per_token if profile.pixels_per_token else 0.0,
             feature_token_bytes=profile.feature_token_bytes,
             steals=spec.steals,
+            splits_videos=True,
         )
 
     def load(self) -> Load:
@@ -257,8 +258,12 @@ Encoded = Callable[[bool], None]
 @dataclass(slots=True, eq=False)
 class _Item:
     key: str
-    num_pixels: int
+    pixels: list[int]
     done: list[Encoded] = field(default_factory=list)
+
+    @property
+    def num_pixels(self) -> int:
+        return sum(self.pixels)
 
 
 class TowerSide:
@@ -302,8 +307,8 @@ class TowerSide:
     def num_waiting(self) -> int:
         return len(self._flights)
 
-    def encode(self, key: str, num_pixels: int, done: Encoded) -> None:
-        """``done`` is told whether the feature was there already."""
+    def encode(self, key: str, pixels: list[int], done: Encoded) -> None:
+        """Encode an item of one picture, or of several. ``done`` is told whether the feature was there already."""
         if self.store.acquire(key, "use") is not None:
             self.store.release("use", key)
             self.num_hits += 1
@@ -315,9 +320,9 @@ class TowerSide:
             flight.done.append(done)
             return
         self.num_encoded += 1
-        item = self._flights[key] = _Item(key, num_pixels, [done])
+        item = self._flights[key] = _Item(key, pixels, [done])
         self.made.append(key)
-        if not self._spec.profile.prepare_s(num_pixels):
+        if not self._prepare_s(item):
             self._wait(item)
         elif len(self._preparing) < self._num_preparers:
             self._prepare(item)
@@ -326,7 +331,10 @@ class TowerSide:
 
     def _prepare(self, item: _Item) -> None:
         self._preparing[item.key] = item
-        self._clock.after(self._spec.profile.prepare_s(item.num_pixels), partial(self._prepared, item))
+        self._clock.after(self._prepare_s(item), partial(self._prepared, item))
+
+    def _prepare_s(self, item: _Item) -> float:
+        return sum(map(self._spec.profile.prepare_s, item.pixels))
 
     def _prepared(self, item: _Item) -> None:
         if self._preparing.get(item.key) is not item:
@@ -345,7 +353,7 @@ class TowerSide:
             return
         batch = schedule_encodes(self._waiting, self._budget)
         del self._waiting[: len(batch)]
-        pixels, profile = [item.num_pixels for item in batch], self._spec.profile
+        pixels, profile = [count for item in batch for count in item.pixels], self._spec.profile
         seconds = profile.encode_s(pixels)
         compute = bandwidth = 1.0
         if profile.kind == "analytic" and len(profile.encode) == 2:
@@ -371,7 +379,7 @@ class TowerSide:
         token_bytes, profile = self._spec.profile.feature_token_bytes, self._spec.profile
         for item in batch:
             del self._flights[item.key]
-            nbytes = token_bytes * profile.image_tokens(item.num_pixels)
+            nbytes = token_bytes * sum(map(profile.image_tokens, item.pixels))
             self.store.put(item.key, nbytes, nbytes, "use", beyond=True)
             self.store.release("use", item.key)
             for done in item.done:

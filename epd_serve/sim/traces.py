@@ -150,9 +150,16 @@ def _sizes(line: Mapping[str, Any]) -> SimRequest:
         isinstance(one, list) and len(one) == 2 and type(one[1]) is int and one[1] > 0 for one in images
     ):
         raise LineError('images: expected a list of [name, pixels], as in [["cat", 500000]]')
+    videos = line.get("videos", [])
+    if not isinstance(videos, list) or not all(
+        isinstance(one, list) and len(one) == 3 and all(type(count) is int and count > 0 for count in one[1:])
+        for one in videos
+    ):
+        raise LineError('videos: expected a list of [name, pixels of a frame, frames], as in [["cat", 90000, 64]]')
     return SimRequest(
         at_s=float(at_s),
         images=tuple((str(name), pixels) for name, pixels in images),
+        videos=tuple((str(name), pixels, num_frames) for name, pixels, num_frames in videos),
         num_text_tokens=whole_number(line, "text_tokens"),
         num_output_tokens=whole_number(line, "output_tokens"),
     )

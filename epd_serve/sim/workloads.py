@@ -7,6 +7,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from epd_serve.protocol.wire import USUAL_FPS, MediaRef
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimRequest:
@@ -15,6 +17,7 @@ class SimRequest:
     Attributes:
         at_s: when it is sent.
         images: (name, pixels) of each; equal names are the same image.
+        videos: (name, pixels of a frame, frames) of each; two frames are as much as an image.
         num_text_tokens: of the prompt, images apart.
         num_output_tokens: that it gets.
         prefix: names of the prompt's leading parts of ``prefix_tokens`` tokens each, for prefix reuse.
@@ -25,6 +28,7 @@ class SimRequest:
     num_text_tokens: int
     num_output_tokens: int
     images: tuple[tuple[str, int], ...] = ()
+    videos: tuple[tuple[str, int, int], ...] = ()
     prefix: tuple[int, ...] = ()
     prefix_tokens: int = 512
     max_tokens: int | None = None
@@ -35,11 +39,19 @@ class SimRequest:
 
     @property
     def modality(self) -> str:
-        return "image" if self.images else "text"
+        return "image" if self.images else "video" if self.videos else "text"
+
+    @property
+    def media(self) -> list[MediaRef]:
+        videos = (
+            MediaRef(name, pixels, 1, "video", num_frames=num_frames, fps=USUAL_FPS)
+            for name, pixels, num_frames in self.videos
+        )
+        return [*(MediaRef(name, pixels, 1) for name, pixels in self.images), *videos]
 
     @property
     def num_pixels(self) -> int:
-        return sum(pixels for _, pixels in self.images)
+        return sum(item.num_pixels for item in self.media)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

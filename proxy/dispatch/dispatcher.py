@@ -344,7 +344,7 @@ class Dispatch:
 
     def _prefill_call(self, action: do.CallPrefill, calls: StageCalls, decode_url: str | None) -> StageCall:
         job, refs = self._job, action.refs
-        job.record.items = [ref.mm_hash for ref in refs] if refs else []
+        job.record.items = [part.mm_hash for ref in refs for part in ref.segments] if refs else []
         span = self._stage = job.record.begin(PREFILL, action.request_id, calls.name)
         request = PrefillRequest(
             request_id=action.request_id,
@@ -435,7 +435,7 @@ class Dispatch:
         self._close(_D)
 
     async def _encode(self, action: do.Encode, span: Span) -> None:
-        instances, record, item = self._instances, self._job.record, self._job.items[action.item]
+        instances, record, item = self._instances, self._job.record, self._job.items[action.place]
         encoder, prefill = action.encoder, action.prefill
         if action.again:
             record.encode_retries += 1

@@ -57,7 +57,7 @@ class RequestRecord:
         prompt_note: what P said of the prompt (epd_serve/protocol/wire.py).
         modality: of its media: "text" where there are none, "image+video" for both.
         num_media, media_bytes: of its media items, by modality.
-        items: mm_hashes of its media items.
+        items: mm_hashes of its media items, and of the segments of videos.
         pace: times the events of a streamed answer; None: nobody wants to know.
         spans: its stages, over all attempts, each under its attempt's request id.
         prefill, decode: the instances that did these stages last; None where none did.

@@ -10,6 +10,7 @@ from typing import TypeVar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from instance_info import instance_info
+from msgspec.structs import replace
 
 from epd_serve.errors import (
     DECODE_DRAINING,
@@ -71,7 +72,7 @@ class World:
         self.streams = streams
         self.table = InstanceTable([(name, f"http://{name}") for name in INSTANCES])
         for name, role in INSTANCES.items():
-            self.table.update(name, instance_info(name, role), contains=0)
+            self.table.update(name, instance_info(name, role, splits_videos=True), contains=0)
         self.fleet = Fleet(
             table=self.table,
             router=Router(),
@@ -81,6 +82,9 @@ class World:
         )
         # the last two items are the same picture
         self.refs = [MediaRef(mm_hash=f"{min(n, 2)}", width=10, height=10) for n in range(num_items)]
+        if num_items and self.pick(True, False):  # a video for which more than one encoder pays
+            self.refs[0] = MediaRef("0", 900, 900, "video", num_frames=self.pick(400, 5), fps=2.0)
+        self.unsent: set[str] = set()
         self.got: list[list[int]] = [[] for _ in range(num_choices)]
         self.is_known = True
         self.complete = False
@@ -126,6 +130,7 @@ class World:
         for action in actions:
             assert self.end is None, "nothing comes behind the end"
             self._do(action)
+        assert not self.unsent, "each item, and each segment of a video, is encoded"
 
     def _do(self, action: do.Action) -> None:
         match action:
@@ -133,7 +138,9 @@ class World:
                 assert not self.calls and not self.encodes, "one try at a time"
                 assert generated == (self.got[0] if self.begun else []), "it goes on behind what the client has"
                 assert self.begun is False or self.num_choices == 1
-                assert refs == self.refs
+                assert [replace(ref, num_segments=1) for ref in refs] == self.refs
+                self.unsent = {part.mm_hash for ref in refs for part in ref.segments}
+                self.items = {item: place for item, place in enumerate(_places(refs))}
                 self.num_tries += 1
                 self._send(len(generated), request_id, fused=route.fused)
             case do.CallMove(request_id, route, held, generated):
@@ -145,12 +152,15 @@ class World:
                 self._send(len(generated), request_id, fused=False)
             case do.Encode(item):
                 assert P in self.calls and item not in self.encodes
+                assert action.place == self.items[item] and (action.again or action.ref.mm_hash in self.unsent)
+                self.unsent.discard(action.ref.mm_hash)
                 self.encodes.add(item)
             case do.CancelEncode(item):
                 self.encodes.remove(item)
             case do.Release():
                 del self.calls[D]
             case do.EndTry():
+                self.unsent.clear()
                 self._close_all()
             case do.Forward(stage):
                 assert self.calls[stage] == "answered" and self.forwarding is None
@@ -227,8 +237,8 @@ class World:
         if what == "lost":
             self.table.mark_lost(name)
         elif what == "back":
-            pid = self.pick(1, 2)
-            self.table.update(name, instance_info(name, INSTANCES[name], pid=pid), contains=self.table.num_calls)
+            info = instance_info(name, INSTANCES[name], pid=self.pick(1, 2), splits_videos=True)
+            self.table.update(name, info, contains=self.table.num_calls)
         elif what == "reached":
             self.table[name].cut_off.clear()
         elif what == "lost call":
@@ -308,6 +318,11 @@ class World:
         assert self.flow.thief is None and not self.begun
         self.num_free += 1
         self.tell(on.Stolen(self.table["a0"]))
+
+
+def _places(refs: list[MediaRef]) -> list[int]:
+    """Of all segments in their order, the place of their medium."""
+    return [place for place, ref in enumerate(refs) for _ in ref.segments]
 
 
 @settings(max_examples=400)

@@ -150,6 +150,25 @@ def test_an_image_seen_before_is_not_encoded_again(deployed: Deploy) -> None:
     assert simulate(deployed("2E-P-D"), SHAREGPT_4O.requests(80, 10.0, seed=0)).encoded == 80
 
 
+def test_encoders_share_a_video(deployed: Deploy, ascend: Profile) -> None:
+    """64 frames of 448 pixels square: two are as much as a picture. One encoder dies while it has a segment."""
+    picture = 448 * 448
+    encode_s, tokens = ascend.encode_s([picture] * 32), 32 * ascend.image_tokens(picture)
+    seen: dict[int, float] = {}
+    for count, faults in ((1, []), (2, []), (4, []), (3, [Fault(at_s=0.05, instance="e1", down_s=9.0)])):
+        request = SimRequest(at_s=0, videos=(("clip", picture, 64),), num_text_tokens=9, num_output_tokens=2)
+        outcome = simulate(deployed(f"{count}E-P-D"), [request, replace(request, at_s=20.0)], faults=faults)
+        check_books(outcome)
+        first, again = outcome.jobs
+        assert not first.failure and first.num_tokens == tokens + 9 and first.first_token_s is not None
+        made = [one.tower.num_encoded for name, one in outcome.instances.items() if name[0] == "e"]
+        assert sum(made) == count + (count == 3) if faults else made == [1] * count
+        assert again.first_token_s is not None and again.first_token_s - 20 < first.first_token_s
+        seen[count] = first.first_token_s
+    assert 0.9 * encode_s / 4 < seen[2] - seen[4] < 1.1 * encode_s / 4
+    assert 0.9 * encode_s / 2 < seen[1] - seen[2] < 1.1 * encode_s / 2
+
+
 def test_like_stages_on_one_device_slow_each_other_down(deployed: Deploy) -> None:
     requests = SHAREGPT_4O.requests(100, 14.0, seed=0)
 

@@ -1,0 +1,121 @@
+"""The frames of one video on several encoders: the tokens of one encoder, when one of them dies as well."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import tiny_models
+from clips import clip
+from fleet import Books, figures, gateway
+from identity import MAX_TOKENS, Fleet, Question
+from plain_video import Clip
+from reference import Reference
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch import LocalDeployment
+from epd_serve.routing import segments
+
+KINDS = ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_5_vl", "gemma4"))]
+
+
+@pytest.fixture(autouse=True)
+def _split_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Videos of tests are so short that it would not pay."""
+    monkeypatch.setattr(segments, "_CALL_S", float("-inf"))
+    yield
+
+
+@asynccontextmanager
+async def serving(path: Path, topology: str) -> AsyncIterator[LocalDeployment]:
+    config = DeploymentConfig(
+        topology=topology,
+        model=str(path),
+        served_model_name="tested",
+        dtype="float32",
+        restart="never",
+        gateway={"port": 0},
+        instances={"base_port": 0, "threads": 1, "block_size": 8, "max_num_batched_tokens": 200},
+    )
+    async with LocalDeployment(config, ready_timeout_s=300) as deployment:
+        yield deployment
+
+
+def expected(reference: Reference, question: Question) -> list[str]:
+    ids = reference.generate(question.text, question.images, question.videos, max_tokens=MAX_TOKENS)
+    assert len(set(ids)) >= 5, "tokens that say little of the model"
+    return [reference.tokenizer.decode([token]) for token in ids]
+
+
+async def num_encoded(urls: dict[str, str]) -> dict[str, float]:
+    return {name: (await figures(url))["tower_images_total"] for name, url in urls.items() if name[0] == "e"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_tokens_equal_generate_over_two_and_three_encoders(kind: str, tmp_path: Path) -> None:
+    """Whole and streamed, beside a text; each segment is encoded once. Gemma's file takes two frames: the third
+    encoder has none, as what the gateway knows of it is about."""
+    path = tiny_models.make_tiny_model(kind, tmp_path / "model")
+    reference = Reference(path)
+    questions = [Question("What happens?", videos=(Clip(clip(seed, 24, (96, 64), fps=6)),)) for seed in (1, 2)]
+    text = Question("Say apple")
+    answers = {one: expected(reference, one) for one in (text, *questions)}
+    del reference
+    async with serving(path, "3E-P-D") as deployment:
+        urls = {name: handle.url for name, handle in deployment.instances.items()}
+        for count, question in zip((2, 3), questions, strict=True):
+            names = [f"e{number}" for number in range(count)]
+            before = await num_encoded(urls)
+            fleet = Fleet(deployment, {one: answers[one] for one in (text, question)}, ignore_eos=True)
+            await fleet.check_tokens([*names, "p0", "d0"])
+            after = await num_encoded(urls)
+            shares = {name: after[name] - before[name] for name in after}
+            num_groups = min(count, 2) if kind == "gemma4" else count
+            assert sorted(shares[name] for name in names) == [0] * (count - num_groups) + [1] * num_groups
+            assert sum(shares.values()) == num_groups
+
+
+async def test_a_client_leaves_and_an_encoder_dies_in_a_segment(tmp_path: Path) -> None:
+    """Nothing is held of the first request; the second has the same answer as without the death."""
+    path = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
+    left, question = (Question("What happens?", videos=(Clip(clip(seed, 24, (96, 64), fps=6)),)) for seed in (8, 9))
+    answer = expected(Reference(path), question)
+    async with serving(path, "2E-P-D") as deployment:
+        urls = {name: handle.url for name, handle in deployment.instances.items()}
+        async with gateway(urls) as url, httpx.AsyncClient(base_url=url, timeout=150) as client:
+            pid = deployment.instances["e0"].pid
+
+            async def half_encoded(asked: Question) -> asyncio.Task[httpx.Response]:
+                """The first encoder has its segment and cannot end it, the second has ended the other."""
+                [before] = (await num_encoded({"e1": urls["e1"]})).values()
+                os.kill(pid, signal.SIGSTOP)
+                body = asked.body(stream=False, ignore_eos=True)
+                task = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+                async with asyncio.timeout(60):
+                    while (await num_encoded({"e1": urls["e1"]}))["e1"] == before:
+                        await asyncio.sleep(0.02)
+                assert not task.done()
+                return task
+
+            task = await half_encoded(left)
+            task.cancel()
+            await asyncio.sleep(0.2)
+            os.kill(pid, signal.SIGCONT)
+            await Books(urls).check()
+            async with asyncio.timeout(60):
+                while re.search(r"^epd_serve_in_flight_calls[{].* [^0]", (await client.get("/metrics")).text, re.M):
+                    await asyncio.sleep(0.05)
+            task = await half_encoded(question)
+            os.kill(pid, signal.SIGKILL)
+            found = await task
+            assert found.status_code == 200, found.text
+            content = found.json()["choices"][0]["logprobs"]["content"]
+            assert [bytes(token["bytes"]).decode(errors="replace") for token in content] == answer
+        await Books({name: one for name, one in urls.items() if name != "e0"}).check()

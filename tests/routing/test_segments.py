@@ -1,0 +1,76 @@
+"""How many encoders share a video."""
+
+
+from msgspec.structs import replace
+
+from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.routes import router_of
+from epd_serve.routing.segments import in_segments
+from epd_serve.types import StageRate
+
+
+def video(name="video", num_frames=64):
+    """64 frames of as many pixels as a second of encoding has here."""
+    return MediaRef(name, 250, 125, "video", num_frames=num_frames, fps=2.0)
+
+
+def counts(table, *items):
+    found = in_segments(table, table["p0"], items)
+    assert [replace(item, num_segments=1) for item in found] == list(items), "nothing else is changed"
+    return [item.num_segments for item in found]
+
+
+def fleet(build, *instances, rate=StageRate(0.0, 1e-6), **more):
+    more = {"splits_videos": True, "load": build.load(rates={"E": rate})} | more
+    return build(*instances, **more)
+
+
+ENCODERS = "e0:E", "e1:E", "e2:E", "e3:E", "p0:P", "d0:D"
+
+
+def test_each_free_encoder_has_a_segment(build):
+    for count in range(1, 5):
+        assert counts(fleet(build, *ENCODERS[:count], "p0:P"), video()) == [count]
+    table = fleet(build, *ENCODERS)
+    build.update(table, "e1:E:pixels=5000", splits_videos=True)
+    assert counts(table, video()) == [3]
+    with table.encoding(table["e2"], video("another")):
+        assert counts(table, video()) == [2]
+    assert counts(table, build.item("picture"), video()) == [1, 1], "the picture needs one, too"
+    assert counts(table, build.item("picture")) == [1]
+    assert counts(fleet(build, "p0:P", "d0:D"), video()) == [1], "P encodes it"
+
+
+def test_towers_that_mix_frames_get_all_of_them(build):
+    assert counts(fleet(build, *ENCODERS, splits_videos=False), video()) == [1]
+    assert not router_of("least_loaded", parallel_encode=False).splits
+
+
+def test_one_more_encoder_must_save_what_it_costs(build):
+    """Of a second of work: a half, a sixth, a twelfth for the second, third and fourth encoder."""
+    for base_s, count in ((0.001, 4), (0.1, 3), (0.3, 2), (0.6, 1)):
+        table = fleet(build, *ENCODERS, rate=StageRate(base_s, 1e-6))
+        assert counts(table, video()) == [count], base_s
+    table = fleet(build, *ENCODERS)
+    assert counts(table, video(num_frames=4)) == [2], "two groups"
+    assert counts(table, video(num_frames=2)) == [1]
+    table = fleet(build, *ENCODERS, rate=StageRate(0.0, 1e-9))
+    assert counts(table, video()) == [1], "a call is not for nothing"
+
+
+def test_segments_that_are_there_are_not_encoded_again(build):
+    """Whole, or in as many segments as it was; of the same video, and not for others."""
+    for known in (1, 2, 3):
+        table = fleet(build, *ENCODERS)
+        for record, part in zip(table, replace(video(), num_segments=known).segments, strict=False):
+            with table.encoding(record, part):
+                pass
+        assert counts(table, video()) == [known]
+        assert counts(table, video("another")) == [4]
+
+
+def test_segments_go_to_encoders_of_their_own(build):
+    table, router = fleet(build, *ENCODERS), router_of("least_loaded")
+    [whole] = in_segments(table, table["p0"], [video()])
+    chosen = router.encoders.choose_encoders(table, table["p0"], whole.segments)
+    assert sorted(one.name for one in chosen) == ["e0", "e1", "e2", "e3"]
