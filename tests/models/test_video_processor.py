@@ -78,13 +78,13 @@ def test_tokens_and_pixels_of_fifty_videos_equal_the_processors(kind: str, tmp_p
     assert family.video is not None
     for seed in range(50):
         clip = drawn(seed)
-        if kind == "gemma4":  # it takes a number of frames alone
+        if kind in ("gemma4", "minicpmv4_6"):  # which take no rate
             clip = replace(clip, fps=None)
         frames, _ = clip.frames()
         processor.video_processor = PlainVideoProcessor(path, [clip])
         asked = {} if clip.fps is None else {"fps": clip.fps}
         expected = processor(text=[processor.video_token], videos=[frames], return_tensors="pt", **asked)
-        assert layouts.of(clip.item).ids == expected["input_ids"][0].tolist(), clip
+        assert layouts.of(clip.item, 0).ids == expected["input_ids"][0].tolist(), clip
         made = inputs_of(family.video, clip.item, frames)
         if kind == "gemma4":  # without padding
             is_patch = (expected["video_position_ids"] >= 0).all(-1)
@@ -93,6 +93,10 @@ def test_tokens_and_pixels_of_fifty_videos_equal_the_processors(kind: str, tmp_p
             assert torch.equal(made["image_position_ids"].flatten(0, 1), places), clip
             continue
         assert torch.equal(made["pixel_values"], expected["pixel_values_videos"]), clip
+        if kind == "minicpmv4_6":
+            assert torch.equal(made["target_sizes"], expected["target_sizes_videos"]), clip
+            assert family.pixels_of(clip.item) * 3 == made["pixel_values"].numel()
+            continue
         assert torch.equal(made["image_grid_thw"], expected["video_grid_thw"]), clip
         if "second_per_grid_ts" in expected:
             seconds = family.video.seconds_per_patch(clip.item)

@@ -168,7 +168,7 @@ def _glm4v(name: str, **text: Any) -> Tiny:
     )
 
 
-def _gemma4(text: dict[str, Any], vision: dict[str, Any], top: dict[str, Any] | None = None) -> Tiny:
+def _gemma4(text: dict[str, Any], vision: dict[str, Any]) -> Tiny:
     """Pictures of many tokens: its processor knows no fewer."""
     around = {"boi_token": "<|image>", "eoi_token": "<image|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
     return Tiny(
@@ -195,13 +195,20 @@ def _gemma4(text: dict[str, Any], vision: dict[str, Any], top: dict[str, Any] | 
             "video_token_id": "<|video|>",
             "audio_token_id": "<|audio|>",
             "tie_word_embeddings": False,
-            **(top or {}),
+            "audio_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "output_proj_dims": 48,
+                "subsampling_conv_channels": [32, 16],
+                **_INIT,
+            },
         },
         image="<|image|>",
         image_field="image_token_id",
         tokens=[*around.values(), "<|video|>", "<|audio|>"],
         video="<|video|>",
-        audio="<|audio|>" if top else "",
+        audio="<|audio|>",
         videos={"video_processor_type": "Gemma4VideoProcessor", "max_soft_tokens": 70, "num_frames": 2},
         named={"image_token": "<|image|>", "audio_token": "<|audio|>", **around},
         preprocessor={
@@ -226,16 +233,6 @@ TINY = {
             "hidden_size_per_layer_input": 16,
         },
         {},
-        {
-            "audio_config": {
-                "hidden_size": 32,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "output_proj_dims": 48,
-                "subsampling_conv_channels": [32, 16],
-                **_INIT,
-            }
-        },
     ),
     # pictures that attend both ways, experts, and heads of two shapes and one width
     "gemma4_moe": _gemma4(
@@ -412,6 +409,14 @@ TINY["minicpmv4_6"] = Tiny(
     image_field="image_token_id",
     tokens=list(_MINICPM.values()),
     named={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", **_MINICPM},
+    video="<|video_pad|>",
+    videos={
+        "video_processor_type": "MiniCPMV4_6VideoProcessor",
+        "scale_resolution": 56,
+        "max_slice_nums": 4,
+        "max_num_frames": 3,
+        "patch_size": 14,
+    },
     preprocessor={
         "image_processor_type": "MiniCPMV4_6ImageProcessor",
         "scale_resolution": 112,
