@@ -164,7 +164,10 @@ class PromptProcessor:
         if self._generation.max_tokens is not None:
             max_tokens = min(max_tokens, self._generation.max_tokens)
         positions, delta = self._family.positions(ids, request.items, self._language_model)
-        both_ways = tuple((s.start, s.end) for s in spans) if self._family.both_ways_tokens else ()
+        both_ways: tuple[tuple[int, int], ...] = ()
+        if self._family.both_ways_tokens:  # which is of what is seen, not heard
+            heard = self._family.row_token_ids.get("audio")
+            both_ways = tuple((s.start, s.end) for s in spans if ids[s.start] != heard)
         salt = request.prompting.cache_salt
         if both_ways and self._family.both_ways_prompts:
             both_ways = ((0, len(ids)),)

@@ -41,11 +41,7 @@ class AudioProcessor:
 
     def check(self, tower: Any) -> None:
         """Raise ValueError for an extractor that is not the tower's."""
-        found = type(self.extractor).__name__
-        if found != self.kind:
-            raise ValueError(f"the feature extractor is a {found}; only {self.kind} is run")
-        if self.extractor.dither:
-            raise ValueError(f"the feature extractor has dither {self.extractor.dither}; only 0 is supported")
+        self.check_kind()
         if self.extractor.feature_size != tower.num_mel_bins:
             raise ValueError(
                 f"feature_size of preprocessor_config.json is {self.extractor.feature_size}; it must be "
@@ -57,6 +53,14 @@ class AudioProcessor:
                 f"chunk_length, sampling_rate and hop_length; the tower takes {2 * tower.max_source_positions}, "
                 "twice audio_config.max_source_positions"
             )
+
+    def check_kind(self) -> None:
+        """Raise ValueError for an extractor of another class, or one that adds noise."""
+        found = type(self.extractor).__name__
+        if found != self.kind:
+            raise ValueError(f"the feature extractor is a {found}; only {self.kind} is run")
+        if self.extractor.dither:
+            raise ValueError(f"the feature extractor has dither {self.extractor.dither}; only 0 is supported")
 
     def check_length(self, item: MediaRef) -> None:
         """Raise InvalidRequest for a sound that the model cannot take: nothing is cut off unasked."""
@@ -78,7 +82,7 @@ class AudioProcessor:
         count = self._num_rows(self.num_frames(item))
         if not count:
             raise InvalidRequest(
-                f"the audio has {item.audio.duration_s:.3f} s; the model needs 0.03 s at least",
+                f"the audio has {item.audio.duration_s:.3f} s, which is too short for a token of the model",
                 code="audio_too_short",
             )
         return count
@@ -187,5 +191,44 @@ class UnpaddedAudio(AudioProcessor):
         return {"input_features": batch["input_features"], self.mask: batch["attention_mask"]}
 
 
+class ConformerAudio(AudioProcessor):
+    """Sounds of up to 30 seconds in frames without padding; two convolutions leave every fourth of them."""
+
+    __slots__ = ()
+
+    @property
+    def max_seconds(self) -> float:
+        return _MOST_SAMPLES / self.rate
+
+    def check(self, tower: Any) -> None:
+        """Raise ValueError for an extractor that is not the tower's."""
+        self.check_kind()
+        if self.extractor.padding_side != "right":
+            raise ValueError(f"padding_side of the feature extractor is {self.extractor.padding_side!r}, not right")
+        width, channels = self.extractor.feature_size, tower.subsampling_conv_channels[0]
+        if -(-width // 4) != channels // 4:
+            raise ValueError(
+                f"feature_size of preprocessor_config.json is {width}; it must be {channels}, as many as the first "
+                "of audio_config.subsampling_conv_channels"
+            )
+
+    def num_frames(self, item: MediaRef) -> int:
+        self.check_length(item)
+        window = self.extractor.frame_length - self.extractor.frame_length // 2 + 1
+        return max((item.audio.count_at(self.rate) - window) // int(self.extractor.hop_length) + 1, 0)
+
+    def num_pixels(self, item: MediaRef) -> int:
+        return self.num_tokens(item) * PIXELS_PER_POSITION
+
+    def _num_rows(self, num_frames: int) -> int:
+        return -(-num_frames // 4)
+
+    def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
+        batch = self.extractor([samples], return_tensors="pt")
+        return {name: batch[name] for name in ("input_features", "input_features_mask")}
+
+
+#: At which transformers' extractor of Gemma 4 cuts a sound off.
+_MOST_SAMPLES = 480_000
 #: Frames of half a block of Qwen3's towers that hear.
 _HALF_BLOCK = 50

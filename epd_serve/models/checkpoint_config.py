@@ -108,7 +108,7 @@ def _check(config: Any) -> None:
     towers = {
         name: getattr(config, name)
         for name, modality in _TOWERS.items()
-        if modality in family.modalities and hasattr(config, name)
+        if modality in family.modalities and getattr(config, name, None) is not None
     }
     if family.modalities:
         found = [(f"{name}.", tower, family.towers[tower.model_type]) for name, tower in towers.items()]

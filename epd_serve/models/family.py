@@ -170,9 +170,7 @@ class Family:
         """:meth:`parts` of an item. Raises InvalidRequest for one that the model cannot take."""
         if item.modality == "image" and "image" in self.token_ids:
             return self.of(item).parts((item.width, item.height))
-        if item.modality == "audio" and self.audio is not None:
-            return (self.audio.num_tokens(item),)
-        return self.video_parts(item)
+        return self.audio_parts(item) if item.modality == "audio" else self.video_parts(item)
 
     def of(self, item: MediaRef) -> Family:
         """The family with the processor that an item's request asks for. Raises InvalidRequest."""
@@ -207,15 +205,19 @@ class Family:
             return self.audio.num_pixels(item)
         return self._video_processor(item).num_pixels(item)
 
+    def audio_parts(self, item: MediaRef) -> Sequence[int | str]:
+        """:meth:`parts` of a sound: one run."""
+        if self.audio is None:
+            raise _unsupported(item)
+        return (self.audio.num_tokens(item),)
+
     def video_parts(self, item: MediaRef) -> Sequence[int | str]:
         """:meth:`parts` of a video: one run."""
         return (self._video_processor(item).num_tokens(item),)
 
     def _video_processor(self, item: MediaRef) -> VideoProcessor:
         if self.video is None:
-            raise InvalidRequest(
-                f"the model takes no {PLURALS[item.modality]}", param="messages", code="unsupported_media"
-            )
+            raise _unsupported(item)
         return self.video
 
     def parts(self, size: Size) -> Sequence[int | str]:
@@ -294,6 +296,12 @@ class SoundFamily(Family):
         assert self.audio is not None
         seconds = size[0] * size[1] / sound(1.0, self.audio.rate).num_pixels
         return sound(min(max(seconds, 0.1), self.audio.max_seconds), self.audio.rate)
+
+
+def _unsupported(item: MediaRef) -> InvalidRequest:
+    return InvalidRequest(
+        f"the model takes no {PLURALS[item.modality]}", param="messages", code="unsupported_media"
+    )
 
 
 def picture(size: Size) -> MediaRef:

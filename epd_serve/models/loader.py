@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from blake3 import blake3
 from torch import nn
-from transformers import AutoFeatureExtractor
+from transformers import AutoFeatureExtractor, PreTrainedModel
 from transformers.video_processing_utils import VideoProcessorMixin
 
 from epd_serve.models.checkpoint_config import model_class, read_config
@@ -41,7 +41,7 @@ def load_family(path: Path) -> Family:
     try:
         processor = kind.read_pictures(path) if "image" in kind.modalities else None
         family: Family = kind(config, processor)
-        if "audio" in kind.modalities:
+        if "audio" in kind.modalities and config.audio_config is not None:
             extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True)
             family.audio = family.read_audio(extractor, config)
         if "video" in kind.modalities and _shows_videos(path):
@@ -49,7 +49,7 @@ def load_family(path: Path) -> Family:
             family.video = family.read_video(settings)
         _check_processor(path / "processor_config.json", family.processor_fields)
         family.check()
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # the latter of a file that is not there
         raise ValueError(f"{path}: {error}") from error
     return family
 
@@ -129,11 +129,18 @@ def language_name(model: Any) -> str:
 
 
 def attend_by(model: nn.Module, name: str) -> None:
-    """Let every attention layer of a transformers model call the attention function of that name."""
+    """Let every attention layer of a transformers model call the attention function of that name.
+
+    Layers of a part that computes its attention itself, such as Gemma 4's tower that hears, go on doing so.
+    """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if config is not None:
             config._attn_implementation = name
+    for module in model.modules():  # those of a whole are given to its parts
+        if isinstance(module, PreTrainedModel):
+            if not (module._supports_attention_backend or module._supports_sdpa):
+                module.config._attn_implementation = "eager"
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -119,7 +119,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "an hour of silence": (data_url(SILENCE, "audio/flac"), "more than 60 s"),
     "a video without sound": (data_url(clip(0, 12), "audio/mp4"), "no stream of sound"),
     "longer than the model takes": (data_url(sound(0, 5.0), "audio/wav"), "at most 4 s at a time"),
-    "short": (data_url(sound(0, 0.01), "audio/wav"), "needs 0.03 s at least"),
+    "short": (data_url(sound(0, 0.01), "audio/wav"), "too short for a token"),
     "large": (data_url(bytes(MAX_BYTES + 10), "audio/wav"), f"at most {MAX_BYTES}"),
     "no base64": ("data:audio/wav;base64,!!!!", "base64"),
 }

@@ -9,6 +9,7 @@ import pytest_asyncio
 import tiny_models
 from fleet import FLEET, TOPOLOGIES
 from identity import Fleet, start_fleet
+from tiny_audio import TINY_AUDIO
 from tiny_families import TINY
 
 from epd_serve.demo import weights_dir
@@ -49,7 +50,7 @@ async def test_tokens_equal_generate(fleet: Fleet, topology: str) -> None:
     loop_scope="module",
     params=[
         pytest.param(kind, marks=[] if kind in _EACH_TIME else [pytest.mark.slow])
-        for kind in (*TINY, *tiny_models.AUDIO_KINDS)
+        for kind in (*TINY, *TINY_AUDIO)
         if kind != "qwen2_audio"
     ],
 )

@@ -112,7 +112,7 @@ def test_a_setting_of_the_extractor_is_honoured_or_refused(path: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(0.015, "needs 0.03 s at least"), (4.001, "at most 4 s at a time")]
+    ("seconds", "words"), [(0.015, "too short for a token"), (4.001, "at most 4 s at a time")]
 )
 def test_sounds_that_are_too_short_or_long_are_refused(family: Family, seconds: float, words: str) -> None:
     assert family.audio is not None
@@ -126,10 +126,12 @@ def test_sounds_that_are_too_short_or_long_are_refused(family: Family, seconds: 
 def features_of(path: Path, inputs: dict[str, Any]) -> torch.Tensor:
     """By transformers' own model, attention in plain torch."""
     model: Any = AutoModelForMultimodalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    if hasattr(model, "get_audio_features"):
+    owner = next((one for one in (model, model.model) if hasattr(one, "get_audio_features")), None)
+    if owner is not None:
         with torch.inference_mode():
-            made: torch.Tensor = model.eval().get_audio_features(**inputs, return_dict=True).pooler_output
-            return made
+            output = owner.eval().get_audio_features(**inputs, return_dict=True)
+            made: torch.Tensor = output.pooler_output
+            return made if (mask := getattr(output, "attention_mask", None)) is None else made[mask]
     kept: list[torch.Tensor] = []
     model.eval().model.multi_modal_projector.register_forward_hook(lambda *given: kept.append(given[2]))
     mask = inputs["feature_attention_mask"]
@@ -172,3 +174,13 @@ def test_an_attention_that_sees_padding_is_not_used(
     tower = Tower(path, torch.float32, get_device("cpu"), family=family)
     assert not tower.uses_device_attention and "the tower attends by torch" in caplog.text
     torch.testing.assert_close(tower.encode([inputs])[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_without_a_tower_that_hears_refuses_sounds(tmp_path: Path) -> None:
+    """As the larger ones of Gemma 4 are published."""
+    path = tiny_models.make_tiny_model("gemma4", tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "audio_config": None}))
+    family = load_family(path)
+    with pytest.raises(InvalidRequest, match="the model takes no sounds"):
+        family.num_tokens(sound(1.0, 16_000))

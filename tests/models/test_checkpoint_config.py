@@ -138,12 +138,14 @@ _OTHERS: dict[str, list[Any]] = {
     "activation_function": _ACTIVATIONS,
     "max_source_positions": [200],
     "conv_chunksize": [1],
+    "subsampling_conv_channels": [[32, 8], [16, 4]],
     "n_window": [25],
     "n_window_infer": [200],
     "audio_config.intermediate_size": [256],
 }
 #: Without these a field would say nothing.
-_WITH = {
+_WITH: dict[str, dict[str, Any]] = {
+    "vocab_size": {"vocab_size_per_layer_input": 160},
     "use_sliding_window": {"sliding_window": 40, "max_window_layers": 1},
     "max_window_layers": {"sliding_window": 40, "use_sliding_window": True},
     "layer_types": {"sliding_window": 40, "use_sliding_window": True},

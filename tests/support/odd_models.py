@@ -80,7 +80,11 @@ FAMILIES = {
 TILED = ("internvl", "mistral3", "pixtral", "next-clip", "next-siglip", "onevision", "idefics3", "smolvlm")
 #: Families that take sounds alone. Their language models are other families', too.
 SOUNDS = ("qwen2_audio", "voxtral", "qwen3_asr")
-_EARS = {"qwen2_5_omni": "qwen2_5_omni_audio_encoder", "qwen3_omni": "qwen3_omni_moe_audio_encoder"}
+_EARS = {
+    "qwen2_5_omni": "qwen2_5_omni_audio_encoder",
+    "qwen3_omni": "qwen3_omni_moe_audio_encoder",
+    "gemma4": "gemma4_audio",
+}
 IMAGE_TOKEN, VIDEO_TOKEN, START, END, AUDIO_TOKEN = 5, 6, 7, 8, 10
 NUM_NEW_TOKENS = 4
 _BLOCK_SIZE = 16
@@ -102,7 +106,7 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
     parts: dict[str, dict[str, Any]] = {"": {}, "text_config": _text(text_type)}
     if family not in SOUNDS:
         parts["vision_config"] = _vision(tower_type)
-    if family in SOUNDS or "omni" in family:
+    if family in SOUNDS or family in _EARS:
         parts["audio_config"] = _audio(family)
     for part, field, value in changes:
         parts[part][field] = value
@@ -125,7 +129,7 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         text["rope_parameters"] = {"mrope_section": sections, **turned, **text["rope_parameters"]}
         tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
         tokens |= {"vision_start_token_id": START, "vision_end_token_id": END}
-        if "omni" in family:
+        if family in _EARS:
             tokens["audio_token_id"] = AUDIO_TOKEN
             tokens |= {"audio_start_token_id": START + 4, "audio_end_token_id": END + 4}
     elif model_type.startswith("glm4v"):
@@ -138,6 +142,8 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         tokens = {"image_token_id": IMAGE_TOKEN}
     elif model_type in ("internvl", "idefics3", "smolvlm", "gemma4", "lfm2_vl"):
         tokens = {"image_token_id": IMAGE_TOKEN}
+        if model_type == "gemma4":
+            tokens["audio_token_id"] = AUDIO_TOKEN
         if model_type == "lfm2_vl":
             vision.setdefault("vision_use_head", False)
             top.setdefault("projector_hidden_size", 40)
@@ -251,6 +257,10 @@ def _vision(model_type: str) -> dict[str, Any]:
 
 def _audio(family: str) -> dict[str, Any]:
     audio: dict[str, Any]
+    if family == "gemma4":
+        size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 24}
+        chunks = {"subsampling_conv_channels": [16, 8], "attention_chunk_size": 4, "attention_context_left": 5}
+        return {"model_type": _EARS[family], "initializer_range": 0.2, **size, **chunks}
     if family == "voxtral":
         audio = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, "hidden_size": 32}
     else:
@@ -267,6 +277,9 @@ def _audio(family: str) -> dict[str, Any]:
 
 def _extractor(config: Any) -> dict[str, Any]:
     """The file of a feature extractor that is the tower's."""
+    if config.model_type == "gemma4":
+        size = config.audio_config.subsampling_conv_channels[0]
+        return {"feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": size}
     audio = config.audio_config
     chunk = getattr(audio, "max_source_positions", 100) // 50
     kind = Qwen3ASRFeatureExtractor if config.model_type == "qwen3_asr" else WhisperFeatureExtractor
@@ -293,7 +306,7 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         return {"image_processor_type": "MiniCPMV4_6ImageProcessor", **sizes, **normalised}
     if config.model_type == "gemma4":
         sizes = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
-        return {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, **sizes, **normalised}
+        return {**ears, "image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, **sizes, **normalised}
     if config.model_type == "llama4":
         return {"image_processor_type": "Llama4ImageProcessor", "size": square, "max_patches": 4, **normalised}
     if config.model_type == "lfm2_vl":
@@ -456,7 +469,8 @@ def answer(path: Path, reference: Answer) -> Tensor:
         prefill_context_lens=[len(ids)],
         prefill_block_table=torch.arange(1, num_blocks)[None],
     )
-    runs = [(feature_rows[0], feature_rows[-1] + 1)] if family.both_ways_tokens else []
+    seen = [index for index, id_ in enumerate(prompt) if id_ == family.row_token_ids.get("image")]
+    runs = [(seen[0], seen[-1] + 1)] if family.both_ways_tokens else []
     runs = [(0, len(prompt))] if family.both_ways_prompts else runs
     return model.forward(
         ids,
@@ -490,6 +504,8 @@ def _samples(config: Any) -> Any:
 def _heard(path: Path, config: Any) -> dict[str, Tensor]:
     """The sound as the family's processor prepares it for the tower."""
     extractor = AutoFeatureExtractor.from_pretrained(path)
+    if config.model_type == "gemma4":
+        return dict(extractor([_samples(config)], return_tensors="pt"))
     batch = extractor(
         _samples(config),
         sampling_rate=_RATE,
@@ -504,6 +520,8 @@ def _heard(path: Path, config: Any) -> dict[str, Tensor]:
 
 
 def _num_rows_heard(model: Any, inputs: dict[str, Tensor]) -> int:
+    if "input_features_mask" in inputs and not hasattr(model, "get_audio_features"):  # of Gemma 4
+        return int(model.model.get_audio_features(**inputs, return_dict=True).attention_mask.sum())
     if hasattr(model, "get_audio_features"):
         return len(model.get_audio_features(**inputs, return_dict=True).pooler_output)
     frames = inputs["feature_attention_mask"].sum()  # of Qwen2-Audio

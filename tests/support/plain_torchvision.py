@@ -27,6 +27,7 @@ TORCHVISION_ALONE = {"llama4": "Llama4ImageProcessor", "lfm2_vl": "Lfm2VlImagePr
 
 class InterpolationMode(Enum):
     BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
     LANCZOS = "lanczos"
 
 
@@ -60,7 +61,10 @@ def _standing_in() -> Iterator[None]:
     modules["torchvision.transforms.v2"].functional = functional  # type: ignore[attr-defined]
     with mock.patch.dict(sys.modules, {**modules, "torchvision.transforms.v2.functional": functional}):
         image_processing_backends.tvF = functional
-        image_processing_backends.pil_torch_interpolation_mapping = {2: InterpolationMode.BILINEAR}
+        image_processing_backends.pil_torch_interpolation_mapping = {
+            2: InterpolationMode.BILINEAR,
+            3: InterpolationMode.BICUBIC,
+        }
         yield
 
 
@@ -69,6 +73,14 @@ def image_processor_of(path: Path, model_type: str) -> Any:
     with _standing_in():
         module = importlib.import_module(f"transformers.models.{model_type}.image_processing_{model_type}")
     return getattr(module, TORCHVISION_ALONE[model_type]).from_pretrained(path)
+
+
+def video_processor_of(path: Path, model_type: str) -> Any:
+    """transformers' video processor of a checkpoint."""
+    with _standing_in(), mock.patch("transformers.utils.import_utils.is_torchvision_available", lambda: True):
+        module = importlib.import_module(f"transformers.models.{model_type}.video_processing_{model_type}")
+        names = [name for name in module.__all__ if name.endswith("VideoProcessor")]
+        return getattr(module, names[0]).from_pretrained(path)
 
 
 def run_beside_torchvision(directory: str, program: str) -> None:

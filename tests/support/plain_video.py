@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from PIL import Image
+from plain_torchvision import video_processor_of
 from transformers.feature_extraction_utils import BatchFeature
 from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -113,14 +114,42 @@ class PlainGemma4Videos:
         )
 
 
+class PlainMiniCPMVideos:
+    """MiniCPM-V's own video processor, with torch's operators in the place of torchvision's."""
+
+    downsample_mode = "16x"
+
+    def __init__(self, path: Path, clips: Sequence[Clip]) -> None:
+        self._processor, self._clips = video_processor_of(path, "minicpmv4_6"), clips
+
+    def __call__(self, videos: Any, **_: Any) -> BatchFeature:
+        read, metadata = [], []
+        for clip in self._clips:
+            frames, rate = clip.frames()
+            facts = VideoMetadata(total_num_frames=len(frames), fps=rate, duration=len(frames) / rate)
+            indices = list(range(len(frames)))
+            if clip.num_read is not None:
+                indices = np.linspace(0, len(frames) - 1, clip.num_read, dtype=int).tolist()
+            elif not clip.is_list:
+                indices = self._processor.sample_frames(facts)
+            read.append(frames[indices])
+            metadata.append(facts)
+        made: BatchFeature = self._processor(
+            videos=read, video_metadata=metadata, do_sample_frames=False, return_tensors="pt"
+        )
+        made["grids_videos"] = made["grids_videos"].numpy()  # NumPy warns of how transformers adds up tensors
+        return made
+
+
 class PlainVideoProcessor:
     """Stands in a processor of transformers in the place of its video processor, for these clips."""
 
     merge_size = temporal_patch_size = 2
 
     def __new__(cls, path: Path, clips: Sequence[Clip]) -> Any:
-        is_gemma4 = json.loads((path / "config.json").read_text())["model_type"] == "gemma4"
-        return PlainGemma4Videos(path, clips) if is_gemma4 else super().__new__(cls)
+        others = {"gemma4": PlainGemma4Videos, "minicpmv4_6": PlainMiniCPMVideos}
+        other = others.get(json.loads((path / "config.json").read_text())["model_type"])
+        return super().__new__(cls) if other is None else other(path, clips)
 
     def __init__(self, path: Path, clips: Sequence[Clip]) -> None:
         file = path / "video_preprocessor_config.json"

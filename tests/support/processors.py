@@ -96,7 +96,7 @@ def processor_of(path: Path) -> Any:
         parts["feature_extractor"] = AutoFeatureExtractor.from_pretrained(path)
     if "video_processor" in kind.get_attributes():
         # MiniCPM-V's asks how it cuts frames
-        cut = SimpleNamespace(slice_mode=False, downsample_mode="16x")
+        cut = SimpleNamespace(slice_mode=True, downsample_mode="16x")
         parts["video_processor"] = cut if config.model_type == "minicpmv4_6" else None
     with (
         mock.patch.object(ProcessorMixin, "check_argument_for_proper_class"),

@@ -43,7 +43,7 @@ class Reference:
         if name == "Qwen3OmniMoeProcessor":
             lengths = {len(sound.samples()) for sound in sounds}
             return len(lengths) < 2 and not any(clip.fps for clip in videos)
-        if name == "Gemma4Processor":  # and of Gemma 4's videos a rate cannot be asked for
+        if name in ("Gemma4Processor", "MiniCPMV4_6Processor"):  # of whose videos a rate cannot be asked for
             return not any(clip.fps for clip in videos)
         return name != "Qwen3ASRProcessor" or len(sounds) < 2
 

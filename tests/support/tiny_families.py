@@ -67,7 +67,8 @@ class Tiny:
         image: the token that stands for a picture. tokens: others that its pictures have.
         rows: the token of the rows of its feature, where it is another. shown: what a chat shows of a picture,
             with tokens around that of the picture. chat_template: its own, in place of that of the others.
-        video: the token that stands for a video, where it takes them. videos: of its video processor's file.
+        video, audio: the tokens that stand for a video and a sound, where it takes them. videos: of its video
+            processor's file.
         named: those that its processor asks the tokenizer for. processor: of processor_config.json.
     """
 
@@ -83,6 +84,7 @@ class Tiny:
     shown: str = ""
     chat_template: str = ""
     video: str = ""
+    audio: str = ""
     videos: dict[str, Any] = field(default_factory=dict)
     tokens: list[str] = field(default_factory=list)
     named: dict[str, str] = field(default_factory=dict)
@@ -166,7 +168,7 @@ def _glm4v(name: str, **text: Any) -> Tiny:
     )
 
 
-def _gemma4(text: dict[str, Any], vision: dict[str, Any], top: dict[str, Any] | None = None) -> Tiny:
+def _gemma4(text: dict[str, Any], vision: dict[str, Any]) -> Tiny:
     """Pictures of many tokens: its processor knows no fewer."""
     around = {"boi_token": "<|image>", "eoi_token": "<image|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
     return Tiny(
@@ -193,17 +195,26 @@ def _gemma4(text: dict[str, Any], vision: dict[str, Any], top: dict[str, Any] | 
             "video_token_id": "<|video|>",
             "audio_token_id": "<|audio|>",
             "tie_word_embeddings": False,
-            **(top or {}),
+            "audio_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "output_proj_dims": 48,
+                "subsampling_conv_channels": [32, 16],
+                **_INIT,
+            },
         },
         image="<|image|>",
         image_field="image_token_id",
         tokens=[*around.values(), "<|video|>", "<|audio|>"],
         video="<|video|>",
+        audio="<|audio|>",
         videos={"video_processor_type": "Gemma4VideoProcessor", "max_soft_tokens": 70, "num_frames": 2},
         named={"image_token": "<|image|>", "audio_token": "<|audio|>", **around},
         preprocessor={
             "image_processor_type": "Gemma4ImageProcessor",
             "feature_extractor_type": "Gemma4AudioFeatureExtractor",
+            "feature_size": 32,
             "max_soft_tokens": 70,
         },
         processor={"processor_class": "Gemma4Processor"},
@@ -222,15 +233,6 @@ TINY = {
             "hidden_size_per_layer_input": 16,
         },
         {},
-        # which is not loaded
-        {
-            "audio_config": {
-                "hidden_size": 32,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 4,
-                "output_proj_dims": 48,
-            }
-        },
     ),
     # pictures that attend both ways, experts, and heads of two shapes and one width
     "gemma4_moe": _gemma4(
@@ -407,6 +409,14 @@ TINY["minicpmv4_6"] = Tiny(
     image_field="image_token_id",
     tokens=list(_MINICPM.values()),
     named={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", **_MINICPM},
+    video="<|video_pad|>",
+    videos={
+        "video_processor_type": "MiniCPMV4_6VideoProcessor",
+        "scale_resolution": 56,
+        "max_slice_nums": 4,
+        "max_num_frames": 3,
+        "patch_size": 14,
+    },
     preprocessor={
         "image_processor_type": "MiniCPMV4_6ImageProcessor",
         "scale_resolution": 112,
@@ -491,10 +501,11 @@ def make_tiny_family(
         .read_text()
         .replace("<|vision_start|><|image_pad|><|vision_end|>", tiny.shown or tiny.image)
     )
-    if tiny.video:
-        image = tiny.shown or tiny.image
-        shown = "{%- elif part['type'] == 'video' -%}" + tiny.video
-        tokenizer.chat_template = tokenizer.chat_template.replace(image, image + shown, 1)
+    for kind, token in (("audio", tiny.audio), ("video", tiny.video)):
+        if token:
+            image = tiny.shown or tiny.image
+            shown = f"{{%- elif part['type'] == '{kind}' -%}}{token}"
+            tokenizer.chat_template = tokenizer.chat_template.replace(image, image + shown, 1)
     config = AutoConfig.for_model(
         tiny.model_type,
         text_config=text(len(tokenizer), **tiny.text),

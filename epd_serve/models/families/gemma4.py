@@ -1,4 +1,4 @@
-"""Gemma 4: pictures and frames of any proportions; layers of several widths, some of which read another's KV."""
+"""Gemma 4: pictures, frames and sounds; layers of several widths, some of which read another's KV."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from epd_serve.models.audio_processor import AudioProcessor
     from epd_serve.models.video_processor import VideoProcessor
 
 
 class Gemma4(Family):
     """As many patches as fit into a number of tokens, in the picture's proportions; a video's frames stand one by
-    one, each behind its time. Its sounds are not taken."""
+    one, each behind its time. E2B and E4B take sounds of up to 30 seconds."""
 
     title = "Gemma 4"
     model_types = ("gemma4",)
-    other_parts = ("model.audio_tower", "model.embed_audio")
     decoder = "generic"
     texts: ClassVar = {
         "gemma4_text": names(
@@ -44,11 +44,16 @@ class Gemma4(Family):
             "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
             "hidden_activation rms_norm_eps rope_parameters attention_bias pooling_kernel_size patch_size",
             "position_embedding_size use_clipped_linears standardize",
-        )
+        ),
+        "gemma4_audio": names(
+            "hidden_size num_hidden_layers num_attention_heads hidden_act subsampling_conv_channels conv_kernel_size",
+            "residual_weight attention_chunk_size attention_context_left attention_context_right attention_logit_cap",
+            "attention_invalid_logits_value use_clipped_linears rms_norm_eps gradient_clipping output_proj_dims",
+        ),
     }
-    modalities = ("image", "video")
+    modalities = ("image", "video", "audio")
     input_names = ("pixel_values", "image_position_ids")
-    tokens = ("<|image>", "<image|>")
+    tokens = ("<|image>", "<image|>", "<|audio>", "<audio|>")
     both_ways_in_windows = True
     as_padding = ("image_token_id", "video_token_id", "audio_token_id")
 
@@ -68,7 +73,7 @@ class Gemma4(Family):
         return gemma4_video(settings, get_aspect_ratio_preserving_size)
 
     def video_parts(self, item: MediaRef) -> Sequence[int | str]:
-        start, end = self.tokens
+        start, end, *_ = self.tokens
         processor = self._video_processor(item)
         times = [int(seconds) for seconds in processor.timestamps(item)]
         num_rows = processor.num_tokens(item) // len(times)
@@ -77,6 +82,25 @@ class Gemma4(Family):
             before = f"{end} " if number else ""
             parts += (f"{before}{seconds // 60:02d}:{seconds % 60:02d} {start}", num_rows)
         return [*parts, end]
+
+    @staticmethod
+    def read_audio(extractor: Any, config: Any) -> AudioProcessor:
+        from epd_serve.models.audio_processor import ConformerAudio
+
+        return ConformerAudio(extractor, padded_positions=False, kind="Gemma4AudioFeatureExtractor")
+
+    def audio_parts(self, item: MediaRef) -> Sequence[int | str]:
+        *_, start, end = self.tokens
+        return (start, *super().audio_parts(item), end)
+
+    @staticmethod
+    def features(model: Any, inputs: TowerInputs) -> Any:
+        if "input_features" not in inputs:
+            return Family.features(model, inputs)
+        output = model.model.get_audio_features(**inputs, return_dict=True)
+        pairs = zip(output.pooler_output, output.attention_mask, strict=True)
+        output.pooler_output = [rows[is_sound] for rows, is_sound in pairs]
+        return output
 
     def num_pixels(self, size: Size) -> int:
         processor, area = self.processor, self._kernel**2
@@ -88,7 +112,7 @@ class Gemma4(Family):
         return int(height * width)
 
     def parts(self, size: Size) -> Sequence[int | str]:
-        start, end = self.tokens
+        start, end, *_ = self.tokens
         return start, self.num_pixels(size) // (self._kernel * self.processor.patch_size) ** 2, end
 
     def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
@@ -121,4 +145,6 @@ class Gemma4(Family):
             )
         if self.config.text_config.pad_token_id is None:
             raise ValueError("text_config.pad_token_id is missing; it stands for media among embeddings by layer")
+        if self.audio is not None:
+            self.audio.check(self.config.audio_config)
         super().check()

@@ -1,16 +1,22 @@
-"""MiniCPM-V 4.6: a numbered picture and its slices, before Qwen3.5's language model."""
+"""MiniCPM-V 4.6: a numbered picture or video and slices, before Qwen3.5's language model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.models.families.qwen3_5 import Qwen35Text
 from epd_serve.models.family import PATCH_TOWER, Family, Size, TowerInputs, names
+from epd_serve.protocol.wire import MediaRef
+
+if TYPE_CHECKING:
+    from epd_serve.models.video_processor import VideoProcessor
 
 
 class MiniCPMV(Family):
-    """The whole picture behind its number, and rows of slices of it; its videos are not taken."""
+    """The whole picture behind its number, and rows of slices of it; a video's frames stand one by one, as pictures
+    behind one number."""
 
     title = "MiniCPM-V 4.6"
     model_types = ("minicpmv4_6",)
@@ -21,6 +27,7 @@ class MiniCPMV(Family):
         "downsample_mode patch_size",
     )
     towers: ClassVar = {"minicpmv4_6_vision": PATCH_TOWER | {"insert_layer_id"}}
+    modalities = ("image", "video")
     input_names = ("pixel_values", "target_sizes")
     joins = False  # the slices of a picture lie side by side
     tokens = ("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>")
@@ -28,32 +35,41 @@ class MiniCPMV(Family):
     def text_before(self, number: int) -> str:
         return f"<image_id>{number}</image_id>" if self.processor.use_image_id else ""
 
-    def _slices(self, size: Size) -> tuple[Size, Size, Size]:
-        """Height and width of the whole picture and of a slice; rows and columns of slices."""
-        processor, shape = self.processor, (size[1], size[0])
-        grid = None
-        if processor.slice_mode:
-            grid = processor.get_sliced_grid(shape, processor.max_slice_nums, processor.scale_resolution)
-        options = (processor.scale_resolution, processor.patch_size, processor.downsample_mode)
-        whole = processor.find_best_resize(shape, *options, allow_upscale=grid is None)
-        if grid is None:
-            return whole, (0, 0), (0, 0)
-        rows, columns = grid
-        height, width = processor.get_refine_size(shape, grid, *options, allow_upscale=True)
-        return whole, (height // rows, width // columns), (rows, columns)
+    @staticmethod
+    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
+        from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+
+        from epd_serve.models.video_processor import sliced_video
+
+        return sliced_video(settings, MiniCPMV4_6ImageProcessorPil, _slices)
 
     def parts(self, size: Size) -> Sequence[int | str]:
-        whole, one, (rows, columns) = self._slices(size)
-        side = self.processor.patch_size * (2 if self.processor.downsample_mode == "4x" else 4)
-        num_tokens, num_of_slice = (height * width // side**2 for height, width in (whole, one))
+        return self._parts(self.processor, size)
+
+    def video_parts(self, item: MediaRef) -> Sequence[int | str]:
+        num_frames = len(self._video_processor(item).indices(item))
+        return [*self._parts(self._of_frames, (item.width, item.height))] * num_frames
+
+    @property
+    def _of_frames(self) -> Any:
+        """The processor of a video's frames."""
+        from epd_serve.models.video_processor import SlicedProcessor
+
+        assert isinstance(self.video, SlicedProcessor)
+        return self.video.pictures
+
+    def _parts(self, processor: Any, size: Size) -> Sequence[int | str]:
+        whole, one, (rows, columns) = _slices(processor, size)
+        side = processor.patch_size * (2 if processor.downsample_mode == "4x" else 4)
+        num_tokens, num_of_slice = (math.prod(shape) // side**2 for shape in (whole, one))
         parts: list[int | str] = ["<image>", num_tokens, "</image>"]
         for row in range(rows):
             parts += ["\n"] * bool(row) + ["<slice>", num_of_slice, "</slice>"] * columns
         return parts
 
     def num_pixels(self, size: Size) -> int:
-        whole, one, (rows, columns) = self._slices(size)
-        return whole[0] * whole[1] + rows * columns * one[0] * one[1]
+        whole, one, grid = _slices(self.processor, size)
+        return math.prod(whole) + math.prod(grid) * math.prod(one)
 
     @staticmethod
     def features(model: Any, inputs: TowerInputs) -> Any:
@@ -64,9 +80,25 @@ class MiniCPMV(Family):
         return output
 
     def check(self) -> None:
+        processors = {"preprocessor_config.json": self.processor}
+        if self.video is not None:
+            processors["video_preprocessor_config.json"] = self._of_frames
         for config, name in ((self.config, "downsample_mode"), (self.config.vision_config, "patch_size")):
-            if (expected := getattr(config, name)) != (found := getattr(self.processor, name)):
-                raise ValueError(
-                    f"{name} is {expected!r} by config.json and {found!r} by preprocessor_config.json"
-                )
+            for file, processor in processors.items():
+                if (expected := getattr(config, name)) != (found := getattr(processor, name)):
+                    raise ValueError(f"{name} is {expected!r} by config.json and {found!r} by {file}")
         super().check()
+
+
+def _slices(processor: Any, size: Size) -> tuple[Size, Size, Size]:
+    """Height and width of the whole picture and of a slice; rows and columns of slices."""
+    shape, grid = (size[1], size[0]), None
+    if processor.slice_mode:
+        grid = processor.get_sliced_grid(shape, processor.max_slice_nums, processor.scale_resolution)
+    options = (processor.scale_resolution, processor.patch_size, processor.downsample_mode)
+    whole = processor.find_best_resize(shape, *options, allow_upscale=grid is None)
+    if grid is None:
+        return whole, (0, 0), (0, 0)
+    rows, columns = grid
+    height, width = processor.get_refine_size(shape, grid, *options, allow_upscale=True)
+    return whole, (height // rows, width // columns), (rows, columns)
