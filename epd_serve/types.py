@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -108,6 +109,13 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tools: list[ToolSchema] = []
     must_call: bool = False
     parallel: bool = True
+
+
+def grammar_problem(message: str) -> str:
+    """Shorten llguidance's error to its first line, without the place in our grammar, and the cause below it."""
+    first, *below = message.strip().splitlines()
+    causes = [line.removeprefix("error: ") for line in below if line.startswith("error: ")]
+    return " ".join([re.sub(r"^at \d+\(\d+\): ", "", first), *causes])[:300]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -158,7 +158,9 @@ def _check_safetensors(file: Path) -> list[tuple[str, int]]:
     """(name, number of values) of each tensor."""
     again = "download the file again"
     if not file.is_file():
-        raise ValueError(f"{file}: there is no such file; weights are read from safetensors files alone")
+        pickled = "; pytorch_model.bin is a pickle, save it again with save_pretrained of transformers"
+        told = pickled if (file.parent / "pytorch_model.bin").exists() else ""
+        raise ValueError(f"{file}: there is no such file; weights are read from safetensors files alone{told}")
     if pointer := _pointer(file):
         raise ValueError(f"{file}: {pointer}")
     size = file.stat().st_size

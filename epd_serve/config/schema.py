@@ -537,12 +537,28 @@ def model_path(model: str) -> Path:
                 f"name; download it with '{named.command}', as 'epd-serve up' does"
             )
         path = found
+    if path.is_file():
+        raise ValueError(f"model {model!r}: {path} is a file; {_other_format(path.suffix) or _WANTED}")
     if not path.is_dir():
         hint = "; download a model from the Hugging Face hub first, as in 'hf download NAME --local-dir DIR'"
         raise ValueError(f"model {model!r}: there is no directory {path}{hint}")
     if not (path / "config.json").is_file():
-        raise ValueError(f"model {model!r}: {path} holds no config.json, so it is no transformers model")
+        others = [_other_format(file.name) or _other_format(file.suffix) for file in sorted(path.iterdir())]
+        other = next(filter(None, others), "it is no transformers model")
+        raise ValueError(f"model {model!r}: {path} holds no config.json: {other}")
     return path
+
+
+_WANTED = "name a directory with config.json and safetensors files"
+
+
+def _other_format(name: str) -> str:
+    """Say what a file of this name or suffix belongs to, where that is no model of transformers."""
+    if name == ".gguf":
+        return f"GGUF files are llama.cpp's: {_WANTED}, from which they were made"
+    if name == "adapter_config.json":
+        return "it is an adapter: merge it into its base model, as with peft's merge_and_unload"
+    return ""
 
 
 def deployment_schema() -> dict[str, Any]:

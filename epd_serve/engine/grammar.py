@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.tool_format import CALL_END, CALL_START
-from epd_serve.types import Grammar, ToolSchema
+from epd_serve.types import Grammar, ToolSchema, grammar_problem
 
 #: Compiled grammars kept for requests that ask for the same.
 _MAX_CACHED = 64
@@ -56,7 +56,7 @@ class MatcherConstraint:
         llguidance.numpy.fill_next_token_bitmask(self._matcher, mask, 0)
         row: NDArray[np.int32] = mask[0]
         if self._matcher.is_error():
-            self.error = _first_line(self._matcher.get_error())
+            self.error = grammar_problem(self._matcher.get_error())
             row[:] = 0
         if self.error or self._matcher.is_accepting() or not row.any():
             for token in self._ends:
@@ -119,7 +119,7 @@ def _compile(grammar: Grammar, vocabulary: Any) -> Any:
     matcher = llguidance.LLMatcher(vocabulary, as_lark(grammar), log_level=0)
     if matcher.is_error():
         raise InvalidRequest(
-            f"{grammar.param}: this structure is not supported: {_first_line(matcher.get_error())}",
+            f"{grammar.param}: this structure is not supported: {grammar_problem(matcher.get_error())}",
             param=grammar.param,
         )
     return matcher
@@ -179,7 +179,3 @@ def _escape_slashes(pattern: str) -> str:
         out.append("\\/" if character == "/" and not escaped else "\\n" if character == "\n" else character)
         escaped = character == "\\" and not escaped
     return "".join(out)
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0][:300]

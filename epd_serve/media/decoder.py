@@ -34,7 +34,7 @@ from epd_serve.lifeline import die_with_parent
 from epd_serve.media.audio import AudioLimits, read_audio_facts, read_samples
 from epd_serve.media.picture import MediaLimits, low_detail_size, open_image
 from epd_serve.media.video import VideoLimits, load_pyav, read_facts, read_frames
-from epd_serve.types import AudioFacts, VideoFacts
+from epd_serve.types import AudioFacts, VideoFacts, grammar_problem
 
 MESSAGE_BYTES = 1 << 16
 CHANNELS = 3
@@ -355,7 +355,7 @@ def _compile(grammar: str) -> Compiled:
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise InvalidRequest(matcher.get_error().strip().partition("\n")[0][:300])
+        raise InvalidRequest(grammar_problem(matcher.get_error()))
     return Compiled(time.process_time() - start_s)
 
 

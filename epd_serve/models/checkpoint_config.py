@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
-from epd_serve.models.families import TEXT, family_of, unknown
+from epd_serve.models.families import QUANTISED, TEXT, family_of, unknown
 from epd_serve.models.family import Family, names
 
 #: Their heads are as wide as they fit into the hidden states.
@@ -145,10 +145,7 @@ def _check_declared(where: str, config: Any, honoured: frozenset[str]) -> Iterat
 
 def _check_quantised(where: str, config: Any) -> None:
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"{where}quantization_config: the native engine does not run quantised weights; use the checkpoint "
-            "that is not quantised, or engine: vllm"
-        )
+        raise ValueError(f"{where}{QUANTISED}")
 
 
 def _plain(value: Any) -> Any:

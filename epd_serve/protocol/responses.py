@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 import msgspec
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.fields import (
@@ -48,8 +48,18 @@ from epd_serve.protocol.wire import MediaRef, TokenizeReply, TokenizeRequest
 LOGPROBS = "message.output_text.logprobs"
 
 
+def _without_nulls(item: Any) -> Any:
+    """A null means that the field is absent. Client libraries write every field that they know of an earlier
+    answer's items so, and know more of them with each release."""
+    if not isinstance(item, dict) or None not in item.values():
+        return item
+    return {name: value for name, value in item.items() if value is not None}
+
+
 class InputPart(RequestModel):
     """A piece of text (of the user's or an earlier answer's) or a picture by URL."""
+
+    drop_nulls = model_validator(mode="before")(_without_nulls)
 
     type: Literal["input_text", "output_text", "input_image"]
     text: str | None = None
@@ -75,6 +85,8 @@ class InputItem(RequestModel):
     """One turn: a message (``role`` and ``content``), a "function_call" of an earlier answer (``call_id``,
     ``name``, ``arguments``) or its "function_call_output" (``call_id``, ``output``). ``id`` and ``status`` are
     labels."""
+
+    drop_nulls = model_validator(mode="before")(_without_nulls)
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None

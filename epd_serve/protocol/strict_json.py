@@ -40,6 +40,9 @@ _SAFE_BRACKETS = 500
 #: A string (with a closing quote or the end of the text: no start is tried twice) or a bracket.
 _TOKEN = re.compile(rb'("[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))([ \t\r\n]*:)?|[\[{]|([\]}])', re.DOTALL)
 
+#: Windows' programs write it before UTF-8.
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
 _decoder = msgspec.json.Decoder()
 _encoder = msgspec.json.Encoder()
 _NESTED = frozenset({dict, list})
@@ -59,6 +62,8 @@ def decode(text: bytes | bytearray) -> Any:
         raise JSONTooLarge(
             f"it has {len(text)} bytes, without pictures in base64; at most {MAX_TEXT_BYTES} are read"
         )
+    if text.startswith(_BYTE_ORDER_MARK):  # RFC 8259, section 8.1: a reader may ignore it
+        text = text[len(_BYTE_ORDER_MARK) :]
     outline = text
     if len(text) > _LONG:
         if text.count(b"\\") > MAX_ESCAPES:
@@ -71,7 +76,7 @@ def decode(text: bytes | bytearray) -> Any:
     try:
         value = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise JSONRefused(str(error)) from error
+        raise JSONRefused(_why(text) or str(error)) from error
     if num_brackets <= MAX_DEPTH and len(text) <= _LONG and _says_all(text, value):
         return value
     num_keys = _count_keys(value)
@@ -80,6 +85,17 @@ def decode(text: bytes | bytearray) -> Any:
     if _count_key_ends(outline) != num_keys and _count_key_tokens(outline) != num_keys:
         raise JSONRefused(f"the key {_repeated_key(text)!r} occurs twice in one object; send it once")
     return value
+
+
+def _why(text: bytes | bytearray) -> str:
+    """Say what is there in place of JSON, where that is known."""
+    if not text.strip():
+        return "it is empty"
+    if text.startswith(b"\x1f\x8b"):
+        return "it is compressed with gzip; send it as it is"
+    if b"\0" in text[:4]:
+        return "it is in UTF-16 or UTF-32; send UTF-8"
+    return ""
 
 
 def check_size(text: bytes | bytearray) -> None:

@@ -111,6 +111,23 @@ async def test_a_conversation_is_sent_whole(api, client):
     await client.close()
 
 
+async def test_items_of_an_answer_go_back_with_all_their_fields(client):
+    """The client library writes fields that only other models fill, such as ``phase``, as nulls."""
+    turn = {"role": "user", "content": "How large?"}
+    fields = {"model": "demo", "temperature": 0, "max_output_tokens": 60}
+    answer = await client.responses.create(input=[turn], **fields)
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "additionalProperties": False}}
+    call = await client.responses.create(input=[turn], tools=[tool], tool_choice="required", **fields)
+    items = [item.model_dump() for item in (*answer.output, *call.output)]
+    assert [item["type"] for item in items] == ["message", "function_call"] and None in items[0].values()
+    result = {"type": "function_call_output", "call_id": items[1]["call_id"], "output": "3 m"}
+    again = await client.responses.create(input=[turn, *items, result], **fields)
+    assert again.usage.input_tokens > answer.usage.input_tokens + 20
+    with pytest.raises(openai.BadRequestError, match="phase"):
+        await client.responses.create(input=[turn, {**items[0], "phase": "commentary"}], **fields)
+    await client.close()
+
+
 async def test_a_response_follows_its_schema(client):
     text = {"format": {"type": "json_schema", "name": "size", "schema": SCHEMA, "strict": True}}
     response = await client.responses.create(model="demo", input="Size?", text=text, extra_body={"seed": 5})

@@ -127,6 +127,14 @@ def test_a_model_must_be_a_transformers_directory(tmp_path: Path) -> None:
         model_path("Qwen/Qwen2.5-VL-3B-Instruct")
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         model_path(str(tmp_path))
+    for name, words in (("a.gguf", "GGUF files are llama"), ("adapter_config.json", "it is an adapter: merge it")):
+        (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=words):
+            model_path(str(tmp_path))
+        if name == "a.gguf":
+            with pytest.raises(ValueError, match=r"is a file; GGUF files are llama"):
+                model_path(str(tmp_path / name))
+        (tmp_path / name).unlink()
     (tmp_path / "config.json").write_text("{}")
     assert model_path(str(tmp_path)) == tmp_path
 

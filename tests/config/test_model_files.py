@@ -55,6 +55,10 @@ def test_a_model_is_taken(model: Path) -> None:
         (lambda model: (model / "tokenizer.json").unlink(), r"no tokenizer\.json"),
         (lambda model: (model / "tokenizer.json").write_text("x"), r"tokenizer\.json: it is no JSON"),
         (lambda model: (model / "model.safetensors").unlink(), r"model\.safetensors: there is no such file"),
+        (
+            lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
+            r"safetensors files alone; pytorch_model\.bin is a pickle",
+        ),
         (cut, r"model\.safetensors: it has \d+ bytes and by its header \d+"),
         (cut_in_header, r"model\.safetensors: it is no safetensors file, or was cut short"),
         (pointer, r"model\.safetensors: it is a Git LFS pointer; run 'git lfs pull' there"),

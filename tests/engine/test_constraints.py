@@ -66,6 +66,12 @@ def test_a_grammar_lets_pass_what_it_should(grammar, good, bad):
 def test_what_cannot_be_compiled_is_explained():
     with pytest.raises(InvalidRequest, match="not supported"):
         GRAMMARS.constraint(Grammar(kind="json", text='{"not": {}}', param="response_format"))
+    for grammar in (
+        Grammar(kind="regex", text="(?=a)b"),
+        Grammar(kind="json", text='{"type": "string", "pattern": "(?=a)b"}'),
+    ):
+        with pytest.raises(InvalidRequest, match="regex parse error: look-around, .* is not supported"):
+            GRAMMARS.constraint(grammar)
 
 
 @given(seed=st.integers(0, 2**32), num_steps=st.integers(1, 40))

@@ -82,6 +82,11 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda model: change(model, model_type="mllama", architectures=["MllamaForConditionalGeneration"]),
         "does not run the family 'mllama' (pictures reach its language model by cross-attention); it runs ",
     ),
+    "quantised weights": (
+        "model: MODEL",
+        lambda model: change(model, quantization_config={"quant_method": "awq", "bits": 4}),
+        "quantization_config: the native engine does not run quantised weights",
+    ),
     "a family without pictures": (
         "model: MODEL",
         as_text,

@@ -1,5 +1,6 @@
 """Strict JSON agrees with the standard library on what a text means, and refuses depth and repeated keys."""
 
+import gzip
 import json
 import re
 import time
@@ -112,3 +113,25 @@ def test_hostile_texts_cost_no_more_than_their_length(text):
     with pytest.raises(JSONRefused):
         decode(text)
     assert time.process_time() - started < 2
+
+
+def test_a_byte_order_mark_is_ignored_and_no_second_one():
+    assert decode(b"\xef\xbb\xbf" + b'{"a": 1}') == decode(bytearray(b"\xef\xbb\xbf" + b'{"a": 1}')) == {"a": 1}
+    with pytest.raises(JSONRefused, match="malformed"):
+        decode(b"\xef\xbb\xbf" * 100_000 + b"{}")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "it is empty"),
+        (b" \n", "it is empty"),
+        (gzip.compress(b"{}"), "compressed with gzip"),
+        ("{}".encode("utf-16"), "UTF-16"),
+        ("{}".encode("utf-16-be"), "UTF-16"),
+        ("{}".encode("utf-32"), "UTF-16 or UTF-32"),
+    ],
+)
+def test_what_is_there_in_place_of_json_is_said(text, words):
+    with pytest.raises(JSONRefused, match=words):
+        decode(text)

@@ -39,6 +39,11 @@ NOT_RUN = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k25"), _LATENT),
     "deepseek_ocr2": "its layers are mixtures of experts",
 }
+#: Said of a checkpoint that has ``quantization_config``.
+QUANTISED = (
+    "quantization_config: the native engine does not run quantised weights; use the checkpoint that is not "
+    "quantised, or engine: vllm"
+)
 
 
 def reason(model_type: str) -> str:
