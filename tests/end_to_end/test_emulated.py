@@ -23,6 +23,7 @@ from reference import Reference
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.device_time import DeviceTime
+from epd_serve.engine.device_features import Copies
 from epd_serve.engine.kv_memory import KVCache
 from epd_serve.launch import LocalDeployment
 from epd_serve.types import Role
@@ -84,7 +85,7 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: 
 
 
 @pytest.mark.parametrize(("mode", "roles"), [("grouped", ("E", "P", "D")), ("pull", ("EP", "D"))])
-async def test_kv_goes_from_device_to_device(
+async def test_features_and_kv_go_from_device_to_device(
     mode: str, roles: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of it through the host; also once the decode instance has had another role and other memory."""
@@ -100,6 +101,8 @@ async def test_kv_goes_from_device_to_device(
         "kv_transfer": {"mode": mode},
     }
     monkeypatch.setattr(KVCache, "copy", None)  # between the device and the host's cells
+    monkeypatch.setattr(Copies, "to_host", None)
+    monkeypatch.setattr(Copies, "to_device", None)
     async with deployment(model, *roles, options=options, health=UNWATCHED) as one:
         prefill, decode = list(one.instances.values())[-2:]
 
@@ -115,15 +118,15 @@ async def test_kv_goes_from_device_to_device(
             await one.settle()
 
         await ask()
-        [before] = mapped()
+        before = mapped()
+        assert len(before) == len(roles) - 1, "D's KV, and E's features where E is apart"
         used = decode.device.memory()
         await decode.rebuild(Role.parse("E"))
-        assert not mapped(), "P maps memory that is no longer D's"
+        assert len(mapped()) == len(roles) - 2, "P maps memory that is no longer D's"
         await decode.rebuild(Role.parse("D"))
         assert decode.device.memory()[1] >= used[1]
         await ask()
-        [after] = mapped()
-        assert after != before
+        assert len(mapped() - before) == 1
         of_p, of_d = await figures(prefill.url), await figures(decode.url)
         assert of_p["kv_bytes_total"] > 0 == of_d["kv_bytes_total"], "P writes, and D reads nothing"
 
