@@ -197,8 +197,9 @@ class DeviceFeatureStore:
         """End the copies, and wait until nobody maps the area any more."""
         self._thread.shutdown()
         self._mapped.close()
-        if self._area is not None:
-            self._area.close(self._transport)
+        area, self._area = self._area, None
+        if area is not None:
+            area.close(self._transport)
         self._host.close()
 
     def check_integrity(self) -> None:
