@@ -147,6 +147,8 @@ KV_HELD = "kv_held"
 PEER_UNREACHABLE = "peer_unreachable"
 #: Code of the error of an instance that has yet to compare a feature's producer with its own.
 PRODUCER_UNKNOWN = "producer_unknown"
+#: Code of the error of an instance that does not reach the device with a feature: it takes it from the host.
+NOT_MAPPED = "not_mapped"
 #: Code of the Unavailable of a decode instance without blocks for a request's KV.
 NO_ROOM = "no_room"
 #: Code of the Unavailable of a decode instance that is through with a request for which a prefill instance asks.

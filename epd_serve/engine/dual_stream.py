@@ -1,9 +1,9 @@
 """The two streams of an instance: the tower's and the language model's (TriInfer, section 4.2), kept in step.
 
-On an accelerator the tower's work goes to a stream of its own. Its features pass through the host, whose copy
-waits for that stream alone; the language model's stream takes them up from there, so neither stream waits for the
-other. On a CPU each side is a thread, and the threads of the instance are parted between them while both run: two
-teams of all threads would wait for each other at every barrier.
+On an accelerator the tower's work goes to a stream of its own. The host waits for its features, and the language
+model's stream takes them up when they are there, so neither stream waits for the other. On a CPU each side is a
+thread, and the threads of the instance are parted between them while both run: two teams of all threads would wait
+for each other at every barrier.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TowerStream:
 
     @contextmanager
     def encoding(self, num_pixels: int) -> Iterator[None]:
-        """A context in which a batch is encoded; its features are on the host at the end."""
+        """A context in which a batch is encoded; its features are computed at the end."""
         self._device.activate()
         in_use = self._device.reset_peak_memory()
         self._num_layers, paused_s = 0, self._paused_s

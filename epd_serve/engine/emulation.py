@@ -56,9 +56,12 @@ class Emulation:
         profile, served = self._time.profile, shape_of(str(model)).language
         scales = {
             "kv": profile.kv_token_bytes / (served.kv_values * value_bytes),
-            "features": profile.feature_token_bytes / (served.hidden * value_bytes),
+            "features": self._feature_scale(model, value_bytes),
         }
         return over_emulated_links(inner, profile, scales)
+
+    def _feature_scale(self, model: Path, value_bytes: int) -> float:
+        return self._time.profile.feature_token_bytes / (shape_of(str(model)).language.hidden * value_bytes)
 
     @contextmanager
     def step(self, inputs: StepInputs, kv: Tensor, num_parts: int) -> Iterator[Callable[[], None]]:
@@ -86,6 +89,11 @@ class Emulation:
         """A context in which the KV of so many tokens is copied to another device, over their link."""
         profile = self._time.profile
         return self._device.timed(num_tokens * profile.kv_token_bytes / profile.link_bytes_per_s, COPYING)
+
+    def copying_features(self, model: Path, value_bytes: int) -> Callable[[int], AbstractContextManager[object]]:
+        """As :meth:`copy`, for so many bytes of features; ``model``, ``value_bytes``: see :meth:`linked`."""
+        byte_s = self._feature_scale(model, value_bytes) / self._time.profile.link_bytes_per_s
+        return lambda nbytes: self._device.timed(nbytes * byte_s, COPYING)
 
     @contextmanager
     def encode(self, pixels: Sequence[int]) -> Iterator[None]:

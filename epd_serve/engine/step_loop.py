@@ -123,7 +123,7 @@ class StepLoop:
             with self._hooks.turn():
                 on_layer = groups.on_layer if groups else None
                 launched = self._runner.launch(output, features, on_layer, before.launched if before else None)
-        return InFlightStep(output, launched, groups, launched_s)
+        return InFlightStep(output, launched, groups, launched_s, features)
 
     def _land(self, step: InFlightStep, after: InFlightStep | None) -> None:
         """Wait for a step's tokens and give them to the engine; ``after`` is the step that was launched since."""
@@ -164,12 +164,16 @@ class StepLoop:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlightStep:
-    """A step and its launch. ``launched`` is None where no feature could be had: nothing is computed."""
+    """A step and its launch. ``launched`` is None where no feature could be had: nothing is computed.
+
+    The device may read the ``features`` until the step has ended: their memory is not another's before.
+    """
 
     output: ScheduleOutput
     launched: LaunchedStep | None
     groups: LayerGroups | None
     launched_s: float
+    features: dict[str, Any]
 
 
 class LayerGroups:

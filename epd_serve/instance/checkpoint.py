@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -15,6 +15,7 @@ from device.base import Device
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.config.model_files import check_model_files
+from epd_serve.engine.device_features import DeviceFeatureStore
 from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
 from epd_serve.engine.measurements import Measurements
 from epd_serve.engine.step_limits import measurements
@@ -27,6 +28,7 @@ from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import Family
 from epd_serve.models.loader import load_family, media_fingerprint
 from epd_serve.models.tower import Tower
+from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
 from epd_serve.transfer.transport import Transport
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class CheckpointModel:
         emulation: the times of an emulated device; None on others.
     """
 
-    data_of: Callable[[Tensor], memoryview] = staticmethod(tensor_data)
+    data_of: Callable[[Tensor], Any] = staticmethod(tensor_data)
     prepare = None
 
     def __init__(self, options: InstanceOptions, device: Device) -> None:
@@ -82,6 +84,18 @@ class CheckpointModel:
         if self.emulation is None:
             return transport
         return self.emulation.linked(transport, self.path, self.torch_dtype.itemsize)
+
+    def feature_store(
+        self, options: InstanceOptions, host: FeatureStore, transport: Transport, observe: StoreObserver
+    ) -> FeatureStore:
+        if self.device.type == "cpu" or len(options.devices) > 1:
+            return host  # ranks that share a model all need the features
+        shares = options.kv_transfer.transport == "auto" and options.feature_store == "embedded"
+        taking = None
+        if self.emulation is not None:
+            taking = self.emulation.copying_features(self.path, self.torch_dtype.itemsize)
+        capacity_bytes = options.feature_store_bytes if shares and options.role.encodes else 0
+        return DeviceFeatureStore(self.device, transport, host, capacity_bytes, observe, taking)
 
     def measurements(self) -> Measurements:
         return measurements(self._options, self.device, self.fingerprint, torch=str(torch.__version__))

@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.errors import (
+    NOT_MAPPED,
     PREPARATION_FULL,
     PRODUCER_UNKNOWN,
     WEDGED,
@@ -71,8 +72,8 @@ class Tower(Protocol):
 
     num_parameters: int
 
-    def encode(self, batch: Sequence[Any]) -> list[Any]:
-        """One feature for each picture's inputs, in order: an array on the host, [tokens, width]."""
+    def encode(self, batch: Sequence[Any], *, on_device: bool = False) -> list[Any]:
+        """One feature for each picture's inputs, in order: an array [tokens, width], on the host or the device."""
         ...
 
 
@@ -88,12 +89,12 @@ class Decoders(Protocol):
 Prepare = Callable[[bytes, MediaRef, Place], Awaitable[Any]]
 
 
-def tensor_data(feature: Any) -> memoryview:
-    """The bytes of a tensor on the host."""
+def tensor_data(feature: Any) -> Any:
+    """The bytes of a tensor: a memoryview of the host, or [nbytes] uint8 on its device."""
     import torch
 
-    data: memoryview = feature.view(torch.uint8).numpy().reshape(-1).data
-    return data
+    data = feature.view(torch.uint8).reshape(-1)
+    return data.numpy().data if data.device.type == "cpu" else data
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class EncodeService:
         decoders: Decoders,
         processor: RequestProcessor,
         prepare: Prepare | None = None,
-        data_of: Callable[[Any], memoryview] = tensor_data,
+        data_of: Callable[[Any], Any] = tensor_data,
         feature_timeout_s: float,
         video_cpu_s: float = 10.0,
         audio_cpu_s: float = 10.0,
@@ -221,6 +222,7 @@ class EncodeService:
             feature_batch: features that a consumer is told of together, and for how many seconds they wait.
         """
         assert not self._waiters, "something is being encoded"
+        self._off_device: set[str] = set()
         self._store, self._deliver_here, self._budget = store, deliver_here, image_budget_pixels
         self.aligned = HandoffBatcher(*feature_batch, self._loop.call_later)
 
@@ -315,17 +317,33 @@ class EncodeService:
                 batch = encoded.batch_s
                 feature = await self._put(ref.mm_hash, encoded.feature, owner)
             await self._align(request.announce_to)
-            event = msgspec.structs.replace(
-                self._store.event(ref.mm_hash, feature, owner),
-                item=ref,
-                producer=feature.producer or self._producer,
-            )
-            await self._announce(request.announce_to, event)
+            await self._announce(request, feature)
         finally:
             self._store.release(owner, ref.mm_hash)
         return EncodeReply(cached=cached, num_tokens=feature.shape[0]), batch
 
-    async def _announce(self, consumer: str, event: FeatureEvent) -> None:
+    async def _announce(self, request: EncodeRequest, feature: StoredFeature) -> None:
+        """Tell the consumer of a feature; where it does not reach this device, of a copy on the host."""
+        mm_hash, owner, consumer = request.ref.mm_hash, request.request_id, request.announce_to
+
+        async def tell(feature: StoredFeature) -> None:
+            event = msgspec.structs.replace(
+                self._store.event(mm_hash, feature, owner),
+                item=request.ref,
+                producer=feature.producer or self._producer,
+            )
+            await self._tell(consumer, event)
+
+        on_host = partial(self._store.on_host, mm_hash, feature, owner)
+        try:
+            await tell(await self._with_room(on_host) if consumer in self._off_device else feature)
+        except ServeError as error:
+            if error.code != NOT_MAPPED:
+                raise
+            self._off_device.add(consumer)
+            await tell(await self._with_room(on_host))
+
+    async def _tell(self, consumer: str, event: FeatureEvent) -> None:
         """Tell the consumer of a feature; where it does not know what this encoder makes, show it first."""
         try:
             await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
@@ -456,7 +474,8 @@ class EncodeService:
         loaded = time.monotonic()
         pixels = [item.num_original_pixels for item in batch]
         with self._stream.encoding(sum(item.num_pixels for item in batch)), self._encoding(pixels):
-            features = tower.encode([item.inputs for item in batch])
+            inputs = [item.inputs for item in batch]
+            features = tower.encode(inputs, on_device=True) if self._store.on_device else tower.encode(inputs)
         end = time.monotonic()
         self._num_batches += 1
         busy_s = end - loaded
@@ -478,9 +497,13 @@ class EncodeService:
     async def _put(self, mm_hash: str, feature: Any, owner: str) -> StoredFeature:
         data = self._data_of(feature)
         dtype = str(feature.dtype).removeprefix("torch.")
+        return await self._with_room(partial(self._store.put, mm_hash, data, list(feature.shape), dtype, owner))
+
+    @staticmethod
+    async def _with_room(put: Callable[[], Awaitable[StoredFeature | None]]) -> StoredFeature:
         while True:
             try:
-                stored = await self._store.put(mm_hash, data, list(feature.shape), dtype, owner)
+                stored = await put()
             except ValueError as error:
                 raise ServeError(str(error)) from error
             if stored is not None:

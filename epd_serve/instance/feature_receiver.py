@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
-from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed
+from epd_serve.errors import NOT_MAPPED, PEER_UNREACHABLE, InstanceFailed
 from epd_serve.protocol.wire import FeatureEvent, MediaRef
 from epd_serve.transfer.reservation import Tombstones
-from epd_serve.transfer.transport import PeerGone, TransferError
+from epd_serve.transfer.transport import NotMapped, PeerGone, TransferError
 
 _RETRY_ROOM_S = 0.02
 _ROOM_PATIENCE_S = 0.5
@@ -74,7 +74,7 @@ class FeatureReceiver:
     def __init__(
         self,
         capacity_bytes: int,
-        fetch: Callable[[FeatureEvent], bytearray],
+        fetch: Callable[[FeatureEvent], Any],
         arrived: Callable[[], None],
         *,
         form: FeatureForm,
@@ -271,6 +271,7 @@ class FeatureReceiver:
             data = self._fetch_bytes(event)
         except TransferError as error:
             code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
+            code = NOT_MAPPED if isinstance(error, NotMapped) else code
             raise InstanceFailed(f"feature {event.mm_hash[:12]} cannot be fetched: {error}", code=code) from error
         try:
             return self._form.read(data, event.shape, event.dtype)
@@ -281,7 +282,7 @@ class FeatureReceiver:
 
 
 class Feature(Protocol):
-    """A picture as the language model takes it, on the host. A tensor is one."""
+    """A picture as the language model takes it. A tensor is one."""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -297,10 +298,12 @@ class Feature(Protocol):
     def nbytes(self) -> int: ...
 
 
-def tensor_of(data: bytearray, shape: Sequence[int], dtype: str) -> Any:
-    """Bytes as a tensor."""
+def tensor_of(data: Any, shape: Sequence[int], dtype: str) -> Any:
+    """Bytes, or a tensor [nbytes] uint8, as a tensor of that shape and dtype."""
     import torch
 
+    if isinstance(data, torch.Tensor):
+        return data.view(getattr(torch, dtype)).view(shape)
     return torch.frombuffer(data, dtype=getattr(torch, dtype)).view(shape)
 
 
@@ -316,7 +319,7 @@ class FeatureForm:
     dtype: str
     width: int
     num_tokens: Callable[[MediaRef], int]
-    read: Callable[[bytearray, Sequence[int], str], Feature] = tensor_of
+    read: Callable[[Any, Sequence[int], str], Feature] = tensor_of
 
     def check(self, item: MediaRef, feature: Feature | FeatureEvent) -> None:
         """Raise InstanceFailed for a feature that is none of this model's for ``item``."""

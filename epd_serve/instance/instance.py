@@ -133,10 +133,11 @@ class Instance:
         self.ready = True
 
     async def _new_store(self) -> FeatureStore:
-        told, producer = self.metrics.store_did, self.model.producer
-        return await asyncio.to_thread(
-            start_feature_store, self.options, self.transport, self.device, told, producer
+        options, transport, told = self.options, self.transport, self.metrics.store_did
+        host = await asyncio.to_thread(
+            start_feature_store, options, transport, self.device, told, self.model.producer
         )
+        return await asyncio.to_thread(self.model.feature_store, options, host, transport, told)
 
     async def _build(self) -> None:
         """The stages of the role, out of what is there of them."""
@@ -376,7 +377,8 @@ class Instance:
         if self.language is not None:
             await _close([self.language])
             self.language = None
-        lends = old.feature_store == "mooncake" and old.role.stages != role.stages
+        # those of a role that encodes have a part of the device, or lend one of the host
+        lends = (old.feature_store == "mooncake" or self.store.on_device) and old.role.stages != role.stages
         self.options = options
         if self._weights is not None and not (role.has_language_model and not self._weights.is_split):
             await asyncio.to_thread(self._weights.forget, self.transport)

@@ -15,6 +15,7 @@ from epd_serve.instance.feature_receiver import FeatureForm
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.protocol import wire
 from epd_serve.sched.step_sizes import StepShape
+from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
 from epd_serve.transfer.transport import Transport
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class InstanceModel(Protocol):
     def prepare(self) -> Prepare | None: ...
 
     @property
-    def data_of(self) -> Callable[[Any], memoryview]: ...
+    def data_of(self) -> Callable[[Any], Any]: ...
 
     def tower(self, before_layer: Callable[[], None]) -> Any:
         """Load the tower; ``before_layer`` is called before each of its layers. Blocks."""
@@ -118,6 +119,12 @@ class InstanceModel(Protocol):
 
     def linked(self, transport: Transport) -> Transport:
         """The transport over the links of the model's device."""
+        ...
+
+    def feature_store(
+        self, options: InstanceOptions, host: FeatureStore, transport: Transport, observe: StoreObserver
+    ) -> FeatureStore:
+        """The store on the model's device, over one on the host; that one where the device is the host. Blocks."""
         ...
 
     def measurements(self) -> Measurements:

@@ -34,6 +34,7 @@ from epd_serve.instance.syllables import END, IMAGE, NUM_TOKENS, SYLLABLES, NoLo
 from epd_serve.models.family import Family, Size
 from epd_serve.protocol import wire
 from epd_serve.sched.step_sizes import StepShape
+from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
 from epd_serve.transfer.shaped import over_emulated_links
 from epd_serve.transfer.transport import Transport
 from epd_serve.types import Grammar, SamplingParams
@@ -136,6 +137,11 @@ class ShapeModel:
 
     def data_of(self, feature: Feature) -> memoryview:
         return memoryview(feature.data)
+
+    def feature_store(
+        self, options: InstanceOptions, host: FeatureStore, transport: Transport, observe: StoreObserver
+    ) -> FeatureStore:
+        return host
 
     def measurements(self) -> Measurements:
         return Measurements(None, {})  # a profile is asked in no time

@@ -121,7 +121,7 @@ class Tower:
         attention.install(model)
         self._model: Any = model
         self.num_parameters = num_parameters(model)
-        self._device = device.torch_device
+        self._device, self._record_event = device.torch_device, device.record_event
         self.dtype = dtype
         kind = family_of(model.config)
         self._joins, self._features = kind.joins, kind.features
@@ -168,15 +168,23 @@ class Tower:
                 )
 
     @torch.inference_mode()
-    def encode(self, batch: Sequence[TowerInputs]) -> list[Tensor]:
-        """Encode several items; one feature for each, in order, on the host. Those that can be joined are."""
+    def encode(self, batch: Sequence[TowerInputs], *, on_device: bool = False) -> list[Tensor]:
+        """Encode several items; one feature for each, in order, computed. Those that can be joined are.
+
+        Args:
+            on_device: leave the features there; else they are on the host.
+        """
         calls: list[list[TowerInputs]] = []
         for item in batch:
             if calls and self._joins and _shapes(calls[-1][0]) == _shapes(item):
                 calls[-1].append(item)
             else:
                 calls.append([item])
-        return [feature for call in calls for feature in self._call(call)]
+        features = [feature for call in calls for feature in self._call(call)]
+        if not on_device:
+            return [feature.cpu() for feature in features]
+        self._record_event().synchronize()
+        return features
 
     def _call(self, batch: Sequence[TowerInputs]) -> list[Tensor]:
         inputs = {name: torch.cat([item[name] for item in batch]).to(self._device) for name in batch[0]}
@@ -192,7 +200,7 @@ class Tower:
             # one tensor for all images before transformers 5.19, one for each since
             parts = torch.split(level, lengths) if isinstance(level, Tensor) else level
             features = [torch.cat((feature, part), dim=-1) for feature, part in zip(features, parts, strict=True)]
-        return [feature.contiguous().cpu() for feature in features]
+        return [feature.contiguous() for feature in features]
 
 
 def _tried(family: Family) -> Iterator[tuple[MediaRef, TowerInputs]]:

@@ -483,12 +483,14 @@ class Region(Message, frozen=True):
 class FeatureEvent(Message, frozen=True):
     """E has put a feature: where it lies and what it must look like (design: hash event).
 
-    ``checksum`` is blake3 hex over the bytes. The source keeps them as long as the call lasts. A feature that
-    cannot be fetched, or is not what the event says, is refused: E reports that to the gateway, which has it
-    encoded anew.
+    ``checksum`` is blake3 hex over the bytes; "" where ``generation`` tells whether they are still there. The
+    source keeps them as long as the call lasts. A feature that cannot be fetched, or is not what the event says,
+    is refused: E reports that to the gateway, which has it encoded anew.
 
     Attributes:
         region, offset: where the feature lies in E's memory; region is None where it lies in a store.
+        generation: of the feature, on the device behind the region's handle
+            (:mod:`epd_serve.engine.device_features`); 0 where it lies in the region itself.
         store: name of the store that has it under ``mm_hash``; "" where there is a region.
         item: that was encoded; P knows from it how long the feature must be. None: E does not know.
         producer: kind of device and operators that made it (:mod:`epd_serve.instance.parity`); "": unknown.
@@ -502,6 +504,7 @@ class FeatureEvent(Message, frozen=True):
     checksum: str
     region: Region | None = None
     offset: int = 0
+    generation: int = 0
     store: str = ""
     item: MediaRef | None = None
     producer: str = ""

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from blake3 import blake3
 
 from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.protocol.wire import FeatureEvent, Region
 from epd_serve.transfer.shared_memory import SlabAllocator
-from epd_serve.transfer.transport import TransferError, Transport
+from epd_serve.transfer.transport import NotMapped, TransferError, Transport
 
 #: Larger features are copied and hashed on a thread; a smaller one takes less time than the switch is worth.
 _INLINE_BYTES = 1 << 20
@@ -31,7 +31,8 @@ class StoredFeature:
     """The description of a feature stored under an mm_hash: shape, dtype and checksum.
 
     Attributes:
-        offset: its place in the embedded store's slab; None where it lies in another store.
+        offset: its place in the embedded store's slab, or on the device; None where it lies in another store.
+        generation: of one on the device (:mod:`epd_serve.engine.device_features`); else 0.
         producer: of one that another encoder may have put (:mod:`epd_serve.instance.parity`); "": this one.
     """
 
@@ -40,6 +41,7 @@ class StoredFeature:
     dtype: str
     checksum: str
     offset: int | None = None
+    generation: int = 0
     producer: str = ""
 
     def event(
@@ -55,6 +57,7 @@ class StoredFeature:
             checksum=self.checksum,
             region=region,
             offset=self.offset or 0,
+            generation=self.generation,
             store=store,
         )
 
@@ -81,7 +84,12 @@ class FeatureStore(Protocol):
 
     An owner (a request id) holds what it puts or acquires until it releases it; what is held is not evicted. The
     methods belong to one event loop, but for :meth:`fetch`, which any thread may call.
+
+    Attributes:
+        on_device: whether features are put and fetched as tensors of the instance's device, [nbytes] uint8.
     """
+
+    on_device: bool
 
     @property
     def num_owners(self) -> int: ...
@@ -104,6 +112,10 @@ class FeatureStore(Protocol):
         """
         ...
 
+    async def on_host(self, mm_hash: str, feature: StoredFeature, owner: str) -> StoredFeature | None:
+        """A feature that the owner holds, in memory of the host; otherwise as :meth:`put`."""
+        ...
+
     def release(self, owner: str, mm_hash: str) -> None:
         """Drop the owner's hold. Idempotent."""
         ...
@@ -112,10 +124,10 @@ class FeatureStore(Protocol):
         """The hash event by which a consumer finds and verifies the feature."""
         ...
 
-    def fetch(self, event: FeatureEvent) -> bytearray:
-        """The bytes of an announced feature, their checksum verified. Blocks; any thread may call it.
+    def fetch(self, event: FeatureEvent) -> Any:
+        """The bytes of an announced feature, verified: a bytearray, or a tensor of the device. Blocks.
 
-        Raises TransferError where they cannot be had as they are described.
+        Any thread may call it. Raises TransferError where they cannot be had as they are described.
         """
         ...
 
@@ -150,6 +162,8 @@ def observed_fetch(
 
 class EmbeddedFeatureStore:
     """Features in one slab of a transport. A hold lasts as long as the call that announces the feature."""
+
+    on_device = False
 
     def __init__(self, transport: Transport, capacity_bytes: int, observe: StoreObserver = unobserved) -> None:
         self._transport = transport
@@ -200,6 +214,9 @@ class EmbeddedFeatureStore:
             self._observe("embedded", "put", data.nbytes, time.monotonic() - started)
             return feature
 
+    async def on_host(self, mm_hash: str, feature: StoredFeature, owner: str) -> StoredFeature | None:
+        return feature
+
     async def _write(self, offset: int, data: memoryview) -> str:
         """Copy a feature to its place; returns its checksum. What is cancelled gives the place back."""
 
@@ -229,6 +246,8 @@ class EmbeddedFeatureStore:
                 f"feature {event.mm_hash[:12]} lies in {event.store}, which this instance does not use; "
                 "instances need the same feature_store"
             )
+        if event.generation:
+            raise NotMapped(f"feature {event.mm_hash[:12]} is on a device that this instance does not reach")
         data = bytearray(event.nbytes)
         with observed_fetch(self._observe, "embedded", event):
             self._transport.read(event.region, [(event.offset, memoryview(data))])

@@ -66,6 +66,8 @@ class MooncakeFeatureStore:
         producer: of what this instance puts.
     """
 
+    on_device = False
+
     def __init__(
         self,
         client: StoreClient,
@@ -128,6 +130,9 @@ class MooncakeFeatureStore:
             if feature is not None:
                 return feature
         return await self._local.put(mm_hash, data, shape, dtype, owner)
+
+    async def on_host(self, mm_hash: str, feature: StoredFeature, owner: str) -> StoredFeature | None:
+        return feature
 
     def release(self, owner: str, mm_hash: str) -> None:
         self._unhold(mm_hash, owner)

@@ -70,6 +70,10 @@ class PeerGone(TransferError):
     """The other process cannot be reached, or the connection to it broke."""
 
 
+class NotMapped(TransferError):
+    """The bytes are on a device that this process does not reach; their owner can give them by the host."""
+
+
 class StillCopying(TransferError):
     """Bytes were not moved in time, and may yet be: what they were meant for is not to be used for a while."""
 

@@ -23,6 +23,7 @@ from reference import Reference
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.device_time import DeviceTime
+from epd_serve.engine.device_features import Copies
 from epd_serve.engine.kv_memory import KVCache
 from epd_serve.launch import LocalDeployment
 from epd_serve.types import Role
@@ -84,7 +85,7 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: 
 
 
 @pytest.mark.parametrize(("mode", "roles"), [("grouped", ("E", "P", "D")), ("pull", ("EP", "D"))])
-async def test_kv_goes_from_device_to_device(
+async def test_features_and_kv_go_from_device_to_device(
     mode: str, roles: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of it through the host; also once the decode instance has had another role and other memory."""
@@ -100,6 +101,8 @@ async def test_kv_goes_from_device_to_device(
         "kv_transfer": {"mode": mode},
     }
     monkeypatch.setattr(KVCache, "copy", None)  # between the device and the host's cells
+    monkeypatch.setattr(Copies, "to_host", None)
+    monkeypatch.setattr(Copies, "to_device", None)
     async with deployment(model, *roles, options=options, health=UNWATCHED) as one:
         prefill, decode = list(one.instances.values())[-2:]
 
@@ -115,17 +118,44 @@ async def test_kv_goes_from_device_to_device(
             await one.settle()
 
         await ask()
-        [before] = mapped()
+        before = mapped()
+        assert len(before) == len(roles) - 1, "D's KV, and E's features where E is apart"
         used = decode.device.memory()
         await decode.rebuild(Role.parse("E"))
-        assert not mapped(), "P maps memory that is no longer D's"
+        assert len(mapped()) == len(roles) - 2, "P maps memory that is no longer D's"
         await decode.rebuild(Role.parse("D"))
         assert decode.device.memory()[1] >= used[1]
         await ask()
-        [after] = mapped()
-        assert after != before
+        assert len(mapped() - before) == 1
         of_p, of_d = await figures(prefill.url), await figures(decode.url)
         assert of_p["kv_bytes_total"] > 0 == of_d["kv_bytes_total"], "P writes, and D reads nothing"
+
+
+@pytest.mark.parametrize(
+    "consumer",
+    [{"device": "cpu"}, pytest.param({"kv_transfer": {"transport": "shm"}}, marks=pytest.mark.slow)],
+    ids=["on the cpu", "through host memory"],
+)
+async def test_features_go_by_the_host_where_the_device_is_not_reached(
+    consumer: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of an encoder whose device the consumer does not map, or which none may map."""
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    tokens = (reference := Reference(model)).generate("What is this?", [noise(1)], max_tokens=6)
+    encoder = {**consumer, "device": "emulated:h200:2"}
+    fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
+    of = {"e0": encoder, "pd1": {"device": "emulated:h200:2", **consumer}}
+    async with deployment(model, "E", "PD", of=of, health=UNWATCHED) as one:
+        for _ in range(2):
+            status, answer = await one.post("/v1/chat/completions", chat("What is this?", noise(1), **fields))
+            assert status == 200, answer
+            chosen = answer["choices"][0]["logprobs"]["content"]
+            found = [bytes(token["bytes"]).decode(errors="replace") for token in chosen]
+            assert found == [reference.tokenizer.decode([token]) for token in tokens]
+        await one.settle()
+        encoded = await figures(one.instances["e0"].url)
+        assert encoded["encodes_total"] and not mapped()
+        assert (await figures(one.instances["pd1"].url)).get("encodes_total", 0) == 0, "P encodes nothing itself"
 
 
 def mapped(*pids: int) -> set[str]:
@@ -139,10 +169,12 @@ def maps_of(pid: object) -> str:
 
 
 @pytest.mark.slow
-async def test_a_decode_instance_that_is_killed_leaves_its_memory() -> None:
-    """In the middle of hand-overs: P unmaps it, all blocks are free again, and the next one is written to."""
+@pytest.mark.parametrize(("killed", "doing"), [("d0", "reservations"), ("e0", "encodes")])
+async def test_an_instance_that_is_killed_leaves_its_memory(killed: str, doing: str) -> None:
+    """In the middle of its work: P unmaps it, all it held is free again, and the next one's memory is mapped."""
+    other = killed[0].upper()
     config = DeploymentConfig(
-        topology="P-D",
+        topology="P-D" if other == "D" else "E-PD",
         model="demo",
         served_model_name="demo",
         dtype="float32",
@@ -151,35 +183,42 @@ async def test_a_decode_instance_that_is_killed_leaves_its_memory() -> None:
         gateway={"port": 0},
         instances={"base_port": 0, "threads": 1},
     )
-    body = chat("apple " * 100, max_tokens=8, temperature=0, ignore_eos=True)
+    consumer = "p0" if other == "D" else "pd0"
+    fields = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
     async with (
         LocalDeployment(config, ready_timeout_s=600) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=300) as client,
     ):
 
-        async def ask() -> tuple[int, str]:
-            answer = await client.post("/v1/chat/completions", json=body)
+        async def ask(number: int) -> tuple[int, str]:
+            images = [] if other == "D" else [noise(number)]
+            answer = await client.post("/v1/chat/completions", json=chat("apple " * 100, *images, **fields))
             return answer.status_code, answer.text.partition('"choices"')[2]
 
-        right = await ask()
-        assert right[0] == 200
-        p0, d0 = (deployment.instances[name].pid for name in ("p0", "d0"))
-        [before] = mapped(p0, d0)
-        asked = [asyncio.create_task(ask()) for _ in range(8)]
-        while not (await client.get(f"{deployment.instances['d0'].url}/integrity")).json()["reservations"]:
+        right = {0: await ask(0)}
+        assert right[0][0] == 200
+        reader, owner = (deployment.instances[name].pid for name in (consumer, killed))
+        [before] = mapped(reader, owner)
+        asked = [asyncio.create_task(ask(number)) for number in range(8)]
+        while not (await client.get(f"{deployment.instances[killed].url}/integrity")).json()[doing]:
             assert not all(one.done() for one in asked)
-        os.kill(d0, signal.SIGKILL)
-        assert {status for status, _ in await asyncio.gather(*asked)} <= {200, 502, 503}
+        os.kill(owner, signal.SIGKILL)
+        answers = await asyncio.gather(*asked)
+        assert {status for status, _ in answers} <= {200, 502, 503}
         async with asyncio.timeout(60):
-            while before in maps_of(p0):  # noqa: ASYNC110
+            while before in maps_of(reader):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
-        await Books({"p0": deployment.instances["p0"].url}).check()
+        await Books({consumer: deployment.instances[consumer].url}).check()
+        for number, found in enumerate(answers):
+            async with asyncio.timeout(600):
+                while (again := await ask(number))[0] != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.5)
+            assert found[0] != 200 or found == again
+            assert right.setdefault(number, again) == again
         async with asyncio.timeout(600):
-            while (again := await ask())[0] != 200:  # noqa: ASYNC110
-                await asyncio.sleep(0.5)
-        assert again == right
-        [after] = mapped(p0, deployment.instances["d0"].pid)
-        assert after != before
+            while not (after := mapped(reader, deployment.instances[killed].pid)):
+                assert (await ask(number := number + 1))[0] == 200
+        assert before not in after
 
 
 @pytest.mark.slow

@@ -48,11 +48,15 @@ class Deployment:
 
 @asynccontextmanager
 async def deployment(
-    model: Path | ShapeConfig, *roles: str, options: Mapping[str, Any] | None = None, **settings: Any
+    model: Path | ShapeConfig,
+    *roles: str,
+    options: Mapping[str, Any] | None = None,
+    of: Mapping[str, Mapping[str, Any]] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Deployment]:
     """``deployment(path, "EP", "D")``: instances ep0 and d1, and a gateway.
 
-    ``options`` are those of all instances, ``settings`` the gateway's.
+    ``options`` are those of all instances, ``of`` those of some, by name, ``settings`` the gateway's.
     """
     async with AsyncExitStack() as stack:
         instances: dict[str, Instance] = {}
@@ -66,6 +70,7 @@ async def deployment(
                 **(options or {}),
             }
             name = f"{role.lower()}{number}"
+            chosen.update((of or {}).get(name, {}))
             instance = Instance(
                 InstanceOptions(
                     name=name, role=Role.parse(role), model=model, served_model_name="demo", port=0, **chosen

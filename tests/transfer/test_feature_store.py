@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
+from emulated import EMULATED
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from mooncake_master import Master
 from transports import kinds, make_transport, mooncake_options
 
+from device.registry import get_device
+from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
 from epd_serve.protocol.wire import FeatureEvent
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore
@@ -49,7 +54,10 @@ class StoreContract(RuleBasedStateMachine):
     def put(self, key: int, owner: str) -> None:
         data = content(key)
         name = self.name(key)
-        stored = self.runner.run(self.store.put(name, memoryview(data), [len(data)], "uint8", owner))
+        given: Any = memoryview(data)
+        if self.store.on_device:
+            given = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(get_device(EMULATED).torch_device)
+        stored = self.runner.run(self.store.put(name, given, [len(data)], "uint8", owner))
         if stored is None:
             assert self.held, "there was room"
             return
@@ -76,7 +84,18 @@ class StoreContract(RuleBasedStateMachine):
     @rule(data=st.data())
     def fetch_what_is_held(self, data: st.DataObject) -> None:
         held = data.draw(st.sampled_from(sorted(self.held)))
-        assert self.reader.fetch(self.held[held]) == content(held[1])
+        assert self._fetch(self.held[held]) == content(held[1])
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def fetch_from_the_host(self, data: st.DataObject) -> None:
+        owner, key = data.draw(st.sampled_from(sorted(self.held)))
+        found = self.runner.run(self.store.acquire(self.name(key), owner))
+        assert found is not None
+        there = self.runner.run(self.store.on_host(self.name(key), found, owner))
+        if there is not None:
+            assert not there.generation
+            assert self._fetch(self.store.event(self.name(key), there, owner)) == content(key)
 
     @precondition(lambda self: self.announced)
     @rule(data=st.data())
@@ -84,7 +103,7 @@ class StoreContract(RuleBasedStateMachine):
         """Released and perhaps evicted meanwhile: right, or a miss."""
         key = data.draw(st.sampled_from(sorted(self.announced)))
         try:
-            assert self.reader.fetch(self.announced[key]) == content(key)
+            assert self._fetch(self.announced[key]) == content(key)
         except TransferError:
             assert not any(held == key for _, held in self.held)
 
@@ -98,6 +117,10 @@ class StoreContract(RuleBasedStateMachine):
             self.store.release(owner, self.name(key))
         assert self.store.num_owners == 0
 
+    def _fetch(self, event: FeatureEvent) -> bytes:
+        found = self.reader.fetch(event)
+        return bytes(found.tolist() if self.reader.on_device else found)
+
     def _hold(self, key: int, owner: str, event: FeatureEvent) -> None:
         assert event.nbytes == len(content(key))
         self.held[owner, key] = self.announced[key] = event
@@ -110,7 +133,7 @@ def master() -> Iterator[Master]:
     master.kill()
 
 
-@pytest.mark.parametrize("kind", kinds("embedded", "mooncake"))
+@pytest.mark.parametrize("kind", [*kinds("embedded", "mooncake"), "device", "own device"])
 def test_contract(kind: str, request: pytest.FixtureRequest) -> None:
     transport = make_transport("shm")
     clients: list[StoreClient] = []
@@ -124,6 +147,13 @@ def test_contract(kind: str, request: pytest.FixtureRequest) -> None:
         if kind == "embedded":
             store = make_embedded()
             return store, store
+        if "device" in kind:
+            device = get_device(EMULATED)
+            store, reader = (
+                DeviceFeatureStore(device, transport, make_embedded(), nbytes) for nbytes in (3 * SLOT_BYTES, 0)
+            )
+            stores.extend((reader, store))
+            return store, reader if kind == "device" else store
         options = mooncake_options(staging_bytes=CAPACITY)
         pair = [MooncakeFeatureStore(client, make_embedded(), CAPACITY, options) for client in clients]
         stores.extend(pair)
@@ -144,6 +174,9 @@ def test_contract(kind: str, request: pytest.FixtureRequest) -> None:
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
             ),
         )
+    if "device" in kind:
+        for one in stores:
+            one.close()
     for client in clients:
         client.close()
     transport.close()

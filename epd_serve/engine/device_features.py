@@ -1,0 +1,373 @@
+"""Features on the device: an encoder keeps them in its memory, and others of its host copy them from there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from device.base import Device
+from epd_serve.cache.feature_cache import FeatureCache
+from epd_serve.protocol.wire import FeatureEvent, Region
+from epd_serve.transfer.feature_store import (
+    FeatureStore,
+    StoredFeature,
+    StoreObserver,
+    observed_fetch,
+    unobserved,
+)
+from epd_serve.transfer.shared_memory import (
+    MAPPED_SLOT,
+    UNMAP_S,
+    SlabAllocator,
+    WriteLocks,
+    host_id,
+    is_there,
+    map_region,
+    release_mapped,
+)
+from epd_serve.transfer.transport import NotMapped, PeerGone, TransferError, Transport
+
+logger = logging.getLogger(__name__)
+
+#: Features begin at multiples of it; each has its generation in a table of as many entries.
+SLOT_BYTES = 1 << 16
+#: Bytes → the context of their copy.
+Taking = Callable[[int], AbstractContextManager[object]]
+_GENERATION = struct.Struct("<Q")
+
+
+class Copies:
+    """Copies of features to and from a device's memory, on a stream of its own: done when a method returns.
+
+    Args:
+        taking: the time of a copy of so many bytes between emulated devices; None: as long as it takes.
+    """
+
+    def __init__(self, device: Device, taking: Taking | None) -> None:
+        self._device, self._taking = device, taking or nullcontext
+        self._stream = device.stream()
+        self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
+
+    def within(self, source: Tensor, target: Tensor | None = None) -> Tensor:
+        """Copy memory that devices reach to ``target``, by default to new memory."""
+        self._device.activate()
+        with self._copying, self._stream:
+            with self._taking(source.nbytes):
+                target = source.clone() if target is None else target.copy_(source)
+            done = self._device.record_event()
+        done.synchronize()
+        return target
+
+    def to_host(self, source: Tensor) -> memoryview:
+        self._device.activate()
+        with self._copying, self._stream:
+            data: memoryview = source.cpu().numpy().data
+        return data
+
+    def to_device(self, data: bytearray) -> Tensor:
+        self._device.activate()
+        pinned = self._device.pin_memory(torch.frombuffer(data, dtype=torch.uint8))
+        with self._copying, self._stream:
+            copy = pinned.to(self._device.torch_device, non_blocking=True)
+            done = self._device.record_event()
+        done.synchronize()
+        return copy
+
+
+class DeviceFeatureStore:
+    """A feature store whose features are tensors of the device, over a store on the host.
+
+    An encoder keeps features in one area of its device's memory, and consumers on its host map that area once. The
+    store on the host serves consumers that cannot map it, and instances that encode only where nobody else does.
+
+    Args:
+        host: the store on the host.
+        capacity_bytes: of the area; 0: there is none.
+        taking: as of :class:`Copies`.
+    """
+
+    on_device = True
+
+    def __init__(
+        self,
+        device: Device,
+        transport: Transport,
+        host: FeatureStore,
+        capacity_bytes: int,
+        observe: StoreObserver = unobserved,
+        taking: Taking | None = None,
+    ) -> None:
+        self._host, self._transport, self._observe = host, transport, observe
+        self._copies = Copies(device, taking)
+        self._mapped = MappedAreas(device, self._copies)
+        self._one_at_a_time = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-store")
+        self._area: FeatureArea | None = None
+        if capacity_bytes:
+            area = FeatureArea(device, transport, capacity_bytes, observe)
+            if area.region.handle:
+                self._area = area
+            else:  # nobody could map it
+                area.close(transport)
+
+    @property
+    def num_owners(self) -> int:
+        return self._host.num_owners + (self._area.cache.num_owners if self._area else 0)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._host.num_bytes + (self._area.cache.num_bytes if self._area else 0)
+
+    async def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
+        if self._area is None or (feature := self._area.cache.acquire(mm_hash, owner)) is None:
+            return await self._host.acquire(mm_hash, owner)
+        self._observe("embedded", "hit")
+        return feature
+
+    async def put(self, mm_hash: str, data: Any, shape: list[int], dtype: str, owner: str) -> StoredFeature | None:
+        """``data``: [nbytes] uint8, a tensor of the device."""
+        area = self._area
+        if area is None:
+            there = await self._in_thread(self._copies.to_host, data)
+            return await self._host.put(mm_hash, there, shape, dtype, owner)
+        if data.nbytes > area.nbytes:
+            raise ValueError(
+                f"a feature of {data.nbytes} bytes does not fit a store of {area.nbytes}; "
+                "raise feature_store_bytes"
+            )
+        async with self._one_at_a_time:
+            if (found := area.cache.acquire(mm_hash, owner)) is not None:
+                return found
+            started = time.monotonic()
+            if (offset := area.allocate(data.nbytes)) is None:
+                return None
+            writing = self._in_thread(self._copies.within, data, area.part(offset, data.nbytes))
+            try:
+                await asyncio.shield(writing)
+            except BaseException:
+                writing.add_done_callback(lambda _: area.free(offset))  # not while it is written to
+                raise
+            feature = area.publish(mm_hash, offset, data.nbytes, shape, dtype, owner)
+            self._observe("embedded", "put", data.nbytes, time.monotonic() - started)
+            return feature
+
+    async def on_host(self, mm_hash: str, feature: StoredFeature, owner: str) -> StoredFeature | None:
+        if self._area is None or not feature.generation:
+            return feature
+        async with self._one_at_a_time:
+            if (found := await self._host.acquire(mm_hash, owner)) is not None:
+                return found
+            assert feature.offset is not None
+            data = await self._in_thread(self._copies.to_host, self._area.part(feature.offset, feature.nbytes))
+            return await self._host.put(mm_hash, data, feature.shape, feature.dtype, owner)
+
+    def release(self, owner: str, mm_hash: str) -> None:
+        if self._area is not None:
+            self._area.cache.release(owner, mm_hash)
+        self._host.release(owner, mm_hash)
+
+    def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
+        if self._area is None or not feature.generation:
+            return self._host.event(mm_hash, feature, request_id)
+        return feature.event(mm_hash, request_id, region=self._area.region)
+
+    def fetch(self, event: FeatureEvent) -> Tensor:
+        """A copy of the feature, [nbytes] uint8, on this device."""
+        if not event.generation or event.region is None:
+            return self._copies.to_device(self._host.fetch(event))
+        with observed_fetch(self._observe, "embedded", event):
+            if self._area is not None and event.region.name == self._area.region.name:
+                return self._area.copied(event, self._copies)
+            return self._mapped.copied(event, event.region)
+
+    def close(self) -> None:
+        """End the copies, and wait until nobody maps the area any more."""
+        self._thread.shutdown()
+        self._mapped.close()
+        area, self._area = self._area, None
+        if area is not None:
+            area.close(self._transport)
+        self._host.close()
+
+    def check_integrity(self) -> None:
+        self._host.check_integrity()
+        if self._area is not None:
+            self._area.check_integrity()
+
+    def _in_thread(self, function: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+
+@dataclass(eq=False, slots=True)
+class GuardedMemory:
+    """Features in a device's memory, and the table of their generations in the host's.
+
+    A generation is a number that no other feature of the area has. It stands in the table from when the feature is
+    there until its place may become another's. Who copies a feature looks for it behind the copy: if it is there,
+    the copy is the feature. So no bytes are hashed on the way.
+    """
+
+    memory: Tensor
+    table: memoryview | mmap.mmap
+
+    def part(self, offset: int, nbytes: int) -> Tensor:
+        return self.memory[offset : offset + nbytes]
+
+    def mark(self, offset: int, generation: int) -> None:
+        _GENERATION.pack_into(self.table, offset // SLOT_BYTES * _GENERATION.size, generation)
+
+    def copied(self, event: FeatureEvent, copies: Copies) -> Tensor:
+        """Raises TransferError where the feature is there no longer, or memory for it is not to be had."""
+        if event.offset < 0 or event.offset % SLOT_BYTES or event.offset + event.nbytes > len(self.memory):
+            raise TransferError(f"feature {event.mm_hash[:12]} is outside of its store")
+        try:
+            copy = copies.within(self.part(event.offset, event.nbytes))
+        except torch.OutOfMemoryError as error:
+            raise TransferError(f"the device has no room for feature {event.mm_hash[:12]}: {error}") from error
+        [generation] = _GENERATION.unpack_from(self.table, event.offset // SLOT_BYTES * _GENERATION.size)
+        if generation != event.generation:
+            raise TransferError(f"feature {event.mm_hash[:12]} has been given up by its encoder")
+        return copy
+
+
+class FeatureArea(GuardedMemory):
+    """The features that an encoder keeps, evicted least recently used first.
+
+    Attributes:
+        region: the table, with the handle by which others map the memory; it is empty where they cannot.
+    """
+
+    __slots__ = ("_allocator", "_num_features", "_observe", "_slab", "cache", "region")
+
+    def __init__(self, device: Device, transport: Transport, nbytes: int, observe: StoreObserver) -> None:
+        nbytes = max(nbytes // SLOT_BYTES, 1) * SLOT_BYTES
+        memory, handle = device.share_memory(nbytes)
+        self._slab = transport.allocate("generations", nbytes // SLOT_BYTES * _GENERATION.size)
+        super().__init__(memory, self._slab.buffer)
+        self.region = msgspec.structs.replace(self._slab.region, device=device.type, handle=handle)
+        self.cache: FeatureCache[StoredFeature] = FeatureCache(nbytes)
+        self._allocator = SlabAllocator(nbytes, SLOT_BYTES)
+        self._observe = observe
+        self._num_features = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._allocator.capacity
+
+    def allocate(self, nbytes: int) -> int | None:
+        """A place for a feature; None where what is held leaves none."""
+        while (offset := self._allocator.allocate(nbytes)) is None:
+            if (evicted := self.cache.evict_one()) is None:
+                return None
+            self._drop(evicted)
+        return offset
+
+    def publish(
+        self, mm_hash: str, offset: int, nbytes: int, shape: list[int], dtype: str, owner: str
+    ) -> StoredFeature:
+        """Hold a feature that has been copied to its place, and let others copy it."""
+        self._num_features += 1
+        feature = StoredFeature(
+            nbytes=nbytes, shape=shape, dtype=dtype, checksum="", offset=offset, generation=self._num_features
+        )
+        self.mark(offset, feature.generation)
+        for evicted in self.cache.put(mm_hash, feature, nbytes, owner):
+            self._drop(evicted)
+        return feature
+
+    def free(self, offset: int) -> None:
+        """From now on it is another's."""
+        self.mark(offset, 0)
+        self._allocator.free(offset)
+
+    def close(self, transport: Transport) -> None:
+        """Blocks until no other process maps it."""
+        release_mapped(transport, self._slab)
+
+    def check_integrity(self) -> None:
+        self.cache.check_integrity()
+        self._allocator.check_integrity()
+
+    def _drop(self, feature: StoredFeature) -> None:
+        assert feature.offset is not None
+        self.free(feature.offset)
+        self._observe("embedded", "evict", feature.nbytes)
+
+
+class MappedAreas:
+    """The areas of encoders on this host, mapped at their first use, and until their owners have given them up.
+
+    The owner sees by a lock that its memory is mapped (:func:`~epd_serve.transfer.shared_memory.release_mapped`).
+    """
+
+    def __init__(self, device: Device, copies: Copies) -> None:
+        self._device, self._copies = device, copies
+        self._locks = WriteLocks()
+        self._lock = threading.Lock()  # also of the copies: none may be under way where a mapping ends
+        self._areas: dict[str, tuple[Region, GuardedMemory, ExitStack]] = {}
+        self._closing = threading.Event()
+        self._watch: threading.Thread | None = None
+
+    def copied(self, event: FeatureEvent, region: Region) -> Tensor:
+        """Raises TransferError: NotMapped where its memory is not reached from here."""
+        with self._lock:
+            copy = self._area(region).copied(event, self._copies)
+        if not is_there(region):  # what its memory is now, nobody knows
+            raise PeerGone(f"the encoder of feature {event.mm_hash[:12]} is gone")
+        return copy
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._watch is not None:
+            self._watch.join()
+        with self._lock:
+            self._unmap(list(self._areas))
+        self._locks.close()
+
+    def _area(self, region: Region) -> GuardedMemory:
+        if (known := self._areas.get(region.name)) is not None:
+            return known[1]
+        if (region.device, region.host_id) != (self._device.type, host_id()):
+            raise NotMapped(f"region {region.name} is not on a device of this host")
+        with ExitStack() as mapping:
+            table = map_region(region)
+            # its owner sees by the lock that it must not give the memory to others yet
+            mapping.enter_context(self._locks.held(region, [MAPPED_SLOT]))
+            try:
+                memory = mapping.enter_context(self._device.map_memory(region.handle))
+            except ValueError as error:
+                raise NotMapped(f"region {region.name} cannot be mapped: {error}") from error
+            area = GuardedMemory(memory, table)
+            self._areas[region.name] = region, area, mapping.pop_all()
+        if self._watch is None:
+            self._watch = threading.Thread(target=self._run, name="mapped-features", daemon=True)
+            self._watch.start()
+        return area
+
+    def _run(self) -> None:
+        self._device.activate()
+        while not self._closing.wait(UNMAP_S / 2):
+            with self._lock:
+                self._unmap([name for name, (region, _, _) in self._areas.items() if not is_there(region)])
+
+    def _unmap(self, names: list[str]) -> None:
+        for name in names:
+            _, area, mapping = self._areas.pop(name)
+            del area
+            try:
+                mapping.close()
+            except Exception:  # its process is gone, and the device may have failed
+                logger.exception("memory of %s could not be unmapped", name)
