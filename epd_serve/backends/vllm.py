@@ -56,7 +56,8 @@ class _Exchange:
     prefill: VllmInstance
     #: Whether the answer hangs on its tokens alone: what there is of it is a part of the prompt then.
     behind: bool
-    answered: asyncio.Future[dict[str, Any]] = field(default_factory=lambda: asyncio.Future())
+    #: What P says of its KV; None where D computes the prompt itself.
+    answered: asyncio.Future[dict[str, Any] | None] = field(default_factory=lambda: asyncio.Future())
     #: Items whose features P still waits for.
     awaited: set[str] = field(default_factory=set)
     encoded: asyncio.Event = field(default_factory=asyncio.Event)
@@ -64,6 +65,8 @@ class _Exchange:
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
     #: D's, once it is asked.
     answer: VllmCall | None = None
+    #: Whether D computes the prompt itself.
+    is_for_d: bool = False
 
     def settle(self, mm_hash: str, told: dict[str, Any] | None = None) -> None:
         if told:
@@ -72,14 +75,17 @@ class _Exchange:
         if not self.awaited:
             self.encoded.set()
 
-    async def rewritten(self) -> list[dict[str, Any]] | None:
-        """The items without pixels, once it is known; None where they are needed for one of them.
+    async def rewritten(self) -> list[vllm_chat.Media] | None:
+        """The items, pictures without pixels, once it is known; None where one of them needs its pixels.
 
-        That is so for a video: without its frames vLLM makes another prompt of it.
+        Videos and sounds stay as they are: without its frames vLLM makes another prompt of a video.
         """
         await self.encoded.wait()
-        told = [self.told.get(ref.mm_hash) if ref.modality == "image" else None for ref in self.request.items]
-        return [one for one in told if one] if told and all(told) else None
+        items = list(zip(self.request.items, self.media, strict=True))
+        told = [self.told.get(ref.mm_hash) for ref, _ in items if ref.modality == "image"]
+        if not told or not all(told):
+            return None
+        return [self.told[ref.mm_hash] if ref.modality == "image" else item for ref, item in items]
 
 
 class VllmInstances:
@@ -317,6 +323,7 @@ class VllmInstance(VllmServer):
         decodes = self if request.decode_url is None else self._others.by_url.get(request.decode_url, self)
         behind = decodes.target.continues and can_go_on(request)
         exchange = _Exchange(rest_of(request) if behind else request, media, self, behind)
+        exchange.is_for_d = request.decode_url is not None and _is_for_d_alone(request)
         if self.target.takes_features:
             exchange.awaited = {ref.mm_hash for ref in request.items}
         if not exchange.awaited:
@@ -349,20 +356,30 @@ class VllmInstance(VllmServer):
         return Work(steps, over)
 
     async def _prefill(self, work: Work, exchange: _Exchange) -> Any:
-        request, media = exchange.request, exchange.media
-        fused = request.decode_url is None
-        body = (vllm_chat.answer_body if fused else vllm_chat.prefill_body)(request, media)
-        if exchange.awaited and self.target.features == "store":
-            names = [ref.mm_hash for ref in request.items]
-            body["ec_transfer_params"] = {"request_id": request.request_id, "expect": True, "names": names}
-        if fused:
-            call = self._answer_call(exchange, body, await self._go_on(exchange, body, work))
-            work.holds(call)
-            call.send()
-            return await call.opened
-        if _is_for_d_alone(request):
-            exchange.answered.set_result({})
+        compute = self._answer if exchange.request.decode_url is None else self._compute_prompt
+        rewritten = None
+        if self.target.rewrites_prompts and not exchange.is_for_d:
+            rewritten = await exchange.rewritten()
+        try:
+            return await compute(work, exchange, rewritten=rewritten)
+        except InstanceFailed as error:  # a feature that E has announced could not be fetched
+            if rewritten is None or isinstance(error, InstanceLost):
+                raise
+        if exchange.request.decode_url is None:
+            return await self._answer(work, exchange)
+        exchange.is_for_d = True  # which waits for KV of the transfer that has failed, or is called now
+        return await self._compute_prompt(work, exchange)
+
+    async def _compute_prompt(
+        self, work: Work, exchange: _Exchange, rewritten: Sequence[vllm_chat.Media] | None = None
+    ) -> PrefillAnswer:
+        """Have P compute the prompt and keep its KV for D, if it comes from there."""
+        request = exchange.request
+        if exchange.is_for_d:
+            exchange.answered.set_result(None)
             return PrefillAnswer()
+        body = vllm_chat.prefill_body(request, rewritten or exchange.media, suffix=self._suffix(rewritten))
+        body |= self._expected(exchange)
         body["kv_transfer_params"] = self._hand_over(request)
         prompt = await self._go_on(exchange, body, work)
         answer = await self.post(vllm_chat.path_of(request), body, request.request_id, work)
@@ -390,19 +407,15 @@ class VllmInstance(VllmServer):
             raise InstanceFailed(f"instance {self.name} was given a request that no instance prefills")
 
         async def steps(work: Work) -> Any:
-            kv: dict[str, Any] | None = None
-            if _is_for_d_alone(exchange.request):
-                await asyncio.shield(exchange.answered)
-            else:
-                kv = await self._take_over(exchange)
-            if self.target.rewrites and kv is not None and (media := await exchange.rewritten()):
+            kv = await self._take_over(exchange)
+            if self.target.rewrites and kv is not None and (rewritten := await exchange.rewritten()):
                 try:
-                    return await self._decode(work, exchange, kv, media)
+                    return await self._answer(work, exchange, kv, rewritten)
                 except InstanceFailed as error:
                     if isinstance(error, InstanceLost) or not self.target.recomputes:
                         raise
                     kv = None  # it did not come: with the pixels D computes the prompt itself
-            return await self._decode(work, exchange, kv)
+            return await self._answer(work, exchange, kv)
 
         def over() -> None:
             self._num_decodes -= 1
@@ -410,19 +423,21 @@ class VllmInstance(VllmServer):
         self._num_decodes += 1
         return Work(steps, over)
 
-    async def _decode(
+    async def _answer(
         self,
         work: Work,
         exchange: _Exchange,
-        kv: dict[str, Any] | None,
-        rewritten: Sequence[Mapping[str, Any]] | None = None,
+        kv: dict[str, Any] | None = None,
+        rewritten: Sequence[vllm_chat.Media] | None = None,
     ) -> VllmCall:
-        """Send the request to D.
+        """Begin the answer, with the KV or with the prompt computed here.
 
         Raises InstanceFailed also for a rewritten prompt's answer that begins with an error.
         """
-        suffix = WITH_PIXELS if self.target.rewrites else ""
-        body = vllm_chat.answer_body(exchange.request, rewritten or exchange.media, suffix=suffix)
+        media = rewritten or exchange.media
+        body = vllm_chat.answer_body(exchange.request, media, suffix=self._suffix(rewritten))
+        if exchange.prefill is self:
+            body |= self._expected(exchange)
         if kv is not None:
             body["kv_transfer_params"] = kv
         call = exchange.answer = self._answer_call(exchange, body, await self._go_on(exchange, body, work))
@@ -435,6 +450,18 @@ class VllmInstance(VllmServer):
 
     # ------------------------------------------------------------------ what connectors are told
 
+    def _suffix(self, rewritten: Sequence[vllm_chat.Media] | None) -> str:
+        """The end of the names of pictures with pixels: where others have none, the two must not be mixed up."""
+        return WITH_PIXELS if self.target.rewrites and rewritten is None else ""
+
+    def _expected(self, exchange: _Exchange) -> dict[str, Any]:
+        """The word to P that features are on their way."""
+        if not (self.target.takes_features and self.target.features == "store" and exchange.request.items):
+            return {}
+        names = [ref.mm_hash for ref in exchange.request.items]
+        params = {"request_id": exchange.request.request_id, "expect": True, "names": names}
+        return {"ec_transfer_params": params}
+
     def _hand_over(self, request: wire.PrefillRequest) -> dict[str, Any]:
         params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
         if not self.target.pulls:
@@ -442,13 +469,19 @@ class VllmInstance(VllmServer):
         nothing = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
         return {**params, **nothing}
 
-    async def _take_over(self, exchange: _Exchange) -> dict[str, Any]:
+    async def _take_over(self, exchange: _Exchange) -> dict[str, Any] | None:
+        """What D is told of the KV; None where it computes the prompt itself."""
+        if exchange.is_for_d:
+            await asyncio.shield(exchange.answered)
+            return None
         prefill, transfer_id = exchange.prefill, exchange.request.request_id
         params: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id}
         if self.target.kv == "grouped":
             return {**params, "address": prefill.address(KV_PORT)}
         if self.target.pulls:
             told = await asyncio.shield(exchange.answered)
+            if told is None:
+                return None
             if not told.get("do_remote_prefill"):
                 raise InstanceFailed(f"instance {prefill.name} did not say where its KV lies")
             return told
@@ -479,7 +512,7 @@ class VllmInstance(VllmServer):
     def _disclaim(self, exchange: _Exchange) -> None:
         """Let P free KV that no D will ask for any more; a D that has begun its answer has taken it already."""
         request, answer = exchange.request, exchange.answer
-        if self.target.kv != "grouped" or request.decode_url is None or _is_for_d_alone(request):
+        if self.target.kv != "grouped" or request.decode_url is None or exchange.is_for_d:
             return
         if answer is None or not answer.has_begun or answer.status >= 400:
             for rank in range(self.target.ranks):

@@ -83,9 +83,9 @@ def needs_whole_prompt(request: PrefillRequest) -> bool:
     return scores_prompt or "prompt_logprobs" in only_vllm(request)
 
 
-def prefill_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
+def prefill_body(request: PrefillRequest, media: Sequence[Media], *, suffix: str = "") -> Body:
     """The body for an instance that computes the prompt alone: its one token is thrown away."""
-    body = prompt_body(request, media)
+    body = prompt_body(request, media, suffix=suffix)
     if "tools" in body:
         body["tool_choice"] = "none"  # they are part of the prompt; what is called is seen at D
     limit = "max_tokens" if request.messages is None else "max_completion_tokens"

@@ -40,7 +40,6 @@ class Connectors:
         feature_timeout_s: time for which P waits for encoder output before it encodes itself.
         widths: tensor-parallel ranks of P and of D.
         trace: directory for records of KV transfers.
-        rewrites: whether D gets pictures without pixels.
     """
 
     features: Literal["store", "file"] | None = None
@@ -53,12 +52,16 @@ class Connectors:
     feature_timeout_s: float = 30.0
     widths: tuple[int, int] = (1, 1)
     trace: str | None = None
-    rewrites: bool = False
 
     @property
     def holds_both(self) -> bool:
         """Whether each process with a language model can hand KV over and take it over (:func:`roles_of`)."""
-        return self.kv == "grouped" and self.features != "file" and not self.rewrites
+        return self.kv == "grouped" and self.features != "file"
+
+
+def takes_features(role: Role, connectors: Connectors) -> bool:
+    """Whether an instance has a connector that takes features, where the deployment has any."""
+    return role.has_language_model and not role.encodes and (role.prefills or connectors.features == "store")
 
 
 def roles_of(role: Role, connectors: Connectors) -> frozenset[Role]:
@@ -171,17 +174,10 @@ def environment_of(options: VllmOptions) -> dict[str, str]:
 def feature_config(options: VllmOptions) -> dict[str, Any] | None:
     """``--ec-transfer-config``: E produces, P and PD consume; EP and EPD keep their features to themselves.
 
-    A D that gets pictures without pixels has one that keeps it from encoding them.
+    ``store`` also keeps a D from encoding pictures that it has no pixels of.
     """
     role, connectors = options.role, options.connectors
-    if connectors.rewrites and _takes_over(role):
-        return {
-            "ec_connector": "RewrittenMediaConnector",
-            "ec_connector_module_path": f"{_PLUGIN}.rewritten",
-            "ec_role": "ec_consumer",
-            "ec_buffer_device": "cpu",
-        }
-    takes = role.has_language_model and (connectors.holds_both or (role.prefills and not role.encodes))
+    takes = takes_features(role, connectors)
     if connectors.features is None or not (takes or str(role) == "E"):
         return None
     config: dict[str, Any] = {"ec_role": "ec_consumer" if takes else "ec_producer"}
@@ -191,8 +187,6 @@ def feature_config(options: VllmOptions) -> dict[str, Any] | None:
     extra = {"bytes": connectors.cache_bytes if takes else connectors.store_bytes}
     if takes:
         extra["timeout_s"] = connectors.feature_timeout_s
-    elif connectors.rewrites:
-        extra["describe"] = True
     return {
         "ec_connector": "StoreFeatureConnector",
         "ec_connector_module_path": f"{_PLUGIN}.features",

@@ -296,7 +296,7 @@ class VllmTarget:
         ranks: tensor-parallel ones.
         features, kv: connectors that hand them on; None where nothing is handed on.
         pulls: whether D asks for KV only once P has answered, with the parameters in P's answer.
-        rewrites: whether D gets E's description of a picture, and no pixels.
+        rewrites: whether P and D get E's description of a picture, and no pixels.
         continues: whether the rest of an answer, computed apart, equals the same part of the whole.
         recomputes: whether D computes a prompt whose KV does not come.
     """
@@ -316,11 +316,16 @@ class VllmTarget:
     @property
     def roles(self) -> frozenset[Role]:
         """The roles that its process can have."""
-        return roles_of(self.role, Connectors(features=self.features, kv=self.kv, rewrites=self.rewrites))
+        return roles_of(self.role, Connectors(features=self.features, kv=self.kv))
 
     @property
     def takes_features(self) -> bool:
         return self.features is not None and self.role.prefills and not self.role.encodes
+
+    @property
+    def rewrites_prompts(self) -> bool:
+        """Whether it computes prompts without pixels: MooncakeConnector does not tell D that P gives one up."""
+        return self.rewrites and self.takes_features and self.kv != "mooncake"
 
     @property
     def media_fingerprint(self) -> str:

@@ -80,9 +80,9 @@ class VllmConfig(Section):
     )
     media: Anew[Literal["raw", "rewritten"]] = Field(
         default="raw",
-        description="What D gets of a picture. raw: its pixels, as E and P do. rewritten: no more than its place "
-        "in the prompt, which E tells; D then neither receives nor prepares pixels, and is called once E has "
-        "answered. Needs E, P and D and features: store.",
+        description="What P and D get of a picture. raw: its pixels, as E does. rewritten: no more than its place "
+        "in the prompt, which E tells; they then neither receive nor prepare pixels, and are called once E has "
+        "answered. With kv: mooncake P gets the pixels. Needs E and features: store.",
     )
     group_layers: Anew[int | None] = Field(
         default=None, ge=1, description="Layers sent together with kv: grouped; null: chosen from measured times."
@@ -176,9 +176,9 @@ def check_vllm(
         raise ValueError(
             "E beside EP or EPD: these keep their features to themselves; write P or PD in their place"
         )
-    if vllm.media == "rewritten" and (connectors(placement, vllm)[0] != "store" or not moving):
+    if vllm.media == "rewritten" and connectors(placement, vllm)[0] != "store":
         raise ValueError(
-            "vllm.media: rewritten gives D what E tells of pictures: it needs E, P and D, and vllm.features: store"
+            "vllm.media: rewritten gives P and D what E tells of pictures: it needs E, and vllm.features: store"
         )
     for role in sorted(roles & {"E", "P", "PD"}) if encoders else ():
         if str(settings[role].engine_args.get("mm_processor_cache_gb")) in ("0", "0.0"):

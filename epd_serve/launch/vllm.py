@@ -15,7 +15,7 @@ from device.ascend_limits import hccl_environment
 from device.present import visibility
 from device.shares import share_environment
 from epd_serve import lifeline
-from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of, environment_of
+from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of, environment_of, takes_features
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.vllm import connectors
@@ -95,7 +95,6 @@ def connectors_of(config: DeploymentConfig) -> Connectors:
         feature_timeout_s=prefill.feature_timeout_s,
         widths=(_width(config, Stage.PREFILL), _width(config, Stage.DECODE)),
         trace=str(config.trace) if config.trace else None,
-        rewrites=vllm.media == "rewritten",
     )
 
 
@@ -231,10 +230,8 @@ def _handed_on(instance: InstancePlacement, used: Connectors) -> Iterator[str]:
     holds_both = used.holds_both and role.has_language_model
     if used.kv is not None and (role.prefills != role.decodes or holds_both):
         yield used.kv
-    if used.features is not None and (str(role) == "E" or holds_both or (role.prefills and not role.encodes)):
+    if used.features is not None and (str(role) == "E" or takes_features(role, used)):
         yield used.features
-    if used.rewrites and role.decodes and not role.prefills:
-        yield "rewritten"
 
 
 def _options(

@@ -26,7 +26,7 @@ TESTED = ("0.32", "0.33")
 ASCEND_HEAD = ("0.27.1", "0.28.0")
 #: What is older is refused.
 OLDEST = (0, 20)
-_KEYS = {"store": "vllm.features: store", "grouped": "vllm.kv: grouped", "rewritten": "vllm.media: rewritten"}
+_KEYS = {"store": "vllm.features: store", "grouped": "vllm.kv: grouped"}
 _TIMEOUT_S = 60.0
 
 
@@ -138,12 +138,11 @@ _PLUGIN = Path(epd_serve.__file__).parent / "vllm_plugin"
 #: its root, and words that must occur in modules of vLLM which it does not import.
 _CONNECTORS: dict[str, tuple[str, str, str, dict[str, str]]] = {
     "store": ("features", "StoreFeatureConnector", "ECConnectorBase", {"vllm.v1.request": "ec_transfer_params"}),
-    "rewritten": ("rewritten", "RewrittenMediaConnector", "ECConnectorBase", {}),
     "grouped": ("kv", "GroupedKVConnector", "KVConnectorBase_V1", {"vllm.v1.request": "kv_transfer_params"}),
 }
 CONNECTORS = tuple(_CONNECTORS)
 #: Methods that are no hooks of vLLM's, or none of an earlier one's.
-_OWN = {"take_counts", "supports_sleep_mode"}
+_OWN = {"supports_sleep_mode"}
 
 
 class Module(msgspec.Struct, frozen=True):
@@ -184,7 +183,7 @@ def lacking(connector: str, modules: Mapping[str, Module | None]) -> str:
         there = modules.get(module)
         if there is None or word not in there.words:
             return f"{module} knows no {word}"
-    ours = _methods(file, name)
+    ours = _own(file).classes[name]
     for method, (arguments, _) in ours.items():
         if method.startswith("_") or method in _OWN:
             continue
@@ -201,12 +200,6 @@ def lacking(connector: str, modules: Mapping[str, Module | None]) -> str:
 @cache
 def _own(file: str) -> Module:
     return msgspec.convert(read_module(_PLUGIN / f"{file}.py", []), Module)
-
-
-def _methods(file: str, name: str) -> dict[str, tuple[list[str], bool]]:
-    """The methods of a connector, with those that it has from another class of the plugin."""
-    inherited = {} if file == "kv" else _own("feature_figures").classes["CountingConnector"]
-    return inherited | _own(file).classes[name]
 
 
 @cache
@@ -249,7 +242,6 @@ def connectors_of(found: VllmFound) -> dict[str, str]:
     return {
         "features: store": found.lacks("store"),
         "features: file": "",
-        "media: rewritten": found.lacks("rewritten"),
         "kv: grouped": found.lacks("grouped"),
         "kv: mooncake": "" if found.mooncake else "the mooncake package is not installed there",
         "kv: nixl": "" if found.nixl else "the nixl package is not installed there",

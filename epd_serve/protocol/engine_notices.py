@@ -14,7 +14,7 @@ import msgspec
 from epd_serve.protocol.wire import FeatureEvent, Region
 
 LENGTH = struct.Struct("<I")
-#: Ends the name of a picture that D is given with its pixels where it otherwise gets none: vLLM's caches go by
+#: Ends the name of a picture that is given with its pixels where P or D otherwise get none: vLLM's caches go by
 #: names.
 WITH_PIXELS = ":pixels"
 #: The block ids of three million tokens, and more.

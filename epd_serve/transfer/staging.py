@@ -139,9 +139,16 @@ def rounds(layers: range, num_blocks: int, most_cells: int | None) -> Iterator[t
 
 
 def slab_spans(
-    layers: range, blocks: Sequence[int], num_blocks: int, size: int, *, start: int = 0, first_layer: int = 0
+    layers: range,
+    blocks: Sequence[int],
+    num_blocks: int,
+    size: int,
+    *,
+    start: int = 0,
+    first_layer: int = 0,
+    planes: int = 2,
 ) -> list[Span]:
-    """The places of blocks in memory [layers, 2, num_blocks] of ``size`` bytes each; neighbours are one span.
+    """The places of blocks in memory [layers, planes, num_blocks] of ``size`` bytes each; neighbours are one span.
 
     Args:
         start: of that memory, in bytes. first_layer: the layer with which it begins.
@@ -153,9 +160,9 @@ def slab_spans(
         else:
             runs.append([block, 1])
     spans: list[Span] = []
-    for half in range(2 * (layers.start - first_layer), 2 * (layers.stop - first_layer)):
+    for plane in range(planes * (layers.start - first_layer), planes * (layers.stop - first_layer)):
         for block, count in runs:
-            offset = start + (half * num_blocks + block) * size
+            offset = start + (plane * num_blocks + block) * size
             if spans and sum(spans[-1]) == offset:
                 spans[-1] = (spans[-1][0], spans[-1][1] + count * size)
             else:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.protocol.engine_notices import AnyNotice, FeatureAnnounced, FeatureWithdrawn
@@ -57,17 +56,16 @@ class AnnouncedFeatures:
             return ""
         return f"an instance that takes features knows no {type(notice).__name__}"
 
-    def is_settled(self, request_id: str, trace_id: str, mm_hash: str, name: str = "") -> bool:
+    def is_settled(self, request_id: str, trace_id: str, mm_hash: str) -> bool:
         """Whether a request need not wait for a feature: it is here, or not to be had.
 
         ``request_id`` is the engine's name of the request, ``trace_id`` the one that announcements give.
-        ``name`` is the gateway's of the feature: vLLM makes another one where a request has options.
         """
         if mm_hash in self._memory:
             return True
         now = self._clock()
         with self._lock:
-            if (trace_id, mm_hash) in self._withdrawn or (trace_id, name) in self._withdrawn:
+            if (trace_id, mm_hash) in self._withdrawn:
                 return True
             waited_s = now - self._asked_at.setdefault(request_id, now)
         if waited_s < self._timeout_s:
@@ -93,7 +91,7 @@ class AnnouncedFeatures:
     def has(self, mm_hash: str) -> bool:
         return mm_hash in self._memory
 
-    def locate(self, mm_hash: str, request_id: str) -> tuple[Region, KeptFeature] | None:
+    def locate(self, mm_hash: str, request_id: str) -> tuple[Region, StoredFeature] | None:
         kept = self._memory.acquire(mm_hash, request_id)
         return None if kept is None else (self._memory.region, kept)
 
@@ -152,20 +150,13 @@ class AnnouncedFeatures:
             self._memory.release(owner)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptFeature(StoredFeature):
-    """A feature at a place in the memory's region."""
-
-    offset: int
-
-
 class FeatureMemory:
     """Least recently used features are evicted first; what an owner holds stays. Safe from any thread."""
 
     def __init__(self, transport: Transport, capacity_bytes: int) -> None:
         self._slab = transport.allocate("features", capacity_bytes)
         self._allocator = SlabAllocator(capacity_bytes)
-        self._cache: FeatureCache[tuple[str, KeptFeature]] = FeatureCache(capacity_bytes)
+        self._cache: FeatureCache[tuple[str, StoredFeature]] = FeatureCache(capacity_bytes)
         self._lock = threading.Lock()
         self._evicted: list[str] = []
 
@@ -177,7 +168,7 @@ class FeatureMemory:
         with self._lock:
             return mm_hash in self._cache
 
-    def acquire(self, mm_hash: str, owner: str) -> KeptFeature | None:
+    def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
         """The feature, held until :meth:`release`; None where it is not here."""
         with self._lock:
             found = self._cache.acquire(mm_hash, owner)
@@ -185,7 +176,7 @@ class FeatureMemory:
 
     def put(
         self, mm_hash: str, data: memoryview, shape: list[int], dtype: str, owner: str, digest: str = ""
-    ) -> KeptFeature | None:
+    ) -> StoredFeature | None:
         """Copy a feature in, held for ``owner``; None where held features leave no room, or it is larger than all.
 
         ``digest`` is its checksum where that is known.
@@ -198,7 +189,7 @@ class FeatureMemory:
             if offset is None:
                 return None
             self._slab.buffer[offset : offset + data.nbytes] = data
-            kept = KeptFeature(offset=offset, nbytes=data.nbytes, shape=shape, dtype=dtype, checksum=digest)
+            kept = StoredFeature(offset=offset, nbytes=data.nbytes, shape=shape, dtype=dtype, checksum=digest)
             for other, evicted in self._cache.put(mm_hash, (mm_hash, kept), data.nbytes, owner):
                 self._drop(other, evicted)
             return kept
@@ -213,9 +204,6 @@ class FeatureMemory:
         with self._lock:
             evicted, self._evicted = self._evicted, []
             return evicted
-
-    def event(self, mm_hash: str, kept: KeptFeature, request_id: str) -> FeatureEvent:
-        return kept.event(mm_hash, request_id, region=self.region)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
@@ -236,6 +224,7 @@ class FeatureMemory:
             self._drop(*evicted)
         return offset
 
-    def _drop(self, mm_hash: str, kept: KeptFeature) -> None:
+    def _drop(self, mm_hash: str, kept: StoredFeature) -> None:
+        assert kept.offset is not None
         self._allocator.free(kept.offset)
         self._evicted.append(mm_hash)

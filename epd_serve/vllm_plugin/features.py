@@ -3,6 +3,10 @@
 E keeps what it has encoded by content hash and announces it to the P that the gateway names; P fetches it while
 the request still waits, and a request is scheduled only once its features are here, so that the step that needs
 one finds it: Model Runner V1 runs nothing of a connector in a step without tokens. P encodes what does not come.
+
+E also describes a picture: the number of its tokens and their place, which is all that P and D need where feature
+and KV come. vLLM would run its encoder on such a description where they do not, and die of it: that request ends
+with an error in place of that.
 """
 
 from __future__ import annotations
@@ -11,10 +15,13 @@ import logging
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
+import prometheus_client
 import torch
-from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
+from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver, collect_ec_item_metadata
 
 from epd_serve.factories import as_it_is, factory
@@ -28,18 +35,23 @@ from epd_serve.protocol.engine_notices import (
 from epd_serve.protocol.wire import Region
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.feature_store import StoredFeature
 from epd_serve.transfer.shared_memory import SharedMemoryPeers
-from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures, FeatureMemory, KeptFeature
-from epd_serve.vllm_plugin.feature_figures import CountingConnector
+from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures, FeatureMemory
 from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeServer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.epd_serve")
 
+#: ``encoded`` by this instance's tower; ``reused`` by E, which had it; ``fetched`` by P from an E, now or before;
+#: ``rewritten`` at P and D, which were given no pixels; ``missing`` for requests that ended without, as neither
+#: feature nor KV came.
+EVENTS = ("encoded", "reused", "fetched", "rewritten", "missing")
 _NUM_SENDERS = 8
 _ANNOUNCE_TIMEOUT_S = 30.0
 #: A step without tokens lasts so long, or until a feature comes: nothing can be done but wait for one.
@@ -51,17 +63,56 @@ class StepFeatures(ECConnectorMetadata):
     """The features of a step, as the scheduler tells them to the workers.
 
     Attributes:
-        announce: on E: (request, mm_hash, address of P).
+        announce: on E: (request, mm_hash, the gateway's name of it, address of P).
         trials: on E: features of trials, which are not kept.
         load: on P: where each feature of the step lies.
     """
 
-    announce: list[tuple[str, str, str]] = field(default_factory=list)
+    announce: list[tuple[str, str, str, str]] = field(default_factory=list)
     trials: set[str] = field(default_factory=set)
-    load: dict[str, tuple[Region, KeptFeature]] = field(default_factory=dict)
+    load: dict[str, tuple[Region, StoredFeature]] = field(default_factory=dict)
 
 
-class StoreFeatureConnector(CountingConnector):
+class FeatureStats(ECConnectorStats):
+    """Counts of :data:`EVENTS` since the last report."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: ECConnectorStats) -> FeatureStats:
+        return FeatureStats(data=dict(Counter(self.data) + Counter(other.data)))
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class FeatureMetrics(ECConnectorPromMetrics):
+    """``vllm:epd_serve_features_total`` by event."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, labelvalues)
+        counter = metric_types[prometheus_client.Counter](
+            name="vllm:epd_serve_features",
+            documentation="Encoder outputs by what became of them.",
+            labelnames=[*labelnames, "event"],
+        )
+        self._counters = {
+            (engine, event): counter.labels(*values, event)
+            for engine, values in labelvalues.items()
+            for event in EVENTS
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for event, count in transfer_stats_data.items():
+            self._counters[engine_idx, event].inc(count)
+
+
+class StoreFeatureConnector(ECConnectorBase):
     """``ec_connector: StoreFeatureConnector``; one object in the scheduler's process, one in each worker's."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
@@ -71,15 +122,13 @@ class StoreFeatureConnector(CountingConnector):
         capacity = int(extra.get("bytes", 256 << 20))
         self._side: _SchedulerOfE | _SchedulerOfP | _WorkerOfE | _WorkerOfP
         if role is ECConnectorRole.SCHEDULER:
+            described = PlaceholderMetadataResolver(vllm_config.model_config)
             if self.is_producer:
-                describes = (
-                    PlaceholderMetadataResolver(vllm_config.model_config) if extra.get("describe") else None
-                )
-                self._side = _SchedulerOfE(config.ec_ip, config.ec_port, describes)
+                self._side = _SchedulerOfE(config.ec_ip, config.ec_port, described)
             else:
                 transport = factory("transport", as_it_is)(EmbeddedTransport(config.ec_ip, key=cluster_key()))
                 announced = AnnouncedFeatures(transport, capacity, float(extra.get("timeout_s", 30.0)))
-                self._side = _SchedulerOfP(announced, config.ec_ip, config.ec_port)
+                self._side = _SchedulerOfP(announced, config.ec_ip, config.ec_port, described)
         elif self.is_producer:
             memory = FeatureMemory(EmbeddedTransport(config.ec_ip, key=cluster_key()), capacity)
             self._side = _WorkerOfE(memory, f"{config.ec_ip}:{config.ec_port}")
@@ -103,8 +152,22 @@ class StoreFeatureConnector(CountingConnector):
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         return False, self._side.finished(request)
 
-    def take_counts(self) -> Counter[str]:
-        return self._side.take_counts()
+    def take_unavailable_requests(self) -> set[str]:
+        return self._side.take_unavailable()
+
+    def get_ec_connector_stats(self) -> FeatureStats | None:
+        counts = self._side.take_counts()
+        return FeatureStats(data=dict(counts)) if counts else None
+
+    @classmethod
+    def build_ec_connector_stats(cls, data: dict[str, Any] | None = None) -> FeatureStats:
+        return FeatureStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> FeatureMetrics:
+        return FeatureMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ------------------------------------------------------------------ worker
 
@@ -146,6 +209,10 @@ class _Side:
         counts, self.counts = self.counts, Counter()
         return counts
 
+    def take_unavailable(self) -> set[str]:
+        """Return the requests since the last call that cannot be computed."""
+        return set()
+
     def has(self, mm_hash: str) -> bool:
         return False
 
@@ -177,14 +244,11 @@ class _Side:
 
 
 class _SchedulerOfE(_Side):
-    """Knows from the worker what is stored, so that it is not encoded again.
+    """Knows from the worker what is stored, so that it is not encoded again, and describes it."""
 
-    With ``describes`` it also tells what a prompt says of an item in place of its pixels.
-    """
-
-    def __init__(self, host: str, port: int, describes: PlaceholderMetadataResolver | None) -> None:
+    def __init__(self, host: str, port: int, described: PlaceholderMetadataResolver) -> None:
         super().__init__()
-        self._describes = describes
+        self._described = described
         self._stored: set[str] = set()
         self._hits: dict[str, set[str]] = {}
         self._server = NoticeServer(host, port, self._handle)
@@ -212,8 +276,8 @@ class _SchedulerOfE(_Side):
             self._hits[new.req_id] = {h for i, h in enumerate(hashes) if i not in computed}
             self.counts["reused"] += len(self._hits[new.req_id])
             if address := params.get("announce_to"):
-                trace_id = params.get("request_id", "")
-                step.announce += [(trace_id, mm_hash, address) for mm_hash in dict.fromkeys(hashes)]
+                names = dict(zip(hashes, _names(params, hashes), strict=True))
+                step.announce += [(params.get("request_id", ""), *pair, address) for pair in names.items()]
         return step
 
     def finished(self, request: Request) -> dict[str, Any] | None:
@@ -227,44 +291,61 @@ class _SchedulerOfE(_Side):
             }
             for index, one in enumerate(request.mm_features)
         }
-        if self._describes is not None:
-            for mm_hash, item in collect_ec_item_metadata(request.mm_features, self._describes).items():
-                told[names[mm_hash]]["metadata"] = item["metadata"]
+        for mm_hash, item in collect_ec_item_metadata(request.mm_features, self._described).items():
+            told[names[mm_hash]]["metadata"] = item["metadata"]
         return told
 
 
 class _SchedulerOfP(_Side):
-    """Lets a request run when its features are here, or are not to be had."""
+    """Lets a request run when its features are here, or are not to be had and can be encoded here."""
 
-    def __init__(self, announced: AnnouncedFeatures, host: str, port: int) -> None:
+    def __init__(
+        self, announced: AnnouncedFeatures, host: str, port: int, described: PlaceholderMetadataResolver
+    ) -> None:
         super().__init__()
         self._announced = announced
+        self._described = described
+        self._unavailable: set[str] = set()
         self._server = NoticeServer(host, port, announced.handle)
-        self._load: dict[str, tuple[Region, KeptFeature]] = {}
+        self._load: dict[str, tuple[Region, StoredFeature]] = {}
+        #: The gateway's names of what is held for requests; :meth:`may_run` comes before each use.
+        self._held: dict[str, str] = {}
         self._waiting = False
 
     def has(self, mm_hash: str) -> bool:
-        return self._announced.has(mm_hash)
+        return mm_hash in self._held
 
     def may_run(self, request: Request, num_computed_tokens: int) -> bool:
-        params = request.ec_transfer_params
-        if not params or not params.get("expect"):
-            return True
+        params = request.ec_transfer_params or {}
         for feature, name in zip(request.mm_features, _names_of(request), strict=True):
             position = feature.mm_position
             if position.offset + position.length <= num_computed_tokens:
                 continue
-            if not self._announced.is_settled(
-                request.request_id, params.get("request_id", ""), feature.identifier, name
+            if params.get("expect") and not self._announced.is_settled(
+                request.request_id, params.get("request_id", ""), name
             ):
                 self._waiting = True
                 return False
-            self._announced.hold(request.request_id, feature.identifier)
+            if self._announced.hold(request.request_id, name):
+                self._held[feature.identifier] = name
+            elif self._is_rewritten(feature):
+                self._unavailable.add(request.request_id)
+                return False
         return True
+
+    def _is_rewritten(self, feature: MultiModalFeatureSpec) -> bool:
+        """Whether there is no more of an item here than E has told of it."""
+        return feature.data is not None and set(feature.data) <= self._described.fields_for(feature.modality)
+
+    def take_unavailable(self) -> set[str]:
+        unavailable, self._unavailable = self._unavailable, set()
+        self.counts["missing"] += len(unavailable)
+        return unavailable
 
     def allocated(self, request: Request, index: int) -> None:
         mm_hash = request.mm_features[index].identifier
-        if (found := self._announced.locate(mm_hash, request.request_id)) is not None:
+        name = self._held.get(mm_hash)
+        if name is not None and (found := self._announced.locate(name, request.request_id)) is not None:
             self._load[mm_hash] = found
 
     def step(self, scheduler_output: SchedulerOutput) -> StepFeatures:
@@ -278,6 +359,9 @@ class _SchedulerOfP(_Side):
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         self._announced.forget(request.request_id)
+        for feature in request.mm_features:
+            self._held.pop(feature.identifier, None)
+        self.counts["rewritten"] += sum(map(self._is_rewritten, request.mm_features))
         return super().finished(request)
 
 
@@ -288,32 +372,31 @@ class _WorkerOfE(_Side):
         super().__init__()
         self._memory = memory
         self._scheduler = scheduler
-        self._pending: dict[str, list[tuple[str, str]]] = {}
+        self._pending: dict[str, list[tuple[str, str, str]]] = {}
         self._unkept: set[str] = set()
         self._stored: list[str] = []
         self._senders = ThreadPoolExecutor(_NUM_SENDERS, thread_name_prefix="announce")
 
     def begin(self, step: StepFeatures, encoder_cache: dict[str, torch.Tensor]) -> None:
         self._pending, self._unkept = {}, step.trials
-        for trace_id, mm_hash, address in step.announce:
+        for trace_id, mm_hash, name, address in step.announce:
             if mm_hash not in self._memory and mm_hash in encoder_cache:
                 self._put(encoder_cache[mm_hash], mm_hash)
             if mm_hash in self._memory:
-                self._announce(trace_id, mm_hash, address)
+                self._announce(mm_hash, trace_id, name, address)
             else:
-                self._pending.setdefault(mm_hash, []).append((trace_id, address))
+                self._pending.setdefault(mm_hash, []).append((trace_id, name, address))
 
     def save(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str) -> None:
         if mm_hash in self._unkept:
             return
         self._put(encoder_cache[mm_hash], mm_hash)
-        for trace_id, address in self._pending.pop(mm_hash, ()):
-            self._announce(trace_id, mm_hash, address)
+        for waiting in self._pending.pop(mm_hash, ()):
+            self._announce(mm_hash, *waiting)
 
     def end_step(self) -> None:
-        for mm_hash, waiting in self._pending.items():
-            for trace_id, address in waiting:
-                self._send(address, FeatureWithdrawn(request_id=trace_id, mm_hash=mm_hash))
+        for trace_id, name, address in chain(*self._pending.values()):
+            self._send(address, FeatureWithdrawn(request_id=trace_id, mm_hash=name))
         self._pending = {}
         evicted = self._memory.take_evicted()
         if self._stored or evicted:
@@ -328,13 +411,13 @@ class _WorkerOfE(_Side):
             self._memory.release("put", mm_hash)
             self._stored.append(mm_hash)
 
-    def _announce(self, trace_id: str, mm_hash: str, address: str) -> None:
+    def _announce(self, mm_hash: str, trace_id: str, name: str, address: str) -> None:
         owner = f"{trace_id}>{address}"
         kept = self._memory.acquire(mm_hash, owner)
         if kept is None:
-            self._send(address, FeatureWithdrawn(request_id=trace_id, mm_hash=mm_hash))
+            self._send(address, FeatureWithdrawn(request_id=trace_id, mm_hash=name))
             return
-        event = self._memory.event(mm_hash, kept, trace_id)
+        event = kept.event(name, trace_id, region=self._memory.region)
         sent = self._send(address, FeatureAnnounced(event=event))
         sent.add_done_callback(lambda _: self._memory.release(owner, mm_hash))
 
@@ -354,15 +437,21 @@ class _WorkerOfP(_Side):
         for mm_hash, (region, kept) in step.load.items():
             if mm_hash not in encoder_cache:
                 data = bytearray(kept.nbytes)
-                self._peers.read(region, [(kept.offset, memoryview(data))])
+                self._peers.read(region, [(kept.offset or 0, memoryview(data))])
                 feature = torch.frombuffer(data, dtype=getattr(torch, kept.dtype)).reshape(kept.shape)
                 encoder_cache[mm_hash] = feature.to(self._device)
 
 
 def _names_of(request: Request) -> list[str]:
-    """The gateway's names of a request's features, else vLLM's: it makes others where a request has options."""
-    own = [one.identifier for one in request.mm_features]
-    names: list[str] = (request.ec_transfer_params or {}).get("names") or own
+    return _names(request.ec_transfer_params or {}, [one.identifier for one in request.mm_features])
+
+
+def _names(params: dict[str, Any], own: list[str]) -> list[str]:
+    """The gateway's names of a request's features, by which E and P speak of them; else vLLM's ``own``.
+
+    vLLM makes others where a request has options, and P has two of a picture: with and without its pixels.
+    """
+    names: list[str] = params.get("names") or own
     return names if len(names) == len(own) else own
 
 

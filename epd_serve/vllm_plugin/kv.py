@@ -43,23 +43,34 @@ _EMPTY_STEP_S = 0.005
 
 
 @dataclass
-class StepSend:
-    """A chunk of a prompt that a step computes: ``blocks`` are all of the prompt's so far."""
+class _Prompt:
+    """A prompt that is computed for D: all of its blocks so far, and the end of what is computed in them."""
 
-    request_id: str
     transfer_id: str
-    prompt: str
+    checksum: str
+    num_tokens: int
     blocks: list[int]
-    first_token: int
-    end_token: int
-    last: bool
+    end_token: int = 0
+
+    def next_chunk(self, request_id: str, end_token: int, block_size: int) -> Chunk:
+        begin, self.end_token = self.end_token, end_token
+        first = begin // block_size
+        return Chunk(
+            request_id=request_id,
+            transfer_id=self.transfer_id,
+            prompt=self.checksum,
+            first_block=first,
+            blocks=self.blocks[first : -(-end_token // block_size)],
+            num_tokens=end_token - begin,
+            last=end_token >= self.num_tokens,
+        )
 
 
 @dataclass
 class StepKV(KVConnectorMetadata):
     """The KV work of a step, as the scheduler tells it to the workers."""
 
-    sends: list[StepSend] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
     declines: list[tuple[str, str]] = field(default_factory=list)
     #: (transfer, whether it was computed) of prompts that P is through with.
@@ -159,8 +170,7 @@ class _Scheduler:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._sending: dict[str, StepSend] = {}
-        self._prompt_tokens: dict[str, int] = {}
+        self._sending: dict[str, _Prompt] = {}
         self._step = StepKV()
 
     def wanted(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
@@ -195,18 +205,14 @@ class _Scheduler:
         for new in scheduler_output.scheduled_new_reqs:
             params = (getattr(new.sampling_params, "extra_args", None) or {}).get("kv_transfer_params") or {}
             if params.get("do_remote_decode") and new.prompt_token_ids:
-                send = StepSend(
-                    request_id=new.req_id,
+                prompt = self._sending[new.req_id] = _Prompt(
                     transfer_id=params["transfer_id"],
-                    prompt=_checksum_of(new.prompt_token_ids, new.mm_features),
+                    checksum=_checksum_of(new.prompt_token_ids, new.mm_features),
+                    num_tokens=len(new.prompt_token_ids),
                     blocks=list(new.block_ids[0]),
-                    first_token=0,  # what was cached here goes along
-                    end_token=new.num_computed_tokens + counts[new.req_id],
-                    last=new.num_computed_tokens + counts[new.req_id] >= len(new.prompt_token_ids),
                 )
-                self._sending[new.req_id] = send
-                self._prompt_tokens[new.req_id] = len(new.prompt_token_ids)
-                step.sends.append(_copy(send))
+                end = new.num_computed_tokens + counts[new.req_id]  # what was cached here goes along
+                step.chunks.append(prompt.next_chunk(new.req_id, end, self._block_size))
         self._go_on(scheduler_output, step)
         return step
 
@@ -214,19 +220,15 @@ class _Scheduler:
         """With prompts whose chunks were computed in earlier steps."""
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
-            send = self._sending.get(request_id)
-            if send is None or (send.last and request_id not in cached.resumed_req_ids):
+            prompt, is_resumed = self._sending.get(request_id), request_id in cached.resumed_req_ids
+            if prompt is None or (prompt.end_token >= prompt.num_tokens and not is_resumed):
                 continue
-            new_blocks = cached.new_block_ids[index]
-            if request_id in cached.resumed_req_ids:
-                send.blocks, send.first_token = list(new_blocks[0]) if new_blocks else [], 0
-            else:
-                send.blocks += new_blocks[0] if new_blocks else []
-                send.first_token = send.end_token
-            computed = cached.num_computed_tokens[index]
-            send.end_token = computed + scheduler_output.num_scheduled_tokens[request_id]
-            send.last = send.end_token >= self._prompt_tokens[request_id]
-            step.sends.append(_copy(send))
+            if is_resumed:
+                prompt.blocks, prompt.end_token = [], 0
+            if new_blocks := cached.new_block_ids[index]:
+                prompt.blocks += new_blocks[0]
+            end = cached.num_computed_tokens[index] + scheduler_output.num_scheduled_tokens[request_id]
+            step.chunks.append(prompt.next_chunk(request_id, end, self._block_size))
 
     def finished(self, request: Request, block_ids: list[int]) -> bool:
         """Whether the request's blocks are kept."""
@@ -237,10 +239,9 @@ class _Scheduler:
             self._step.cancelled.append(request.request_id)
         if not params.get("do_remote_decode"):
             return False
-        send = self._sending.pop(request.request_id, None)
-        self._prompt_tokens.pop(request.request_id, None)
-        aborted = request.status is RequestStatus.FINISHED_ABORTED
-        computed = bool(send is not None and send.last and block_ids and not aborted)
+        prompt = self._sending.pop(request.request_id, None)
+        is_whole = prompt is not None and prompt.end_token >= prompt.num_tokens
+        computed = bool(is_whole and block_ids and request.status is not RequestStatus.FINISHED_ABORTED)
         self._step.finished.append((params["transfer_id"], computed))
         return computed
 
@@ -269,7 +270,7 @@ class _Worker:
         self._sender: KVHandOvers | None = None
         self._receiver: KVReceiver | None = None
         self._step = StepKV()
-        self._chunks: list[tuple[StepSend, Chunk]] = []
+        self._chunks: list[Chunk] = []
         self._ends: frozenset[int] = frozenset()
         self._next_layer = 0
         self._began_at = 0.0
@@ -302,13 +303,12 @@ class _Worker:
             return
         for transfer_id, computed in step.finished:
             self._sender.finish(transfer_id, computed=computed)
-        for send in step.sends:
-            self._sender.begin(send.transfer_id, send.request_id, send.prompt)
-            first, end = send.first_token // self._block_size, -(-send.end_token // self._block_size)
-            self._chunks.append((send, Chunk(first, send.blocks[first:end], send.last)))
+        for chunk in step.chunks:
+            self._sender.begin(chunk)
+        self._chunks = step.chunks
         if not self._chunks:
             return
-        num_blocks = sum(len(chunk.blocks) for _, chunk in self._chunks)
+        num_blocks = sum(len(chunk.blocks) for chunk in self._chunks)
         layer_bytes = num_blocks * self._layers[0].block_bytes * self._layers[0].planes
         size = self._sender.group_size(max(1, num_blocks * self._block_size), layer_bytes)
         self._ends = group_ends(len(self._layers), size)
@@ -325,7 +325,7 @@ class _Worker:
         if not self._chunks or self._sender is None:
             return
         self._push(len(self._layers))
-        num_tokens = sum(send.end_token - send.first_token for send, _ in self._chunks)
+        num_tokens = sum(chunk.num_tokens for chunk in self._chunks)
         self._sender.observe_compute(num_tokens, time.monotonic() - self._began_at)
         self._chunks = []
 
@@ -334,8 +334,8 @@ class _Worker:
         if end <= self._next_layer:
             return
         layers, self._next_layer = range(self._next_layer, end), end
-        for send, chunk in self._chunks:
-            self._sender.push(send.transfer_id, layers, chunk, last=end == len(self._layers))
+        for chunk in self._chunks:
+            self._sender.push(layers, chunk, last=end == len(self._layers))
 
     def start(self, step: StepKV) -> None:
         if self._receiver is None:
@@ -363,10 +363,6 @@ class _Worker:
 
 def _checksum_of(token_ids: Any, features: Any) -> str:
     return prompt_checksum(list(token_ids), [one.identifier.removesuffix(WITH_PIXELS) for one in features or ()])
-
-
-def _copy(send: StepSend) -> StepSend:
-    return StepSend(**{**send.__dict__, "blocks": list(send.blocks)})
 
 
 def _of_rank(address: str, rank: int) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from epd_serve.transfer.staging import paired, slab_spans
+from epd_serve.transfer.transport import Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,39 +24,16 @@ class LayerMemory:
     block_bytes: int
 
     @property
-    def plane_bytes(self) -> int:
-        return self.buffer.nbytes // self.planes
+    def num_blocks(self) -> int:
+        return self.buffer.nbytes // self.planes // self.block_bytes
 
-
-def remote_pieces(
-    layer: LayerMemory, remote_start: int, remote_nbytes: int, runs: list[tuple[int, int, int]]
-) -> list[tuple[int, memoryview]]:
-    """The local bytes of runs of blocks, each with its offset in a peer's memory.
-
-    A run is (first block here, first block there, count); the peer's layer has ``remote_nbytes`` from
-    ``remote_start`` on.
-    """
-    pieces = []
-    for plane in range(layer.planes):
-        here_base, there_base = plane * layer.plane_bytes, remote_start + plane * (remote_nbytes // layer.planes)
-        for here, there, count in runs:
-            start = here_base + here * layer.block_bytes
-            local = layer.buffer[start : start + count * layer.block_bytes]
-            pieces.append((there_base + there * layer.block_bytes, local))
-    return pieces
-
-
-def runs_of(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Pairs of block numbers (here, there) as runs in which both count upwards."""
-    runs: list[tuple[int, int, int]] = []
-    for here, there in pairs:
-        if runs:
-            first_here, first_there, count = runs[-1]
-            if here == first_here + count and there == first_there + count:
-                runs[-1] = (first_here, first_there, count + 1)
-                continue
-        runs.append((here, there, 1))
-    return runs
+    def pieces(self, blocks: Sequence[int], remote: Sequence[int], start: int, num_blocks: int) -> list[Piece]:
+        """The bytes of blocks and their places in a peer's layer of ``num_blocks``, whose memory begins at
+        ``start``."""
+        size, planes = self.block_bytes, self.planes
+        here = slab_spans(range(1), blocks, self.num_blocks, size, planes=planes)
+        there = slab_spans(range(1), remote, num_blocks, size, start=start, planes=planes)
+        return [(to, self.buffer[at : at + nbytes]) for at, to, nbytes in paired(here, there)]
 
 
 def layer_memory(cache: torch.Tensor, num_blocks: int) -> LayerMemory:

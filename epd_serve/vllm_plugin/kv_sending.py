@@ -10,7 +10,6 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,28 +19,31 @@ from epd_serve.protocol.engine_notices import AnyNotice, KVUnwanted, KVWanted
 from epd_serve.protocol.wire import Region, ReserveReply
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
+from epd_serve.transfer.reservation import Tombstones
 from epd_serve.transfer.transport import Piece, Transport
-from epd_serve.vllm_plugin.kv_layout import LayerMemory, remote_pieces, runs_of
+from epd_serve.vllm_plugin.kv_layout import LayerMemory
 
 logger = logging.getLogger("vllm.epd_serve")
 
 _LOOK_S = 0.1
-_MAX_UNWANTED = 4096
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Computed blocks of one prompt: from ``first_block`` on, in these blocks of P. ``last``: they end it."""
+    """The part of a prompt that one step computes.
 
+    Attributes:
+        prompt: checksum of the whole prompt (:func:`epd_serve.vllm_plugin.kv.prompt_checksum`).
+        first_block: number of the first of ``blocks`` in the prompt.
+        last: whether the prompt ends with it.
+    """
+
+    request_id: str
+    transfer_id: str
+    prompt: str
     first_block: int
     blocks: list[int]
-    last: bool
-
-
-@dataclass(slots=True)
-class _Work:
-    layers: range
-    chunk: Chunk
+    num_tokens: int
     last: bool
 
 
@@ -50,28 +52,27 @@ class _Transfer:
     out: OutgoingTransfer
     prompt: str = ""
     target: KVWanted | None = None
-    waiting: list[_Work] = field(default_factory=list)
+    waiting: list[tuple[range, Chunk, bool]] = field(default_factory=list)
     outcome: str | None = None
     request_id: str = ""
     finished_at: float | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass(frozen=True, slots=True)
 class _Staged:
     """Blocks of some layers, where they are."""
 
-    def __init__(self, memory: Sequence[LayerMemory], layers: range, blocks: Sequence[int]) -> None:
-        self._memory = memory
-        self._layers = layers
-        self._blocks = blocks
+    memory: Sequence[LayerMemory]
+    layers: range
+    blocks: Sequence[int]
 
     def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
-        runs = runs_of(zip(self._blocks[first:], remote, strict=False))
-        pieces: list[Piece] = []
-        for layer in self._layers:
-            memory = self._memory[layer]
-            nbytes = remote_num_blocks * memory.planes * memory.block_bytes
-            pieces += remote_pieces(memory, layer * nbytes, nbytes, runs)
+        own, pieces = self.blocks[first : first + len(remote)], []
+        for layer in self.layers:
+            memory = self.memory[layer]
+            start = layer * remote_num_blocks * memory.planes * memory.block_bytes
+            pieces += memory.pieces(own, remote, start, remote_num_blocks)
         return pieces
 
 
@@ -120,51 +121,52 @@ class KVHandOvers:
         self._trace = None if trace is None else _new_trace(trace)
         self._lock = threading.RLock()  # what has nothing under way ends where it is asked
         self._transfers: dict[str, _Transfer] = {}
-        self._unwanted: OrderedDict[str, None] = OrderedDict()
+        #: Transfers that are given up, here or by D, with the reason.
+        self._refused: Tombstones[str] = Tombstones()
         self._sent: set[str] = set()
         self._news = threading.Event()
         self._last_link = ""
 
     # ------------------------------------------------------------------ the engine's thread
 
-    def begin(self, transfer_id: str, request_id: str, prompt: str) -> None:
-        """A prompt is about to be computed. Idempotent."""
+    def begin(self, chunk: Chunk) -> None:
+        """A chunk is about to be computed."""
         with self._lock:
-            transfer = self._of(transfer_id)
-            transfer.request_id, transfer.prompt = request_id, prompt
-            self._check(transfer_id, transfer)
+            transfer = self._of(chunk.transfer_id)
+            transfer.request_id, transfer.prompt = chunk.request_id, chunk.prompt
+            self._check(chunk.transfer_id, transfer)
 
-    def push(self, transfer_id: str, layers: range, chunk: Chunk, *, last: bool) -> None:
+    def push(self, layers: range, chunk: Chunk, *, last: bool) -> None:
         """These layers of a chunk are computed; ``last``: with them, the chunk is."""
         with self._lock:
-            transfer = self._transfers.get(transfer_id)
+            transfer = self._transfers.get(chunk.transfer_id)
             if transfer is None or transfer.outcome is not None:
                 return
             if last and chunk.last:
                 transfer.out.computed_at = self._clock()
-            work = _Work(layers, chunk, last)
             if transfer.target is None:
-                transfer.waiting.append(work)
+                transfer.waiting.append((layers, chunk, last))
             elif transfer.out.error is not None:
-                self._end(transfer_id, transfer, str(transfer.out.error))
+                self._end(chunk.transfer_id, transfer, str(transfer.out.error))
             else:
-                self._send(transfer_id, transfer, work)
+                self._send(transfer, transfer.target, layers, chunk, last)
 
     def finish(self, transfer_id: str, *, computed: bool) -> None:
         """The engine is through with the request; its blocks stay until :meth:`take_sent` names it if it was
         ``computed``, and are gone now if it was not."""
         with self._lock:
             transfer = self._transfers.get(transfer_id)
+            if not computed:
+                self._refused.add(transfer_id, "the prompt was not computed to its end")
             if transfer is None:
                 return
             transfer.finished_at = self._clock()
             if not computed:
                 transfer.request_id = ""
-                self._end(transfer_id, transfer, "the prompt was not computed to its end")
-            elif transfer.outcome is not None:
+            if transfer.outcome is not None:
                 self._drop(transfer_id, transfer)
-            elif transfer_id in self._unwanted:
-                self._end(transfer_id, transfer, "it is not wanted")
+            elif refusal := self._refused.get(transfer_id):
+                self._end(transfer_id, transfer, refusal)
 
     def wait(self, timeout_s: float) -> None:
         """Until blocks are not needed any more since the last call, while some are kept; at most ``timeout_s``."""
@@ -202,9 +204,11 @@ class KVHandOvers:
             num_blocks = notice.region.nbytes // block_bytes
             transfer.out.target = ReserveReply(notice.block_ids, 0, notice.region, num_blocks)
             self._check(notice.transfer_id, transfer)
+            if refusal := self._refused.get(notice.transfer_id):
+                self._end(notice.transfer_id, transfer, refusal)
             waiting, transfer.waiting = transfer.waiting, []
             for work in waiting:
-                self._send(notice.transfer_id, transfer, work)
+                self._send(transfer, notice, *work)
         asked_at = self._clock()
         while not transfer.done.wait(_LOOK_S):
             late = transfer.request_id == "" and self._clock() - asked_at > self._lease_s
@@ -214,9 +218,7 @@ class KVHandOvers:
 
     def _give_up(self, transfer_id: str) -> None:
         with self._lock:
-            self._unwanted[transfer_id] = None
-            if len(self._unwanted) > _MAX_UNWANTED:
-                self._unwanted.popitem(last=False)
+            self._refused.add(transfer_id, "it is not wanted any more")
             transfer = self._transfers.get(transfer_id)
             if transfer is not None:
                 self._end(transfer_id, transfer, "it is not wanted any more")
@@ -254,28 +256,22 @@ class KVHandOvers:
 
     # ------------------------------------------------------------------ writing
 
-    def _send(self, transfer_id: str, transfer: _Transfer, work: _Work) -> None:
+    def _send(self, transfer: _Transfer, target: KVWanted, layers: range, chunk: Chunk, last: bool) -> None:
         """Have it written; hold the lock."""
-        target, out = transfer.target, transfer.out
-        assert target is not None
-        last_block = target.first_block + len(target.block_ids)
-        numbers = range(work.chunk.first_block, work.chunk.first_block + len(work.chunk.blocks))
-        pairs = [
-            (block, target.block_ids[number - target.first_block])
-            for number, block in zip(numbers, work.chunk.blocks, strict=True)
-            if target.first_block <= number < last_block
-        ]
-        if pairs:
+        ahead = target.first_block - chunk.first_block  # blocks that D has already
+        local = chunk.blocks[max(0, ahead) :]
+        remote = target.block_ids[max(0, -ahead) :][: len(local)]
+        if remote:
             self._last_link = target.region.name
-            self._sender.push(work.layers, [Part(out, *map(list, zip(*pairs, strict=True)))])
-        if work.last and work.chunk.last:
-            self._sender.fence(out, lambda out: self._written(transfer_id, transfer))
+            self._sender.push(layers, [Part(transfer.out, local[: len(remote)], remote)])
+        if last and chunk.last:
+            self._sender.fence(transfer.out, lambda out: self._written(transfer))
 
-    def _written(self, transfer_id: str, transfer: _Transfer) -> None:
+    def _written(self, transfer: _Transfer) -> None:
         with self._lock:
             if transfer.outcome is None:
-                self._record(transfer_id, transfer.out)
-                self._end(transfer_id, transfer, str(transfer.out.error or ""))
+                self._record(transfer.out)
+                self._end(transfer.out.transfer_id, transfer, str(transfer.out.error or ""))
 
     def group_size(self, num_tokens: int, layer_bytes: float) -> int:
         """Layers to send together in a step, for the link that was used last."""
@@ -285,11 +281,11 @@ class KVHandOvers:
         """A prefill step took ``seconds``."""
         self._sizer.observe_compute(num_tokens, seconds)
 
-    def _record(self, transfer_id: str, out: OutgoingTransfer) -> None:
+    def _record(self, out: OutgoingTransfer) -> None:
         if self._trace is None:
             return
         record = {
-            "transfer_id": transfer_id,
+            "transfer_id": out.transfer_id,
             "bytes": out.num_bytes,
             "writes": out.num_writes,
             "transfer_s": round(out.transfer_s, 6),
@@ -300,7 +296,7 @@ class KVHandOvers:
             with self._trace.open("a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:  # no reason to hand nothing over
-            logger.warning("the record of transfer %s cannot be written: %s", transfer_id, error)
+            logger.warning("the record of transfer %s cannot be written: %s", out.transfer_id, error)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless nothing is left of transfers that have ended."""

@@ -1,4 +1,4 @@
-"""Pictures that D gets without pixels, and the fate of a request whose KV does not come then."""
+"""Pictures that P and D get without pixels, and the fate of a request whose feature or KV does not come then."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ PIXELS = b"\x89PNG "
 
 @dataclass
 class Server:
-    """Says what a vLLM server would. D fails at prompts without pixels while ``loses`` is set."""
+    """Says what a vLLM server would. The instances that ``loses`` names fail at prompts without pixels."""
 
     tells: bool = True
-    loses: bool = False
+    loses: str = ""
     bodies: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -44,9 +44,11 @@ class Server:
         if name == "e0":
             told = {part["uuid"]: {"metadata": GRID if self.tells else {}} for part in parts}
             return web.json_response({"ec_transfer_params": told})
-        if name == "p0":
-            return web.json_response({"usage": {"prompt_tokens": 9}, "kv_transfer_params": {}})
-        is_lost = self.loses and any(part["type"] == "image_embeds" for part in parts)
+        is_lost = name in self.loses and any(part["type"] == "image_embeds" for part in parts)
+        if name == "p0" and not is_lost:
+            return web.json_response(
+                {"usage": {"prompt_tokens": 9}, "kv_transfer_params": {"do_remote_prefill": True}}
+            )
         if not body["stream"]:
             if is_lost:
                 return web.json_response({"error": {"message": "no KV"}}, status=500)
@@ -95,12 +97,13 @@ async def ask(server: Server, *, stream: bool = False, n: int = 1, **fields: Any
         prefill = calls["p0"].prefill(request, trace_id="r", media=[PIXELS] * 3)
         decode = calls["d0"].decode(DecodeRequest(request_id="r", stream=stream), trace_id="r")
         try:
-            await prefill.opened
             for ref in refs[:2]:
                 if n == 1:
-                    assert "d0" not in server.bodies, "D is called before all is known"
+                    early = {"e0", "p0"} if fields.get("kv") == "mooncake" else {"e0"}
+                    assert server.bodies.keys() <= early, "they are called before all is known"
                 wanted = EncodeRequest(request_id="r", ref=ref, media=PIXELS, announce_to=calls["p0"].url)
                 await calls["e0"].encode(wanted, trace_id="r")
+            await prefill.opened
             answer = await decode.opened
             return b"".join([chunk async for chunk in answer.chunks()])
         finally:
@@ -120,18 +123,37 @@ RAW = [("image_url", f"{name}:pixels") for name in ("a", "b", "a")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_d_gets_what_e_tells_and_p_the_pixels(stream: bool) -> None:
+async def test_p_and_d_get_what_e_tells(stream: bool) -> None:
     server = Server()
     assert b"choices" in await ask(server, stream=stream)
-    [body] = server.bodies["d0"]
-    assert pictures(body) == REWRITTEN
-    assert body["kv_transfer_params"]["do_remote_prefill"]
-    assert [pictures(body) for body in server.bodies["p0"]] == [[("image_url", name) for name in ("a", "b", "a")]]
+    [at_p], [at_d] = server.bodies["p0"], server.bodies["d0"]
+    assert pictures(at_p) == pictures(at_d) == REWRITTEN
+    assert at_p["ec_transfer_params"] == {"request_id": "r", "expect": True, "names": ["a", "b", "a"]}
+    assert at_d["kv_transfer_params"]["do_remote_prefill"] and "ec_transfer_params" not in at_d
+
+
+async def test_p_gets_pixels_where_its_connector_cannot_tell_d_of_a_failure() -> None:
+    server = Server()
+    await ask(server, kv="mooncake", pulls=True)
+    assert [pictures(body) for body in server.bodies["p0"]] == [RAW]
+    assert [pictures(body) for body in server.bodies["d0"]] == [REWRITTEN]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"kv": "nixl", "pulls": True}])
+async def test_d_computes_the_prompt_where_p_lacks_a_feature(stream: bool, fields: dict[str, Any]) -> None:
+    """The server's D refuses prompts without pixels then, as no KV comes."""
+    server = Server(loses="p0 d0")
+    answer = await ask(server, stream=stream, **fields)
+    assert b"choices" in answer and b"error" not in answer
+    assert [pictures(body) for body in server.bodies["p0"]] == [REWRITTEN]
+    last = server.bodies["d0"][-1]
+    assert pictures(last) == RAW and "kv_transfer_params" not in last
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_where_kv_does_not_come_d_gets_the_pixels(stream: bool) -> None:
-    server = Server(loses=True)
+    server = Server(loses="d0")
     answer = await ask(server, stream=stream)
     assert b"choices" in answer and b"error" not in answer
     assert [pictures(body) for body in server.bodies["d0"]] == [REWRITTEN, RAW]
@@ -140,7 +162,7 @@ async def test_where_kv_does_not_come_d_gets_the_pixels(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_where_d_is_not_to_compute_prompts_the_request_fails(stream: bool) -> None:
-    server = Server(loses=True)
+    server = Server(loses="d0")
     with pytest.raises(InstanceFailed, match="no KV"):
         await ask(server, stream=stream, recomputes=False)
     assert [pictures(body) for body in server.bodies["d0"]] == [REWRITTEN]
@@ -149,9 +171,10 @@ async def test_where_d_is_not_to_compute_prompts_the_request_fails(stream: bool)
 async def test_what_e_does_not_tell_of_goes_with_pixels_and_kv() -> None:
     server = Server(tells=False)
     await ask(server)
-    [body] = server.bodies["d0"]
-    assert pictures(body) == RAW
-    assert body["kv_transfer_params"]["do_remote_prefill"]
+    [at_p], [at_d] = server.bodies["p0"], server.bodies["d0"]
+    assert pictures(at_p) == pictures(at_d) == RAW
+    assert at_p["ec_transfer_params"]["names"] == ["a", "b", "a"]
+    assert at_d["kv_transfer_params"]["do_remote_prefill"]
 
 
 async def test_d_that_computes_the_prompt_gets_pixels() -> None:

@@ -87,11 +87,12 @@ def test_each_role_gets_the_connectors_that_it_needs(model: Path) -> None:
     assert flag(both, "kv-transfer-config") is not None
 
 
-def test_a_d_without_pixels_is_kept_from_encoding_and_e_tells_what_it_needs(model: Path) -> None:
-    found = processes("topology: E-P-D\nvllm: {media: rewritten}", model)
-    e0, p0, d0 = (json.loads(flag(found[name], "ec-transfer-config") or "") for name in ("e0", "p0", "d0"))
-    assert (d0["ec_connector"], d0["ec_role"]) == ("RewrittenMediaConnector", "ec_consumer")
-    assert [one["ec_connector_extra_config"].get("describe") for one in (e0, p0)] == [True, None]
+@pytest.mark.parametrize("devices", ["[cpu]", "['cuda:0', 'cuda:1', 'cuda:2']"])
+def test_a_d_without_pixels_is_kept_from_encoding(devices: str, model: Path) -> None:
+    found = processes(f"topology: E-P-D\ndevices: {devices}\nvllm: {{media: rewritten}}", model)
+    for name, role in (("e0", "ec_producer"), ("p0", "ec_consumer"), ("d0", "ec_consumer")):
+        told = json.loads(flag(found[name], "ec-transfer-config") or "")
+        assert (told["ec_connector"], told["ec_role"]) == ("StoreFeatureConnector", role)
 
 
 def test_devices_memory_and_threads(model: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from pictures import png
@@ -13,17 +13,22 @@ from vllm_runs import Tokens, tokens_of
 
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm import VllmInstances
-from epd_serve.backends.vllm_command import KV_PORT
+from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
 from epd_serve.backends.vllm_server import VllmTarget
-from epd_serve.protocol.engine_notices import KVUnwanted
+from epd_serve.protocol.engine_notices import FeatureWithdrawn, KVUnwanted
 from epd_serve.protocol.openai import ChatCompletionRequest
 from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MediaRef, PrefillRequest
 from epd_serve.types import Role
 from epd_serve.vllm_plugin.notices import Conversation
 
 
-async def ask_without_kv(urls: Mapping[str, str], body: dict[str, Any], image: Image.Image) -> Tokens:
-    """The answer to a chat with a picture, with ``media: rewritten``, where D finds nobody at P's address."""
+async def ask_without(
+    lost: Literal["kv", "feature"], urls: Mapping[str, str], body: dict[str, Any], image: Image.Image
+) -> Tokens:
+    """The answer to a chat with a picture, with ``media: rewritten``.
+
+    D finds nobody at P's address, or P gets no feature of the picture that E has described.
+    """
     given: dict[str, Any] = {
         "device": "cpu",
         "dtype": "float32",
@@ -33,14 +38,18 @@ async def ask_without_kv(urls: Mapping[str, str], body: dict[str, Any], image: I
     }
     targets = {f"{role.lower()}0": VllmTarget(role=Role.parse(role), rewrites=True, **given) for role in "EPD"}
     parsed = ChatCompletionRequest.model_validate(body)
-    ref = MediaRef(mm_hash="of a picture without KV", width=image.width, height=image.height)
+    ref = MediaRef(mm_hash=f"of a picture without {lost}", width=image.width, height=image.height)
     async with NativeConnections() as connections:
         others = VllmInstances(connections, targets)
         calls = {name: others.connect(name, urls[name]) for name in targets}
         to_p = calls["p0"].address
-        calls["p0"].address = lambda offset: "127.0.0.1:1" if offset == KV_PORT else to_p(offset)  # type: ignore[method-assign]
+        if lost == "kv":
+            calls["p0"].address = lambda offset: "127.0.0.1:1" if offset == KV_PORT else to_p(offset)  # type: ignore[method-assign]
+        else:
+            withdrawn = FeatureWithdrawn(request_id="without", mm_hash=ref.mm_hash)
+            await asyncio.to_thread(Conversation(to_p(FEATURE_PORT)).ask, withdrawn, 60)
         request = PrefillRequest(
-            request_id="without-kv",
+            request_id="without",
             output=parsed.output(id="chat-1", created=1, model=body["model"]),
             sampling=parsed.sampling(0),
             items=[ref],
@@ -52,7 +61,10 @@ async def ask_without_kv(urls: Mapping[str, str], body: dict[str, Any], image: I
         decode = calls["d0"].decode(DecodeRequest(request_id=request.request_id, stream=False), trace_id="t")
         try:
             wanted = EncodeRequest(
-                request_id=request.request_id, ref=ref, media=png(image), announce_to=calls["p0"].url
+                request_id=request.request_id,
+                ref=ref,
+                media=png(image),
+                announce_to=calls["p0"].url if lost == "kv" else "",
             )
             await calls["e0"].encode(wanted, trace_id="t")
             await prefill.opened

@@ -1,4 +1,4 @@
-"""E-P-2D of vLLM instances, where D gets no pixels: who does what, and what happens when one of them dies.
+"""E-P-2D of vLLM instances, where P and D get no pixels: who does what, and what happens when one of them dies.
 
 One deployment serves all tests, in order. A start of vLLM takes long: the instances die one after the other, each
 when the tests that need it are through, and come back together.
@@ -22,7 +22,7 @@ import psutil
 import pytest
 from chat import chat
 from pictures import noise
-from vllm_calls import ask_without_kv
+from vllm_calls import ask_without
 from vllm_runs import MODEL, Deployment, Tokens, ask, ask_all, figures, same, streamed_tokens, up
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -83,24 +83,35 @@ def test_e_alone_encodes_and_never_twice(deployment: Deployment) -> None:
     assert features(deployment, "p0", "encoded") == at_p == 0, "nor does the picture to warm up with count"
 
 
-def test_d_neither_gets_nor_prepares_pixels(deployment: Deployment) -> None:
-    def at_d(key: str) -> float:
-        return sum(figures(deployment.urls[name])[key] for name in DECODES)
+def test_p_and_d_neither_get_nor_prepare_pixels(deployment: Deployment) -> None:
+    def seen(key: str) -> float:
+        return sum(figures(deployment.urls[name])[key] for name in ("p0", *DECODES))
 
-    prepared, rewritten = at_d("mm_cache_queries_total"), at_d("epd_serve_features_total rewritten")
-    missing = at_d("epd_serve_features_total missing")
+    prepared, rewritten = seen("mm_cache_queries_total"), seen("epd_serve_features_total rewritten")
+    missing = seen("epd_serve_features_total missing")
     ask(deployment.url, picture(101))
-    assert at_d("mm_cache_queries_total") == prepared
-    assert at_d("epd_serve_features_total rewritten") == rewritten + 1
-    assert at_d("epd_serve_features_total missing") == missing
+    assert seen("mm_cache_queries_total") == prepared
+    assert seen("epd_serve_features_total rewritten") == rewritten + 2
+    assert seen("epd_serve_features_total missing") == missing
 
 
 async def test_kv_that_does_not_come_is_computed_with_pixels(deployment: Deployment) -> None:
     """P answers, and D cannot reach it."""
     missing = features(deployment, "d0", "missing")
-    answer = await ask_without_kv(deployment.urls, picture(102), noise(102))
+    answer = await ask_without("kv", deployment.urls, picture(102), noise(102))
     assert features(deployment, "d0", "missing") == missing + 1
     assert same(answer, ask(deployment.url, picture(102)))
+    for name in deployment.urls:
+        deployment.check_idle(name)
+
+
+async def test_without_the_feature_that_p_waits_for_d_computes_with_pixels(deployment: Deployment) -> None:
+    missing = features(deployment, "p0", "missing")
+    began = time.monotonic()
+    answer = await ask_without("feature", deployment.urls, picture(103), noise(103))
+    assert time.monotonic() - began < LEASE_S / 2
+    assert features(deployment, "p0", "missing") == missing + 1
+    assert same(answer, ask(deployment.url, picture(103)))
     for name in deployment.urls:
         deployment.check_idle(name)
 

@@ -84,7 +84,9 @@ class Peers:
         kept = self.memory.put(mm_hash, memoryview(data), [len(data)], "uint8", "e", checksum)
         assert kept is not None
         try:
-            return self.announced.handle(FeatureAnnounced(event=self.memory.event(mm_hash, kept, "r")), never)
+            return self.announced.handle(
+                FeatureAnnounced(event=kept.event(mm_hash, "r", region=self.memory.region)), never
+            )
         finally:
             self.memory.release("e", mm_hash)
 

@@ -18,7 +18,7 @@ from epd_serve.protocol.wire import Region
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.shaped import ShapedTransport
-from epd_serve.vllm_plugin.kv_layout import LayerMemory, layer_memory, runs_of
+from epd_serve.vllm_plugin.kv_layout import LayerMemory, layer_memory
 from epd_serve.vllm_plugin.kv_receiving import KVReceiver, Receive
 from epd_serve.vllm_plugin.kv_sending import Chunk, KVHandOvers
 from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeServer
@@ -35,6 +35,18 @@ def caches(num_blocks: int) -> list[torch.Tensor]:
 
 def memories(tensors: list[torch.Tensor]) -> list[LayerMemory]:
     return [layer_memory(one, one.shape[1]) for one in tensors]
+
+
+def chunk_of(blocks: list[int], *, first_block: int = 0, last: bool = True, name: str = "r") -> Chunk:
+    return Chunk(
+        request_id=f"p-{name}",
+        transfer_id=f"t-{name}",
+        prompt="hello",
+        first_block=first_block,
+        blocks=blocks,
+        num_tokens=4 * len(blocks),
+        last=last,
+    )
 
 
 @dataclass
@@ -82,10 +94,10 @@ class Sides:
         )
 
     def compute(self, blocks: list[int], *, first_block: int = 0, last: bool = True, name: str = "r") -> None:
-        self.sender.begin(f"t-{name}", f"p-{name}", "hello")
+        chunk = chunk_of(blocks, first_block=first_block, last=last, name=name)
+        self.sender.begin(chunk)
         for layer in range(NUM_LAYERS):
-            chunk = Chunk(first_block, blocks, last)
-            self.sender.push(f"t-{name}", range(layer, layer + 1), chunk, last=layer == NUM_LAYERS - 1)
+            self.sender.push(range(layer, layer + 1), chunk, last=layer == NUM_LAYERS - 1)
 
     def ended(self) -> tuple[set[str], set[str]]:
         done: set[str] = set()
@@ -248,6 +260,15 @@ def test_a_prompt_that_is_not_computed_fails_d_at_once(sides: Sides) -> None:
     sides.check_empty()
 
 
+def test_a_d_that_asks_for_a_prompt_that_was_given_up_is_refused_at_once(sides: Sides) -> None:
+    began = time.monotonic()
+    sides.sender.finish("t-r", computed=False)
+    sides.want([3, 4])
+    assert sides.ended() == ({"r"}, {"r"})
+    assert time.monotonic() - began < 30
+    sides.check_empty()
+
+
 def test_a_p_that_dies_fails_d_at_once(sides: Sides) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -327,13 +348,13 @@ def overlap(folder: Path, layers_together: int) -> float:
     """A prompt whose layers take as long to compute as their KV takes over a slow link."""
     sides = Sides().open(trace=folder, bytes_per_s=LAYER_BYTES / LAYER_S)
     sides.want([0, 1, 2, 3])
-    sides.sender.begin("t-r", "p-r", "hello")
+    whole = chunk_of([0, 1, 2, 3])
+    sides.sender.begin(whole)
     for layer in range(NUM_LAYERS):
         time.sleep(LAYER_S)
         end = layer + 1
         if end % layers_together == 0:
-            whole = Chunk(0, [0, 1, 2, 3], last=True)
-            sides.sender.push("t-r", range(end - layers_together, end), whole, last=end == NUM_LAYERS)
+            sides.sender.push(range(end - layers_together, end), whole, last=end == NUM_LAYERS)
     assert sides.ended() == ({"r"}, set())
     (file,) = folder.iterdir()
     until(lambda: bool(file.read_text()))
@@ -351,10 +372,6 @@ def test_groups_hide_what_a_transfer_of_the_whole_prompt_does_not(tmp_path: Path
         if found[0] < 0.2 and found[1] > 0.4:
             break
     assert found[0] < 0.2 and found[1] > 0.4
-
-
-def test_runs_of_blocks_count_upwards_on_both_sides() -> None:
-    assert runs_of([(1, 5), (2, 6), (3, 8), (4, 9), (9, 1)]) == [(1, 5, 2), (3, 8, 2), (9, 1, 1)]
 
 
 def test_caches_that_are_not_laid_out_by_blocks_are_refused() -> None:
