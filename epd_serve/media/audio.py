@@ -27,8 +27,8 @@ CODECS = frozenset(("mp3", "flac", "vorbis", "opus", "aac", "alac"))
 #: Names of formats as clients write them, by FFmpeg's.
 FORMATS = {"wav": "wav", "mp3": "mp3", "flac": "flac", "ogg": "ogg"}
 _MAX_RATE, _MAX_CHANNELS = 384_000, 8
-#: Files of floating-point numbers hold any; full scale is 1.
-_LOUDEST = 1e5
+#: Files of floating-point numbers hold any. Full scale is 1, or 2**31 where integers were written so.
+_LOUDEST = 1e10
 #: A file that ends so much before what its header promises is cut off: seconds, and a part of the whole. Encoders
 #: add and drop some frames.
 _SLACK_S, _SLACK_PART = 0.1, 0.01

@@ -88,12 +88,12 @@ async def test_all_channels_are_averaged(pool: DecoderPool, channels: int) -> No
         np.testing.assert_allclose(found, samples.mean(axis=1), atol=1e-6)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, 1e6])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, 1e11])
 def test_samples_that_no_tower_can_take_are_refused(value: float) -> None:
     """One request's NaN would end the step of all that are computed with it."""
     samples = np.zeros((16_000, 2), np.float32)
-    loud = of_floats(samples + np.float32(2.0))
-    assert np.concatenate(list(read_samples(loud, AudioFacts(16_000, 16_000, 2), 16_000))).max() == 2.0
+    loud = of_floats(samples + np.float32(2**31))
+    assert np.concatenate(list(read_samples(loud, AudioFacts(16_000, 16_000, 2), 16_000))).max() == 2**31
     samples[9_000] = value
     with pytest.raises(InvalidRequest, match="samples that are no numbers, or beyond"):
         list(read_samples(of_floats(samples), AudioFacts(16_000, 16_000, 2), 16_000))
