@@ -18,7 +18,7 @@ from ruamel.yaml.error import MarkedYAMLError
 from ruamel.yaml.reader import ReaderError
 
 from epd_serve.config.gateway import GatewayConfig, SecretSource
-from epd_serve.config.model_files import beside
+from epd_serve.config.model_files import HubModel, beside
 from epd_serve.config.schema import DEMO_MODEL, DeploymentConfig, devices_beside
 from epd_serve.config.sections import ShapeConfig, overlay
 from epd_serve.config.vllm import VllmConfig
@@ -64,7 +64,10 @@ def load_config(path: Path) -> DeploymentConfig:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        is_name = path.suffix not in (".yaml", ".yml") and HubModel.parse(str(path)) is not None
+        is_model = (path / "config.json").is_file() or (is_name and not path.exists())
+        hint = f"; a deployment file is read here, and a model is named by --model {path}" if is_model else ""
+        raise ConfigError(f"{path}: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file in UTF-8") from error
     config = parse_config(text, source=str(path))
@@ -254,12 +257,12 @@ def _problem(fault: ErrorDetails, location: Location) -> str:
         return "this key is missing"
     if kind == "literal_error":
         return f"{fault['input']!r} is not possible here; write {_words(fault)}"
+    if fault["input"] is None:
+        return "write a value, or leave the key out"
     if kind in ("tuple_type", "list_type"):
         return f"expected a list, as in [{fault['input']}]"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"expected keys and values below this{_not(fault, location)}"
-    if fault["input"] is None:
-        return "write a value, or leave the key out"
     words = _words(fault)
     return "this cannot be used" if words is None else f"write {words}{_not(fault, location)}"
 

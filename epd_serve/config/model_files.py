@@ -97,13 +97,14 @@ def check_model_files(path: Path) -> dict[str, int]:
         for file in present:
             if file.suffix == ".json":
                 _read_json(file, _OBJECT.decode)  # a tokenizer has megabytes
-    if (path / _INDEX).is_file():
+    whole = path / "model.safetensors"
+    if (path / _INDEX).is_file() and not whole.is_file():  # transformers reads no index beside the whole
         weights = _read_json(path / _INDEX).get("weight_map")
         if not isinstance(weights, dict):
             raise ValueError(f"{path / _INDEX}: there is no weight_map in it; download the file again")
         files = sorted({path / str(name) for name in weights.values()})
     else:
-        files = sorted(path.glob("*.safetensors")) or [path / "model.safetensors"]
+        files = [whole]
     check_template(chat_template(path), path)
     counts = {"tower": 0, "language": 0}
     for file in files:
@@ -141,9 +142,10 @@ def parse_template(environment: Any, source: str) -> Any:
     return environment.parse(re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source))
 
 
-def _read_json(file: Path, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any]:
+def _read_json(file: Path, parse: Callable[[bytes], Any] | None = None) -> dict[str, Any]:
     try:
-        content = parse(file.read_bytes())
+        data = file.read_bytes()
+        content = json.loads(data.decode()) if parse is None else parse(data)  # UTF-8 alone, as transformers
     except OSError as error:
         raise ValueError(f"{file}: it cannot be read: {error.strerror}") from error
     except ValueError as error:

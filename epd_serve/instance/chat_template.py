@@ -18,7 +18,7 @@ from epd_serve.protocol.tool_format import CALL_END, CALL_START
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, PromptOptions
 
 #: Errors of a template that is given a chat which it does not know.
-_REFUSALS = (TemplateError, ValueError, TypeError, KeyError, IndexError, AttributeError)
+_REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 #: Clients send it to every model.
 _THINKING = "enable_thinking"
 _TOOL_PROMPT = """\

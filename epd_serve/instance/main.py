@@ -123,10 +123,16 @@ def _stop(instance: Instance, server: uvicorn.Server) -> None:
 
 class _Server(uvicorn.Server):
     """uvicorn without its signal handling, which would end the process before the instance is closed. Its
-    connections are watched."""
+    connections are watched. :meth:`serve` raises ValueError where it cannot listen."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except SystemExit as error:  # uvicorn's way, which takes the event loop along
+            where = f"{self.config.host} port {self.config.port}"
+            raise ValueError(
+                f"the instance cannot listen on {where}: {error.__context__}; write another --port or --host"
+            ) from error
         for listening in self.servers if self.started else ():
             for listener in listening.sockets:
                 watch_accepted(listener)

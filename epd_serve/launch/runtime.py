@@ -149,6 +149,8 @@ def _listens(path: Path) -> bool:
 
 #: Runs whose logs are kept.
 NUM_LOGS_KEPT = 10
+#: What a run writes beside its logs, in round numbers. A full disk makes directories all the same.
+_LOG_ROOM_BYTES = 256 << 10
 
 
 def log_root() -> Path:
@@ -178,6 +180,13 @@ def new_log_run() -> Iterator[Path | None]:
         log_root().mkdir(parents=True, exist_ok=True, mode=0o700)
         directory = log_root() / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         directory.mkdir(mode=0o700)
+        room = directory / "room"
+        try:
+            room.write_bytes(bytes(_LOG_ROOM_BYTES))
+            room.unlink()
+        except OSError:
+            shutil.rmtree(directory)
+            raise
     except OSError:  # the disk is full, or there is no home
         yield None
         return

@@ -27,6 +27,8 @@ CODECS = frozenset(("mp3", "flac", "vorbis", "opus", "aac", "alac"))
 #: Names of formats as clients write them, by FFmpeg's.
 FORMATS = {"wav": "wav", "mp3": "mp3", "flac": "flac", "ogg": "ogg"}
 _MAX_RATE, _MAX_CHANNELS = 384_000, 8
+#: Files of floating-point numbers hold any. Full scale is 1, or 2**31 where integers were written so.
+_LOUDEST = 1e10
 #: A file that ends so much before what its header promises is cut off: seconds, and a part of the whole. Encoders
 #: add and drop some frames.
 _SLACK_S, _SLACK_PART = 0.1, 0.01
@@ -80,16 +82,27 @@ def read_samples(data: bytes, facts: AudioFacts, rate: int) -> Iterator[NDArray[
     av = load_pyav("sounds")
     found = 0
     with _opened(av, data, _kind(data, len(data))) as (file, stream):
-        resampler = av.AudioResampler(format="fltp", rate=rate)
+        resampler = av.AudioResampler(format="flt", rate=rate)  # of 8 planes PyAV reads one more
         for frame in file.decode(stream):
             _check_frame(frame, facts.rate, facts.channels)
             found += frame.samples
             for piece in resampler.resample(frame):
-                yield piece.to_ndarray().mean(axis=0, dtype="float32")
+                yield _mean(piece, facts.channels)
         for piece in resampler.resample(None):
-            yield piece.to_ndarray().mean(axis=0, dtype="float32")
+            yield _mean(piece, facts.channels)
     if found != facts.num_samples:
         raise InvalidRequest(f"the audio has {found} samples, not {facts.num_samples} as was said of it")
+
+
+def _mean(piece: Any, channels: int) -> NDArray[np.float32]:
+    """The mean of all channels. Raises InvalidRequest for numbers of which the tower would make none."""
+    import numpy as np  # the gateway has none, and decodes no samples
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean: NDArray[np.float32] = piece.to_ndarray().reshape(-1, channels).mean(axis=1, dtype="float32")
+    if not (np.abs(mean) <= _LOUDEST).all():  # a NaN is not, either
+        raise InvalidRequest(f"the audio has samples that are no numbers, or beyond {_LOUDEST:g} times full scale")
+    return mean
 
 
 @contextmanager

@@ -125,7 +125,9 @@ class VideoProcessor:
                 fps = None if num_frames is not None else fps
             try:
                 found = self.sample(self.settings, video.num_frames, video.fps, num_frames, fps)
-            except (ValueError, ZeroDivisionError, RuntimeError) as error:
+            except ZeroDivisionError:  # transformers': fewer frames are asked for than a patch has
+                found = ()
+            except (ValueError, RuntimeError) as error:
                 raise InvalidRequest(f"frames of the video cannot be sampled: {error}") from error
         if len(found) < self.settings.temporal_patch_size:
             raise InvalidRequest(

@@ -71,6 +71,8 @@ def explain(refusal: ValidationError, model: type[BaseModel], others: Iterable[s
     if error["type"] == "missing":  # where it is there, but misspelt, that is the first thing to say
         beside = (one for one in more if one["type"] == "extra_forbidden" and one["loc"][:-1] == error["loc"][:-1])
         error = next(beside, error)
+    if error["type"] == "literal_error" and isinstance(error["input"], dict):  # who takes an object says more
+        error = next((one for one in more if one["loc"][: len(error["loc"]) - 1] == error["loc"][:-1]), error)
     param = ""
     unknown = error["type"] == "extra_forbidden"
     for place, step in enumerate(error["loc"], start=1):
@@ -95,7 +97,7 @@ def explain(refusal: ValidationError, model: type[BaseModel], others: Iterable[s
         return InvalidRequest(f"{param}: {OTHER_PARTS[value]}", param=param, code="unsupported_parameter")
     short = value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= 60)
     found = f" (got {value!r})" if short else ""
-    message = error["msg"].removeprefix("Value error, ")
+    message = error["msg"].removeprefix("Value error, ").replace(" after validation", "")
     message = message[0].lower() + message[1:]
     if error["type"] in ("model_type", "dict_type"):
         message = "input should be a JSON object"

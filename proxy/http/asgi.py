@@ -31,7 +31,11 @@ async def _serve_error(_: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answer what the router refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    problem = InvalidRequest(f"{request.method} {request.url.path}: {error.detail}")
+    path = request.url.path
+    meant = "/v1/" + path.rpartition("/v1/")[2].lstrip("/")  # a base URL without /v1, or with it twice
+    known = {getattr(route, "path", "") for route in request.app.routes}
+    hint = f"; did you mean {meant}?" if path not in known and meant in known else ""
+    problem = InvalidRequest(f"{request.method} {path}: {error.detail}{hint}")
     return JSONResponse(problem.body(), error.status_code, error.headers)
 
 

@@ -106,6 +106,25 @@ async def test_a_field_like_no_other_is_told_to_go(api):
     assert answer["error"]["message"] == "unknown field 'qqqq'; remove it"
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "//v1/chat/completions"])
+async def test_a_base_url_with_the_wrong_prefix_is_told_the_right_path(api, path):
+    status, body = await api.post(path, {})
+    assert status == 404 and body["error"]["message"].endswith("did you mean /v1/chat/completions?")
+
+
+async def test_an_object_is_told_what_an_object_must_be(api):
+    fields = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [],
+        "tool_choice": {"type": "allowed_tools"},
+    }
+    status, body = await api.post("/v1/chat/completions", fields)
+    assert status == 400 and body["error"]["param"] == "tool_choice.type"
+    assert body["error"]["message"] == "tool_choice.type: input should be 'function' (got 'allowed_tools')"
+    status, body = await api.post("/v1/chat/completions", {"messages": []})
+    assert body["error"]["message"] == "messages: list should have at least 1 item, not 0"
+
+
 async def test_files_are_refused_for_what_they_are(api):
     part = {"type": "file", "file": {"file_id": "x"}}
     status, answer = await api.post(CHATS, {"messages": [{"role": "user", "content": [part]}]})

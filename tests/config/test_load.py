@@ -4,6 +4,7 @@ import pytest
 
 from epd_serve.config import ConfigError, DeploymentConfig, change_config, load_config, model_path, parse_config
 from epd_serve.config.load import rewrite
+from epd_serve.demo import weights_dir
 
 
 def test_an_empty_file_is_the_default_deployment() -> None:
@@ -36,6 +37,7 @@ def test_an_empty_file_is_the_default_deployment() -> None:
         ("instances: {kv_cache_bytes: 3 apples}", 1, "'3 apples' is no amount of memory"),
         ("roles:\n  E: {}\n  Q: {}", 3, "roles.Q: 'Q' is not possible here; write E, P, D"),
         ("roles:\n  E: {base_port: 1}", 2, "it belongs at instances.base_port"),
+        ("gateway:", 1, "gateway: write a value, or leave the key out"),
         ("gateway: 3", 1, "expected keys and values below this, not 3"),
         ("model: demo\nmodel: other", 2, "duplicate key"),
         ("model: demo\ngateway:\n  <<: {prot: 1}", 2, "gateway.prot: unknown key; did you mean 'port'?"),
@@ -55,6 +57,11 @@ def test_errors_name_file_line_and_fix(tmp_path: Path, text: str, line: int, wor
         load_config(file)
     assert str(caught.value).startswith(f"{file}:{line}: ")
     assert words in str(caught.value)
+
+
+def test_a_key_without_a_value_is_said_to_be_one() -> None:
+    with pytest.raises(ConfigError, match=r"^[^\n]*model: write a value, or leave the key out$"):
+        parse_config("model:")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +88,10 @@ def test_every_fault_is_reported_in_the_order_of_the_lines() -> None:
 def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=r"No such file .*a model is named by --model Qwen/Qwen2\.5-VL"):
+        load_config(Path("Qwen/Qwen2.5-VL-3B-Instruct"))
+    with pytest.raises(ConfigError, match=r"Is a directory; .*a model is named by --model"):
+        load_config(weights_dir())
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not a text file"):
         load_config(tmp_path / "binary.yaml")

@@ -46,10 +46,26 @@ def test_a_model_is_taken(model: Path) -> None:
     check_model_files(model)
 
 
+def test_the_files_that_transformers_reads_are_looked_at_alone(model: Path) -> None:
+    """The whole goes before an index, and Mistral's consolidated.safetensors is a copy of it."""
+    counts = check_model_files(model)
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
+    assert check_model_files(model) == counts
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors: there is no such file"):
+        check_model_files(model)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda model: (model / "config.json").write_text("{"), r"config\.json: it is no JSON"),
+        (
+            lambda model: (model / "config.json").write_text((model / "config.json").read_text(), "utf-8-sig"),
+            r"config\.json: it is no JSON: Unexpected UTF-8 BOM",
+        ),
         (lambda model: (model / "config.json").write_text("[]"), r"config\.json: it must be a JSON object"),
         (lambda model: (model / "preprocessor_config.json").unlink(), r"no preprocessor_config\.json"),
         (lambda model: (model / "tokenizer.json").unlink(), r"no tokenizer\.json"),

@@ -70,7 +70,7 @@ def test_what_cannot_be_compiled_is_explained():
         Grammar(kind="regex", text="(?=a)b"),
         Grammar(kind="json", text='{"type": "string", "pattern": "(?=a)b"}'),
     ):
-        with pytest.raises(InvalidRequest, match="regex parse error: look-around, .* is not supported"):
+        with pytest.raises(InvalidRequest, match=r"regex parse error: look-around, .* is not supported"):
             GRAMMARS.constraint(grammar)
 
 

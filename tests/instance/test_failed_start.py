@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 from typing import Any
 
 import pytest
+import uvicorn
+from fastapi import FastAPI
 
 from epd_serve.config import InstanceOptions
 from epd_serve.demo import weights_dir
 from epd_serve.instance.http import Peers
 from epd_serve.instance.instance import Instance
+from epd_serve.instance.main import _Server
 from epd_serve.types import Role
 
 
@@ -44,3 +48,13 @@ async def test_peers_that_were_never_called_can_be_closed() -> None:
     peers = Peers()
     await peers.close()
     await peers.close()
+
+
+async def test_a_port_that_is_taken_is_a_sentence() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = _Server(uvicorn.Config(FastAPI(), port=port, lifespan="off", log_config=None))
+        with pytest.raises(
+            ValueError, match=rf"cannot listen on 127[.]0[.]0[.]1 port {port}: .*address already in use"
+        ):
+            await server.serve()

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
+from epd_serve.errors import InvalidRequest
 from epd_serve.instance.chat_template import ChatTemplate, MediaLiterals
 from epd_serve.protocol.wire import ChatMessage, Part, PromptOptions
 
@@ -70,3 +71,19 @@ def test_a_template_that_refuses_a_system_message_takes_parts() -> None:
 def test_a_template_that_shows_no_text_is_refused() -> None:
     with pytest.raises(ValueError, match="shows no text of a chat"):
         template("{% for m in messages %}[{{ m['role'] }}]{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        STRINGS_ALONE + "{{ 1 // (messages[0]['content'] | length - 3) }}",
+        "{% macro all(n) %}{{ all(n) if n == 3 }}{% endmacro %}{{ all(messages[0]['content'] | length) }}"
+        + STRINGS_ALONE,
+        STRINGS_ALONE + "{% if messages[0]['content'] | length == 3 %}{{ range(1000000) }}{% endif %}",
+    ],
+)
+def test_whatever_a_template_fails_with_is_the_chats_fault(source: str) -> None:
+    shown = template(source)
+    assert "Hello" in shown.render([message("user", "Hello")], PromptOptions())[0]
+    with pytest.raises(InvalidRequest, match="refuses these messages"):
+        shown.render([message("user", "Hi!")], PromptOptions())

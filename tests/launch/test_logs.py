@@ -64,6 +64,20 @@ def test_without_a_place_for_logs_it_runs_all_the_same(tmp_path: Path, monkeypat
         assert directory is None
 
 
+def test_on_a_full_disk_it_runs_all_the_same(folder: Path) -> None:
+    """A limit on the size of files fails a write as a full disk does, and lets directories be made."""
+    program = (
+        "import resource\n"
+        "from epd_serve.launch.runtime import new_log_run\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
+        "with new_log_run() as directory:\n"
+        "    print(directory)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "None\n"
+    assert list(folder.iterdir()) == []
+
+
 def test_what_is_shown(folder: Path) -> None:
     assert show() == (2, f"epd-serve: {folder} has the logs of 0 runs; 'epd-serve up' writes them\n")
     make(folder, "20260101-000000-1", d0="before\n")

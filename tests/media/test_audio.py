@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
 from clips import clip
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from pictures import noise, png
 from plain_audio import Sound
 from sounds import LIMITS, encoded, sound, tune
@@ -65,6 +67,36 @@ async def test_facts_and_samples_of_each_format(pool: DecoderPool, kind: str, ra
     np.testing.assert_allclose(samples[:least], expected[:least], atol=1e-6)
     if kind == "wav" and rate == 16_000:
         np.testing.assert_array_equal(samples, tune(1, 2.3, rate)[0] / np.float32(32768))
+
+
+def of_floats(samples: NDArray[np.float32]) -> bytes:
+    """A WAV file of floating-point numbers [n, channels] at 16 kHz."""
+    channels = samples.shape[1]
+    head = struct.pack("<HHIIHH", 3, channels, 16_000, 64_000 * channels, 4 * channels, 32)
+    body = samples.astype("<f4").tobytes()
+    sizes = struct.pack("<I", 36 + len(body)), struct.pack("<I", len(body))
+    return b"RIFF" + sizes[0] + b"WAVEfmt \x10\0\0\0" + head + b"data" + sizes[1] + body
+
+
+@pytest.mark.parametrize("channels", range(1, 9))
+async def test_all_channels_are_averaged(pool: DecoderPool, channels: int) -> None:
+    """Also of 7.1, whose planes PyAV reads beyond their end."""
+    samples = np.random.default_rng(channels).uniform(-1, 1, (16_000, channels)).astype(np.float32)
+    data = of_floats(samples)
+    facts = await pool.audio_facts(data, LIMITS, Aside(), cpu_s=5.0)
+    async with pool.samples(data, facts, 16_000, Aside(), cpu_s=5.0) as found:
+        np.testing.assert_allclose(found, samples.mean(axis=1), atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, 1e11])
+def test_samples_that_no_tower_can_take_are_refused(value: float) -> None:
+    """One request's NaN would end the step of all that are computed with it."""
+    samples = np.zeros((16_000, 2), np.float32)
+    loud = of_floats(samples + np.float32(2**31))
+    assert np.concatenate(list(read_samples(loud, AudioFacts(16_000, 16_000, 2), 16_000))).max() == 2**31
+    samples[9_000] = value
+    with pytest.raises(InvalidRequest, match="samples that are no numbers, or beyond"):
+        list(read_samples(of_floats(samples), AudioFacts(16_000, 16_000, 2), 16_000))
 
 
 GOOD = sound(2, 20.0)

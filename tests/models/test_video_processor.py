@@ -224,6 +224,14 @@ def test_a_video_of_one_frame_is_refused(make: Any) -> None:
         make({}).grid(item)
 
 
+def test_fewer_frames_than_a_patch_has_are_refused_as_such() -> None:
+    item = MediaRef.of_video(VideoFacts(64, 64, 24, 25.0), VideoSampling(processor_num_frames=1))
+    with pytest.raises(
+        InvalidRequest, match="0 of the video's 24 frames would be encoded; the model needs at least 2"
+    ):
+        qwen2_video({}).grid(item)
+
+
 def test_a_rate_at_which_positions_are_fractions_is_refused(tmp_path: Path) -> None:
     family = load_family(tiny_models.make_tiny_model("qwen3_omni", tmp_path / "model"))
     assert isinstance(family, QwenVL)
