@@ -17,6 +17,9 @@ from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sequence import Sequence
 from epd_serve.transfer.kv_sender import ReadableKV, ReadableSource
 
+#: Stands for a token where the logits are no numbers, and none can be chosen.
+NO_TOKEN = -1
+
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):
     token_id: int

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.engine.computing import SampledToken, StepResult
+from epd_serve.engine.computing import NO_TOKEN, SampledToken, StepResult
 from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, PromptEvent, TokenEvent
 from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import Load
@@ -19,6 +20,14 @@ from epd_serve.sequence import PLACEHOLDER, Sequence, SequenceState
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_NO_NUMBERS = (
+    "no token can be chosen: the logits of this request are no numbers. The model's numbers are too large for its "
+    "dtype (try dtype: float32), its weights are damaged, or something was read before the device had computed "
+    "it, for want of an event"
+)
 
 
 class Engine:
@@ -239,11 +248,11 @@ class Engine:
         """Take the tokens of a step; ``after`` is the step that was launched since."""
         with self._changed:
             self._stepping = frozenset(after.sequences if after else ())
+            events = self._fail_without_token(result)
             for sequence, _ in output.prefills:
                 # it may have lost its blocks to an older one since, or an earlier step of its own has failed
                 if sequence.blocks and sequence.goes_on:
                     self._tables.register(sequence)
-            events: list[EngineEvent] = []
             for sequence, token in result.decoded:
                 if sequence.goes_on:
                     if sequence.hand_off:
@@ -262,15 +271,33 @@ class Engine:
         ``other`` is a step that is still in flight.
         """
         with self._changed:
-            for sequence in output.sequences:
-                self._pool.forget(sequence.block_hashes)
-            failed = {sequence.request_id for sequence in output.sequences}
             self._stepping = frozenset(other.sequences if other else ())
             self._let_go()
+            failure = ServeError(f"the engine failed in the middle of a step: {error}")
+            events = self._fail_requests(output.sequences, failure)
+        self._hooks.emit(events)
+
+    def _fail_without_token(self, result: StepResult) -> list[EngineEvent]:
+        """End requests for which no token can be chosen; those beside them go on."""
+        sampled = [*((one, [token]) for one, token in result.decoded), *result.first]
+        lacking = [
+            one for one, tokens in sampled if one.goes_on and any(each.token_id == NO_TOKEN for each in tokens)
+        ]
+        if not lacking:
+            return []
+        self._hooks.failed()
+        logger.error("the logits of %d requests are no numbers", len(lacking))
+        return self._fail_requests(lacking, ServeError(_NO_NUMBERS))
+
+    def _fail_requests(self, sequences: Iterable[Sequence], failure: ServeError) -> list[EngineEvent]:
+        """End the sequences' requests. Nobody else finds their KV, which may be why."""
+        sequences = list(sequences)
+        for sequence in sequences:
+            self._pool.forget(sequence.block_hashes)
+        failed = {sequence.request_id for sequence in sequences}
         for request_id in failed:
             self.abort(request_id)
-        failure = ServeError(f"the engine failed in the middle of a step: {error}")
-        self._hooks.emit([FailureEvent(request_id, failure) for request_id in failed])
+        return [FailureEvent(request_id, failure) for request_id in failed]
 
     def _hand_out(self, sequence: Sequence, tokens: list[SampledToken]) -> list[EngineEvent]:
         """The events of a sequence's next token, or of the first token of each choice."""

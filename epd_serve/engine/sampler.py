@@ -26,7 +26,7 @@ from torch import Tensor
 
 from device.base import AttentionOps
 from device.copies import Readback, to_device
-from epd_serve.engine.computing import SampledToken
+from epd_serve.engine.computing import NO_TOKEN, SampledToken
 from epd_serve.engine.constraints import mask_ends, restrict
 from epd_serve.engine.step_inputs import StepInputs, integers, on_device
 from epd_serve.protocol.wire import TokenLogprob
@@ -40,8 +40,6 @@ _MASKED = float("-inf")
 _MIN_TEMPERATURE = 1.2e-38
 #: From here on logits are divided by it before the largest is taken off.
 _MIN_SCALED = 0.1
-#: Stands for a token where there is none to choose.
-_NO_TOKEN = -1
 _WORD = 0xFFFF_FFFF_FFFF_FFFF
 
 
@@ -339,22 +337,16 @@ def _is_constrained(row: Row) -> bool:
 
 
 def _marked(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Tokens [rows] with -1 in place of those whose logits [rows, vocab] are no numbers."""
+    """Tokens [rows] with NO_TOKEN in place of those whose logits [rows, vocab] are no numbers."""
     chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return torch.where(chosen.isnan(), _NO_TOKEN, tokens)
+    return torch.where(chosen.isnan(), NO_TOKEN, tokens)
 
 
 def _known(tokens: list[int]) -> list[int]:
-    """Tokens as they are on the host. Raises FloatingPointError where one is none."""
-    if (least := min(tokens)) >= 0:
-        return tokens
-    if least == _NO_TOKEN:
-        raise FloatingPointError(
-            f"no token can be chosen: the logits of {tokens.count(_NO_TOKEN)} of {len(tokens)} rows are no "
-            "numbers. Something was read before the device had computed it, for want of an event, or the "
-            "model's numbers are too large for its dtype"
-        )
-    raise FloatingPointError("tokens were read before the device had chosen them, for want of an event")
+    """Tokens as they are on the host. Raises FloatingPointError where one is not chosen yet."""
+    if min(tokens) < NO_TOKEN:
+        raise FloatingPointError("tokens were read before the device had chosen them, for want of an event")
+    return tokens
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from reference import Reference
 
 from device.base import EagerRunner
 from device.cpu import CpuDevice
-from epd_serve.engine.hooks import FailureEvent
+from epd_serve.engine.hooks import FailureEvent, TokenEvent
 from epd_serve.errors import InvalidRequest
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 
@@ -176,6 +176,39 @@ def test_a_failing_step_fails_its_requests_and_nothing_else(bench: Bench, tiny_m
     bench.check_idle()
     bench.engine.submit(bench.sequence("fine", "Say apple", []))
     assert bench.collect(1)["fine", 0] == Reference(tiny_model).generate("Say apple", max_tokens=12)
+
+
+@WITH_STATES
+def test_logits_without_numbers_end_their_request_and_none_beside_it(bench: Bench, tiny_model: Path) -> None:
+    """Nor does anybody find its KV: the same prompt with a right feature gets the right answer."""
+    reference, picture = Reference(tiny_model), noise(6)
+    bench.encode([picture])
+    right = dict(bench.features)
+    bench.features |= {name: torch.full_like(feature, torch.nan) for name, feature in right.items()}
+    for name, text, images in (
+        ("one", "Say apple", []),
+        ("broken", "What is this?", [picture]),
+        ("two", "Pear", []),
+    ):
+        bench.engine.submit(bench.sequence(name, text, images))
+    answers: dict[str, list[int]] = {"one": [], "two": []}
+    failures, num_ended = [], 0
+    while num_ended < 2 or not failures:
+        match bench.events.get(timeout=300):
+            case FailureEvent(request_id, error):
+                failures.append((request_id, str(error)))
+            case TokenEvent() as event:
+                answers[event.request_id].append(event.token.token_id)
+                num_ended += event.finish_reason is not None
+    [(request_id, message)] = failures
+    assert request_id == "broken" and "the logits of this request are no numbers" in message
+    assert answers == {
+        name: reference.generate(text, max_tokens=12) for name, text in (("one", "Say apple"), ("two", "Pear"))
+    }
+    bench.check_idle()
+    bench.features |= right
+    bench.engine.submit(bench.sequence("again", "What is this?", [picture]))
+    assert bench.collect(1)["again", 0] == reference.generate("What is this?", [picture], max_tokens=12)
 
 
 def test_a_feature_that_another_request_held_may_go_at_any_moment(bench: Bench, tiny_model: Path) -> None:

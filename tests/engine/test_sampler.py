@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device.registry import get_device
-from epd_serve.engine.computing import SampledToken
+from epd_serve.engine.computing import NO_TOKEN, SampledToken
 from epd_serve.engine.sampler import Row, RowDrawer, Sampler, draw_from_largest, largest
 from epd_serve.engine.sampler import draw as draw_sorted
 from epd_serve.sequence import Sequence
@@ -133,10 +133,11 @@ def test_logits_that_leave_no_token_still_name_one(broken: list[float], way: dic
 
 
 @pytest.mark.parametrize("way", [{"temperature": 0.0}, {}, {"top_k": 3}, {"logprobs": 1}], ids=str)
-def test_logits_that_are_no_numbers_are_an_error(way: dict[str, Any]) -> None:
-    drawn = sequence(**{"temperature": 1.0, **way})
-    with pytest.raises(FloatingPointError, match="the logits of 1 of 1 rows are no numbers"):
-        draw(torch.tensor([[0.0] * 7 + [torch.nan] * 43]), drawn)
+def test_logits_that_are_no_numbers_name_no_token(logits: torch.Tensor, way: dict[str, Any]) -> None:
+    drawn, other = sequence(**{"temperature": 1.0, **way}), sequence(temperature=0.0)
+    broken = torch.tensor([[0.0] * (VOCAB - 43) + [torch.nan] * 43])
+    tokens = draw(torch.cat([broken, logits]), drawn, other)
+    assert tokens == [NO_TOKEN, int(logits.argmax())]
 
 
 def test_a_request_that_forbids_all_tokens_leaves_its_batch_alone(logits: torch.Tensor) -> None:
