@@ -168,9 +168,7 @@ def read_frames(
     raise InvalidRequest(f"the video ends after {number + 1} frames and its container promises {facts.num_frames}")
 
 
-def _decoded(
-    av: Any, data: bytes, kind: str, facts: VideoFacts, first: int | None
-) -> Iterator[tuple[int, Any]]:
+def _decoded(av: Any, data: bytes, kind: str, facts: VideoFacts, first: int | None) -> Iterator[tuple[int, Any]]:
     """The frames of a file with their numbers.
 
     Where ``first`` is one of them: from the last frame before it that needs none before itself, as far as the
