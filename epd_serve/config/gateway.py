@@ -421,8 +421,8 @@ class GatewayConfig(Section):
     )
     parallel_encode: Anew[bool] = Field(
         default=True,
-        description="Images of one request go to several encoders at once. false: to one encoder, one after the "
-        "other or in batches there.",
+        description="Media of one request, and segments of a video, go to several encoders at once. false: to one "
+        "encoder, one after the other or in batches there.",
     )
     stealing: StealingConfig = StealingConfig()
     instances: Hot[dict[InstanceName, InstanceUrl] | None] = Field(

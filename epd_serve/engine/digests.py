@@ -63,11 +63,13 @@ def feature_of(mm_hash: str, num_tokens: int) -> Feature:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The inputs of the tower: the picture's name, its placeholder tokens, the pixels of it."""
+    """The inputs of the tower: the picture's name, its placeholder tokens, the pixels of it; of a video, of all
+    ``count`` pictures."""
 
     mm_hash: str
     num_tokens: int
     num_pixels: int
+    count: int = 1
 
 
 class Held:
@@ -96,7 +98,8 @@ class DigestTower:
         self._num_layers, self._before_layer = num_layers, before_layer
 
     def encode(self, batch: Sequence[Picture]) -> list[Feature]:
-        seconds, demand = self._time.encode([picture.num_pixels for picture in batch])
+        pixels = [one.num_pixels // one.count for one in batch for _ in range(one.count)]
+        seconds, demand = self._time.encode(pixels)
         layer_s = seconds / self._num_layers
         stream = self._device.current_stream()
         for _ in range(self._num_layers):

@@ -30,7 +30,7 @@ from epd_serve.instance.encode import no_time
 from epd_serve.instance.feature_receiver import FeatureForm
 from epd_serve.instance.prompt import PromptProcessor
 from epd_serve.instance.request_processor import Place
-from epd_serve.instance.syllables import END, IMAGE, NUM_TOKENS, SYLLABLES, NoLogits, syllable_texts
+from epd_serve.instance.syllables import END, IMAGE, NUM_TOKENS, SYLLABLES, VIDEO, NoLogits, syllable_texts
 from epd_serve.models.family import Family, Size
 from epd_serve.protocol import wire
 from epd_serve.sched.step_sizes import StepShape
@@ -50,7 +50,7 @@ _FREE_MEMORY_FOR_KV = 0.8
 
 
 class ShapeFamily(Family):
-    """Pictures have as many tokens as the processor of the real model makes of them."""
+    """Pictures have as many tokens as the processor of the real model makes of them; two frames are one."""
 
     def __init__(self, shape: ModelShape) -> None:
         self._vision = shape.vision
@@ -58,7 +58,7 @@ class ShapeFamily(Family):
 
     @property
     def token_ids(self) -> dict[str, int]:
-        return {} if self._vision is None else {"image": self.image_token_id}
+        return {} if self._vision is None else {"image": self.image_token_id, "video": VIDEO}
 
     def parts(self, size: Size) -> Sequence[int | str]:
         if self._vision is None:
@@ -67,6 +67,15 @@ class ShapeFamily(Family):
             return [self._vision.num_tokens(*size)]
         except ValueError as error:
             raise InvalidRequest(f"an image of {size[0]}x{size[1]} pixels cannot be used: {error}") from error
+
+    def num_tokens(self, item: wire.MediaRef) -> int:
+        return item.num_pictures * self.num_image_tokens((item.width, item.height))
+
+    def video_parts(self, item: wire.MediaRef) -> Sequence[int | str]:
+        return (self.num_tokens(item),)
+
+    def pixels_of(self, item: wire.MediaRef) -> int:
+        return item.num_pictures * self.num_pixels((item.width, item.height))
 
     def num_pixels(self, size: Size) -> int:
         self.parts(size)
@@ -132,8 +141,7 @@ class ShapeModel:
 
     async def prepare(self, media: bytes, ref: wire.MediaRef, place: Place) -> Picture:
         """Only its name and size count: the file is not decoded."""
-        size = ref.width, ref.height
-        return Picture(ref.mm_hash, self.family.num_image_tokens(size), self.family.num_pixels(size))
+        return Picture(ref.mm_hash, self.family.num_tokens(ref), self.family.pixels_of(ref), ref.num_pictures)
 
     def data_of(self, feature: Feature) -> memoryview:
         return memoryview(feature.data)

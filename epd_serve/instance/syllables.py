@@ -1,6 +1,6 @@
 """The texts of a model without weights: a tokenizer of three characters to a token, and a chat template.
 
-Tokens are bytes, three characters of a small alphabet, a picture's placeholder, and the end of an answer. Answers
+Tokens are bytes, three characters of a small alphabet, placeholders of media, and the end of an answer. Answers
 are made of syllables, so that they look like a text and are printable.
 """
 
@@ -20,8 +20,9 @@ from epd_serve.protocol.wire import ChatMessage, PromptOptions
 from epd_serve.types import SamplingParams
 
 _NUM_BYTES = 256
-IMAGE, END = _NUM_BYTES, _NUM_BYTES + 1
-_IMAGE_TEXT, _END_TEXT = "\N{OBJECT REPLACEMENT CHARACTER}", "\N{END OF TRANSMISSION}"
+IMAGE, VIDEO, END = range(_NUM_BYTES, _NUM_BYTES + 3)
+_SHOWN = {"image": "\N{OBJECT REPLACEMENT CHARACTER}", "video": "\N{FILM PROJECTOR}"}
+_END_TEXT = "\N{END OF TRANSMISSION}"
 _FIRST = END + 1
 _ALPHABET = " abcdefghijklmnopqrstuvwxyz.,?!"
 _SIDE = len(_ALPHABET)
@@ -57,7 +58,9 @@ class SyllableTokenizer:
     chat_template = ""
     eos_token_id = END
     is_additive = True
-    added_tokens_decoder = {IMAGE: _Special(_IMAGE_TEXT), END: _Special(_END_TEXT)}  # noqa: RUF012
+    added_tokens_decoder = dict(  # noqa: RUF012
+        zip((IMAGE, VIDEO, END), map(_Special, (*_SHOWN.values(), _END_TEXT)), strict=True)
+    )
 
     def __len__(self) -> int:
         return NUM_TOKENS
@@ -90,8 +93,8 @@ def _read(text: str) -> Iterator[int]:
     for piece in _PIECES.findall(text):
         if len(piece) == 3:
             yield _token(piece)
-        elif piece == _IMAGE_TEXT:
-            yield IMAGE
+        elif piece in _SHOWN.values():
+            yield IMAGE if piece == _SHOWN["image"] else VIDEO
         else:
             yield from piece.encode("utf-8", "surrogatepass")
 
@@ -114,8 +117,11 @@ class _Template:
 
 
 def _shown(part: Any) -> str:
-    # what only looks like a picture's placeholder must not become one
-    return part.text.replace(_IMAGE_TEXT, "?") if part.type == "text" else _IMAGE_TEXT
+    if part.type != "text":
+        return _SHOWN[part.type]
+    # what only looks like a placeholder must not become one
+    text: str = part.text
+    return text.translate(dict.fromkeys(map(ord, _SHOWN.values()), "?"))
 
 
 def syllable_texts() -> Texts:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 CODECS = frozenset(
     ("h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "theora", "prores")
 )
+#: Those in which a packet is a frame, and a key frame needs none before it.
+_SEEKABLE = frozenset(("h264", "hevc", "av1", "vp9", "mjpeg", "prores"))
 #: Frames a second that are believed.
 _MAX_RATE = 1000.0
 #: Packets that may come before the first frame.
@@ -143,13 +145,11 @@ def read_frames(
         return
     av = load_pyav("videos")
     kind = _kind(data, len(data))
-    with _reading(av), av.open(io.BytesIO(data), format=kind, options=OPTIONS, metadata_errors="ignore") as file:
-        stream = _stream(file)
-        stream.codec_context.thread_count = 1  # the limits are of one process, and others decode beside it
-        wanted = iter(indices)
-        next_one = next(wanted, None)
-        number = -1
-        for number, frame in enumerate(file.decode(stream)):
+    wanted = iter(indices)
+    next_one = next(wanted, None)
+    number = -1
+    for is_sought in (True, False) if next_one else (False,):
+        for number, frame in _decoded(av, data, kind, facts, next_one if is_sought else None):
             if number != next_one:
                 continue
             if frame.is_corrupt:
@@ -166,6 +166,37 @@ def read_frames(
             if next_one is None:
                 return
     raise InvalidRequest(f"the video ends after {number + 1} frames and its container promises {facts.num_frames}")
+
+
+def _decoded(av: Any, data: bytes, kind: str, facts: VideoFacts, first: int | None) -> Iterator[tuple[int, Any]]:
+    """The frames of a file with their numbers.
+
+    Where ``first`` is one of them: from the last frame before it that needs none before itself, as far as the
+    container's times and the decoder agree on the numbers; nothing where they do not say it.
+    """
+    with _reading(av), av.open(io.BytesIO(data), format=kind, options=OPTIONS, metadata_errors="ignore") as file:
+        stream = _stream(file)
+        stream.codec_context.thread_count = 1  # the limits are of one process, and others decode beside it
+        if first is None:
+            yield from enumerate(file.decode(stream))
+            return
+        if stream.codec_context.codec.canonical_name not in _SEEKABLE or kind not in ("mov", "matroska"):
+            return
+        packets = (one for one in file.demux(stream) if one.size > 0 and not one.is_discard)
+        is_key = {one.pts: one.is_keyframe for one in packets if one.pts is not None}
+        times = sorted(is_key)
+        if not first < len(times) == facts.num_frames or not is_key[times[0]]:
+            return
+        start = next(number for number in range(first, -1, -1) if is_key[times[number]])
+        file.seek(times[start], stream=stream)
+        numbers = {time: number for number, time in enumerate(times)}
+        for frame in file.decode(stream):
+            number = numbers.get(frame.pts, -1)
+            if number > start or number == -1:
+                return
+            if number == start:
+                yield number, frame
+                start += 1
 
 
 def _listed(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Iterator[Image.Image]:

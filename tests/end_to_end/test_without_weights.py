@@ -13,9 +13,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from chat import chat
+from chat import chat, data_url
 from fleet import figures, wait_until
 from in_process import Deployment, deployment
+from pictures import png
 from PIL import Image
 
 from device.cpu import CpuEvent
@@ -24,6 +25,7 @@ from epd_serve.config import DeploymentConfig, ShapeConfig
 from epd_serve.engine.digests import DigestMemory
 from epd_serve.launch import Backoff, LocalDeployment
 from epd_serve.launch.ports import free_port
+from epd_serve.routing import segments
 
 SHAPE = ShapeConfig(shape_of="qwen2.5-vl-7b")
 OPTIONS: dict[str, Any] = {"dtype": "auto", "device": "emulated:h200:0", "num_blocks": 2048, "max_model_len": 8192}
@@ -111,6 +113,28 @@ async def test_tokens_are_the_same_in_every_topology(roles: str, expected: list[
     async with deployment(SHAPE, *topology.split("-"), options=OPTIONS | small) as one:
         assert await answers(one.url, one.session) == expected
         await one.settle()
+
+
+async def test_tokens_are_the_same_however_many_encoders_share_a_video(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated features are made of the segments' names; tokens are not, nor are the names of prefixes."""
+    monkeypatch.setattr(segments, "_CALL_S", float("-inf"))
+    frames = ",".join(data_url(png(picture(number))).partition(",")[2] for number in [1] * 9)
+    video = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{frames}"}}
+    body = chat("What happens?", model="demo", max_tokens=20, ignore_eos=True)
+    body["messages"][0]["content"] = [video, {"type": "text", "text": "What happens?"}]
+    found: list[Any] = []
+    for count in (1, 2, 3):
+        async with deployment(SHAPE, *["E"] * count, "P", "D", options=OPTIONS) as one:
+            for number in range(2):
+                status, answer = await one.post("/v1/chat/completions", body)
+                assert status == 200, answer
+                found.append((answer["choices"][0]["message"], answer["usage"]["prompt_tokens"]))
+                hits = (await figures(one.instances[f"p{count}"].url))["prefix_cache_hits_total"]
+                assert (hits > 0) is (number > 0)
+            made = [(await figures(one.instances[f"e{i}"].url))["tower_images_total"] for i in range(count)]
+            assert made == [1] * count
+            await one.settle()
+    assert found == [found[0]] * 6
 
 
 async def test_tokens_are_the_same_after_preemptions() -> None:

@@ -140,7 +140,7 @@ class World:
                 assert self.begun is False or self.num_choices == 1
                 assert [replace(ref, num_segments=1) for ref in refs] == self.refs
                 self.unsent = {part.mm_hash for ref in refs for part in ref.segments}
-                self.items = {item: place for item, place in enumerate(_places(refs))}
+                self.items = dict(enumerate(_places(refs)))
                 self.num_tries += 1
                 self._send(len(generated), request_id, fused=route.fused)
             case do.CallMove(request_id, route, held, generated):

@@ -80,6 +80,9 @@ class Prompts:
 
     def check_size(self, request: wire.PrefillRequest) -> None: ...
 
+    def segments(self, items: list[wire.MediaRef]) -> list[wire.MediaRef]:
+        return items
+
     def process(self, request: wire.PrefillRequest, check: Callable[[], None]) -> Prompt:
         assert self.go_on.wait(60)
         return Prompt(

@@ -18,7 +18,7 @@ from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.media import decoder_pool
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
-from epd_serve.media.video import pack_frames, read_facts, read_frames, read_list
+from epd_serve.media.video import _decoded, load_pyav, pack_frames, read_facts, read_frames, read_list
 from epd_serve.types import VideoFacts
 
 
@@ -72,6 +72,38 @@ def test_facts_and_frames_of_each_container(codec: str, container: str) -> None:
         errors = [np.abs(one.astype(int) - frame).mean() for one in expected]
         assert int(np.argmin(errors)) == index
     assert os.sched_getscheduler(0) == os.SCHED_OTHER, "processes of later tests would take it on"
+
+
+@pytest.mark.parametrize(
+    ("codec", "container", "options", "skipped"),
+    [
+        ("libx264", "mp4", {"g": "8", "bf": "2"}, 24),
+        ("libx264", "matroska", {"g": "8", "bf": "2"}, 24),
+        ("libx264", "mp4", {"x264-params": "keyint=8:min-keyint=8:open-gop=1:bframes=3:scenecut=0"}, None),
+        ("libx264", "mp4", {"x264-params": "keyint=10:intra-refresh=1:bframes=0"}, None),
+        ("libx265", "mp4", {"x265-params": "keyint=8:min-keyint=8:open-gop=1:bframes=3:log-level=none"}, None),
+        ("libvpx-vp9", "webm", {"g": "8"}, 24),
+        ("libsvtav1", "mp4", {"g": "8"}, 24),
+        ("libx264", "mpegts", {"g": "8"}, 0),
+        ("libvpx", "webm", {"g": "8"}, 0),
+        ("mpeg4", "avi", {"g": "8"}, 0),
+    ],
+)
+def test_later_frames_are_those_of_the_whole_file(
+    codec: str, container: str, options: dict[str, str], skipped: int | None
+) -> None:
+    """To the bit, whether or not earlier frames are skipped: by default, all before the last key frame."""
+    data = clip(1, 40, fps=25, codec=codec, container=container, **options)
+    facts = read_facts(data, LIMITS)
+    whole = list(read_frames(data, facts, range(40)))
+    for first in (1, 9, 27, 39):
+        found = list(read_frames(data, facts, range(first, 40)))
+        assert all(np.array_equal(one, other) for one, other in zip(found, whole[first:], strict=True)), first
+    kind = {"matroska": "matroska", "webm": "matroska", "mp4": "mov"}.get(container, container)
+    decoded = _decoded(load_pyav("videos"), data, kind, facts, 27)
+    if skipped is not None:
+        assert next(decoded, (0, None))[0] == skipped
+    decoded.close()
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3])

@@ -29,7 +29,9 @@ PROCESSORS = [qwen2_video({}), qwen3_video({}), qwen3_video({"temporal_patch_siz
 
 @st.composite
 def videos(draw: st.DrawFn) -> MediaRef:
-    facts = VideoFacts(draw(st.integers(28, 90)), 60, draw(st.integers(4, 400)), draw(st.sampled_from([1.0, 24.0])))
+    facts = VideoFacts(
+        draw(st.integers(28, 90)), 60, draw(st.integers(4, 400)), draw(st.sampled_from([1.0, 24.0]))
+    )
     asked = VideoSampling(num_frames=draw(st.none() | st.integers(4, facts.num_frames)))
     item = replace(MediaRef.of_video(facts, asked), mm_hash="a video")
     return replace(item, num_segments=draw(st.integers(1, 9)))
@@ -120,7 +122,7 @@ def test_rows_of_a_prompt_are_rows_of_the_segments_features(kind: str, tmp_path:
         lengths = {part.mm_hash: family.num_tokens(part) for part in prompts.segments([whole])}
         assert all(lengths.values()) and sum(lengths.values()) == family.num_tokens(item)
         assert {span.mm_hash for span in found} == set(lengths)
-        assert all(0 <= span.offset and span.offset + span.length <= lengths[span.mm_hash] for span in found)
+        assert all(span.offset >= 0 and span.offset + span.length <= lengths[span.mm_hash] for span in found)
 
 
 def rows(spans: Any) -> dict[int, tuple[str, int]]:

@@ -1,12 +1,13 @@
 """How many encoders share a video."""
 
-
 from msgspec.structs import replace
 
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.routes import router_of
 from epd_serve.routing.segments import in_segments
 from epd_serve.types import StageRate
+
+RATE = StageRate(0.0, 1e-6)
 
 
 def video(name="video", num_frames=64):
@@ -20,7 +21,7 @@ def counts(table, *items):
     return [item.num_segments for item in found]
 
 
-def fleet(build, *instances, rate=StageRate(0.0, 1e-6), **more):
+def fleet(build, *instances, rate=RATE, **more):
     more = {"splits_videos": True, "load": build.load(rates={"E": rate})} | more
     return build(*instances, **more)
 

@@ -118,6 +118,13 @@ def test_the_load_testers_workloads_are_drawn_without_pictures() -> None:
     assert read_load("synthetic", count=20, seed=0).rate is None
 
 
+def test_a_line_may_have_videos(tmp_path: Path) -> None:
+    line = {"at_s": 1, "videos": [["clip", 1000, 64]], "text_tokens": 3, "output_tokens": 2}
+    [request] = read_requests(written(tmp_path / "own.jsonl", line))
+    assert request.videos == (("clip", 1000, 64),) and request.modality == "video"
+    assert request.num_pixels == 32_000, "two frames are as much as a picture"
+
+
 def test_a_file_of_requests_is_read_for_its_sizes(tmp_path: Path) -> None:
     Image.new("RGB", (40, 30)).save(tmp_path / "cat.png")
     lines = [
@@ -137,6 +144,7 @@ def test_a_file_of_requests_is_read_for_its_sizes(tmp_path: Path) -> None:
         ({"timestamp": "soon", "input_length": 1, "output_length": 1}, "no time in milliseconds"),
         ({"timestamp": 1, "input_length": 0, "output_length": 1}, "input_length: 0 is no whole number"),
         ({"at_s": 1, "images": ["cat"], "text_tokens": 3, "output_tokens": 2}, "list of .name, pixels."),
+        ({"at_s": 1, "videos": [["a", 9]], "text_tokens": 3, "output_tokens": 2}, "pixels of a frame, frames."),
         ({"at_s": -1, "text_tokens": 3, "output_tokens": 2}, "no time in seconds"),
     ],
 )
