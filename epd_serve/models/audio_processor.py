@@ -204,12 +204,14 @@ class ConformerAudio(AudioProcessor):
         """Raise ValueError for an extractor that is not the tower's."""
         self.check_kind()
         if self.extractor.padding_side != "right":
-            raise ValueError(f"padding_side of the feature extractor is {self.extractor.padding_side!r}, not right")
+            raise ValueError(
+                f"padding_side of the feature extractor is {self.extractor.padding_side!r}, not right"
+            )
         width, channels = self.extractor.feature_size, tower.subsampling_conv_channels[0]
         if -(-width // 4) != channels // 4:
             raise ValueError(
-                f"feature_size of preprocessor_config.json is {width}; it must be {channels}, as many as the first "
-                "of audio_config.subsampling_conv_channels"
+                f"feature_size of preprocessor_config.json is {width}; it must be {channels}, the first of "
+                "audio_config.subsampling_conv_channels"
             )
 
     def num_frames(self, item: MediaRef) -> int:

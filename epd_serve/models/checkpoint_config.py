@@ -22,13 +22,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
+    PreTrainedConfig,
     cache_utils,
     masking_utils,
     modeling_rope_utils,
 )
 from transformers.activations import ACT2FN
 
-from epd_serve.models.families import TEXT, family_of, unknown
+from epd_serve.models.families import TEXT, family_of, refusal, unknown
 from epd_serve.models.family import Family, names
 
 #: Their heads are as wide as they fit into the hidden states.
@@ -72,6 +73,9 @@ def read_config(path: Path) -> Any:
     Raises ValueError that names the field, its value and what is supported, where the engine would not compute
     what transformers computes.
     """
+    content, _ = PreTrainedConfig.get_config_dict(path, local_files_only=True)
+    if why := refusal(content.get("thinker_config", content)):
+        raise ValueError(f"{path}: {why}. With engine: vllm many more are served (docs/guide/vllm.md)")
     whole = AutoConfig.from_pretrained(path, local_files_only=True)
     config = getattr(whole, "thinker_config", whole)
     try:

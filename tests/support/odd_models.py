@@ -306,7 +306,13 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         return {"image_processor_type": "MiniCPMV4_6ImageProcessor", **sizes, **normalised}
     if config.model_type == "gemma4":
         sizes = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
-        return {**ears, "image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, **sizes, **normalised}
+        return {
+            **ears,
+            "image_processor_type": "Gemma4ImageProcessor",
+            "max_soft_tokens": 70,
+            **sizes,
+            **normalised,
+        }
     if config.model_type == "llama4":
         return {"image_processor_type": "Llama4ImageProcessor", "size": square, "max_patches": 4, **normalised}
     if config.model_type == "lfm2_vl":

@@ -46,9 +46,10 @@ class Gemma4(Family):
             "position_embedding_size use_clipped_linears standardize",
         ),
         "gemma4_audio": names(
-            "hidden_size num_hidden_layers num_attention_heads hidden_act subsampling_conv_channels conv_kernel_size",
-            "residual_weight attention_chunk_size attention_context_left attention_context_right attention_logit_cap",
-            "attention_invalid_logits_value use_clipped_linears rms_norm_eps gradient_clipping output_proj_dims",
+            "hidden_size num_hidden_layers num_attention_heads hidden_act subsampling_conv_channels",
+            "conv_kernel_size residual_weight attention_chunk_size attention_context_left",
+            "attention_context_right attention_logit_cap attention_invalid_logits_value use_clipped_linears",
+            "rms_norm_eps gradient_clipping output_proj_dims",
         ),
     }
     modalities = ("image", "video", "audio")

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class MiniCPMV(Family):
-    """The whole picture behind its number, and rows of slices of it; a video's frames stand one by one, as pictures
-    behind one number."""
+    """The whole picture behind its number, and rows of slices of it; a video's frames are such pictures behind one
+    number."""
 
     title = "MiniCPM-V 4.6"
     model_types = ("minicpmv4_6",)
