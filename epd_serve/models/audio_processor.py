@@ -1,17 +1,18 @@
-"""A checkpoint's feature extractor of sounds: their length, the tower's inputs and the rows of their features."""
+"""A checkpoint's feature extractor of sounds: their length, the tower's inputs, the rows of their features."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol.wire import PIXELS_PER_POSITION, MediaRef
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +218,8 @@ class ConformerAudio(AudioProcessor):
     def num_frames(self, item: MediaRef) -> int:
         self.check_length(item)
         window = self.extractor.frame_length - self.extractor.frame_length // 2 + 1
-        return max((item.audio.count_at(self.rate) - window) // int(self.extractor.hop_length) + 1, 0)
+        count: int = (item.audio.count_at(self.rate) - window) // self.extractor.hop_length + 1
+        return max(count, 0)
 
     def num_pixels(self, item: MediaRef) -> int:
         return self.num_tokens(item) * PIXELS_PER_POSITION

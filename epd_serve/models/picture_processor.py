@@ -54,7 +54,9 @@ class PictureProcessor:
                 raise ValueError(f"preprocessor_config.json has {name}: {value!r}, which is not known")
         return cls(fields)
 
-    def __getitem__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).__slots__ or name not in self.fields:
+            raise AttributeError(name)
         return self.fields[name]
 
     @staticmethod
@@ -68,18 +70,18 @@ class PictureProcessor:
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """uint8 [3, height, width] → float32."""
-        mean, std = (torch.tensor(values) * (1.0 / self["rescale_factor"]) for values in self._mean_and_std)
+        mean, std = (torch.tensor(values) * (1.0 / self.rescale_factor) for values in self._mean_and_std)
         return pixels.to(torch.float32).sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
 
     def normalised_coarsely(self, pixels: Tensor) -> Tensor:
         """uint8 [3, height, width] → bfloat16, in which all is computed."""
         mean, std = (torch.tensor(values, dtype=torch.bfloat16) for values in self._mean_and_std)
-        scale: float = self["rescale_factor"]
+        scale: float = self.rescale_factor
         return (pixels.to(torch.bfloat16) * scale).sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
 
     @property
     def _mean_and_std(self) -> tuple[list[float], list[float]]:
-        return list(self["image_mean"]), list(self["image_std"])
+        return list(self.image_mean), list(self.image_std)
 
 
 def tiles(pixels: Tensor, rows: int, columns: int) -> Tensor:

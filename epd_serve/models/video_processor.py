@@ -436,7 +436,14 @@ def sliced_video(
         raise ValueError(f"the video processor has stack_frames: {stacked}; frames are shown one by one alone")
     cut = {name: fields.pop(name) for name in _CUT if name in fields}
     processor = pictures(**cut, patch_size=fields.get("patch_size", 14))
-    usual = {"patch_size": 14, "size": {}, "max_video_tokens": 0, "fps": None, "temporal_patch_size": 1, **_HALVES}
+    usual: dict[str, Any] = {
+        "patch_size": 14,
+        "size": {},
+        "max_video_tokens": 0,
+        "fps": None,
+        "temporal_patch_size": 1,
+        **_HALVES,
+    }
     usual |= {"merge_size": 2 if processor.downsample_mode == "4x" else 4}
     fields["max_frames"] = fields.pop("max_num_frames", 128)
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.models.family import Family, Size, TowerInputs, names
+from epd_serve.models.audio_processor import AudioProcessor, ConformerAudio
+from epd_serve.models.family import TEXT, Family, Size, TowerInputs, names
 from epd_serve.protocol.wire import MediaRef
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from epd_serve.models.audio_processor import AudioProcessor
     from epd_serve.models.video_processor import VideoProcessor
 
 
@@ -26,10 +26,10 @@ class Gemma4(Family):
     model_types = ("gemma4",)
     decoder = "generic"
     texts: ClassVar = {
-        "gemma4_text": names(
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
-            "head_dim per_layer_config hidden_activation max_position_embeddings rms_norm_eps rope_parameters",
-            "attention_bias tie_word_embeddings sliding_window layer_types final_logit_softcapping",
+        "gemma4_text": TEXT
+        | names(
+            "head_dim per_layer_config hidden_activation rms_norm_eps attention_bias sliding_window layer_types",
+            "final_logit_softcapping",
             "use_bidirectional_attention vocab_size_per_layer_input hidden_size_per_layer_input attention_k_eq_v",
             "num_kv_shared_layers use_double_wide_mlp enable_moe_block num_experts top_k_experts",
             "moe_intermediate_size",
@@ -62,6 +62,8 @@ class Gemma4(Family):
         super().__init__(config, image_processor)
         self._fit = sys.modules[type(image_processor).__module__].get_aspect_ratio_preserving_size
         self._kernel: int = image_processor.pooling_kernel_size
+        vision = config.vision_config
+        self.picture_fields = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
         if config.text_config.use_bidirectional_attention == "vision":
             self.both_ways_tokens = image_processor.max_soft_tokens
 
@@ -86,8 +88,6 @@ class Gemma4(Family):
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        from epd_serve.models.audio_processor import ConformerAudio
-
         return ConformerAudio(extractor, padded_positions=False, kind="Gemma4AudioFeatureExtractor")
 
     def audio_parts(self, item: MediaRef) -> Sequence[int | str]:
@@ -122,11 +122,8 @@ class Gemma4(Family):
         is_patch = (inputs["image_position_ids"][0] >= 0).all(-1)
         return {name: values[:, is_patch] for name, values in inputs.items()}
 
-    def check(self) -> None:
+    def check_pictures(self) -> None:
         vision = self.config.vision_config
-        for name in ("patch_size", "pooling_kernel_size"):
-            if (ours := getattr(vision, name)) != (found := getattr(self.processor, name)):
-                raise ValueError(f"vision_config.{name} is {ours}, and {found} in preprocessor_config.json")
         longest = self.processor.max_soft_tokens
         if self.video is not None:
             settings = self.video.settings
@@ -146,6 +143,4 @@ class Gemma4(Family):
             )
         if self.config.text_config.pad_token_id is None:
             raise ValueError("text_config.pad_token_id is missing; it stands for media among embeddings by layer")
-        if self.audio is not None:
-            self.audio.check(self.config.audio_config)
-        super().check()
+        super().check_pictures()

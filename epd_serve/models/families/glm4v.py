@@ -6,12 +6,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from epd_serve.models.families.qwen_vl import QwenVL
-from epd_serve.models.family import names
+from epd_serve.models.family import TEXT, names
 
-_TEXT = names(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
-    "hidden_act max_position_embeddings rms_norm_eps rope_parameters tie_word_embeddings",
-)
+_TEXT = TEXT | names("hidden_act rms_norm_eps")
 _EXPERTS = names(
     "head_dim attention_bias moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts n_group",
     "topk_group routed_scaling_factor first_k_dense_replace norm_topk_prob",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.models.audio_processor import AudioProcessor, UnpaddedAudio
 from epd_serve.models.families.qwen3_asr import TOWER
 from epd_serve.models.families.qwen_omni import QwenOmni, omni_video
 from epd_serve.models.families.qwen_vl import QwenVL
@@ -15,7 +16,6 @@ from epd_serve.protocol.wire import MediaRef
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from epd_serve.models.audio_processor import AudioProcessor
     from epd_serve.models.video_processor import VideoProcessor
 
 
@@ -38,8 +38,6 @@ class Qwen3Omni(QwenOmni):
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        from epd_serve.models.audio_processor import UnpaddedAudio
-
         return UnpaddedAudio(extractor, padded_positions=False)
 
     @staticmethod

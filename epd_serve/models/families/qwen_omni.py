@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from epd_serve.models.audio_processor import AudioProcessor
 from epd_serve.models.families.qwen_vl import QwenVL
 from epd_serve.models.family import AUDIO_TOWER, Family, TowerInputs, names
 from epd_serve.protocol.wire import MediaRef
@@ -12,7 +13,6 @@ from epd_serve.protocol.wire import MediaRef
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from epd_serve.models.audio_processor import AudioProcessor
     from epd_serve.models.video_processor import VideoProcessor
 
 
@@ -39,8 +39,6 @@ class QwenOmni(QwenVL):
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        from epd_serve.models.audio_processor import AudioProcessor
-
         return AudioProcessor(extractor, padded_positions=False)
 
     @staticmethod
@@ -52,10 +50,8 @@ class QwenOmni(QwenVL):
             output.pooler_output = output.pooler_output.split(counts.tolist())
         return output
 
-    def check(self) -> None:
-        super().check()
-        assert self.audio is not None
-        self.audio.check(self.config.audio_config)
+    def check_pictures(self) -> None:
+        super().check_pictures()
         self.check_width("audio_config.output_dim", self.config.audio_config.output_dim)
 
     def position_facts(self, tokens: Tensor, items: Sequence[MediaRef]) -> dict[str, Tensor]:

@@ -91,7 +91,7 @@ class QwenVL(Family):
         patch: int = self.processor.patch_size
         return frames * rows * columns * patch**2
 
-    def check(self) -> None:
+    def check_pictures(self) -> None:
         vision, processor = self.config.vision_config, self.processor
         for ours, theirs in (
             ("patch_size", "patch_size"),
