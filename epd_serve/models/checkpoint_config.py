@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -76,7 +77,10 @@ def read_config(path: Path) -> Any:
     content, _ = PreTrainedConfig.get_config_dict(path, local_files_only=True)
     if why := refusal(content.get("thinker_config", content)):
         raise ValueError(f"{path}: {why}. With engine: vllm many more are served (docs/guide/vllm.md)")
-    whole = AutoConfig.from_pretrained(path, local_files_only=True)
+    try:
+        whole = AutoConfig.from_pretrained(path, local_files_only=True)
+    except StrictDataclassError as error:  # which is no ValueError
+        raise ValueError(f"{path}: config.json has a value that transformers does not take: {error}") from error
     config = getattr(whole, "thinker_config", whole)
     try:
         _check_quantised("", whole)
