@@ -32,7 +32,7 @@ NOT_RUN = {
     ),
     **_each("deepseek_vl deepseek_vl_hybrid emu3 ernie4_5_vl_moe exaone4_5 fast_vlm fun_asr_nano fuyu", _NO_FILE),
     **_each(
-        "gemma3n gemma4_unified glm46v glm_ocr glmasr glmga got_ocr2 granite4_vision granite_docling", _NO_FILE
+        "gemma3n gemma4_unified glm_ocr glmasr glmga got_ocr2 granite4_vision granite_docling", _NO_FILE
     ),
     **_each("granite_speech granite_speech_plus hunyuan_vl hyperclovax_vision_v2 idefics2 inkling2", _NO_FILE),
     **_each("inkling_mm_model instructblip instructblipvideo janus kosmos-2 lfm3_vl lighton_ocr", _NO_FILE),

@@ -188,7 +188,7 @@ _FIXED_OF_LLAMA4 = {"vision_config.intermediate_size"}
 #: LLaVA over text models whose own fields little differs from Llama's.
 _TRIED_APART = (
     *("llava-mistral", "llava-qwen2", "llava-qwen3", "mistral", "qwen2", "qwen3"),
-    *("next-siglip", "onevision", "pixtral", "smolvlm", "glm4v", "aya_vision", "paligemma", "gemma3", "gemma4"),
+    *("next-siglip", "onevision", "pixtral", "smolvlm", "glm4", "aya_vision", "paligemma", "gemma3", "gemma4"),
     "minicpmv",
 )
 _PARTS = ("text_config", "vision_config", "audio_config")

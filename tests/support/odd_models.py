@@ -66,6 +66,7 @@ FAMILIES = {
     "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
     "glm4v_moe": ("glm4v_moe", "glm4v_moe_text", "glm4v_moe_vision"),
+    "glm46v": ("glm46v", "glm4v_text", "glm4v_vision"),
     "aya_vision": ("aya_vision", "cohere2", "siglip_vision_model"),
     "llama4": ("llama4", "llama4_text", "llama4_vision_model"),
     "lfm2_vl": ("lfm2_vl", "lfm2", "siglip2_vision_model"),
@@ -132,7 +133,7 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         if family in _EARS:
             tokens["audio_token_id"] = AUDIO_TOKEN
             tokens |= {"audio_start_token_id": START + 4, "audio_end_token_id": END + 4}
-    elif model_type.startswith("glm4v"):
+    elif model_type.startswith("glm4"):
         if ("vision_config", "out_hidden_size") not in changed:
             vision["out_hidden_size"] = text["hidden_size"]
         quarter = text["hidden_size"] // text["num_attention_heads"] // 4
@@ -332,7 +333,8 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         kind = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[config.model_type]
         sizes = {"size": {"longest_edge": 2 * side}, "max_image_size": {"longest_edge": side}}
         return {"image_processor_type": f"{kind}ImageProcessor", **sizes, **normalised}
-    kind, frames = ("Glm4v", 2) if config.model_type.startswith("glm4v") else ("Qwen2VL", 1)
+    kind, frames = ("Glm4v", 2) if config.model_type.startswith("glm4") else ("Qwen2VL", 1)
+    kind = "Glm46V" if config.model_type == "glm46v" else kind
     return {
         **ears,
         "image_processor_type": f"{kind}ImageProcessor",

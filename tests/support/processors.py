@@ -127,6 +127,7 @@ _PACKAGES = {
     "minicpmv4_6",
     "glm4v",
     "glm4v_moe",
+    "glm46v",
     "aya_vision",
     "llama4",
     "lfm2_vl",

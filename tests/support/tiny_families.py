@@ -133,7 +133,7 @@ def _pixtral(name: str, merge: int, top: dict[str, Any]) -> Tiny:
     )
 
 
-def _glm4v(name: str, **text: Any) -> Tiny:
+def _glm4v(name: str, kind: str = "Glm4v", vision: str = "", **text: Any) -> Tiny:
     return Tiny(
         model_type=name,
         text={
@@ -146,6 +146,7 @@ def _glm4v(name: str, **text: Any) -> Tiny:
             **text,
         },
         vision={
+            **({"model_type": vision} if vision else {}),
             "depth": 3,
             "hidden_size": 64,
             "num_heads": 4,
@@ -161,10 +162,10 @@ def _glm4v(name: str, **text: Any) -> Tiny:
         tokens=["<|begin_of_image|>", "<|end_of_image|>"],
         named={"image_token": "<|image|>", "video_token": "<|video|>"},
         preprocessor={
-            "image_processor_type": "Glm4vImageProcessor",
+            "image_processor_type": f"{kind}ImageProcessor",
             "size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 140 * 140},
         },
-        processor={"processor_class": "Glm4vProcessor"},
+        processor={"processor_class": f"{kind}Processor"},
     )
 
 
@@ -343,6 +344,17 @@ TINY = {
         routed_scaling_factor=1.5,
         head_dim=32,
     ),
+    "glm46v": _glm4v(
+        "glm46v",
+        "Glm46V",
+        "glm4v_moe_vision",
+        model_type="glm4v_moe_text",
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        first_k_dense_replace=2,
+        head_dim=32,
+    ),
     "aya_vision": Tiny(
         model_type="aya_vision",
         text={
@@ -485,7 +497,7 @@ TINY["lfm2_vl"] = Tiny(
 )
 
 #: Their pictures are laid out as another family's, which is tried each time.
-LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "aya_vision", "gemma4_moe")
+LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "glm46v", "aya_vision", "gemma4_moe")
 
 
 def make_tiny_family(

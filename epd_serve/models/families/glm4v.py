@@ -1,4 +1,4 @@
-"""GLM-4.1V, GLM-4.5V: pictures of any resolution, M-RoPE over a part of each head. Its videos are not taken."""
+"""GLM-4.1V, GLM-4.5V, GLM-4.6V: pictures of any resolution, M-RoPE over a part of each head. Its videos are not taken."""
 
 from __future__ import annotations
 
@@ -47,3 +47,12 @@ class Glm4vMoe(Glm4v):
     model_types = ("glm4v_moe",)
     texts: ClassVar = {"glm4v_moe_text": _TEXT | _EXPERTS}
     towers: ClassVar = {"glm4v_moe_vision": _TOWER}
+
+
+class Glm46V(Glm4v):
+    """The same, before either language model."""
+
+    title = "GLM-4.6V"
+    model_types = ("glm46v",)
+    texts: ClassVar = Glm4v.texts | Glm4vMoe.texts
+    towers: ClassVar = Glm4v.towers | Glm4vMoe.towers
