@@ -60,7 +60,7 @@ class AudioProcessor:
         found = type(self.extractor).__name__
         if found != self.kind:
             raise ValueError(f"the feature extractor is a {found}; only {self.kind} is run")
-        if self.extractor.dither:
+        if getattr(self.extractor, "dither", 0):
             raise ValueError(f"the feature extractor has dither {self.extractor.dither}; only 0 is supported")
 
     def check_length(self, item: MediaRef) -> None:
@@ -226,6 +226,38 @@ class ConformerAudio(AudioProcessor):
 
     def _num_rows(self, num_frames: int) -> int:
         return -(-num_frames // 4)
+
+    def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
+        batch = self.extractor([samples], return_tensors="pt")
+        return {name: batch[name] for name in ("input_features", "input_features_mask")}
+
+
+class WaveAudio(AudioProcessor):
+    """Sounds of any length as they are; as many samples as the tower takes at a time become a row."""
+
+    __slots__ = ()
+
+    @property
+    def max_seconds(self) -> float:
+        return math.inf
+
+    def check(self, tower: Any) -> None:
+        """Raise ValueError for an extractor that is not the tower's."""
+        self.check_kind()
+        if (found := self.extractor.audio_samples_per_token) != tower.audio_embed_dim:
+            raise ValueError(
+                f"audio_samples_per_token of preprocessor_config.json is {found}; it must be "
+                f"audio_config.audio_embed_dim, {tower.audio_embed_dim}"
+            )
+
+    def num_frames(self, item: MediaRef) -> int:
+        return -(-item.audio.count_at(self.rate) // int(self.extractor.audio_samples_per_token))
+
+    def num_pixels(self, item: MediaRef) -> int:
+        return self.num_tokens(item) * PIXELS_PER_POSITION
+
+    def _num_rows(self, num_frames: int) -> int:
+        return num_frames
 
     def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
         batch = self.extractor([samples], return_tensors="pt")

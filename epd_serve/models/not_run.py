@@ -31,9 +31,7 @@ NOT_RUN = {
         "aria blip-2 chameleon cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_ocr2", _NO_FILE
     ),
     **_each("deepseek_vl deepseek_vl_hybrid emu3 ernie4_5_vl_moe exaone4_5 fast_vlm fun_asr_nano fuyu", _NO_FILE),
-    **_each(
-        "gemma3n gemma4_unified glm_ocr glmasr glmga got_ocr2 granite4_vision granite_docling", _NO_FILE
-    ),
+    **_each("gemma3n glm_ocr glmasr glmga got_ocr2 granite4_vision granite_docling", _NO_FILE),
     **_each("granite_speech granite_speech_plus hunyuan_vl hyperclovax_vision_v2 idefics2 inkling2", _NO_FILE),
     **_each("inkling_mm_model instructblip instructblipvideo janus kosmos-2 lfm3_vl lighton_ocr", _NO_FILE),
     **_each("llava_next_video minicpm_ocr minicpmv4_7 minimax_m3_vl molmo2 moss_transcribe_diarize", _NO_FILE),

@@ -123,6 +123,7 @@ _PACKAGES = {
     "smolvlm",
     "gemma3",
     "gemma4",
+    "gemma4_unified",
     "paligemma",
     "minicpmv4_6",
     "glm4v",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +386,26 @@ TINY = {
     "idefics3": _idefics3("idefics3", "Idefics3"),
     "smolvlm": _idefics3("smolvlm", "SmolVLM"),
 }
+
+_UNIFIED = TINY["gemma4"]
+TINY["gemma4_unified"] = replace(
+    _UNIFIED,
+    model_type="gemma4_unified",
+    text={
+        **{name: value for name, value in _UNIFIED.text.items() if name != "hidden_size_per_layer_input"},
+        "use_bidirectional_attention": "vision",
+    },
+    vision={"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 80, **_INIT},
+    top={**_UNIFIED.top, "audio_config": {"audio_embed_dim": 640, **_INIT}},
+    videos={**_UNIFIED.videos, "video_processor_type": "Gemma4UnifiedVideoProcessor"},
+    preprocessor={
+        "image_processor_type": "Gemma4UnifiedImageProcessor",
+        "feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor",
+        "max_soft_tokens": 70,
+        "do_normalize": False,
+    },
+    processor={"processor_class": "Gemma4UnifiedProcessor"},
+)
 
 TINY["paligemma"] = Tiny(
     model_type="paligemma",

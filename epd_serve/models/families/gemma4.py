@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,8 +58,10 @@ class Gemma4(Family):
     as_padding = ("image_token_id", "video_token_id", "audio_token_id")
 
     def __init__(self, config: Any, image_processor: Any) -> None:
+        from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
         super().__init__(config, image_processor)
-        self._fit = sys.modules[type(image_processor).__module__].get_aspect_ratio_preserving_size
+        self._fit = get_aspect_ratio_preserving_size
         self._kernel: int = image_processor.pooling_kernel_size
         vision = config.vision_config
         self.picture_fields = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
@@ -103,14 +104,19 @@ class Gemma4(Family):
         output.pooler_output = [rows[is_sound] for rows, is_sound in pairs]
         return output
 
-    def num_pixels(self, size: Size) -> int:
+    def fitted(self, size: Size) -> tuple[int, int]:
+        """Height and width to which a picture is brought. Raises as :meth:`parts`."""
         processor, area = self.processor, self._kernel**2
         most_patches = processor.max_soft_tokens * area
         try:
             height, width = self._fit(size[1], size[0], processor.patch_size, most_patches, self._kernel)
         except ValueError as error:
             raise InvalidRequest(f"an image of {size[0]}x{size[1]} pixels cannot be used: {error}") from error
-        return int(height * width)
+        return height, width
+
+    def num_pixels(self, size: Size) -> int:
+        height, width = self.fitted(size)
+        return height * width
 
     def parts(self, size: Size) -> Sequence[int | str]:
         start, end, *_ = self.tokens
@@ -127,16 +133,11 @@ class Gemma4(Family):
         longest = self.processor.max_soft_tokens
         if self.video is not None:
             settings = self.video.settings
-            if (settings.patch_size, settings.merge_size) != (vision.patch_size, self._kernel):
+            if settings.patch_size * settings.merge_size != vision.patch_size * self._kernel:
                 raise ValueError("patch_size and pooling_kernel_size must be the same for pictures and videos")
             longest = max(longest, settings.max_video_tokens)
             self.both_ways_tokens = longest if self.both_ways_tokens else 0
-        if (most := longest * self._kernel) > vision.position_embedding_size:
-            raise ValueError(
-                f"vision_config.position_embedding_size must be {most}, the patches of a side, or more"
-            )
-        if vision.num_key_value_heads != vision.num_attention_heads:
-            raise ValueError("vision_config.num_key_value_heads must be num_attention_heads")
+        self.check_tower(longest)
         if self.config.text_config.use_bidirectional_attention == "all":
             raise ValueError(
                 "text_config.use_bidirectional_attention is 'all'; an answer attends to what is before it"
@@ -144,3 +145,13 @@ class Gemma4(Family):
         if self.config.text_config.pad_token_id is None:
             raise ValueError("text_config.pad_token_id is missing; it stands for media among embeddings by layer")
         super().check_pictures()
+
+    def check_tower(self, num_tokens: int) -> None:
+        """Raise ValueError for a tower of too few places for a row of that many tokens."""
+        vision = self.config.vision_config
+        if (most := num_tokens * self._kernel) > vision.position_embedding_size:
+            raise ValueError(
+                f"vision_config.position_embedding_size must be {most}, the patches of a side, or more"
+            )
+        if vision.num_key_value_heads != vision.num_attention_heads:
+            raise ValueError("vision_config.num_key_value_heads must be num_attention_heads")

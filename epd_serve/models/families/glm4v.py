@@ -1,4 +1,4 @@
-"""GLM-4.1V, GLM-4.5V, GLM-4.6V: pictures of any resolution, M-RoPE over a part of each head. Its videos are not taken."""
+"""GLM-4.1V, GLM-4.5V, GLM-4.6V: pictures of any resolution, M-RoPE over a part of each head, and no videos."""
 
 from __future__ import annotations
 
