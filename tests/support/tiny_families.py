@@ -395,7 +395,7 @@ TINY["gemma4_unified"] = replace(
         **{name: value for name, value in _UNIFIED.text.items() if name != "hidden_size_per_layer_input"},
         "use_bidirectional_attention": "vision",
     },
-    vision={"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 80, **_INIT},
+    vision={"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 280, **_INIT},
     top={**_UNIFIED.top, "audio_config": {"audio_embed_dim": 640, **_INIT}},
     videos={**_UNIFIED.videos, "video_processor_type": "Gemma4UnifiedVideoProcessor"},
     preprocessor={
