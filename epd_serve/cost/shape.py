@@ -286,7 +286,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256},
     "gemma3_text": {"head_dim": 256},
-    **dict.fromkeys(_GEMMA4, {"head_dim": 256, "num_key_value_heads": 4}),
+    **{name: {"head_dim": 256, "num_key_value_heads": 4} for name in _GEMMA4},
     "llama4_text": {"head_dim": 128},
     "clip_vision_model": {
         "num_hidden_layers": 12,
