@@ -232,7 +232,7 @@ class ConformerAudio(AudioProcessor):
         return {name: batch[name] for name in ("input_features", "input_features_mask")}
 
 
-class WaveAudio(AudioProcessor):
+class WaveAudio(ConformerAudio):
     """Sounds of any length as they are; as many samples as the tower takes at a time become a row."""
 
     __slots__ = ()
@@ -253,15 +253,8 @@ class WaveAudio(AudioProcessor):
     def num_frames(self, item: MediaRef) -> int:
         return -(-item.audio.count_at(self.rate) // int(self.extractor.audio_samples_per_token))
 
-    def num_pixels(self, item: MediaRef) -> int:
-        return self.num_tokens(item) * PIXELS_PER_POSITION
-
     def _num_rows(self, num_frames: int) -> int:
         return num_frames
-
-    def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
-        batch = self.extractor([samples], return_tensors="pt")
-        return {name: batch[name] for name in ("input_features", "input_features_mask")}
 
 
 #: At which transformers' extractor of Gemma 4 cuts a sound off.

@@ -154,8 +154,7 @@ class Family:
         # the same pixels wherever an instance runs: torchvision, where there is one, resizes in another way
         return AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
 
-    @staticmethod
-    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
+    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
         """How a checkpoint's videos are sampled and cut, by its file. Raises ValueError for what is not known."""
         raise NotImplementedError
 

@@ -185,11 +185,12 @@ def compare_slices(seed: int) -> None:
         return_tensors="pt",
     )
     item = MediaRef.of_video(VideoFacts(*clip.size, clip.total, rate), VideoSampling())
+    family = MiniCPMV.__new__(MiniCPMV)  # of which nothing is asked
     for given in (
         {"scale_resolution": 56, "max_num_frames": 3},
         json.loads(theirs.to_json_string()),
     ):
-        ours = MiniCPMV.read_video(given)
+        ours = family.read_video(given)
         assert ours.indices(item) == list(expected["video_metadata"][0].frames_indices), seed
         made = inputs_of(ours, item, frames)
         assert torch.equal(made["pixel_values"], expected["pixel_values_videos"]), seed

@@ -55,6 +55,7 @@ class Gemma4(Family):
     input_names = ("pixel_values", "image_position_ids")
     tokens = ("<|image>", "<image|>", "<|audio>", "<audio|>")
     both_ways_in_windows = True
+    merged: ClassVar[bool] = False  # its patches are as large as a token
     as_padding = ("image_token_id", "video_token_id", "audio_token_id")
 
     def __init__(self, config: Any, image_processor: Any) -> None:
@@ -68,13 +69,10 @@ class Gemma4(Family):
         if config.text_config.use_bidirectional_attention == "vision":
             self.both_ways_tokens = image_processor.max_soft_tokens
 
-    @staticmethod
-    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
-        from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
-
+    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
         from epd_serve.models.video_processor import gemma4_video
 
-        return gemma4_video(settings, get_aspect_ratio_preserving_size)
+        return gemma4_video(settings, self._fit, merged=self.merged)
 
     def video_parts(self, item: MediaRef) -> Sequence[int | str]:
         start, end, *_ = self.tokens

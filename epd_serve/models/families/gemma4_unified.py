@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.models.audio_processor import AudioProcessor, WaveAudio
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-
-    from epd_serve.models.video_processor import VideoProcessor
 
 
 class Gemma4Unified(Gemma4):
@@ -31,6 +28,7 @@ class Gemma4Unified(Gemma4):
         "gemma4_unified_audio": names("audio_embed_dim rms_norm_eps"),
     }
     both_ways_in_windows = False
+    merged = True
 
     @staticmethod
     def read_pictures(path: Path) -> Any:
@@ -39,14 +37,6 @@ class Gemma4Unified(Gemma4):
         numbers = {"patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 280}
         unused = {"size": None, "image_mean": None, "image_std": None}  # as pictures are not normalised
         return PictureProcessor.read(path, resample=3, do_normalize=False, **numbers, **unused)
-
-    @staticmethod
-    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
-        from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
-
-        from epd_serve.models.video_processor import gemma4_video
-
-        return gemma4_video(settings, get_aspect_ratio_preserving_size, merged=True)
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:

@@ -40,8 +40,7 @@ class MiniCPMV(Family):
     def text_before(self, number: int) -> str:
         return f"<image_id>{number}</image_id>" if self.processor.use_image_id else ""
 
-    @staticmethod
-    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
+    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
         from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 
         from epd_serve.models.video_processor import sliced_video

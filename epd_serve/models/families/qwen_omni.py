@@ -32,10 +32,14 @@ class QwenOmni(QwenVL):
     }
     modalities = ("image", "video", "audio")
     usual_fps: ClassVar[float] = 2.0
+    side: ClassVar[int] = 28  # of a token, in pixels
 
-    @staticmethod
-    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
-        return omni_video(settings, 28)
+    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
+        """Whatever size the file says, transformers' processor asks for 128 to 768 tokens of two frames."""
+        from epd_serve.models.video_processor import qwen2_video
+
+        size = {"shortest_edge": 128 * self.side**2, "longest_edge": 768 * self.side**2}
+        return qwen2_video({**settings, "size": size, "min_pixels": None, "max_pixels": None})
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
@@ -67,11 +71,3 @@ class QwenOmni(QwenVL):
             "audio_seqlens": torch.tensor(frames),
             "second_per_grids": torch.tensor([step / rate for rate in rates]),
         }
-
-
-def omni_video(settings: Mapping[str, Any], side: int) -> VideoProcessor:
-    """Whatever size the file says, transformers' processor asks for 128 to 768 squares of that side."""
-    from epd_serve.models.video_processor import qwen2_video
-
-    size = {"shortest_edge": 128 * side * side, "longest_edge": 768 * side * side}
-    return qwen2_video({**settings, "size": size, "min_pixels": None, "max_pixels": None})
