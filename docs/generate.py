@@ -14,7 +14,8 @@ from pydantic.fields import FieldInfo
 from epd_serve.cli.app import app
 from epd_serve.config import DeploymentConfig, deployment_schema
 from epd_serve.config.applied import Section, applied
-from epd_serve.models.families import FAMILIES, NOT_RUN
+from epd_serve.models.families import FAMILIES
+from epd_serve.models.not_run import NOT_RUN
 from epd_serve.types import PLURALS
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +76,10 @@ def models_page() -> str:
         about = " ".join((family.__doc__ or "").split()).removesuffix(".") if family.modalities else ""
         takes = ", ".join(("text", *(PLURALS[name] for name in family.modalities)))
         rows.append(f"| {' | '.join(map(cell, (family.title, types, takes, family.decoder, towers, about)))} |\n")
-    reasons = "".join(f"| `{name}` | {reason} |\n" for name, reason in NOT_RUN.items())
+    reasons = ""
+    for reason in dict.fromkeys(NOT_RUN.values()):
+        same = ", ".join(f"`{name}`" for name, other in NOT_RUN.items() if other == reason)
+        reasons += f"| {same} | {reason} |\n"
     return MODELS + "".join(rows) + MODELS_END + NOT_RUN_TITLE + reasons
 
 

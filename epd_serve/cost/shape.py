@@ -273,6 +273,7 @@ HUB_NAMES = {
 }
 _BY_HUB_NAME = {hub: name for name, hub in HUB_NAMES.items()}
 
+_GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 #: What transformers fills in where a config.json leaves a size away, by model_type.
 _DEFAULTS: dict[str, dict[str, int]] = {
     "llama": {
@@ -285,7 +286,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
     "gemma": {"head_dim": 256},
     "gemma2": {"head_dim": 256},
     "gemma3_text": {"head_dim": 256},
-    "gemma4_text": {"head_dim": 256, "num_key_value_heads": 4},
+    **{name: {"head_dim": 256, "num_key_value_heads": 4} for name in _GEMMA4},
     "llama4_text": {"head_dim": 128},
     "clip_vision_model": {
         "num_hidden_layers": 12,
@@ -359,7 +360,7 @@ def _kinds(read: _Reader) -> list[str]:
         return ["full_attention" if index in full else "conv" for index in range(count)]
     if "linear_num_value_heads" in text:
         every, other = read("full_attention_interval", default=4), "linear_attention"
-    elif text.get("model_type") == "gemma4_text":
+    elif text.get("model_type") in _GEMMA4:
         every, other = 6, "sliding_attention"
     kinds = [other if number % every else "full_attention" for number in range(1, count + 1)]
     return [*kinds[:-1], "full_attention"] if other == "sliding_attention" else kinds
@@ -368,7 +369,7 @@ def _kinds(read: _Reader) -> list[str]:
 def _kv_widths(read: _Reader) -> tuple[int, ...]:
     """Gemma 4's: full attention has other heads, and the last layers read K and V of earlier ones."""
     text = read.config
-    if text.get("model_type") != "gemma4_text":
+    if text.get("model_type") not in _GEMMA4:
         return ()
     own = text.get("per_layer_config")
     if own is None:
@@ -417,6 +418,10 @@ def _merge(read: _Reader, model: Mapping[str, Any]) -> int:
 
 
 def _vision(read: _Reader, model: Mapping[str, Any]) -> VisionShape:
+    if "mm_embed_dim" in read.config:  # no tower but a projection, which counts as a layer
+        width, merge = read("mm_embed_dim"), read("pooling_kernel_size", default=3)
+        patch = read("patch_size", default=16)
+        return VisionShape(num_layers=1, hidden=width, intermediate=width, patch_size=patch, merge=merge)
     is_windowed = bool(read.config.get("window_size"))
     # Qwen2-VL calls the tower's width embed_dim and means the language model's by hidden_size.
     hidden = read("embed_dim", default=None) if "embed_dim" in read.config else read("hidden_size")

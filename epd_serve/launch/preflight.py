@@ -17,7 +17,7 @@ from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
 from epd_serve.cost.shape import LanguageShape, ModelShape, shape_from_config, shape_of
 from epd_serve.launch.engine_choice import vllm_knows
 from epd_serve.launch.ports import choose_ports
-from epd_serve.models.families import FAMILIES, NOT_SPLIT, QUANTISED, TEXT, reason
+from epd_serve.models.families import FAMILIES, NOT_SPLIT, QUANTISED, TEXT, refusal
 from epd_serve.models.sharding import check_heads, check_width
 from epd_serve.topology import InstancePlacement
 
@@ -89,19 +89,12 @@ def _check_shape(config: DeploymentConfig, shape: ModelShape) -> tuple[dict[str,
 
 
 def _check_family(path: Path, content: Mapping[str, Any]) -> None:
-    family = content.get("model_type")
-    if family in FAMILIES:
+    if content.get("model_type") in FAMILIES:
         parts = (content, *(content.get(name) for name in ("text_config", "vision_config", "audio_config")))
         if any(isinstance(part, dict) and part.get("quantization_config") is not None for part in parts):
             raise ValueError(f"{path}: {QUANTISED}")
-        return
-    if not isinstance(family, str):
-        raise ValueError(f"{path / 'config.json'}: there is no model_type in it, so it is no transformers model's")
-    raise ValueError(
-        f"{path}: engine: native does not run the family {family!r}{reason(family)}; it runs "
-        f"{', '.join(FAMILIES)}. "
-        f"{_vllm_advice(content)}"
-    )
+    elif why := refusal(content):
+        raise ValueError(f"{path}: {why}. {_vllm_advice(content)}")
 
 
 def _vllm_advice(content: Mapping[str, Any]) -> str:

@@ -1,17 +1,18 @@
-"""A checkpoint's feature extractor of sounds: their length, the tower's inputs and the rows of their features."""
+"""A checkpoint's feature extractor of sounds: their length, the tower's inputs, the rows of their features."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol.wire import PIXELS_PER_POSITION, MediaRef
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class AudioProcessor:
         found = type(self.extractor).__name__
         if found != self.kind:
             raise ValueError(f"the feature extractor is a {found}; only {self.kind} is run")
-        if self.extractor.dither:
+        if getattr(self.extractor, "dither", 0):
             raise ValueError(f"the feature extractor has dither {self.extractor.dither}; only 0 is supported")
 
     def check_length(self, item: MediaRef) -> None:
@@ -204,18 +205,21 @@ class ConformerAudio(AudioProcessor):
         """Raise ValueError for an extractor that is not the tower's."""
         self.check_kind()
         if self.extractor.padding_side != "right":
-            raise ValueError(f"padding_side of the feature extractor is {self.extractor.padding_side!r}, not right")
+            raise ValueError(
+                f"padding_side of the feature extractor is {self.extractor.padding_side!r}, not right"
+            )
         width, channels = self.extractor.feature_size, tower.subsampling_conv_channels[0]
         if -(-width // 4) != channels // 4:
             raise ValueError(
-                f"feature_size of preprocessor_config.json is {width}; it must be {channels}, as many as the first "
-                "of audio_config.subsampling_conv_channels"
+                f"feature_size of preprocessor_config.json is {width}; it must be {channels}, the first of "
+                "audio_config.subsampling_conv_channels"
             )
 
     def num_frames(self, item: MediaRef) -> int:
         self.check_length(item)
         window = self.extractor.frame_length - self.extractor.frame_length // 2 + 1
-        return max((item.audio.count_at(self.rate) - window) // int(self.extractor.hop_length) + 1, 0)
+        count: int = (item.audio.count_at(self.rate) - window) // self.extractor.hop_length + 1
+        return max(count, 0)
 
     def num_pixels(self, item: MediaRef) -> int:
         return self.num_tokens(item) * PIXELS_PER_POSITION
@@ -226,6 +230,31 @@ class ConformerAudio(AudioProcessor):
     def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
         batch = self.extractor([samples], return_tensors="pt")
         return {name: batch[name] for name in ("input_features", "input_features_mask")}
+
+
+class WaveAudio(ConformerAudio):
+    """Sounds of any length as they are; as many samples as the tower takes at a time become a row."""
+
+    __slots__ = ()
+
+    @property
+    def max_seconds(self) -> float:
+        return math.inf
+
+    def check(self, tower: Any) -> None:
+        """Raise ValueError for an extractor that is not the tower's."""
+        self.check_kind()
+        if (found := self.extractor.audio_samples_per_token) != tower.audio_embed_dim:
+            raise ValueError(
+                f"audio_samples_per_token of preprocessor_config.json is {found}; it must be "
+                f"audio_config.audio_embed_dim, {tower.audio_embed_dim}"
+            )
+
+    def num_frames(self, item: MediaRef) -> int:
+        return -(-item.audio.count_at(self.rate) // int(self.extractor.audio_samples_per_token))
+
+    def _num_rows(self, num_frames: int) -> int:
+        return num_frames
 
 
 #: At which transformers' extractor of Gemma 4 cuts a sound off.

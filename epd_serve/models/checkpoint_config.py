@@ -17,18 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
+    PreTrainedConfig,
     cache_utils,
     masking_utils,
     modeling_rope_utils,
 )
 from transformers.activations import ACT2FN
 
-from epd_serve.models.families import QUANTISED, TEXT, family_of, unknown
+from epd_serve.models.families import QUANTISED, TEXT, family_of, refusal, unknown
 from epd_serve.models.family import Family, names
 
 #: Their heads are as wide as they fit into the hidden states.
@@ -72,7 +74,13 @@ def read_config(path: Path) -> Any:
     Raises ValueError that names the field, its value and what is supported, where the engine would not compute
     what transformers computes.
     """
-    whole = AutoConfig.from_pretrained(path, local_files_only=True)
+    content, _ = PreTrainedConfig.get_config_dict(path, local_files_only=True)
+    if why := refusal(content.get("thinker_config", content)):
+        raise ValueError(f"{path}: {why}. With engine: vllm many more are served (docs/guide/vllm.md)")
+    try:
+        whole = AutoConfig.from_pretrained(path, local_files_only=True)
+    except StrictDataclassError as error:  # which is no ValueError
+        raise ValueError(f"{path}: config.json has a value that transformers does not take: {error}") from error
     config = getattr(whole, "thinker_config", whole)
     try:
         _check_quantised("", whole)

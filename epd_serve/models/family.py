@@ -50,6 +50,13 @@ PATCH_TOWER = names(
 )
 
 
+#: What every language model of the generic decoder has honoured.
+TEXT = names(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
+    "max_position_embeddings rope_parameters tie_word_embeddings",
+)
+
+
 #: What encoders honour of towers like Whisper's.
 AUDIO_TOWER = names(
     "num_mel_bins encoder_layers encoder_attention_heads encoder_ffn_dim d_model activation_function",
@@ -81,6 +88,7 @@ class Family:
         chat_template: of checkpoints that have none; "" where they all have one.
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
+        picture_fields: what the image processor's file must say, as config.json says it.
         image_token_id: the token that stands for a picture in a chat.
         token_ids: these tokens for each modality that the checkpoint takes.
         row_token_ids: those that stand for each row of a feature.
@@ -121,6 +129,7 @@ class Family:
         """``image_processor``: None where no pictures are taken."""
         self.processor_options: dict[str, Any] = {}
         self.processor_fields: dict[str, Any] = {}
+        self.picture_fields: dict[str, Any] = {}
         self.config = config
         self.image_token_id = -1
         if "image" in self.modalities:
@@ -148,8 +157,7 @@ class Family:
         # the same pixels wherever an instance runs: torchvision, where there is one, resizes in another way
         return AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
 
-    @staticmethod
-    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
+    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
         """How a checkpoint's videos are sampled and cut, by its file. Raises ValueError for what is not known."""
         raise NotImplementedError
 
@@ -255,7 +263,19 @@ class Family:
         return self.preprocess(blank(size))
 
     def check(self) -> None:
-        """Raise ValueError where the processor makes other inputs than the tower's configuration is for."""
+        """Raise ValueError where the processors make other inputs than the towers' configurations are for."""
+        if self.audio is not None:
+            self.audio.check(self.config.audio_config)
+        for name, expected in self.picture_fields.items():
+            if (found := getattr(self.processor, name)) != expected:
+                raise ValueError(
+                    f"{name} of preprocessor_config.json is {found!r}; by config.json it is {expected!r}"
+                )
+        if "image" in self.token_ids:
+            self.check_pictures()
+
+    def check_pictures(self) -> None:
+        """Raise ValueError where pictures have other sizes than are counted."""
         for size in TRIED_SIZES:
             expected, made = self.num_pixels(size), self.preprocess(blank(size))["pixel_values"].numel() // 3
             if expected != made:
@@ -287,10 +307,6 @@ class SoundFamily(Family):
 
         assert self.audio is not None
         return self.audio.inputs(np.zeros(self._like(size).num_samples, np.float32))
-
-    def check(self) -> None:
-        assert self.audio is not None
-        self.audio.check(self.config.audio_config)
 
     def _like(self, size: Size) -> MediaRef:
         assert self.audio is not None

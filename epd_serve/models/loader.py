@@ -138,9 +138,10 @@ def attend_by(model: nn.Module, name: str) -> None:
         if config is not None:
             config._attn_implementation = name
     for module in model.modules():  # those of a whole are given to its parts
-        if isinstance(module, PreTrainedModel):
-            if not (module._supports_attention_backend or module._supports_sdpa):
-                module.config._attn_implementation = "eager"
+        if isinstance(module, PreTrainedModel) and not (
+            module._supports_attention_backend or module._supports_sdpa
+        ):
+            module.config._attn_implementation = "eager"
 
 
 def num_parameters(model: nn.Module) -> int:

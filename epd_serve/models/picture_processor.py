@@ -24,6 +24,9 @@ _SILENT = names(
     "image_processor_type processor_class data_format input_data_format return_tensors device default_to_square",
     "do_convert_rgb model_input_names auto_map disable_grouping do_center_crop crop_size pad_size",
     "image_seq_length max_num_patches return_row_col_info",
+    # of a feature extractor, where one file is for pictures and sounds
+    "feature_extractor_type feature_size sampling_rate padding_side padding_value return_attention_mask",
+    "audio_samples_per_token",
 )
 _STEPS = ("do_resize", "do_rescale", "do_normalize", "do_pad")
 _BILINEAR = 2
@@ -43,10 +46,12 @@ class PictureProcessor:
             defaults: what transformers' class has where the file says nothing.
         """
         given, _ = ImageProcessingMixin.get_image_processor_dict(path, local_files_only=True)
+        steps = {**dict.fromkeys(_STEPS, True), "resample": _BILINEAR}
+        steps |= {name: value for name, value in defaults.items() if name in steps}
         fields = {"rescale_factor": 1 / 255, **defaults}
         for name, value in given.items():
-            if name in _STEPS or name == "resample":
-                if value not in (None, True if name in _STEPS else _BILINEAR):
+            if name in steps:
+                if value not in (None, steps[name]):
                     raise ValueError(f"preprocessor_config.json has {name}: {value!r}, which is not supported")
             elif name in fields:
                 fields[name] = fields[name] if value is None else value
@@ -54,7 +59,9 @@ class PictureProcessor:
                 raise ValueError(f"preprocessor_config.json has {name}: {value!r}, which is not known")
         return cls(fields)
 
-    def __getitem__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).__slots__ or name not in self.fields:
+            raise AttributeError(name)
         return self.fields[name]
 
     @staticmethod
@@ -68,18 +75,18 @@ class PictureProcessor:
 
     def normalised(self, pixels: Tensor) -> Tensor:
         """uint8 [3, height, width] → float32."""
-        mean, std = (torch.tensor(values) * (1.0 / self["rescale_factor"]) for values in self._mean_and_std)
+        mean, std = (torch.tensor(values) * (1.0 / self.rescale_factor) for values in self._mean_and_std)
         return pixels.to(torch.float32).sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
 
     def normalised_coarsely(self, pixels: Tensor) -> Tensor:
         """uint8 [3, height, width] → bfloat16, in which all is computed."""
         mean, std = (torch.tensor(values, dtype=torch.bfloat16) for values in self._mean_and_std)
-        scale: float = self["rescale_factor"]
+        scale: float = self.rescale_factor
         return (pixels.to(torch.bfloat16) * scale).sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
 
     @property
     def _mean_and_std(self) -> tuple[list[float], list[float]]:
-        return list(self["image_mean"]), list(self["image_std"])
+        return list(self.image_mean), list(self.image_std)
 
 
 def tiles(pixels: Tensor, rows: int, columns: int) -> Tensor:

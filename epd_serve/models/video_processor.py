@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -414,11 +414,14 @@ def qwen2_video(given: Mapping[str, Any]) -> VideoProcessor:
     return VideoProcessor(VideoSettings.read({**given, "size": size}, _QWEN2), frames_at_rate, resize_by_frame)
 
 
-def gemma4_video(given: Mapping[str, Any], fit: Callable[..., tuple[int, int]]) -> VideoProcessor:
+def gemma4_video(
+    given: Mapping[str, Any], fit: Callable[..., tuple[int, int]], *, merged: bool = False
+) -> VideoProcessor:
     """``Gemma4VideoProcessor``. Raises ValueError as :meth:`VideoSettings.read`.
 
     Args:
         fit: ``get_aspect_ratio_preserving_size`` of its image processor's module.
+        merged: a patch is as large as a token.
     """
     fields = dict(given)
     most, kernel = (
@@ -426,11 +429,15 @@ def gemma4_video(given: Mapping[str, Any], fit: Callable[..., tuple[int, int]]) 
     )
 
     def resize(settings: VideoSettings, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        return fit(height, width, settings.patch_size, most * kernel**2, kernel)
+        return fit(height, width, patch, most * kernel**2, kernel)
 
     usual = {"patch_size": 16, "size": {}, "image_mean": [0.0] * 3, "image_std": [1.0] * 3, "num_frames": 32}
     bounds = {"max_video_tokens": most, "merge_size": kernel, "temporal_patch_size": 1, "fps": None}
-    return FrameProcessor(VideoSettings.read(fields, {**usual, **bounds}), frames_from_the_first, resize)
+    settings = VideoSettings.read(fields, {**usual, **bounds})
+    patch = settings.patch_size
+    if merged:
+        settings = replace(settings, patch_size=patch * kernel, merge_size=1)
+    return FrameProcessor(settings, frames_from_the_first, resize)
 
 
 def sliced_video(
@@ -448,7 +455,14 @@ def sliced_video(
         raise ValueError(f"the video processor has stack_frames: {stacked}; frames are shown one by one alone")
     cut = {name: fields.pop(name) for name in _CUT if name in fields}
     processor = pictures(**cut, patch_size=fields.get("patch_size", 14))
-    usual = {"patch_size": 14, "size": {}, "max_video_tokens": 0, "fps": None, "temporal_patch_size": 1, **_HALVES}
+    usual: dict[str, Any] = {
+        "patch_size": 14,
+        "size": {},
+        "max_video_tokens": 0,
+        "fps": None,
+        "temporal_patch_size": 1,
+        **_HALVES,
+    }
     usual |= {"merge_size": 2 if processor.downsample_mode == "4x" else 4}
     fields["max_frames"] = fields.pop("max_num_frames", 128)
 

@@ -80,7 +80,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "a family": (
         "model: MODEL",
         lambda model: change(model, model_type="mllama", architectures=["MllamaForConditionalGeneration"]),
-        "does not run the family 'mllama' (pictures reach its language model by cross-attention); it runs ",
+        "does not run the family 'mllama' (its decoder reads what its encoder makes by cross-attention); it runs ",
     ),
     "quantised weights": (
         "model: MODEL",

@@ -83,7 +83,7 @@ _OTHERS: dict[str, list[Any]] = {
     "decoder_sparse_step": [2],
     "num_experts": [6],
     "top_k_experts": [1],
-    "use_bidirectional_attention": [False, True, "vision"],
+    "use_bidirectional_attention": [False, True, "vision", None],
     "moe_intermediate_size": [48],
     "linear_num_key_heads": [1, 4],
     "linear_num_value_heads": [2, 8],
@@ -150,6 +150,8 @@ _WITH: dict[str, dict[str, Any]] = {
     "max_window_layers": {"sliding_window": 40, "use_sliding_window": True},
     "layer_types": {"sliding_window": 40, "use_sliding_window": True},
     "topk_group": {"n_group": 2},
+    "mm_embed_dim": {"output_proj_dims": 33},
+    "output_proj_dims": {"mm_embed_dim": 33},
     "pixel_shuffle_ratio": {"intermediate_size": 32},
     "projector_input_dim": {"projector_output_dim": 41, "vision_output_dim": 41},
     "projector_output_dim": {"projector_input_dim": 41, "vision_output_dim": 41},
@@ -188,7 +190,7 @@ _FIXED_OF_LLAMA4 = {"vision_config.intermediate_size"}
 #: LLaVA over text models whose own fields little differs from Llama's.
 _TRIED_APART = (
     *("llava-mistral", "llava-qwen2", "llava-qwen3", "mistral", "qwen2", "qwen3"),
-    *("next-siglip", "onevision", "pixtral", "smolvlm", "glm4v", "aya_vision", "paligemma", "gemma3", "gemma4"),
+    *("next-siglip", "onevision", "pixtral", "smolvlm", "glm4", "aya_vision", "paligemma", "gemma3", "gemma4"),
     "minicpmv",
 )
 _PARTS = ("text_config", "vision_config", "audio_config")

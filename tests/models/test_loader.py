@@ -58,7 +58,7 @@ def test_weights_are_those_of_the_configuration(tmp_path: Path, kind: str, part:
     path = tiny_models.make_tiny_model(kind, tmp_path / "model")
     whole = load_file(path / "model.safetensors")
     towers = ("visual.", "audio_tower.", "vision_tower.", "multi_modal_projector.", "image_newline")
-    towers += ("vision_model.", "connector.", "merger.", "embed_vision.")
+    towers += ("vision_model.", "connector.", "merger.", "embed_vision.", "vision_embedder.", "embed_audio.")
     others = family_of(AutoConfig.from_pretrained(path)).other_parts
     victims = [
         name

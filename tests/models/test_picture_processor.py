@@ -23,6 +23,7 @@ from epd_serve.models.loader import load_family
 TORCHVISION = os.environ.get("EPD_SERVE_TORCHVISION")
 #: With what differs from the tiny model's file.
 KINDS: dict[str, list[dict[str, Any]]] = {
+    "gemma4_unified": [{}, {"max_soft_tokens": 140, "rescale_factor": 0.01}],
     "llama4": [
         {},
         {"max_patches": 5, "resize_to_max_canvas": True},
@@ -51,6 +52,10 @@ def compare(family: Family, theirs: Any, seed: int) -> bool:
     if more:
         assert torch.equal(made["spatial_shapes"], expected["spatial_shapes"]), size
         values = values[expected["pixel_attention_mask"].bool()]
+    if "image_position_ids" in made:  # and theirs are padded
+        is_patch = (expected["image_position_ids"] >= 0).all(-1)
+        assert torch.equal(made["image_position_ids"][0], expected["image_position_ids"][is_patch]), size
+        values = values[is_patch][None]
     assert made["pixel_values"].dtype == values.dtype
     assert torch.equal(made["pixel_values"], values), size
     return True
@@ -105,8 +110,10 @@ def compare_with_torchvision(paths: list[str]) -> None:
     ],
 )
 def test_a_file_that_is_not_honoured_is_refused(kind: str, name: str, value: Any, tmp_path: Path) -> None:
-    if (kind, name) in (("lfm2_vl", "size"), ("llama4", "tile_size")):
+    if (kind, name) in (("lfm2_vl", "size"), ("gemma4_unified", "size"), ("llama4", "tile_size")):
         name, value = "max_tiles", 11
+    if (kind, name) == ("gemma4_unified", "resample"):
+        value = 2
     path = tiny_models.make_tiny_model(kind, tmp_path / "model")
     file = path / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))

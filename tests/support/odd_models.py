@@ -60,12 +60,14 @@ FAMILIES = {
     "smolvlm": ("smolvlm", "llama", "smolvlm_vision"),
     "gemma3": ("gemma3", "gemma3_text", "siglip_vision_model"),
     "gemma4": ("gemma4", "gemma4_text", "gemma4_vision"),
+    "gemma4_unified": ("gemma4_unified", "gemma4_unified_text", "gemma4_unified_vision"),
     "paligemma": ("paligemma", "gemma2", "siglip_vision_model"),
     "minicpmv4_6": ("minicpmv4_6", "qwen3_5_text", "minicpmv4_6_vision"),
     "glm4v": ("glm4v", "glm4v_text", "glm4v_vision"),
     "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
     "glm4v_moe": ("glm4v_moe", "glm4v_moe_text", "glm4v_moe_vision"),
+    "glm46v": ("glm46v", "glm4v_text", "glm4v_vision"),
     "aya_vision": ("aya_vision", "cohere2", "siglip_vision_model"),
     "llama4": ("llama4", "llama4_text", "llama4_vision_model"),
     "lfm2_vl": ("lfm2_vl", "lfm2", "siglip2_vision_model"),
@@ -84,6 +86,7 @@ _EARS = {
     "qwen2_5_omni": "qwen2_5_omni_audio_encoder",
     "qwen3_omni": "qwen3_omni_moe_audio_encoder",
     "gemma4": "gemma4_audio",
+    "gemma4_unified": "gemma4_unified_audio",
 }
 IMAGE_TOKEN, VIDEO_TOKEN, START, END, AUDIO_TOKEN = 5, 6, 7, 8, 10
 NUM_NEW_TOKENS = 4
@@ -132,7 +135,7 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         if family in _EARS:
             tokens["audio_token_id"] = AUDIO_TOKEN
             tokens |= {"audio_start_token_id": START + 4, "audio_end_token_id": END + 4}
-    elif model_type.startswith("glm4v"):
+    elif model_type.startswith("glm4"):
         if ("vision_config", "out_hidden_size") not in changed:
             vision["out_hidden_size"] = text["hidden_size"]
         quarter = text["hidden_size"] // text["num_attention_heads"] // 4
@@ -140,9 +143,9 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         partial = {"mrope_section": sections, "partial_rotary_factor": 0.5}
         text["rope_parameters"] = {**partial, **text["rope_parameters"]}
         tokens = {"image_token_id": IMAGE_TOKEN}
-    elif model_type in ("internvl", "idefics3", "smolvlm", "gemma4", "lfm2_vl"):
+    elif model_type in ("internvl", "idefics3", "smolvlm", "gemma4", "gemma4_unified", "lfm2_vl"):
         tokens = {"image_token_id": IMAGE_TOKEN}
-        if model_type == "gemma4":
+        if model_type.startswith("gemma4"):
             tokens["audio_token_id"] = AUDIO_TOKEN
         if model_type == "lfm2_vl":
             vision.setdefault("vision_use_head", False)
@@ -204,10 +207,11 @@ def _text(model_type: str) -> dict[str, Any]:
         text |= {"head_dim": 24, "sliding_window": 12}
     if model_type == "gemma3_text":
         text |= {"head_dim": 24, "sliding_window": 12, "sliding_window_pattern": 2, "rope_parameters": None}
-    if model_type == "gemma4_text":
+    if model_type.startswith("gemma4"):
         text |= {"head_dim": 24, "global_head_dim": 48, "sliding_window": 12, "rope_parameters": None}
         text |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-        text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
+        if model_type == "gemma4_text":
+            text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
     if model_type == "lfm2":
         text |= {"full_attn_idxs": [1], "block_multiple_of": 32}
     if model_type == "llama4_text":
@@ -232,6 +236,9 @@ def _vision(model_type: str) -> dict[str, Any]:
     if model_type.startswith("glm4v"):
         sides = {"image_size": 56, "patch_size": 14}
         return vision | {"intermediate_size": 48, "depth": 2, "num_heads": 2} | sides
+    if model_type == "gemma4_unified_vision":
+        sizes = {"mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 80}
+        return {"model_type": model_type, "initializer_range": 0.2, **sizes}
     if model_type == "gemma4_vision":
         vision |= {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
         return vision | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 512}
@@ -257,6 +264,8 @@ def _vision(model_type: str) -> dict[str, Any]:
 
 def _audio(family: str) -> dict[str, Any]:
     audio: dict[str, Any]
+    if family == "gemma4_unified":
+        return {"model_type": _EARS[family], "initializer_range": 0.2, "audio_embed_dim": 160}
     if family == "gemma4":
         size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 24}
         chunks = {"subsampling_conv_channels": [16, 8], "attention_chunk_size": 4, "attention_context_left": 5}
@@ -277,6 +286,9 @@ def _audio(family: str) -> dict[str, Any]:
 
 def _extractor(config: Any) -> dict[str, Any]:
     """The file of a feature extractor that is the tower's."""
+    if config.model_type == "gemma4_unified":
+        kind, size = "Gemma4UnifiedAudioFeatureExtractor", config.audio_config.audio_embed_dim
+        return {"feature_extractor_type": kind, "feature_size": size, "audio_samples_per_token": size}
     if config.model_type == "gemma4":
         size = config.audio_config.subsampling_conv_channels[0]
         return {"feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": size}
@@ -304,9 +316,12 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         sizes = {"scale_resolution": 56, "max_slice_nums": 2, "patch_size": vision.patch_size}
         sizes["downsample_mode"] = config.downsample_mode
         return {"image_processor_type": "MiniCPMV4_6ImageProcessor", **sizes, **normalised}
-    if config.model_type == "gemma4":
+    if config.model_type.startswith("gemma4"):
+        is_whole = config.model_type == "gemma4"
+        kind = "Gemma4ImageProcessor" if is_whole else "Gemma4UnifiedImageProcessor"
         sizes = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
-        return {**ears, "image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70, **sizes, **normalised}
+        normalised |= {"image_processor_type": kind, "do_normalize": is_whole}
+        return {**ears, "max_soft_tokens": 70, **sizes, **normalised}
     if config.model_type == "llama4":
         return {"image_processor_type": "Llama4ImageProcessor", "size": square, "max_patches": 4, **normalised}
     if config.model_type == "lfm2_vl":
@@ -326,7 +341,8 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         kind = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[config.model_type]
         sizes = {"size": {"longest_edge": 2 * side}, "max_image_size": {"longest_edge": side}}
         return {"image_processor_type": f"{kind}ImageProcessor", **sizes, **normalised}
-    kind, frames = ("Glm4v", 2) if config.model_type.startswith("glm4v") else ("Qwen2VL", 1)
+    kind, frames = ("Glm4v", 2) if config.model_type.startswith("glm4") else ("Qwen2VL", 1)
+    kind = "Glm46V" if config.model_type == "glm46v" else kind
     return {
         **ears,
         "image_processor_type": f"{kind}ImageProcessor",
@@ -504,7 +520,7 @@ def _samples(config: Any) -> Any:
 def _heard(path: Path, config: Any) -> dict[str, Tensor]:
     """The sound as the family's processor prepares it for the tower."""
     extractor = AutoFeatureExtractor.from_pretrained(path)
-    if config.model_type == "gemma4":
+    if config.model_type.startswith("gemma4"):
         return dict(extractor([_samples(config)], return_tensors="pt"))
     batch = extractor(
         _samples(config),

@@ -19,10 +19,14 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import image_processing_backends
+from transformers import image_processing_backends, video_processing_utils
 
 #: Families whose image processors want torchvision, and their class.
-TORCHVISION_ALONE = {"llama4": "Llama4ImageProcessor", "lfm2_vl": "Lfm2VlImageProcessor"}
+TORCHVISION_ALONE = {
+    "llama4": "Llama4ImageProcessor",
+    "lfm2_vl": "Lfm2VlImageProcessor",
+    "gemma4_unified": "Gemma4UnifiedImageProcessor",
+}
 
 
 class InterpolationMode(Enum):
@@ -31,11 +35,16 @@ class InterpolationMode(Enum):
     LANCZOS = "lanczos"
 
 
-def _resize(image: Tensor, size: Sequence[int], interpolation: InterpolationMode, antialias: bool) -> Tensor:
+#: By PIL's numbers.
+_MODES = {2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
+
+
+def _resize(image: Tensor, size: Sequence[int], interpolation: Any, antialias: bool) -> Tensor:
     if tuple(image.shape[-2:]) == tuple(size):
         return image
     batch = image.reshape(-1, *image.shape[-3:])
-    resized = F.interpolate(batch, tuple(map(int, size)), mode=interpolation.value, antialias=antialias)
+    mode = _MODES.get(interpolation, interpolation).value
+    resized = F.interpolate(batch, tuple(map(int, size)), mode=mode, antialias=antialias)
     return resized.reshape(*image.shape[:-2], *resized.shape[-2:])
 
 
@@ -50,6 +59,11 @@ def _normalize(image: Tensor, mean: Any, std: Any, inplace: bool = False) -> Ten
     return (image - mean) / std
 
 
+def _grayscale_to_rgb(image: Tensor) -> Tensor:
+    assert image.shape[-3] == 3
+    return image
+
+
 @contextmanager
 def _standing_in() -> Iterator[None]:
     functional: Any = ModuleType("torchvision.transforms.v2.functional")
@@ -60,11 +74,9 @@ def _standing_in() -> Iterator[None]:
         modules[name].__path__ = []
     modules["torchvision.transforms.v2"].functional = functional  # type: ignore[attr-defined]
     with mock.patch.dict(sys.modules, {**modules, "torchvision.transforms.v2.functional": functional}):
-        image_processing_backends.tvF = functional
-        image_processing_backends.pil_torch_interpolation_mapping = {
-            2: InterpolationMode.BILINEAR,
-            3: InterpolationMode.BICUBIC,
-        }
+        functional.grayscale_to_rgb = _grayscale_to_rgb
+        image_processing_backends.tvF = video_processing_utils.tvF = functional
+        image_processing_backends.pil_torch_interpolation_mapping = _MODES
         yield
 
 

@@ -141,6 +141,31 @@ class PlainMiniCPMVideos:
         return made
 
 
+class PlainUnifiedVideos:
+    """Gemma 4 12B's own video processor, with torch's operators in the place of torchvision's."""
+
+    def __init__(self, path: Path, clips: Sequence[Clip]) -> None:
+        self._processor, self._clips = video_processor_of(path, "gemma4_unified"), clips
+
+    def __call__(self, videos: Any, **_: Any) -> BatchFeature:
+        read, metadata = [], []
+        for clip in self._clips:
+            frames, rate = clip.frames()
+            total, count = len(frames), self._processor.num_frames
+            indices = [int(total / count * number + 1e-9) for number in range(count)]
+            if clip.is_list:
+                indices = list(range(total))
+            elif clip.num_read is not None:
+                indices = np.linspace(0, total - 1, clip.num_read, dtype=int).tolist()
+            read.append(frames[indices])
+            metadata.append(VideoMetadata(total_num_frames=total, fps=rate, frames_indices=indices))
+        made: BatchFeature = self._processor(
+            videos=read, video_metadata=metadata, do_sample_frames=False, return_tensors="pt"
+        )
+        made["video_metadata"] = metadata
+        return made
+
+
 class PlainVideoProcessor:
     """Stands in a processor of transformers in the place of its video processor, for these clips."""
 
@@ -148,6 +173,7 @@ class PlainVideoProcessor:
 
     def __new__(cls, path: Path, clips: Sequence[Clip]) -> Any:
         others = {"gemma4": PlainGemma4Videos, "minicpmv4_6": PlainMiniCPMVideos}
+        others |= {"gemma4_unified": PlainUnifiedVideos}
         other = others.get(json.loads((path / "config.json").read_text())["model_type"])
         return super().__new__(cls) if other is None else other(path, clips)
 

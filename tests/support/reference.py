@@ -43,7 +43,8 @@ class Reference:
         if name == "Qwen3OmniMoeProcessor":
             lengths = {len(sound.samples()) for sound in sounds}
             return len(lengths) < 2 and not any(clip.fps for clip in videos)
-        if name in ("Gemma4Processor", "MiniCPMV4_6Processor"):  # of whose videos a rate cannot be asked for
+        # and of these videos a rate cannot be asked for
+        if name in ("Gemma4Processor", "Gemma4UnifiedProcessor", "MiniCPMV4_6Processor"):
             return not any(clip.fps for clip in videos)
         return name != "Qwen3ASRProcessor" or len(sounds) < 2
 

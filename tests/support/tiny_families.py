@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def _pixtral(name: str, merge: int, top: dict[str, Any]) -> Tiny:
     )
 
 
-def _glm4v(name: str, **text: Any) -> Tiny:
+def _glm4v(name: str, kind: str = "Glm4v", vision: str = "", **text: Any) -> Tiny:
     return Tiny(
         model_type=name,
         text={
@@ -146,6 +146,7 @@ def _glm4v(name: str, **text: Any) -> Tiny:
             **text,
         },
         vision={
+            **({"model_type": vision} if vision else {}),
             "depth": 3,
             "hidden_size": 64,
             "num_heads": 4,
@@ -161,10 +162,10 @@ def _glm4v(name: str, **text: Any) -> Tiny:
         tokens=["<|begin_of_image|>", "<|end_of_image|>"],
         named={"image_token": "<|image|>", "video_token": "<|video|>"},
         preprocessor={
-            "image_processor_type": "Glm4vImageProcessor",
+            "image_processor_type": f"{kind}ImageProcessor",
             "size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 140 * 140},
         },
-        processor={"processor_class": "Glm4vProcessor"},
+        processor={"processor_class": f"{kind}Processor"},
     )
 
 
@@ -343,6 +344,17 @@ TINY = {
         routed_scaling_factor=1.5,
         head_dim=32,
     ),
+    "glm46v": _glm4v(
+        "glm46v",
+        "Glm46V",
+        "glm4v_moe_vision",
+        model_type="glm4v_moe_text",
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        first_k_dense_replace=2,
+        head_dim=32,
+    ),
     "aya_vision": Tiny(
         model_type="aya_vision",
         text={
@@ -374,6 +386,26 @@ TINY = {
     "idefics3": _idefics3("idefics3", "Idefics3"),
     "smolvlm": _idefics3("smolvlm", "SmolVLM"),
 }
+
+_UNIFIED = TINY["gemma4"]
+TINY["gemma4_unified"] = replace(
+    _UNIFIED,
+    model_type="gemma4_unified",
+    text={
+        **{name: value for name, value in _UNIFIED.text.items() if name != "hidden_size_per_layer_input"},
+        "use_bidirectional_attention": "vision",
+    },
+    vision={"mm_embed_dim": 64, "output_proj_dims": 64, "mm_posemb_size": 280, **_INIT},
+    top={**_UNIFIED.top, "audio_config": {"audio_embed_dim": 640, **_INIT}},
+    videos={**_UNIFIED.videos, "video_processor_type": "Gemma4UnifiedVideoProcessor"},
+    preprocessor={
+        "image_processor_type": "Gemma4UnifiedImageProcessor",
+        "feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor",
+        "max_soft_tokens": 70,
+        "do_normalize": False,
+    },
+    processor={"processor_class": "Gemma4UnifiedProcessor"},
+)
 
 TINY["paligemma"] = Tiny(
     model_type="paligemma",
@@ -485,7 +517,7 @@ TINY["lfm2_vl"] = Tiny(
 )
 
 #: Their pictures are laid out as another family's, which is tried each time.
-LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "aya_vision", "gemma4_moe")
+LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "glm46v", "aya_vision", "gemma4_moe")
 
 
 def make_tiny_family(

@@ -34,10 +34,10 @@ KINDS = ("qwen2_5_vl", "qwen3_vl", "llava")
 #: Those that take videos, besides OMNI_KINDS.
 VIDEO_KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 #: Those that take sounds; of these, those that take pictures as well.
-AUDIO_KINDS = (*TINY_AUDIO, "gemma4")
+AUDIO_KINDS = (*TINY_AUDIO, "gemma4", "gemma4_unified")
 OMNI_KINDS = tuple(kind for kind, tiny in TINY_AUDIO.items() if tiny.vision)
 _SLOW_OMNI = tuple(pytest.param(kind, marks=[pytest.mark.slow]) for kind in OMNI_KINDS)
-ALL_VIDEO_KINDS = (*VIDEO_KINDS, "gemma4", "minicpmv4_6", *_SLOW_OMNI)
+ALL_VIDEO_KINDS = (*VIDEO_KINDS, "gemma4", "gemma4_unified", "minicpmv4_6", *_SLOW_OMNI)
 #: Those with recurrent states.
 STATE_KINDS = ("qwen3_5", "qwen3_5_moe")
 #: With those whose pictures are tiles or rows.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
 from epd_serve.models.family import Family
+from epd_serve.models.not_run import NOT_RUN
 
 
 def _families() -> Iterator[type[Family]]:
@@ -30,25 +31,22 @@ NOT_SPLIT = {
     **{name: "mixture-of-experts layers" for name, (first, *_) in FAMILIES.items() if name in first.mixtures},
 }
 
-_LATENT = "its KV is latent"
-#: Known families that the native engine does not run, and the reason.
-NOT_RUN = {
-    "internvl_chat": "it is in another format than transformers'; take the checkpoint whose name ends with -hf",
-    "mllama": "pictures reach its language model by cross-attention",
-    "phi4_multimodal": "transformers has no function that makes its features alone",
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k25"), _LATENT),
-    "deepseek_ocr2": "its layers are mixtures of experts",
-}
 #: Said of a checkpoint that has ``quantization_config``.
 QUANTISED = (
     "quantization_config: the native engine does not run quantised weights; use the checkpoint that is not "
     "quantised, or engine: vllm"
 )
+_OWN_CODE = "its checkpoint brings code of its own, which is not run"
 
 
-def reason(model_type: str) -> str:
-    """In brackets, why a family is not run; "" where there is no more to be said."""
-    return f" ({NOT_RUN[model_type]})" if model_type in NOT_RUN else ""
+def refusal(content: Mapping[str, Any]) -> str:
+    """Why the family of a config.json is not run; "" where it is. ``content``: that of the part that answers."""
+    model_type = content.get("model_type")
+    if model_type in FAMILIES:
+        return ""
+    if not isinstance(model_type, str):
+        return "there is no model_type in config.json, so it is no transformers model's"
+    return unknown("family", model_type, FAMILIES, _OWN_CODE if "auto_map" in content else "")
 
 
 def family_of(config: Any) -> type[Family]:
@@ -58,18 +56,20 @@ def family_of(config: Any) -> type[Family]:
     """
     families = FAMILIES.get(config.model_type)
     if families is None:
-        raise ValueError(unknown("family", config.model_type, FAMILIES))
+        raise ValueError(refusal({"model_type": config.model_type}))
     if not families[0].modalities:
         return families[0]
-    tower = (config.audio_config if families[0].modalities == ("audio",) else config.vision_config).model_type
+    part = "audio_config" if families[0].modalities == ("audio",) else "vision_config"
+    if getattr(config, part, None) is None:
+        raise ValueError(f"{part} is missing; without it a model of the family {config.model_type!r} has no tower")
+    tower = getattr(config, part).model_type
     for family in families:
         if tower in family.towers:
             return family
     raise ValueError(unknown("tower", tower, [name for family in families for name in family.towers]))
 
 
-def unknown(what: str, model_type: str, known: Iterable[str]) -> str:
-    """The refusal of a ``model_type`` that is none of those known."""
-    return (
-        f"the native engine does not run the {what} {model_type!r}{reason(model_type)}; it runs {', '.join(known)}"
-    )
+def unknown(what: str, model_type: str, known: Iterable[str], why: str = "") -> str:
+    """The refusal of a ``model_type`` that is none of those known; ``why``: where it has no reason of its own."""
+    reason = f" ({why})" if (why := NOT_RUN.get(model_type, why)) else ""
+    return f"the native engine does not run the {what} {model_type!r}{reason}; it runs {', '.join(known)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from epd_serve.models.family import PATCH_TOWER, Family, Size, names
+from epd_serve.models.family import PATCH_TOWER, TEXT, Family, Size, names
 
 #: As many as its image processor makes, and the whole picture.
 _MOST_TILES = 12
@@ -18,10 +18,9 @@ class AyaVision(Family):
     model_types = ("aya_vision",)
     decoder = "generic"
     texts: ClassVar = {
-        "cohere2": names(
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
-            "head_dim hidden_act max_position_embeddings layer_norm_eps rope_parameters attention_bias",
-            "tie_word_embeddings sliding_window layer_types logit_scale",
+        "cohere2": TEXT
+        | names(
+            "head_dim hidden_act layer_norm_eps attention_bias sliding_window layer_types logit_scale",
         )
     }
     fields = names(
@@ -58,10 +57,10 @@ class AyaVision(Family):
     def num_pixels(self, size: Size) -> int:
         return self._num_tiles(size) * self._side**2
 
-    def check(self) -> None:
+    def check_pictures(self) -> None:
         if self.processor.max_patches > _MOST_TILES:
             raise ValueError(
                 f"max_patches of preprocessor_config.json is {self.processor.max_patches}; tiles have names up to "
                 f"{_MOST_TILES}"
             )
-        super().check()
+        super().check_pictures()

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from epd_serve.models.families.text_only import TextOnly
-from epd_serve.models.family import PATCH_TOWER, Family, Size, names
+from epd_serve.models.family import PATCH_TOWER, TEXT, Family, Size, names
 
-_TEXT = names(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
-    "hidden_activation max_position_embeddings rms_norm_eps rope_parameters attention_bias tie_word_embeddings",
-    "query_pre_attn_scalar sliding_window layer_types",
+_TEXT = TEXT | names(
+    "head_dim hidden_activation rms_norm_eps attention_bias query_pre_attn_scalar sliding_window layer_types"
 )
 
 
@@ -53,7 +51,7 @@ class Gemma3(Family):
     def num_pixels(self, size: Size) -> int:
         return int(self.config.vision_config.image_size) ** 2
 
-    def check(self) -> None:
+    def check_pictures(self) -> None:
         if self.processor.do_pan_and_scan:
             raise ValueError("do_pan_and_scan of preprocessor_config.json is true; pictures are shown whole alone")
         vision = self.config.vision_config
@@ -63,4 +61,4 @@ class Gemma3(Family):
                 f"mm_tokens_per_image is {self.both_ways_tokens}; it must be the square of a divisor of {rows}, "
                 "the patches on a side by image_size and patch_size of vision_config"
             )
-        super().check()
+        super().check_pictures()

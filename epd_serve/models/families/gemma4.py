@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.models.family import Family, Size, TowerInputs, names
+from epd_serve.models.audio_processor import AudioProcessor, ConformerAudio
+from epd_serve.models.family import TEXT, Family, Size, TowerInputs, names
 from epd_serve.protocol.wire import MediaRef
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from epd_serve.models.audio_processor import AudioProcessor
     from epd_serve.models.video_processor import VideoProcessor
 
 
@@ -26,10 +25,10 @@ class Gemma4(Family):
     model_types = ("gemma4",)
     decoder = "generic"
     texts: ClassVar = {
-        "gemma4_text": names(
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
-            "head_dim per_layer_config hidden_activation max_position_embeddings rms_norm_eps rope_parameters",
-            "attention_bias tie_word_embeddings sliding_window layer_types final_logit_softcapping",
+        "gemma4_text": TEXT
+        | names(
+            "head_dim per_layer_config hidden_activation rms_norm_eps attention_bias sliding_window layer_types",
+            "final_logit_softcapping",
             "use_bidirectional_attention vocab_size_per_layer_input hidden_size_per_layer_input attention_k_eq_v",
             "num_kv_shared_layers use_double_wide_mlp enable_moe_block num_experts top_k_experts",
             "moe_intermediate_size",
@@ -46,31 +45,34 @@ class Gemma4(Family):
             "position_embedding_size use_clipped_linears standardize",
         ),
         "gemma4_audio": names(
-            "hidden_size num_hidden_layers num_attention_heads hidden_act subsampling_conv_channels conv_kernel_size",
-            "residual_weight attention_chunk_size attention_context_left attention_context_right attention_logit_cap",
-            "attention_invalid_logits_value use_clipped_linears rms_norm_eps gradient_clipping output_proj_dims",
+            "hidden_size num_hidden_layers num_attention_heads hidden_act subsampling_conv_channels",
+            "conv_kernel_size residual_weight attention_chunk_size attention_context_left",
+            "attention_context_right attention_logit_cap attention_invalid_logits_value use_clipped_linears",
+            "rms_norm_eps gradient_clipping output_proj_dims",
         ),
     }
     modalities = ("image", "video", "audio")
     input_names = ("pixel_values", "image_position_ids")
     tokens = ("<|image>", "<image|>", "<|audio>", "<audio|>")
     both_ways_in_windows = True
+    merged: ClassVar[bool] = False  # its patches are as large as a token
     as_padding = ("image_token_id", "video_token_id", "audio_token_id")
 
     def __init__(self, config: Any, image_processor: Any) -> None:
+        from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
         super().__init__(config, image_processor)
-        self._fit = sys.modules[type(image_processor).__module__].get_aspect_ratio_preserving_size
+        self._fit = get_aspect_ratio_preserving_size
         self._kernel: int = image_processor.pooling_kernel_size
+        vision = config.vision_config
+        self.picture_fields = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
         if config.text_config.use_bidirectional_attention == "vision":
             self.both_ways_tokens = image_processor.max_soft_tokens
 
-    @staticmethod
-    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
-        from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
-
+    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
         from epd_serve.models.video_processor import gemma4_video
 
-        return gemma4_video(settings, get_aspect_ratio_preserving_size)
+        return gemma4_video(settings, self._fit, merged=self.merged)
 
     def video_parts(self, item: MediaRef) -> Sequence[int | str]:
         start, end, *_ = self.tokens
@@ -85,8 +87,6 @@ class Gemma4(Family):
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        from epd_serve.models.audio_processor import ConformerAudio
-
         return ConformerAudio(extractor, padded_positions=False, kind="Gemma4AudioFeatureExtractor")
 
     def audio_parts(self, item: MediaRef) -> Sequence[int | str]:
@@ -102,14 +102,19 @@ class Gemma4(Family):
         output.pooler_output = [rows[is_sound] for rows, is_sound in pairs]
         return output
 
-    def num_pixels(self, size: Size) -> int:
+    def fitted(self, size: Size) -> tuple[int, int]:
+        """Height and width to which a picture is brought. Raises as :meth:`parts`."""
         processor, area = self.processor, self._kernel**2
         most_patches = processor.max_soft_tokens * area
         try:
             height, width = self._fit(size[1], size[0], processor.patch_size, most_patches, self._kernel)
         except ValueError as error:
             raise InvalidRequest(f"an image of {size[0]}x{size[1]} pixels cannot be used: {error}") from error
-        return int(height * width)
+        return height, width
+
+    def num_pixels(self, size: Size) -> int:
+        height, width = self.fitted(size)
+        return height * width
 
     def parts(self, size: Size) -> Sequence[int | str]:
         start, end, *_ = self.tokens
@@ -121,30 +126,30 @@ class Gemma4(Family):
         is_patch = (inputs["image_position_ids"][0] >= 0).all(-1)
         return {name: values[:, is_patch] for name, values in inputs.items()}
 
-    def check(self) -> None:
+    def check_pictures(self) -> None:
         vision = self.config.vision_config
-        for name in ("patch_size", "pooling_kernel_size"):
-            if (ours := getattr(vision, name)) != (found := getattr(self.processor, name)):
-                raise ValueError(f"vision_config.{name} is {ours}, and {found} in preprocessor_config.json")
         longest = self.processor.max_soft_tokens
         if self.video is not None:
             settings = self.video.settings
-            if (settings.patch_size, settings.merge_size) != (vision.patch_size, self._kernel):
+            if settings.patch_size * settings.merge_size != vision.patch_size * self._kernel:
                 raise ValueError("patch_size and pooling_kernel_size must be the same for pictures and videos")
             longest = max(longest, settings.max_video_tokens)
             self.both_ways_tokens = longest if self.both_ways_tokens else 0
-        if (most := longest * self._kernel) > vision.position_embedding_size:
-            raise ValueError(
-                f"vision_config.position_embedding_size must be {most}, the patches of a side, or more"
-            )
-        if vision.num_key_value_heads != vision.num_attention_heads:
-            raise ValueError("vision_config.num_key_value_heads must be num_attention_heads")
+        self.check_tower(longest)
         if self.config.text_config.use_bidirectional_attention == "all":
             raise ValueError(
                 "text_config.use_bidirectional_attention is 'all'; an answer attends to what is before it"
             )
         if self.config.text_config.pad_token_id is None:
             raise ValueError("text_config.pad_token_id is missing; it stands for media among embeddings by layer")
-        if self.audio is not None:
-            self.audio.check(self.config.audio_config)
-        super().check()
+        super().check_pictures()
+
+    def check_tower(self, num_tokens: int) -> None:
+        """Raise ValueError for a tower of too few places for a row of that many tokens."""
+        vision = self.config.vision_config
+        if (most := num_tokens * self._kernel) > vision.position_embedding_size:
+            raise ValueError(
+                f"vision_config.position_embedding_size must be {most}, the patches of a side, or more"
+            )
+        if vision.num_key_value_heads != vision.num_attention_heads:
+            raise ValueError("vision_config.num_key_value_heads must be num_attention_heads")

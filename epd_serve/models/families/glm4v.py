@@ -1,4 +1,4 @@
-"""GLM-4.1V, GLM-4.5V: pictures of any resolution, M-RoPE over a part of each head. Its videos are not taken."""
+"""GLM-4.1V, GLM-4.5V, GLM-4.6V: pictures of any resolution, M-RoPE over a part of each head, and no videos."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from epd_serve.models.families.qwen_vl import QwenVL
-from epd_serve.models.family import names
+from epd_serve.models.family import TEXT, names
 
-_TEXT = names(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
-    "hidden_act max_position_embeddings rms_norm_eps rope_parameters tie_word_embeddings",
-)
+_TEXT = TEXT | names("hidden_act rms_norm_eps")
 _EXPERTS = names(
     "head_dim attention_bias moe_intermediate_size num_experts_per_tok n_shared_experts n_routed_experts n_group",
     "topk_group routed_scaling_factor first_k_dense_replace norm_topk_prob",
@@ -50,3 +47,12 @@ class Glm4vMoe(Glm4v):
     model_types = ("glm4v_moe",)
     texts: ClassVar = {"glm4v_moe_text": _TEXT | _EXPERTS}
     towers: ClassVar = {"glm4v_moe_vision": _TOWER}
+
+
+class Glm46V(Glm4v):
+    """The same, before either language model."""
+
+    title = "GLM-4.6V"
+    model_types = ("glm46v",)
+    texts: ClassVar = Glm4v.texts | Glm4vMoe.texts
+    towers: ClassVar = Glm4v.towers | Glm4vMoe.towers

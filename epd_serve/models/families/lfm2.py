@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from epd_serve.models.families.text_only import TextOnly
-from epd_serve.models.family import names
+from epd_serve.models.family import TEXT, names
 
 
 class Lfm2(TextOnly):
@@ -15,9 +15,9 @@ class Lfm2(TextOnly):
     model_types = ("lfm2",)
     decoder = "generic"
     texts: ClassVar = {
-        "lfm2": names(
-            "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
-            "head_dim max_position_embeddings norm_eps rope_parameters tie_word_embeddings conv_bias conv_L_cache",
+        "lfm2": TEXT
+        | names(
+            "head_dim norm_eps conv_bias conv_L_cache",
             "block_multiple_of block_ffn_dim_multiplier block_auto_adjust_ff_dim full_attn_idxs layer_types",
         )
     }

@@ -57,6 +57,10 @@ class Lfm2VL(Family):
     def __init__(self, config: Any, image_processor: Any) -> None:
         super().__init__(config, image_processor)
         self.processor_fields = {"use_image_special_tokens": True}
+        self.picture_fields = {
+            "encoder_patch_size": config.vision_config.patch_size,
+            "downsample_factor": config.downsample_factor,
+        }
         self._unit: int = config.vision_config.patch_size * config.downsample_factor  # the side of a token
 
     @staticmethod
@@ -68,13 +72,13 @@ class Lfm2VL(Family):
     @property
     def _longest(self) -> int:
         """Most tokens of a tile or of the whole picture."""
-        of_tile = (self.processor["tile_size"] // self._unit) ** 2 if self.processor["do_image_splitting"] else 0
-        return max(int(self.processor["max_image_tokens"]), of_tile)
+        of_tile = (self.processor.tile_size // self._unit) ** 2 if self.processor.do_image_splitting else 0
+        return max(int(self.processor.max_image_tokens), of_tile)
 
     def _whole(self, size: Size) -> Size:
         """The size of the whole picture: whole tokens, no fewer and no more than is said."""
-        unit, area = self._unit, size[0] * size[1]
-        fewest, most = (self.processor[f"{end}_image_tokens"] * unit**2 for end in ("min", "max"))
+        processor, unit, area = self.processor, self._unit, size[0] * size[1]
+        fewest, most = processor.min_image_tokens * unit**2, processor.max_image_tokens * unit**2
         width, height = (max(unit, round(length / unit) * unit) for length in size)
         if width * height > most:
             shrink = math.sqrt(area / most)
@@ -93,13 +97,11 @@ class Lfm2VL(Family):
     def _grid(self, size: Size) -> tuple[int, int]:
         """Rows and columns of tiles; (1, 1) for a picture that is whole alone."""
         processor = self.processor
-        patch: int = processor["encoder_patch_size"]
-        least, most = processor["min_tiles"], processor["max_tiles"]
+        patch: int = processor.encoder_patch_size
+        least, most = processor.min_tiles, processor.max_tiles
         width, height = (max(patch, round(length / self._unit) * self._unit) for length in size)
-        is_large = (
-            width * height > processor["max_image_tokens"] * self._unit**2 * processor["max_pixels_tolerance"]
-        )
-        if not (is_large and processor["do_image_splitting"]) or most == 1:
+        is_large = width * height > processor.max_image_tokens * self._unit**2 * processor.max_pixels_tolerance
+        if not (is_large and processor.do_image_splitting) or most == 1:
             return 1, 1
         ratios = {
             (columns, rows)
@@ -113,7 +115,7 @@ class Lfm2VL(Family):
             ratios, key=math.prod
         ):  # of equals the larger, where the picture fills half of it
             distance = abs(size[0] / size[1] - columns / rows)
-            half = 0.5 * processor["tile_size"] ** 2 * columns * rows
+            half = 0.5 * processor.tile_size**2 * columns * rows
             if distance < nearest or (distance == nearest and size[0] * size[1] > half):
                 best, nearest = (rows, columns), distance
         return best
@@ -127,9 +129,9 @@ class Lfm2VL(Family):
         parts: list[int | str] = [start]
         for row in range(rows):
             for column in range(columns):
-                num_of_tile = (self.processor["tile_size"] // self._unit) ** 2
+                num_of_tile = (self.processor.tile_size // self._unit) ** 2
                 parts += (f"<|img_row_{row + 1}_col_{column + 1}|>", num_of_tile)
-        whole: list[int | str] = [thumbnail, num_whole] if self.processor["use_thumbnail"] else []
+        whole: list[int | str] = [thumbnail, num_whole] if self.processor.use_thumbnail else []
         return [*parts, *whole, end]
 
     def num_pixels(self, size: Size) -> int:
@@ -142,12 +144,12 @@ class Lfm2VL(Family):
         from epd_serve.models.picture_processor import tiles
 
         size = pixels.shape[1], pixels.shape[0]
-        side, patch = self.processor["tile_size"], self.processor["encoder_patch_size"]
+        side, patch = self.processor.tile_size, self.processor.encoder_patch_size
         rows, columns = self._grid(size)
         made: list[Any] = []
         if rows * columns > 1:
             made += tiles(self.processor.resized(pixels, (columns * side, rows * side)), rows, columns)
-        if rows * columns == 1 or self.processor["use_thumbnail"]:
+        if rows * columns == 1 or self.processor.use_thumbnail:
             made.append(self.processor.resized(pixels, self._whole(size)))
         shapes = [(one.shape[1] // patch, one.shape[2] // patch) for one in made]
         values = [
@@ -177,16 +179,10 @@ class Lfm2VL(Family):
         output.pooler_output = [torch.cat(rows)]
         return output
 
-    def check(self) -> None:
-        vision, processor = self.config.vision_config, self.processor
-        for name, expected in (
-            ("encoder_patch_size", vision.patch_size),
-            ("downsample_factor", self.config.downsample_factor),
-        ):
-            if (found := processor[name]) != expected:
-                raise ValueError(f"{name} of preprocessor_config.json is {found}; by config.json it is {expected}")
-        if not 2 <= processor["min_tiles"] <= processor["max_tiles"] <= _MOST_TILES:
+    def check_pictures(self) -> None:
+        processor = self.processor
+        if not 2 <= processor.min_tiles <= processor.max_tiles <= _MOST_TILES:
             raise ValueError(f"min_tiles and max_tiles of preprocessor_config.json must be 2 to {_MOST_TILES}")
-        if processor["tile_size"] % self._unit:
+        if processor.tile_size % self._unit:
             raise ValueError(f"tile_size of preprocessor_config.json must be a multiple of {self._unit}")
-        super().check()
+        super().check_pictures()

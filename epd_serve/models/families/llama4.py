@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from epd_serve.models.family import Family, Size, TowerInputs, names
+from epd_serve.models.family import TEXT, Family, Size, TowerInputs, names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,10 +21,10 @@ class Llama4(Family):
     model_types = ("llama4",)
     decoder = "generic"
     texts: ClassVar = {
-        "llama4_text": names(
-            "vocab_size hidden_size intermediate_size intermediate_size_mlp num_hidden_layers num_attention_heads",
-            "num_key_value_heads head_dim hidden_act max_position_embeddings rms_norm_eps rope_parameters",
-            "attention_bias tie_word_embeddings num_experts_per_tok num_local_experts moe_layers use_qk_norm",
+        "llama4_text": TEXT
+        | names(
+            "intermediate_size_mlp head_dim hidden_act rms_norm_eps",
+            "attention_bias num_experts_per_tok num_local_experts moe_layers use_qk_norm",
             "interleave_moe_layer_step no_rope_layers no_rope_layer_interval attention_chunk_size layer_types",
             "attn_temperature_tuning floor_scale attn_scale router_jitter_noise",
         )
@@ -45,6 +45,7 @@ class Llama4(Family):
         vision = config.vision_config
         self._side: int = vision.image_size
         self._tile_tokens = int(self._side // vision.patch_size * vision.pixel_shuffle_ratio) ** 2
+        self.picture_fields = {"size": {"height": self._side, "width": self._side}}
         self.processor_fields = {name: getattr(vision, name) for name in ("patch_size", "pixel_shuffle_ratio")}
 
     @staticmethod
@@ -59,7 +60,7 @@ class Llama4(Family):
         """Rows and columns of tiles: a picture grows as little as it can, or shrinks as little as it must."""
         import numpy as np
 
-        most = self.processor["max_patches"]
+        most = self.processor.max_patches
         by_ratio: dict[float, list[Size]] = {}
         for count in range(most, 0, -1):
             for rows in (rows for rows in range(1, count + 1) if count % rows == 0):
@@ -68,7 +69,7 @@ class Llama4(Family):
         sides = np.array(grids, np.float32) * np.float32(self._side)
         scales = (sides / np.array(size[::-1], np.float32)).min(1)
         growing = scales[scales >= 1]
-        pick = growing.max if self.processor["resize_to_max_canvas"] else growing.min
+        pick = growing.max if self.processor.resize_to_max_canvas else growing.min
         scale = pick() if len(growing) else scales.max()
         return min((grid for grid, one in zip(grids, scales, strict=True) if one == scale), key=np.prod)
 
@@ -78,7 +79,7 @@ class Llama4(Family):
 
         # transformers' numbers are float32 where tiles are the bound, else Python's
         bounds: list[Any] = [np.float32(count * self._side) for count in (columns, rows)]
-        if not self.processor["resize_to_max_canvas"]:
+        if not self.processor.resize_to_max_canvas:
             bounds = [min(max(length, self._side), bound) for length, bound in zip(size, bounds, strict=True)]
         by_width, by_height = (bound / length for bound, length in zip(bounds, size, strict=True))
         width, height = map(int, bounds)
@@ -119,8 +120,3 @@ class Llama4(Family):
         output = Family.features(model, inputs)
         output.pooler_output = model.multi_modal_projector(output.last_hidden_state)
         return output
-
-    def check(self) -> None:
-        if (found := self.processor["size"]) != (expected := {"height": self._side, "width": self._side}):
-            raise ValueError(f"size of preprocessor_config.json is {found}; by config.json it is {expected}")
-        super().check()

@@ -25,6 +25,7 @@ class LlavaNext(Llava):
         self._patches: int = self._tile // config.vision_config.patch_size
         self._best = sys.modules[type(image_processor).__module__].select_best_resolution
         self.processor_options = {"do_pad": True}
+        self.picture_fields = {"image_grid_pinpoints": config.image_grid_pinpoints}
         self.processor_fields = {"vision_feature_select_strategy": config.vision_feature_select_strategy}
 
     def _tiles(self, size: Size) -> tuple[int, int]:
@@ -49,12 +50,10 @@ class LlavaNext(Llava):
         rows, columns = self._tiles(size)
         return (1 + rows * columns) * self._tile**2
 
-    def check(self) -> None:
-        if self.processor.image_grid_pinpoints != self.config.image_grid_pinpoints:
-            raise ValueError("image_grid_pinpoints of config.json and preprocessor_config.json differ")
+    def check_pictures(self) -> None:
         if self._num_tokens != self._patches**2:
             raise ValueError("vision_feature_select_strategy must leave the patches and no other token")
-        super().check()
+        super().check_pictures()
 
 
 class LlavaOnevision(LlavaNext):

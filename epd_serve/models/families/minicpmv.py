@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class MiniCPMV(Family):
-    """The whole picture behind its number, and rows of slices of it; a video's frames stand one by one, as pictures
-    behind one number."""
+    """The whole picture behind its number, and rows of slices of it; a video's frames are such pictures behind one
+    number."""
 
     title = "MiniCPM-V 4.6"
     model_types = ("minicpmv4_6",)
@@ -32,11 +32,15 @@ class MiniCPMV(Family):
     joins = False  # the slices of a picture lie side by side
     tokens = ("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>")
 
+    def __init__(self, config: Any, image_processor: Any) -> None:
+        super().__init__(config, image_processor)
+        patch = config.vision_config.patch_size
+        self.picture_fields = {"downsample_mode": config.downsample_mode, "patch_size": patch}
+
     def text_before(self, number: int) -> str:
         return f"<image_id>{number}</image_id>" if self.processor.use_image_id else ""
 
-    @staticmethod
-    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
+    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
         from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 
         from epd_serve.models.video_processor import sliced_video
@@ -79,15 +83,11 @@ class MiniCPMV(Family):
         output.pooler_output = [torch.cat(output.pooler_output)]
         return output
 
-    def check(self) -> None:
-        processors = {"preprocessor_config.json": self.processor}
-        if self.video is not None:
-            processors["video_preprocessor_config.json"] = self._of_frames
-        for config, name in ((self.config, "downsample_mode"), (self.config.vision_config, "patch_size")):
-            for file, processor in processors.items():
-                if (expected := getattr(config, name)) != (found := getattr(processor, name)):
-                    raise ValueError(f"{name} is {expected!r} by config.json and {found!r} by {file}")
-        super().check()
+    def check_pictures(self) -> None:
+        for name, expected in self.picture_fields.items() if self.video is not None else ():
+            if (found := getattr(self._of_frames, name)) != expected:
+                raise ValueError(f"{name} is {expected!r} by config.json and {found!r} of videos")
+        super().check_pictures()
 
 
 def _slices(processor: Any, size: Size) -> tuple[Size, Size, Size]:

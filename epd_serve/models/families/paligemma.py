@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from epd_serve.models.family import PATCH_TOWER, Family, Size, names
+from epd_serve.models.family import PATCH_TOWER, TEXT, Family, Size, names
 from epd_serve.protocol.wire import MediaRef
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TEXT = names(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
-    "max_position_embeddings rms_norm_eps rope_parameters attention_bias tie_word_embeddings",
-    "use_bidirectional_attention",
-)
+_TEXT = TEXT | names("head_dim rms_norm_eps attention_bias use_bidirectional_attention")
 
 
 class PaliGemma(Family):
@@ -57,10 +53,10 @@ class PaliGemma(Family):
         positions, delta = super().positions(ids, items, model)
         return positions + 1, delta + 1
 
-    def check(self) -> None:
+    def check_pictures(self) -> None:
         text, config = self.config.text_config, self.config
         if config.projection_dim != text.hidden_size:
             raise ValueError(f"projection_dim is {config.projection_dim}; it must be {text.hidden_size}")
         if config.image_token_id >= text.vocab_size:
             raise ValueError(f"image_token_index is {config.image_token_id}, which is not below vocab_size")
-        super().check()
+        super().check_pictures()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from epd_serve.models.audio_processor import AudioProcessor
 from epd_serve.models.family import AUDIO_TOWER, SoundFamily, TowerInputs, names
-
-if TYPE_CHECKING:
-    from epd_serve.models.audio_processor import AudioProcessor
 
 
 class Qwen2Audio(SoundFamily):
@@ -21,8 +19,6 @@ class Qwen2Audio(SoundFamily):
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        from epd_serve.models.audio_processor import AudioProcessor
-
         return AudioProcessor(extractor, padded_positions=True)
 
     @staticmethod

@@ -6,11 +6,10 @@ from typing import ClassVar
 
 from epd_serve.models.families.qwen_vl import Qwen3VL, QwenVL
 from epd_serve.models.families.text_only import TextOnly
-from epd_serve.models.family import names
+from epd_serve.models.family import TEXT, names
 
-_TEXT = names(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
-    "hidden_act max_position_embeddings rms_norm_eps rope_parameters attention_bias tie_word_embeddings",
+_TEXT = TEXT | names(
+    "head_dim hidden_act rms_norm_eps attention_bias",
     "layer_types linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads",
     "linear_num_value_heads",
 )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from epd_serve.models.audio_processor import AudioProcessor, UnpaddedAudio
 from epd_serve.models.family import Family, SoundFamily, TowerInputs, names
-
-if TYPE_CHECKING:
-    from epd_serve.models.audio_processor import AudioProcessor
 
 #: What encoders honour of Qwen3's towers that hear.
 TOWER = names(
@@ -26,8 +24,6 @@ class Qwen3Asr(SoundFamily):
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        from epd_serve.models.audio_processor import UnpaddedAudio
-
         kind, mask = "Qwen3ASRFeatureExtractor", "input_features_mask"
         return UnpaddedAudio(extractor, padded_positions=False, kind=kind, mask=mask)
 

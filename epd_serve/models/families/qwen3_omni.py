@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.models.audio_processor import AudioProcessor, UnpaddedAudio
 from epd_serve.models.families.qwen3_asr import TOWER
-from epd_serve.models.families.qwen_omni import QwenOmni, omni_video
+from epd_serve.models.families.qwen_omni import QwenOmni
 from epd_serve.models.families.qwen_vl import QwenVL
 from epd_serve.models.family import Family, TowerInputs, names
 from epd_serve.protocol.wire import MediaRef
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from epd_serve.models.audio_processor import AudioProcessor
-    from epd_serve.models.video_processor import VideoProcessor
 
 
 class Qwen3Omni(QwenOmni):
@@ -31,15 +29,10 @@ class Qwen3Omni(QwenOmni):
         "qwen3_omni_moe_audio_encoder": TOWER | names("conv_chunksize max_source_positions"),
     }
     usual_fps = 1.0
-
-    @staticmethod
-    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
-        return omni_video(settings, 32)
+    side = 32
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        from epd_serve.models.audio_processor import UnpaddedAudio
-
         return UnpaddedAudio(extractor, padded_positions=False)
 
     @staticmethod

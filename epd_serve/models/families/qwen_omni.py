@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from epd_serve.models.audio_processor import AudioProcessor
 from epd_serve.models.families.qwen_vl import QwenVL
 from epd_serve.models.family import AUDIO_TOWER, Family, TowerInputs, names
 from epd_serve.protocol.wire import MediaRef
@@ -12,7 +13,6 @@ from epd_serve.protocol.wire import MediaRef
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from epd_serve.models.audio_processor import AudioProcessor
     from epd_serve.models.video_processor import VideoProcessor
 
 
@@ -32,15 +32,17 @@ class QwenOmni(QwenVL):
     }
     modalities = ("image", "video", "audio")
     usual_fps: ClassVar[float] = 2.0
+    side: ClassVar[int] = 28  # of a token, in pixels
 
-    @staticmethod
-    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
-        return omni_video(settings, 28)
+    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
+        """Whatever size the file says, transformers' processor asks for 128 to 768 tokens of two frames."""
+        from epd_serve.models.video_processor import qwen2_video
+
+        size = {"shortest_edge": 128 * self.side**2, "longest_edge": 768 * self.side**2}
+        return qwen2_video({**settings, "size": size, "min_pixels": None, "max_pixels": None})
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        from epd_serve.models.audio_processor import AudioProcessor
-
         return AudioProcessor(extractor, padded_positions=False)
 
     @staticmethod
@@ -52,10 +54,8 @@ class QwenOmni(QwenVL):
             output.pooler_output = output.pooler_output.split(counts.tolist())
         return output
 
-    def check(self) -> None:
-        super().check()
-        assert self.audio is not None
-        self.audio.check(self.config.audio_config)
+    def check_pictures(self) -> None:
+        super().check_pictures()
         self.check_width("audio_config.output_dim", self.config.audio_config.output_dim)
 
     def position_facts(self, tokens: Tensor, items: Sequence[MediaRef]) -> dict[str, Tensor]:
@@ -71,11 +71,3 @@ class QwenOmni(QwenVL):
             "audio_seqlens": torch.tensor(frames),
             "second_per_grids": torch.tensor([step / rate for rate in rates]),
         }
-
-
-def omni_video(settings: Mapping[str, Any], side: int) -> VideoProcessor:
-    """Whatever size the file says, transformers' processor asks for 128 to 768 squares of that side."""
-    from epd_serve.models.video_processor import qwen2_video
-
-    size = {"shortest_edge": 128 * side * side, "longest_edge": 768 * side * side}
-    return qwen2_video({**settings, "size": size, "min_pixels": None, "max_pixels": None})

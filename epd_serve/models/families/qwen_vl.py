@@ -46,8 +46,7 @@ class QwenVL(Family):
         self._merge_area: int = image_processor.merge_size**2
         self._resize: Callable[..., tuple[int, int]] = sys.modules[type(image_processor).__module__].smart_resize
 
-    @staticmethod
-    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
+    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
         from epd_serve.models.video_processor import qwen2_video
 
         return qwen2_video(settings)
@@ -91,7 +90,7 @@ class QwenVL(Family):
         patch: int = self.processor.patch_size
         return frames * rows * columns * patch**2
 
-    def check(self) -> None:
+    def check_pictures(self) -> None:
         vision, processor = self.config.vision_config, self.processor
         for ours, theirs in (
             ("patch_size", "patch_size"),
@@ -163,8 +162,7 @@ class Qwen3VL(QwenVL):
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     mixtures: ClassVar[tuple[str, ...]] = ("qwen3_vl_moe",)
 
-    @staticmethod
-    def read_video(settings: Mapping[str, Any]) -> VideoProcessor:
+    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
         from epd_serve.models.video_processor import qwen3_video
 
         return qwen3_video(settings)

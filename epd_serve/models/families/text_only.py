@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from epd_serve.errors import InvalidRequest
-from epd_serve.models.family import Family, Size
+from epd_serve.models.family import Family
 
 
 class TextOnly(Family):
@@ -19,9 +17,3 @@ class TextOnly(Family):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config, None)
-
-    def parts(self, size: Size) -> Sequence[int | str]:
-        raise InvalidRequest("the model takes text alone; leave out the images", param="messages")
-
-    def check(self) -> None:
-        pass

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from epd_serve.models.audio_processor import AudioProcessor, LongAudio
 from epd_serve.models.family import AUDIO_TOWER, Family, SoundFamily, TowerInputs, names
-
-if TYPE_CHECKING:
-    from epd_serve.models.audio_processor import AudioProcessor
 
 
 class Voxtral(SoundFamily):
@@ -23,8 +21,6 @@ class Voxtral(SoundFamily):
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
-        from epd_serve.models.audio_processor import LongAudio
-
         return LongAudio(extractor, padded_positions=True)
 
     @staticmethod

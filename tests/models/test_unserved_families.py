@@ -1,0 +1,107 @@
+"""All families with media that transformers has: each is held against ``generate``, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from tiny_audio import TINY_AUDIO
+from tiny_families import TINY
+from transformers import AutoModel, AutoModelForMultimodalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
+
+from epd_serve.config import DeploymentConfig
+from epd_serve.launch.preflight import check_deployment
+from epd_serve.models.checkpoint_config import read_config
+from epd_serve.models.families import FAMILIES
+from epd_serve.models.loader import ModelPart, load_family, load_part
+from epd_serve.models.not_run import NOT_RUN
+
+ALL = sorted(
+    {
+        *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        *MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    }
+)
+#: Those that are held against ``generate``, by tiny models.
+HELD = {one.model_type for one in (*TINY.values(), *TINY_AUDIO.values())} | {"qwen2_vl"}
+HELD |= {*tiny_models.KINDS, *tiny_models.STATE_KINDS, *tiny_models.TEXT_KINDS, "qwen3_vl_moe"}
+#: Models around the part that answers in text.
+WHOLE = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
+
+
+def _configs(config: Any) -> list[Any]:
+    parts = [getattr(config, name, None) for name in (*config.sub_configs, "text_config")]
+    return [config, *(one for part in parts if isinstance(part, PreTrainedConfig) for one in _configs(part))]
+
+
+def _has(name: str) -> Callable[[Any], bool]:
+    return lambda config: any(
+        name in (getattr(one, "per_layer_attributes", None) or ()) or getattr(one, name, None) is not None
+        for one in _configs(config)
+    )
+
+
+def _makes_features(config: Any) -> bool:
+    classes = [auto._model_mapping[type(config)] for auto in (AutoModel, AutoModelForMultimodalLM)]
+    named = ("get_image_features", "get_audio_features", "get_video_features")
+    return any(hasattr(one, name) for one in classes for name in named)
+
+
+#: What is looked up of a reason; the others are said of their families by hand.
+TRUE_OF: dict[str, Callable[[Any], bool]] = {
+    "its KV is latent": _has("kv_lora_rank"),
+    "transformers has no function that makes its features alone": lambda config: not _makes_features(config),
+    "its layers choose the tokens that they attend to": lambda config: (
+        "indexed_attention" in config.text_config.layer_types
+    ),
+}
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_a_family_with_media_is_run_or_refused_with_the_reason(model_type: str, tmp_path: Path) -> None:
+    """The directory has no weights: the refusal comes before they are read."""
+    config = CONFIG_MAPPING[model_type]()
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    if WHOLE.get(model_type, model_type) in FAMILIES:
+        assert WHOLE.get(model_type, model_type) in HELD
+        try:
+            read_config(tmp_path)
+        except ValueError as error:  # a field of the class's defaults, which are no published model's
+            assert str(tmp_path) in str(error), error
+        return
+    why = NOT_RUN[model_type]
+    assert TRUE_OF.get(why, lambda _: True)(config)
+    if config.is_encoder_decoder:
+        assert "cross-attention" in why
+    words = f"does not run the family '{model_type}' ({why}); it runs "
+    deployment = DeploymentConfig(model=str(tmp_path), gateway={"port": 0}, instances={"base_port": 0})
+    for refuse in (
+        lambda: load_family(tmp_path),
+        lambda: load_part(tmp_path, ModelPart.TOWER, None),
+        lambda: load_part(tmp_path, ModelPart.LANGUAGE_MODEL, None),
+        lambda: check_deployment(deployment, {}),
+    ):
+        with pytest.raises(ValueError, match=r"engine: vllm|vLLM that is installed") as refused:
+            refuse()
+        assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("model_type", ["kimi_vl", "internvl_chat"])
+def test_a_checkpoint_with_code_of_its_own_is_refused_unread(model_type: str, tmp_path: Path) -> None:
+    content = {"model_type": model_type, "auto_map": {"AutoConfig": "configuration.Odd"}}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    why = NOT_RUN.get(model_type, "its checkpoint brings code of its own, which is not run")
+    with pytest.raises(ValueError, match="engine: vllm") as refused:
+        load_family(tmp_path)
+    assert f"does not run the family '{model_type}' ({why}); it runs " in str(refused.value)
