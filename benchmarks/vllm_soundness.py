@@ -5,6 +5,8 @@ stop strings, structured output) are asked whole and streamed, 4 and 24 at a tim
 the deployment gets; an answer other than that of a vLLM alone counts as a mismatch. Then storms of 100 streams
 that are cancelled at random moments, and how long after each an instance has a request or a block. Then nothing
 for a while. Then bursts of pictures, all at once, and kills of an instance of each role with streams under way.
+
+A vLLM without the hooks of epd-serve's connectors runs with its own: ECExampleConnector and Mooncake.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -248,9 +251,17 @@ async def kill(deployment: LocalDeployment, name: str) -> dict[str, Any]:
     }
 
 
+def connectors(python: str, media: str, folder: Path) -> dict[str, str]:
+    """The deployment file's section ``vllm``, with connectors that this vLLM can run."""
+    found = probe_vllm(python)
+    if found.lacks("store") or found.lacks("grouped"):
+        return {"python": python, "features": "file", "feature_dir": str(folder), "kv": "mooncake"}
+    return {"python": python, "media": media}
+
+
 async def measure(
     topology: str,
-    python: str,
+    vllm: dict[str, str],
     bodies: list[dict[str, Any]],
     expected: list[list[Answer]] | None,
     storms: int,
@@ -272,7 +283,7 @@ async def measure(
         dtype="float32",
         gateway={"port": 0},
         instances=INSTANCES,
-        vllm={"python": python},
+        vllm=vllm if "E-" in topology else {**vllm, "media": "raw"},
     )
     async with LocalDeployment(config, ready_timeout_s=1200) as deployment:
         row: dict[str, Any] = {"topology": topology, "ready_s": round(time.monotonic() - start, 1), "passes": []}
@@ -357,7 +368,9 @@ async def run(arguments: argparse.Namespace) -> None:
         if answers is not None:
             answers.write_text(json.dumps(expected))
         report = {
-            "command": COMMAND + (" --answers FILE --topologies T, for each" if answers is not None else ""),
+            "command": COMMAND
+            + (" --media rewritten" if arguments.media == "rewritten" else "")
+            + (" --answers FILE --topologies T, for each" if answers is not None else ""),
             "machine": machine(),
             "vllm": probe_vllm(arguments.vllm_python).vllm,
             "took_s": sum(one.get("took_s", 0) for one in rows.values()),
@@ -366,17 +379,18 @@ async def run(arguments: argparse.Namespace) -> None:
         write(results, report)
 
     for topology in topologies:
-        expected = await measure(
-            topology,
-            arguments.vllm_python,
-            bodies,
-            expected,
-            arguments.storms,
-            arguments.idle_s,
-            arguments.bursts,
-            arguments.kills,
-            keep,
-        )
+        with tempfile.TemporaryDirectory() as folder:
+            expected = await measure(
+                topology,
+                connectors(arguments.vllm_python, arguments.media, Path(folder)),
+                bodies,
+                expected,
+                arguments.storms,
+                arguments.idle_s,
+                arguments.bursts,
+                arguments.kills,
+                keep,
+            )
         print(summary(rows[topology]), flush=True)
 
 
@@ -387,6 +401,7 @@ def main() -> None:
     parser.add_argument(
         "--answers", type=Path, help="keeps the answers of vLLM alone, so that topologies can be run one at a time"
     )
+    parser.add_argument("--media", default="raw", choices=("raw", "rewritten"), help="vllm.media")
     parser.add_argument("--storms", type=int, default=10)
     parser.add_argument("--bursts", type=int, nargs="*", default=BURSTS, help="requests at once")
     parser.add_argument("--kills", nargs="*", default=["e", "p", "d"], help="roles an instance of which is killed")

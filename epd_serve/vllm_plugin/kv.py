@@ -290,7 +290,7 @@ class _Worker:
         self._sender = KVHandOvers(
             factory("transport", as_it_is)(transport),
             self._layers,
-            GroupSizer(num_layers=len(self._layers), fixed=self._extra.get("group_layers")),
+            GroupSizer(num_layers=len(self._layers)),
             trace=None if trace is None else Path(trace),
         )
         self._server = NoticeServer(self._host, self._port, self._sender.handle)
