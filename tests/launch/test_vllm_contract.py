@@ -1,6 +1,6 @@
 """The hooks that epd-serve's connectors need, against the sources of the vLLM that pip brings: 0.33.
 
-``vllm-0.33.json`` is what those sources say. With EPD_SERVE_VLLM_SOURCES set to the directory of an unpacked wheel,
+``vllm-0.33.json`` is what those sources say. With EPD_SERVE_VLLM_SOURCES set to the directory of an unpacked wheel
 the tests read that one, and ``python tests/launch/test_vllm_contract.py DIRECTORY`` writes the file anew.
 """
 
@@ -72,7 +72,7 @@ def described(home: Path) -> dict[str, Any]:
         modules[name] = read_module(source(name), words) if source(name).is_file() else None
         if modules[name] is not None:
             roots = {one: told for one, told in modules[name]["classes"].items() if one in ROOTS.values()}
-            modules[name]["classes"] = roots
+            modules[name] |= {"classes": roots, "bases": {}}
     calls = {
         name: sorted(set(re.findall(r"connector\.(\w+)\(", source(name).read_text(encoding="utf-8"))))
         for name in CALLERS
