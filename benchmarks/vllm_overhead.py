@@ -41,12 +41,21 @@ COMMAND = "python -m benchmarks.vllm_overhead --vllm-python PYTHON"
 Cpu = Callable[[], dict[str, float]]
 
 
-def bodies(round_number: int) -> list[dict[str, Any]]:
-    """Those of one round: every other one has a picture of its own."""
+#: Pictures are squares of so many pixels a side, and every so many-th request has one of its own.
+Pictures = tuple[int, int]
+
+
+def bodies(round_number: int, pictures: Pictures) -> list[dict[str, Any]]:
+    """Those of one round."""
+    size, every = pictures
     first = round_number * NUM_REQUESTS
     texts = (f"Say what number {number} is." for number in range(first, first + NUM_REQUESTS))
     asked = [
-        chat(text, *([data_url(noise(first + index, 160, 160))] if index % 2 else []), max_tokens=MAX_TOKENS)
+        chat(
+            text,
+            *([data_url(noise(first + index, size, size))] if (index + 1) % every == 0 else []),
+            max_tokens=MAX_TOKENS,
+        )
         for index, text in enumerate(texts)
     ]
     return [{**one, "model": MODEL, "stream": True, "stream_options": {"include_usage": True}} for one in asked]
@@ -70,7 +79,7 @@ async def timed(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> tu
     return first - began, (last - first) / (count - 1)
 
 
-async def one_round(url: str, number: int, cpu: Cpu) -> dict[str, Any]:
+async def one_round(url: str, number: int, cpu: Cpu, pictures: Pictures) -> dict[str, Any]:
     before, turns, began = cpu(), asyncio.Semaphore(CONCURRENCY), time.perf_counter()
     async with httpx.AsyncClient(timeout=600, trust_env=False) as client:
 
@@ -78,7 +87,7 @@ async def one_round(url: str, number: int, cpu: Cpu) -> dict[str, Any]:
             async with turns:
                 return await timed(client, url, body)
 
-        times = await asyncio.gather(*map(ask, bodies(number)))
+        times = await asyncio.gather(*map(ask, bodies(number, pictures)))
     spent = cpu()
     return {
         "cpu_s": {name: spent[name] - before[name] for name in spent},
@@ -149,13 +158,16 @@ def plain(python: str, folder: Path) -> Iterator[tuple[str, Cpu]]:
             process.wait()
 
 
-async def measure_plain(python: str, num_rounds: int) -> list[dict[str, Any]]:
+async def measure_plain(python: str, num_rounds: int, pictures: Pictures) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, plain(python, Path(folder)) as (url, cpu):
-        await one_round(url, num_rounds, cpu)
-        return [summary("plain", [await one_round(url, number, cpu) for number in range(num_rounds)])]
+        await one_round(url, num_rounds, cpu, pictures)
+        rounds = [await one_round(url, number, cpu, pictures) for number in range(num_rounds)]
+        return [summary("plain", rounds)]
 
 
-async def measure(topology: str, python: str, num_rounds: int) -> list[dict[str, Any]]:
+async def measure(
+    topology: str, python: str, num_rounds: int, pictures: Pictures, media: str
+) -> list[dict[str, Any]]:
     config = DeploymentConfig(
         topology=topology,
         engine="vllm",
@@ -164,7 +176,7 @@ async def measure(topology: str, python: str, num_rounds: int) -> list[dict[str,
         dtype="float32",
         gateway={"port": 0},
         instances=INSTANCES,
-        vllm={"python": python},
+        vllm={"python": python, "media": media},
     )
     async with LocalDeployment(config, ready_timeout_s=1200) as deployment:
         running = processes(deployment)
@@ -172,28 +184,34 @@ async def measure(topology: str, python: str, num_rounds: int) -> list[dict[str,
         def cpu() -> dict[str, float]:
             return cpu_s(running)
 
-        ways = {topology: deployment.gateway_url}
+        ways = {topology if media == "raw" else f"{topology}, media: {media}": deployment.gateway_url}
         if topology == "EPD":
             [instance] = deployment.instances.values()
             ways["EPD without its gateway"] = instance.url
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
         for url in ways.values():
-            await one_round(url, len(ways) * num_rounds, cpu)
+            await one_round(url, len(ways) * num_rounds, cpu, pictures)
         for number in range(num_rounds):
             for index, (name, url) in enumerate(sorted(ways.items(), reverse=bool(number % 2))):
-                rounds[name].append(await one_round(url, len(ways) * number + index, cpu))
+                rounds[name].append(await one_round(url, len(ways) * number + index, cpu, pictures))
         return [summary(name, some) for name, some in rounds.items()]
 
 
 async def run(arguments: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
-    for name in ("plain", *arguments.topologies):
-        python, num_rounds = arguments.vllm_python, arguments.rounds
-        found = await (measure_plain(python, num_rounds) if name == "plain" else measure(name, python, num_rounds))
+    python, num_rounds, pictures = arguments.vllm_python, arguments.rounds, (arguments.size, arguments.every)
+    kinds = [
+        (name, kind) for name in arguments.topologies for kind in arguments.media if kind == "raw" or "E-" in name
+    ]
+    for name, media in [("plain", "raw"), *kinds]:
+        if name == "plain":
+            found = await measure_plain(python, num_rounds, pictures)
+        else:
+            found = await measure(name, python, num_rounds, pictures, media)
         rows += found
         print(*map(json.dumps, found), sep="\n", flush=True)
         report = {
-            "command": COMMAND,
+            "command": " ".join([COMMAND, *arguments.told]),
             "machine": machine(),
             "vllm": probe_vllm(arguments.vllm_python).vllm,
             "rows": rows,
@@ -207,7 +225,16 @@ def main() -> None:
     parser.add_argument("--topologies", nargs="*", default=TOPOLOGIES, choices=TOPOLOGIES)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--results", default="vllm-overhead-cpu.json", help="file name in benchmarks/results")
+    parser.add_argument("--size", type=int, default=160, help="of pictures, in pixels a side")
+    parser.add_argument("--every", type=int, default=2, help="of so many requests one has a picture")
+    parser.add_argument("--media", nargs="*", default=["raw"], choices=("raw", "rewritten"), help="vllm.media")
     arguments = parser.parse_args()
+    given = {"topologies": "*", "rounds": None, "size": None, "every": None, "media": "*"}
+    arguments.told = [
+        f"--{name} {' '.join(map(str, value)) if kind else value}"
+        for name, kind in given.items()
+        if (value := getattr(arguments, name)) != parser.get_default(name)
+    ]
     asyncio.run(run(arguments))
 
 

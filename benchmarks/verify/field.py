@@ -70,7 +70,7 @@ def ours(topology: str, engine: str, peers: Peers, logs: Path) -> Iterator[Runni
     config: dict[str, Any] = {"topology": topology, "model": "demo", "dtype": "float32", "engine": engine}
     config["instances"] = {"threads": 1, "max_model_len": 1024, "max_num_seqs": 32}
     if engine == "vllm":
-        config["vllm"] = {"python": peers.python, "cpu_kv_cache_bytes": "1GiB"}
+        config["vllm"] = {"python": peers.python}
         config["instances"]["engine_args"] = _ENGINE_FLAGS
     file = logs / "deployment.yaml"
     file.write_text(json.dumps(config))

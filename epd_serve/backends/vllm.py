@@ -252,9 +252,9 @@ class VllmInstance(VllmServer):
         if not self.target.role.has_language_model:
             return f"instance {self.name} of vLLM has no language model; apply a file with the roles that you want"
         return (
-            f"instance {self.name} of vLLM keeps its role {self.target.role}: only with vllm.kv: grouped, "
-            "vllm.features: store and vllm.media: raw do processes hold P and D; apply a file with the roles that "
-            "you want, which starts others first"
+            f"instance {self.name} of vLLM keeps its role {self.target.role}: only with vllm.kv: grouped and "
+            "vllm.features: store do processes hold P and D; apply a file with the roles that you want, which "
+            "starts others first"
         )
 
     def become(self, role: Role) -> None:

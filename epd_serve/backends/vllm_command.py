@@ -35,7 +35,6 @@ class Connectors:
     Attributes:
         features: ``store`` (epd-serve's) or ``file`` (ECExampleConnector, through ``feature_dir``).
         kv: ``grouped`` (epd-serve's), ``mooncake`` or ``nixl``.
-        group_layers: layers in a group of ``grouped``; None: chosen from measured times.
         store_bytes, cache_bytes: encoder output that E keeps, and that P keeps, with ``store``.
         feature_timeout_s: time for which P waits for encoder output before it encodes itself.
         widths: tensor-parallel ranks of P and of D.
@@ -46,7 +45,6 @@ class Connectors:
     kv: Literal["grouped", "mooncake", "nixl"] | None = None
     feature_dir: str = ""
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
-    group_layers: int | None = None
     store_bytes: int = 256 << 20
     cache_bytes: int = 256 << 20
     feature_timeout_s: float = 30.0
@@ -82,7 +80,7 @@ class VllmOptions:
         kind: kind of the device: "cpu", "cuda" or "npu".
         visible: value of the variable that shows it its devices; "" where there is none.
         memory_share: part of an accelerator's memory for weights and KV.
-        kv_bytes: size of the KV cache; None: the memory that is left. On a CPU it must be set.
+        kv_bytes: size of the KV cache; None: the memory that is left, and 1 GiB on a CPU.
         cores: CPU cores that an instance on a CPU is bound to; "" for none.
         tls: the files with which its server shows a certificate and asks for one; None: it is plain.
         arguments: further flags, by name with ``_``.
@@ -215,8 +213,6 @@ def kv_config(options: VllmOptions) -> dict[str, Any] | None:
     if connectors.kv == "mooncake":
         return {**_mooncake(options), **config, **buffer}
     extra: dict[str, Any] = {"host": options.host, "port": options.port + KV_PORT}
-    if connectors.group_layers is not None:
-        extra["group_layers"] = connectors.group_layers
     if connectors.trace is not None:
         extra["trace"] = connectors.trace
     return {

@@ -12,7 +12,6 @@ from pydantic import Field, field_validator
 from epd_serve.config.applied import Anew, Section
 from epd_serve.config.elastic import RoleName
 from epd_serve.config.sections import InstanceSettings
-from epd_serve.config.sizes import Bytes
 from epd_serve.topology import InstancePlacement
 
 #: How encoder output reaches P. ``store``: epd-serve's own connector; ``file``: vLLM's, through a directory.
@@ -83,12 +82,6 @@ class VllmConfig(Section):
         description="What P and D get of a picture. raw: its pixels, as E does. rewritten: no more than its place "
         "in the prompt, which E tells; they then neither receive nor prepare pixels, and are called once E has "
         "answered. With kv: mooncake P gets the pixels. Needs E and features: store.",
-    )
-    group_layers: Anew[int | None] = Field(
-        default=None, ge=1, description="Layers sent together with kv: grouped; null: chosen from measured times."
-    )
-    cpu_kv_cache_bytes: Anew[Bytes] = Field(
-        default=1 << 30, description="KV cache of an instance on a CPU, where instances.kv_cache_bytes is not set."
     )
     environment: Anew[dict[str, str]] = Field(
         default_factory=dict, description="Variables for all vLLM processes, as in VLLM_LOGGING_LEVEL: DEBUG."

@@ -151,6 +151,7 @@ class Module(msgspec.Struct, frozen=True):
     words: list[str]
     names: list[str]
     classes: dict[str, dict[str, tuple[list[str], bool]]]
+    bases: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
 
 @cache
@@ -183,7 +184,7 @@ def lacking(connector: str, modules: Mapping[str, Module | None]) -> str:
         there = modules.get(module)
         if there is None or word not in there.words:
             return f"{module} knows no {word}"
-    ours = _own(file).classes[name]
+    ours = _methods(file, name)
     for method, (arguments, _) in ours.items():
         if method.startswith("_") or method in _OWN:
             continue
@@ -200,6 +201,13 @@ def lacking(connector: str, modules: Mapping[str, Module | None]) -> str:
 @cache
 def _own(file: str) -> Module:
     return msgspec.convert(read_module(_PLUGIN / f"{file}.py", []), Module)
+
+
+def _methods(file: str, name: str) -> dict[str, tuple[list[str], bool]]:
+    """The methods of a connector and of its heirs."""
+    own = _own(file)
+    heirs = [name, *(one for one, bases in own.bases.items() if name in bases)]
+    return {method: told for one in heirs for method, told in own.classes[one].items()}
 
 
 @cache

@@ -16,13 +16,14 @@ from typing import Any
 
 
 def read_module(path: Path, words: list[str]) -> dict[str, Any]:
-    """Describe a source file: which of the words it has, the names that it defines, and its classes' methods.
+    """Describe a source file: the words that it has, the names that it defines, its classes' bases and methods.
 
     Each method comes with the names of its required arguments and whether it is abstract.
     """
     text = path.read_text(encoding="utf-8")
     names: list[str] = []
     classes: dict[str, dict[str, list[Any]]] = {}
+    bases: dict[str, list[str]] = {}
     for node in ast.parse(text).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names += [one.asname or one.name for one in node.names]
@@ -32,12 +33,13 @@ def read_module(path: Path, words: list[str]) -> dict[str, Any]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names += [one.id for one in targets if isinstance(one, ast.Name)]
         if isinstance(node, ast.ClassDef):
+            bases[node.name] = [one.id for one in node.bases if isinstance(one, ast.Name)]
             methods = [one for one in node.body if isinstance(one, ast.FunctionDef)]
             classes[node.name] = {
                 one.name: [_arguments(one), any("abstract" in ast.unparse(mark) for mark in one.decorator_list)]
                 for one in methods
             }
-    return {"words": [one for one in words if one in text], "names": names, "classes": classes}
+    return {"words": [one for one in words if one in text], "names": names, "classes": classes, "bases": bases}
 
 
 def _arguments(method: ast.FunctionDef) -> list[str]:

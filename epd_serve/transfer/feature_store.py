@@ -160,17 +160,55 @@ def observed_fetch(
     observe(store, "fetch", event.nbytes, time.monotonic() - started)
 
 
-class EmbeddedFeatureStore:
+class FeatureSlab:
+    """Features in one slab of a transport: what both engines' stores have in common. Not thread-safe."""
+
+    def __init__(self, transport: Transport, capacity_bytes: int) -> None:
+        self._transport = transport
+        self._slab = transport.allocate("features", capacity_bytes)
+        self._allocator = SlabAllocator(capacity_bytes)
+        self._cache: FeatureCache[tuple[str, StoredFeature]] = FeatureCache(capacity_bytes)
+
+    @property
+    def region(self) -> Region:
+        return self._slab.region
+
+    def hold(self, mm_hash: str, owner: str) -> StoredFeature | None:
+        """The feature, held for ``owner``; None where it is not here."""
+        found = self._cache.acquire(mm_hash, owner)
+        return None if found is None else found[1]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the books balance."""
+        self._cache.check_integrity()
+        self._allocator.check_integrity()
+
+    def _allocate(self, nbytes: int) -> int | None:
+        """A place in the slab, for which what nobody holds is evicted; None where that leaves no room."""
+        while (offset := self._allocator.allocate(nbytes)) is None:
+            evicted = self._cache.evict_one()
+            if evicted is None:
+                return None
+            self._free(*evicted)
+        return offset
+
+    def _insert(self, mm_hash: str, feature: StoredFeature, owner: str) -> None:
+        for evicted in self._cache.put(mm_hash, (mm_hash, feature), feature.nbytes, owner):
+            self._free(*evicted)
+
+    def _free(self, mm_hash: str, feature: StoredFeature) -> None:
+        assert feature.offset is not None, "a feature of another store"
+        self._allocator.free(feature.offset)
+
+
+class EmbeddedFeatureStore(FeatureSlab):
     """Features in one slab of a transport. A hold lasts as long as the call that announces the feature."""
 
     on_device = False
 
     def __init__(self, transport: Transport, capacity_bytes: int, observe: StoreObserver = unobserved) -> None:
-        self._transport = transport
+        super().__init__(transport, capacity_bytes)
         self._observe = observe
-        self._slab = transport.allocate("features", capacity_bytes)
-        self._allocator = SlabAllocator(capacity_bytes)
-        self._cache: FeatureCache[tuple[int, StoredFeature]] = FeatureCache(capacity_bytes)
         self._one_at_a_time = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 
@@ -186,11 +224,6 @@ class EmbeddedFeatureStore:
         feature = self.hold(mm_hash, owner)
         self._observe("embedded", "miss" if feature is None else "hit")
         return feature
-
-    def hold(self, mm_hash: str, owner: str) -> StoredFeature | None:
-        """As :meth:`acquire`, without a call of the observer: for a store that asks here first."""
-        found = self._cache.acquire(mm_hash, owner)
-        return None if found is None else found[1]
 
     async def put(
         self, mm_hash: str, data: memoryview, shape: list[int], dtype: str, owner: str
@@ -209,8 +242,7 @@ class EmbeddedFeatureStore:
                 return None
             digest = await self._write(offset, data)
             feature = StoredFeature(offset=offset, nbytes=data.nbytes, shape=shape, dtype=dtype, checksum=digest)
-            for evicted in self._cache.put(mm_hash, (offset, feature), data.nbytes, owner):
-                self._free(*evicted)
+            self._insert(mm_hash, feature, owner)
             self._observe("embedded", "put", data.nbytes, time.monotonic() - started)
             return feature
 
@@ -238,7 +270,7 @@ class EmbeddedFeatureStore:
 
     def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
         assert feature.offset is not None, "a feature of another store"
-        return feature.event(mm_hash, request_id, region=self._slab.region)
+        return feature.event(mm_hash, request_id, region=self.region)
 
     def fetch(self, event: FeatureEvent) -> bytearray:
         if event.region is None:
@@ -259,18 +291,6 @@ class EmbeddedFeatureStore:
         self._thread.shutdown()
         self._transport.release(self._slab)
 
-    def check_integrity(self) -> None:
-        self._cache.check_integrity()
-        self._allocator.check_integrity()
-
-    def _allocate(self, nbytes: int) -> int | None:
-        while (offset := self._allocator.allocate(nbytes)) is None:
-            evicted = self._cache.evict_one()
-            if evicted is None:
-                return None
-            self._free(*evicted)
-        return offset
-
-    def _free(self, offset: int, feature: StoredFeature) -> None:
-        self._allocator.free(offset)
+    def _free(self, mm_hash: str, feature: StoredFeature) -> None:
+        super()._free(mm_hash, feature)
         self._observe("embedded", "evict", feature.nbytes)

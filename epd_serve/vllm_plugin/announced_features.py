@@ -7,14 +7,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.protocol.engine_notices import AnyNotice, FeatureAnnounced, FeatureWithdrawn
 from epd_serve.protocol.wire import FeatureEvent, Region
-from epd_serve.transfer.feature_store import StoredFeature, checksum, verify_checksum
-from epd_serve.transfer.shared_memory import SlabAllocator
+from epd_serve.transfer.feature_store import FeatureSlab, StoredFeature, checksum, verify_checksum
+from epd_serve.transfer.reservation import Tombstones
 from epd_serve.transfer.transport import TransferError, Transport
 
-_MAX_WITHDRAWN = 4096
 #: Holder of what has arrived for a request that has not asked for it yet.
 _ARRIVED = "arrived:"
 
@@ -38,7 +36,7 @@ class AnnouncedFeatures:
         self._timeout_s = timeout_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._withdrawn: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._withdrawn: Tombstones[bool] = Tombstones()  # by request and feature
         self._asked_at: dict[str, float] = {}
         self._arrivals: OrderedDict[str, float] = OrderedDict()
         self._news = threading.Event()
@@ -65,7 +63,7 @@ class AnnouncedFeatures:
             return True
         now = self._clock()
         with self._lock:
-            if (trace_id, mm_hash) in self._withdrawn:
+            if f"{trace_id}>{mm_hash}" in self._withdrawn:
                 return True
             waited_s = now - self._asked_at.setdefault(request_id, now)
         if waited_s < self._timeout_s:
@@ -134,10 +132,8 @@ class AnnouncedFeatures:
 
     def _withdraw(self, request_id: str, mm_hash: str) -> None:
         with self._lock:
-            self._withdrawn[request_id, mm_hash] = None
+            self._withdrawn.add(f"{request_id}>{mm_hash}", True)
             self.num_given_up += 1
-            if len(self._withdrawn) > _MAX_WITHDRAWN:
-                self._withdrawn.popitem(last=False)
 
     def _let_go(self) -> None:
         """Let go of features that arrived so long ago that their requests must have come."""
@@ -150,19 +146,13 @@ class AnnouncedFeatures:
             self._memory.release(owner)
 
 
-class FeatureMemory:
+class FeatureMemory(FeatureSlab):
     """Least recently used features are evicted first; what an owner holds stays. Safe from any thread."""
 
     def __init__(self, transport: Transport, capacity_bytes: int) -> None:
-        self._slab = transport.allocate("features", capacity_bytes)
-        self._allocator = SlabAllocator(capacity_bytes)
-        self._cache: FeatureCache[tuple[str, StoredFeature]] = FeatureCache(capacity_bytes)
+        super().__init__(transport, capacity_bytes)
         self._lock = threading.Lock()
         self._evicted: list[str] = []
-
-    @property
-    def region(self) -> Region:
-        return self._slab.region
 
     def __contains__(self, mm_hash: str) -> bool:
         with self._lock:
@@ -171,8 +161,7 @@ class FeatureMemory:
     def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
         """The feature, held until :meth:`release`; None where it is not here."""
         with self._lock:
-            found = self._cache.acquire(mm_hash, owner)
-            return None if found is None else found[1]
+            return self.hold(mm_hash, owner)
 
     def put(
         self, mm_hash: str, data: memoryview, shape: list[int], dtype: str, owner: str, digest: str = ""
@@ -183,15 +172,13 @@ class FeatureMemory:
         """
         digest = digest or checksum(data)
         with self._lock:
-            if (found := self._cache.acquire(mm_hash, owner)) is not None:
-                return found[1]
-            offset = self._allocate(data.nbytes)
-            if offset is None:
+            if (found := self.hold(mm_hash, owner)) is not None:
+                return found
+            if data.nbytes > self._allocator.capacity or (offset := self._allocate(data.nbytes)) is None:
                 return None
             self._slab.buffer[offset : offset + data.nbytes] = data
             kept = StoredFeature(offset=offset, nbytes=data.nbytes, shape=shape, dtype=dtype, checksum=digest)
-            for other, evicted in self._cache.put(mm_hash, (mm_hash, kept), data.nbytes, owner):
-                self._drop(other, evicted)
+            self._insert(mm_hash, kept, owner)
             return kept
 
     def release(self, owner: str, mm_hash: str | None = None) -> None:
@@ -206,25 +193,9 @@ class FeatureMemory:
             return evicted
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the books balance."""
         with self._lock:
-            self._cache.check_integrity()
-            self._allocator.check_integrity()
+            super().check_integrity()
 
-    def _allocate(self, nbytes: int) -> int | None:
-        if nbytes > self._allocator.capacity:
-            return None
-        while (offset := self._allocator.allocate(nbytes)) is None or not self._cache.can_put(nbytes):
-            if offset is not None:
-                self._allocator.free(offset)
-                return None
-            evicted = self._cache.evict_one()
-            if evicted is None:
-                return None
-            self._drop(*evicted)
-        return offset
-
-    def _drop(self, mm_hash: str, kept: StoredFeature) -> None:
-        assert kept.offset is not None
-        self._allocator.free(kept.offset)
+    def _free(self, mm_hash: str, feature: StoredFeature) -> None:
+        super()._free(mm_hash, feature)
         self._evicted.append(mm_hash)

@@ -113,50 +113,47 @@ class FeatureMetrics(ECConnectorPromMetrics):
 
 
 class StoreFeatureConnector(ECConnectorBase):
-    """``ec_connector: StoreFeatureConnector``; one object in the scheduler's process, one in each worker's."""
+    """``ec_connector: StoreFeatureConnector``: what the schedulers and the workers of E and P have in common.
+
+    Each process gets an heir, which has its own part to do; here is a part that does nothing.
+    """
+
+    def __new__(cls, vllm_config: VllmConfig, role: ECConnectorRole) -> StoreFeatureConnector:
+        is_scheduler, encodes = role is ECConnectorRole.SCHEDULER, vllm_config.ec_transfer_config.is_ec_producer
+        of_e, of_p = (SchedulerOfE, SchedulerOfP) if is_scheduler else (WorkerOfE, WorkerOfP)
+        return object.__new__(of_e if encodes else of_p)
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config=vllm_config, role=role)
         config = vllm_config.ec_transfer_config
-        extra = config.ec_connector_extra_config
-        capacity = int(extra.get("bytes", 256 << 20))
-        self._side: _SchedulerOfE | _SchedulerOfP | _WorkerOfE | _WorkerOfP
-        if role is ECConnectorRole.SCHEDULER:
-            described = PlaceholderMetadataResolver(vllm_config.model_config)
-            if self.is_producer:
-                self._side = _SchedulerOfE(config.ec_ip, config.ec_port, described)
-            else:
-                transport = factory("transport", as_it_is)(EmbeddedTransport(config.ec_ip, key=cluster_key()))
-                announced = AnnouncedFeatures(transport, capacity, float(extra.get("timeout_s", 30.0)))
-                self._side = _SchedulerOfP(announced, config.ec_ip, config.ec_port, described)
-        elif self.is_producer:
-            memory = FeatureMemory(EmbeddedTransport(config.ec_ip, key=cluster_key()), capacity)
-            self._side = _WorkerOfE(memory, f"{config.ec_ip}:{config.ec_port}")
-        else:
-            self._side = _WorkerOfP(vllm_config.device_config.device)
-
-    # ------------------------------------------------------------------ scheduler
+        self._host, self._port = config.ec_ip, config.ec_port
+        self._extra: dict[str, Any] = config.ec_connector_extra_config
+        self._capacity = int(self._extra.get("bytes", 256 << 20))
+        self._described = PlaceholderMetadataResolver(vllm_config.model_config)
+        self._counts: Counter[str] = Counter()
+        self._trials: set[str] = set()
 
     def has_cache_item(self, identifier: str) -> bool:
-        return self._side.has(identifier)
-
-    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        return self._side.may_run(request, num_computed_tokens)
+        return False
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
-        self._side.allocated(request, index)
+        return
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
-        return self._side.step(scheduler_output)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepFeatures:
+        """Count all that a step encodes, but for trials: requests of the gateway's that are no client's."""
+        for new in scheduler_output.scheduled_new_reqs:
+            if _params_of(new).get("trial"):
+                self._trials.add(new.req_id)
+        encoded = scheduler_output.scheduled_encoder_inputs
+        self._counts["encoded"] += sum(len(one) for name, one in encoded.items() if name not in self._trials)
+        return StepFeatures()
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._side.finished(request)
-
-    def take_unavailable_requests(self) -> set[str]:
-        return self._side.take_unavailable()
+        self._trials.discard(request.request_id)
+        return False, None
 
     def get_ec_connector_stats(self) -> FeatureStats | None:
-        counts = self._side.take_counts()
+        counts, self._counts = self._counts, Counter()
         return FeatureStats(data=dict(counts)) if counts else None
 
     @classmethod
@@ -169,89 +166,25 @@ class StoreFeatureConnector(ECConnectorBase):
     ) -> FeatureMetrics:
         return FeatureMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # ------------------------------------------------------------------ worker
-
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepFeatures)
-        self._side.load(metadata, encoder_cache)
-
-    def start_save_caches(self, **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepFeatures)
-        self._side.begin(metadata, kwargs["encoder_cache"])
+        return
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
-        self._side.save(encoder_cache, mm_hash)
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        self._side.end_step()
-        return None, None
-
-
-class _Side:
-    """A connector's side that has nothing to do."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self._trials: set[str] = set()
-
-    def count_encoded(self, scheduler_output: SchedulerOutput) -> None:
-        """All that a step encodes, but for trials: requests of the gateway's that are no client's."""
-        for new in scheduler_output.scheduled_new_reqs:
-            if _params_of(new).get("trial"):
-                self._trials.add(new.req_id)
-        encoded = scheduler_output.scheduled_encoder_inputs
-        self.counts["encoded"] += sum(len(one) for name, one in encoded.items() if name not in self._trials)
-
-    def take_counts(self) -> Counter[str]:
-        """Return the counts of events since the last call."""
-        counts, self.counts = self.counts, Counter()
-        return counts
-
-    def take_unavailable(self) -> set[str]:
-        """Return the requests since the last call that cannot be computed."""
-        return set()
-
-    def has(self, mm_hash: str) -> bool:
-        return False
-
-    def may_run(self, request: Request, num_computed_tokens: int) -> bool:
-        return True
-
-    def allocated(self, request: Request, index: int) -> None:
         return
 
-    def step(self, scheduler_output: SchedulerOutput) -> StepFeatures:
-        return StepFeatures()
-
-    def finished(self, request: Request) -> dict[str, Any] | None:
-        """Let go of a request that has ended; an heir calls this one, too."""
-        self._trials.discard(request.request_id)
-        return None
-
-    def load(self, step: StepFeatures, encoder_cache: dict[str, torch.Tensor]) -> None:
-        return
-
-    def begin(self, step: StepFeatures, encoder_cache: dict[str, torch.Tensor]) -> None:
-        return
-
-    def save(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str) -> None:
-        return
-
-    def end_step(self) -> None:
-        return
+    @property
+    def _step(self) -> StepFeatures:
+        return cast(StepFeatures, self._get_connector_metadata())
 
 
-class _SchedulerOfE(_Side):
+class SchedulerOfE(StoreFeatureConnector):
     """Knows from the worker what is stored, so that it is not encoded again, and describes it."""
 
-    def __init__(self, host: str, port: int, described: PlaceholderMetadataResolver) -> None:
-        super().__init__()
-        self._described = described
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
         self._stored: set[str] = set()
         self._hits: dict[str, set[str]] = {}
-        self._server = NoticeServer(host, port, self._handle)
+        self._server = NoticeServer(self._host, self._port, self._handle)
 
     def _handle(self, notice: AnyNotice, has_left: Any) -> str:
         if not isinstance(notice, FeatureKept):
@@ -259,12 +192,11 @@ class _SchedulerOfE(_Side):
         self._stored = (self._stored | set(notice.stored)) - set(notice.evicted)
         return ""
 
-    def has(self, mm_hash: str) -> bool:
-        return mm_hash in self._stored
+    def has_cache_item(self, identifier: str) -> bool:
+        return identifier in self._stored
 
-    def step(self, scheduler_output: SchedulerOutput) -> StepFeatures:
-        step = StepFeatures()
-        self.count_encoded(scheduler_output)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepFeatures:
+        step = super().build_connector_meta(scheduler_output)
         encoded = scheduler_output.scheduled_encoder_inputs
         for new in scheduler_output.scheduled_new_reqs:
             params = _params_of(new)
@@ -274,14 +206,14 @@ class _SchedulerOfE(_Side):
                 step.trials.update(hashes)
                 continue
             self._hits[new.req_id] = {h for i, h in enumerate(hashes) if i not in computed}
-            self.counts["reused"] += len(self._hits[new.req_id])
+            self._counts["reused"] += len(self._hits[new.req_id])
             if address := params.get("announce_to"):
                 names = dict(zip(hashes, _names(params, hashes), strict=True))
                 step.announce += [(params.get("request_id", ""), *pair, address) for pair in names.items()]
         return step
 
-    def finished(self, request: Request) -> dict[str, Any] | None:
-        super().finished(request)
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        super().request_finished(request)
         hits = self._hits.pop(request.request_id, set())
         names = {one.identifier: name for one, name in zip(request.mm_features, _names_of(request), strict=True)}
         told: dict[str, dict[str, Any]] = {
@@ -293,29 +225,27 @@ class _SchedulerOfE(_Side):
         }
         for mm_hash, item in collect_ec_item_metadata(request.mm_features, self._described).items():
             told[names[mm_hash]]["metadata"] = item["metadata"]
-        return told
+        return False, told
 
 
-class _SchedulerOfP(_Side):
+class SchedulerOfP(StoreFeatureConnector):
     """Lets a request run when its features are here, or are not to be had and can be encoded here."""
 
-    def __init__(
-        self, announced: AnnouncedFeatures, host: str, port: int, described: PlaceholderMetadataResolver
-    ) -> None:
-        super().__init__()
-        self._announced = announced
-        self._described = described
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        transport = factory("transport", as_it_is)(EmbeddedTransport(self._host, key=cluster_key()))
+        self._announced = AnnouncedFeatures(transport, self._capacity, float(self._extra.get("timeout_s", 30.0)))
         self._unavailable: set[str] = set()
-        self._server = NoticeServer(host, port, announced.handle)
+        self._server = NoticeServer(self._host, self._port, self._announced.handle)
         self._load: dict[str, tuple[Region, StoredFeature]] = {}
-        #: The gateway's names of what is held for requests; :meth:`may_run` comes before each use.
+        #: The gateway's names of what is held; :meth:`ensure_cache_available` comes before each use.
         self._held: dict[str, str] = {}
         self._waiting = False
 
-    def has(self, mm_hash: str) -> bool:
-        return mm_hash in self._held
+    def has_cache_item(self, identifier: str) -> bool:
+        return identifier in self._held
 
-    def may_run(self, request: Request, num_computed_tokens: int) -> bool:
+    def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         params = request.ec_transfer_params or {}
         for feature, name in zip(request.mm_features, _names_of(request), strict=True):
             position = feature.mm_position
@@ -337,47 +267,48 @@ class _SchedulerOfP(_Side):
         """Whether there is no more of an item here than E has told of it."""
         return feature.data is not None and set(feature.data) <= self._described.fields_for(feature.modality)
 
-    def take_unavailable(self) -> set[str]:
+    def take_unavailable_requests(self) -> set[str]:
         unavailable, self._unavailable = self._unavailable, set()
-        self.counts["missing"] += len(unavailable)
+        self._counts["missing"] += len(unavailable)
         return unavailable
 
-    def allocated(self, request: Request, index: int) -> None:
+    def update_state_after_alloc(self, request: Request, index: int) -> None:
         mm_hash = request.mm_features[index].identifier
         name = self._held.get(mm_hash)
         if name is not None and (found := self._announced.locate(name, request.request_id)) is not None:
             self._load[mm_hash] = found
 
-    def step(self, scheduler_output: SchedulerOutput) -> StepFeatures:
-        step, self._load = StepFeatures(load=self._load), {}
-        self.count_encoded(scheduler_output)
-        self.counts["fetched"] += len(step.load)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepFeatures:
+        step = super().build_connector_meta(scheduler_output)
+        step.load, self._load = self._load, {}
+        self._counts["fetched"] += len(step.load)
         if self._waiting and not scheduler_output.total_num_scheduled_tokens:
             self._announced.wait(_IDLE_STEP_S)
         self._waiting = False
         return step
 
-    def finished(self, request: Request) -> dict[str, Any] | None:
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._announced.forget(request.request_id)
         for feature in request.mm_features:
             self._held.pop(feature.identifier, None)
-        self.counts["rewritten"] += sum(map(self._is_rewritten, request.mm_features))
-        return super().finished(request)
+        self._counts["rewritten"] += sum(map(self._is_rewritten, request.mm_features))
+        return super().request_finished(request)
 
 
-class _WorkerOfE(_Side):
+class WorkerOfE(StoreFeatureConnector):
     """Stores and announces what the step encodes, and announces what was stored before."""
 
-    def __init__(self, memory: FeatureMemory, scheduler: str) -> None:
-        super().__init__()
-        self._memory = memory
-        self._scheduler = scheduler
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        self._memory = FeatureMemory(EmbeddedTransport(self._host, key=cluster_key()), self._capacity)
+        self._scheduler = f"{self._host}:{self._port}"
         self._pending: dict[str, list[tuple[str, str, str]]] = {}
         self._unkept: set[str] = set()
         self._stored: list[str] = []
         self._senders = ThreadPoolExecutor(_NUM_SENDERS, thread_name_prefix="announce")
 
-    def begin(self, step: StepFeatures, encoder_cache: dict[str, torch.Tensor]) -> None:
+    def start_save_caches(self, **kwargs: Any) -> None:
+        step, encoder_cache = self._step, kwargs["encoder_cache"]
         self._pending, self._unkept = {}, step.trials
         for trace_id, mm_hash, name, address in step.announce:
             if mm_hash not in self._memory and mm_hash in encoder_cache:
@@ -387,14 +318,14 @@ class _WorkerOfE(_Side):
             else:
                 self._pending.setdefault(mm_hash, []).append((trace_id, name, address))
 
-    def save(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str) -> None:
+    def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         if mm_hash in self._unkept:
             return
         self._put(encoder_cache[mm_hash], mm_hash)
         for waiting in self._pending.pop(mm_hash, ()):
             self._announce(mm_hash, *waiting)
 
-    def end_step(self) -> None:
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         for trace_id, name, address in chain(*self._pending.values()):
             self._send(address, FeatureWithdrawn(request_id=trace_id, mm_hash=name))
         self._pending = {}
@@ -402,6 +333,7 @@ class _WorkerOfE(_Side):
         if self._stored or evicted:
             self._send(self._scheduler, FeatureKept(stored=self._stored, evicted=evicted))
             self._stored = []
+        return None, None
 
     def _put(self, feature: torch.Tensor, mm_hash: str) -> None:
         data = feature.detach().to("cpu").contiguous()
@@ -425,16 +357,16 @@ class _WorkerOfE(_Side):
         return self._senders.submit(_tell, address, notice)
 
 
-class _WorkerOfP(_Side):
+class WorkerOfP(StoreFeatureConnector):
     """Copies the features of a step from shared memory into the encoder cache."""
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
+    def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
+        super().__init__(vllm_config, role)
+        self._device = vllm_config.device_config.device
         self._peers = SharedMemoryPeers()
 
-    def load(self, step: StepFeatures, encoder_cache: dict[str, torch.Tensor]) -> None:
-        for mm_hash, (region, kept) in step.load.items():
+    def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
+        for mm_hash, (region, kept) in self._step.load.items():
             if mm_hash not in encoder_cache:
                 data = bytearray(kept.nbytes)
                 self._peers.read(region, [(kept.offset or 0, memoryview(data))])

@@ -8,9 +8,9 @@ request's wait at D (complete). P keeps a prompt's blocks until then.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from blake3 import blake3
@@ -87,102 +87,61 @@ def prompt_checksum(token_ids: list[int], mm_hashes: list[str]) -> str:
 
 
 class GroupedKVConnector(KVConnectorBase_V1):
-    """``kv_connector: GroupedKVConnector``; one object in the scheduler's process, one in each worker's."""
+    """``kv_connector: GroupedKVConnector``: an heir in the scheduler's process, another in each worker's."""
 
-    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
-        config = vllm_config.kv_transfer_config
-        extra: dict[str, Any] = config.kv_connector_extra_config
-        self._scheduler: _Scheduler | None = None
-        self._worker: _Worker | None = None
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = _Scheduler(vllm_config.cache_config.block_size)
-        else:
-            self._worker = _Worker(
-                extra,
-                config.is_kv_producer,
-                config.is_kv_consumer,
-                vllm_config.cache_config.block_size,
-                kv_cache_config.num_blocks,
-                vllm_config.parallel_config.rank % vllm_config.parallel_config.tensor_parallel_size,
-            )
+    def __new__(cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> GroupedKVConnector:
+        return object.__new__(Scheduler if role is KVConnectorRole.SCHEDULER else Worker)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """It keeps addresses of the KV cache, which sleep mode maps anew (asked from vLLM 0.33 on)."""
         return False
 
-    # ------------------------------------------------------------------ scheduler
-
-    @property
-    def _sched(self) -> _Scheduler:
-        assert self._scheduler is not None, "called in the scheduler's process alone"
-        return self._scheduler
+    # ------------------------------------------------------------------ a worker's
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        return self._sched.wanted(request, num_computed_tokens)
+        return 0, False
 
     def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
-        if num_external_tokens:
-            self._sched.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        return
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._sched.step(scheduler_output)
+        return StepKV()
 
-    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._sched.finished(request, block_ids), None
-
-    # ------------------------------------------------------------------ worker
-
-    @property
-    def _work(self) -> _Worker:
-        assert self._worker is not None, "called in a worker's process alone"
-        return self._worker
-
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._work.register(kv_caches)
+    # ------------------------------------------------------------------ the scheduler's
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepKV)
-        self._work.start(metadata)
-
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, StepKV)
-        self._work.begin_step(connector_metadata)
+        return
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """KV is here before a request is scheduled."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        self._work.computed(layer_name)
+        return
 
     def wait_for_save(self) -> None:
-        self._work.end_step()
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._work.results()
+        return
 
 
-class _Scheduler:
+class Scheduler(GroupedKVConnector):
     """The prompts that are handed over, and those that are expected."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._block_size = vllm_config.cache_config.block_size
         self._sending: dict[str, _Prompt] = {}
         self._step = StepKV()
 
-    def wanted(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return 0, False
         count = len(request.prompt_token_ids or ()) - num_computed_tokens
         return (count, True) if count > 0 else (0, False)
 
-    def allocated(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        if not num_external_tokens or not params or not params.get("do_remote_prefill"):
             return
         params["do_remote_prefill"] = False  # once: what is computed again is computed here
         num_tokens = len(request.prompt_token_ids)
@@ -194,11 +153,11 @@ class _Scheduler:
                 address=params["address"],
                 prompt=_checksum_of(request.prompt_token_ids, request.mm_features),
                 first_block=first_block,
-                blocks=block_ids[first_block : -(-num_tokens // self._block_size)],
+                blocks=blocks.get_block_ids()[0][first_block : -(-num_tokens // self._block_size)],
             )
         )
 
-    def step(self, scheduler_output: SchedulerOutput) -> StepKV:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepKV:
         step, self._step = self._step, StepKV()
         step.is_empty = not scheduler_output.total_num_scheduled_tokens
         counts = scheduler_output.num_scheduled_tokens
@@ -230,41 +189,33 @@ class _Scheduler:
             end = cached.num_computed_tokens[index] + scheduler_output.num_scheduled_tokens[request_id]
             step.chunks.append(prompt.next_chunk(request_id, end, self._block_size))
 
-    def finished(self, request: Request, block_ids: list[int]) -> bool:
-        """Whether the request's blocks are kept."""
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         params = request.kv_transfer_params or {}
         if params.get("do_remote_prefill"):
             self._step.declines.append((params["address"], params["transfer_id"]))
         elif "address" in params:
             self._step.cancelled.append(request.request_id)
         if not params.get("do_remote_decode"):
-            return False
+            return False, None
         prompt = self._sending.pop(request.request_id, None)
         is_whole = prompt is not None and prompt.end_token >= prompt.num_tokens
         computed = bool(is_whole and block_ids and request.status is not RequestStatus.FINISHED_ABORTED)
         self._step.finished.append((params["transfer_id"], computed))
-        return computed
+        return computed, None
 
 
-class _Worker:
+class Worker(GroupedKVConnector):
     """One rank's memory, and the threads that move it. It may hand KV over and take it over."""
 
-    def __init__(
-        self,
-        extra: dict[str, Any],
-        produces: bool,
-        consumes: bool,
-        block_size: int,
-        num_blocks: int,
-        rank: int,
-    ) -> None:
-        self._extra = extra
-        self._produces = produces
-        self._consumes = consumes
-        self._block_size = block_size
-        self._num_blocks = num_blocks
-        self._rank = rank
-        self._host, self._port = str(extra["host"]), int(extra["port"]) + rank
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self._extra: dict[str, Any] = config.kv_connector_extra_config
+        self._produces, self._consumes = config.is_kv_producer, config.is_kv_consumer
+        self._block_size = vllm_config.cache_config.block_size
+        self._num_blocks = kv_cache_config.num_blocks
+        self._rank = parallel.rank % parallel.tensor_parallel_size
+        self._host, self._port = str(self._extra["host"]), int(self._extra["port"]) + self._rank
         self._layer_of: dict[str, int] = {}
         self._layers: list[LayerMemory] = []
         self._sender: KVHandOvers | None = None
@@ -275,7 +226,7 @@ class _Worker:
         self._next_layer = 0
         self._began_at = 0.0
 
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         if hasattr(torch.cpu, "_init_amx"):
             # D's first attention may be that of a decode step, whose tiles nothing has asked the kernel for yet.
             torch.cpu._init_amx()
@@ -290,13 +241,15 @@ class _Worker:
         self._sender = KVHandOvers(
             factory("transport", as_it_is)(transport),
             self._layers,
-            GroupSizer(num_layers=len(self._layers), fixed=self._extra.get("group_layers")),
+            GroupSizer(num_layers=len(self._layers)),
             trace=None if trace is None else Path(trace),
         )
         self._server = NoticeServer(self._host, self._port, self._sender.handle)
 
-    def begin_step(self, step: StepKV) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Before the forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        step = cast(StepKV, connector_metadata)
         self._step, self._next_layer, self._began_at = step, 0, time.monotonic()
         self._chunks = []
         if self._sender is None:
@@ -313,14 +266,14 @@ class _Worker:
         size = self._sender.group_size(max(1, num_blocks * self._block_size), layer_bytes)
         self._ends = group_ends(len(self._layers), size)
 
-    def computed(self, layer_name: str) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """A layer's KV is written."""
         layer = self._layer_of.get(layer_name)
         if layer is None or not self._chunks or self._sender is None or layer not in self._ends:
             return
         self._push(layer + 1)
 
-    def end_step(self) -> None:
+    def wait_for_save(self) -> None:
         """After the forward pass: what vLLM has not told of goes now."""
         if not self._chunks or self._sender is None:
             return
@@ -337,18 +290,18 @@ class _Worker:
         for chunk in self._chunks:
             self._sender.push(layers, chunk, last=end == len(self._layers))
 
-    def start(self, step: StepKV) -> None:
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._receiver is None:
             return
+        step = self._step
         for request_id in step.cancelled:
             self._receiver.cancel(request_id)
         for address, transfer_id in step.declines:
             self._receiver.decline(_of_rank(address, self._rank), transfer_id)
         for wanted in step.receives:
-            own = Receive(**{**wanted.__dict__, "address": _of_rank(wanted.address, self._rank)})
-            self._receiver.receive(own)
+            self._receiver.receive(replace(wanted, address=_of_rank(wanted.address, self._rank)))
 
-    def results(self) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = KVConnectorTransferResults()
         for mover in (self._receiver, self._sender):
             if self._step.is_empty and mover is not None:

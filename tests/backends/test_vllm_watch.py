@@ -361,5 +361,7 @@ async def test_an_order_is_called_back_and_where_a_stage_stays_no_instance_need_
 @pytest.mark.parametrize("fields", [{"kv": "nixl"}, {"features": "file"}])
 async def test_processes_of_one_role_keep_it_and_say_what_would_be_right(fields: dict[str, Any]) -> None:
     async with serving() as server, switchable(server, **fields) as calls:
-        with pytest.raises(InvalidRequest, match=r"keeps its role P: only with vllm\.kv: grouped, .*apply a file"):
+        with pytest.raises(
+            InvalidRequest, match=r"keeps its role P: only with vllm\.kv: grouped and .*apply a file"
+        ):
             await calls.switch(RoleOrder("D"))

@@ -10,13 +10,21 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 from fastapi import FastAPI
 from instance_info import instance_info
 
+from epd_serve.backends.native import NativeConnections
+from epd_serve.backends.vllm import VllmInstances
+from epd_serve.backends.vllm_server import VllmTarget
 from epd_serve.config import GatewayConfig
+from epd_serve.errors import StageTimeout
+from epd_serve.protocol.wire import RoleOrder
 from epd_serve.routing.table import InstanceTable
+from epd_serve.types import Role
 from proxy.admin.plane import create_admin_app
 from proxy.admin.rollout import Departures, rollout_router, show_ready
+from proxy.admin.shared_state import follow
 from proxy.admin.switches import Hold, Switches
 from proxy.admission.control import AdmissionControl
 from proxy.admission.keys import Authenticator
@@ -24,13 +32,14 @@ from proxy.admission.ledger import Ledger
 from proxy.admission.queue import AdmissionQueue
 from proxy.api.views import health_router
 from proxy.fleet.health import Health
+from proxy.fleet.leases import Leases
 from proxy.http.asgi import install_error_handlers
 from proxy.observe.metrics import GatewayMetrics
 from proxy.settings import Current, GatewaySettings
 from proxy.workers import crew as crew_module
 from proxy.workers import parent as parent_module
 from proxy.workers.channel import Channel
-from proxy.workers.crew import Crew, Drained, Joined, Left, Shared, TakenOver
+from proxy.workers.crew import Crew, Drained, Joined, Left, Shared, Switched, TakenOver
 from proxy.workers.parent import Hub
 from proxy.workers.worker_setup import WorkerSetup
 
@@ -231,3 +240,72 @@ def test_a_drain_of_an_instance_of_the_file_ends_when_the_file_has_another_one()
         shared.apply(D0, 0.0)
         shared.apply(TakenOver("{}", then), 0.0)
         assert shared.changes() == [D0] * is_kept
+
+
+@contextlib.asynccontextmanager
+async def vllm_server(running: list[int]) -> AsyncIterator[str]:
+    """As an idle vLLM server answers, but for ``running`` requests; yields its URL."""
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.path.endswith("/metrics"):
+            return web.Response(text=f"vllm:num_requests_running {running[0]}\nprocess_start_time_seconds 7\n")
+        return web.json_response({"data": [{"id": "m", "max_model_len": 99}]})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_every_worker_uses_a_vllm_instance_that_is_switched_in_its_new_role(crews):
+    """A process of vLLM does not know its role: the others learn it from the worker that had the order, and give
+    the instance nothing new from before it is asked until it has the role."""
+    _, (first, second) = await crews(2)
+    running, given = [1], {"device": "cpu", "dtype": "float32", "model_path": "", "features": "store"}
+    targets = {
+        name: VllmTarget(role=Role.parse(name[0].upper()), kv="grouped", **given) for name in ("p0", "p1", "d0")
+    }
+    async with vllm_server(running) as url, NativeConnections() as connections:
+        calls, tables, healths = [], [], []
+        for crew in (first, second):
+            instances = VllmInstances(connections, targets)
+            calls.append({name: instances.connect(name, f"{url}/{name}") for name in targets})
+            tables.append(InstanceTable([(name, f"{url}/{name}") for name in targets]))
+            for name, one in calls[-1].items():
+                tables[-1].update(name, await one.info(), contains=0)
+            healths.append(Health(tables[-1], calls[-1], Current(GatewaySettings())))
+            admission = AdmissionControl(
+                Authenticator([]), AdmissionQueue(1, 1), settings=Current(GatewaySettings())
+            )
+            follow(crew, tables[-1], calls[-1], admission, healths[-1], Leases(None))
+
+        def roles() -> list[str]:
+            return [str(one["p0"].target.role) for one in calls]
+
+        def accepting() -> list[bool]:
+            return [table.get("p0").accepting for table in tables]
+
+        told, take_over = asyncio.Event(), second.on_switched
+
+        def switched(change: Switched) -> None:
+            take_over(change)
+            told.set()
+
+        second.on_switched = switched
+        switches = Switches(tables[0], calls[0], healths[0], first)
+        switching = asyncio.create_task(switches.order("p0", RoleOrder("D", deadline_s=60)))
+        await told.wait()
+        assert accepting() == [False, False] and roles() == ["P", "P"], "it has a request"
+        running[0] = 0
+        assert (await switching).new == "D"
+        assert roles() == ["D", "D"] and accepting() == [True, True]
+        assert (await calls[1]["p0"].info()).role == "D"
+        running[0] = 1
+        with pytest.raises(StageTimeout):
+            await switches.order("p0", RoleOrder("P", deadline_s=0.1))
+        assert roles() == ["D", "D"] and accepting() == [True, True], "it has not become empty"

@@ -46,6 +46,8 @@ class TinyAudio:
     image: dict[str, Any] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
     extractor: str = "WhisperFeatureExtractor"
+    #: Seconds that it hears at a time.
+    chunk_s: int = 4
 
 
 _VISION = {
@@ -180,7 +182,7 @@ TINY_AUDIO = {
 def make_tiny_audio(
     tiny: TinyAudio, path: Path, text: Callable[..., dict[str, Any]], normalisation: dict[str, Any]
 ) -> None:
-    """Build a model in ``path`` that hears 4 seconds at a time. ``text`` makes the fields of its text config."""
+    """Build a model in ``path``. ``text`` makes the fields of its text config."""
     tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir(), extra_special_tokens=tiny.named)
     tokenizer.add_tokens([*tiny.top.values(), "<|audio_bos|>", "<|audio_eos|>"], special_tokens=True)
     tokenizer.chat_template = _template(tiny.shown)
@@ -197,7 +199,7 @@ def make_tiny_audio(
     tokenizer.save_pretrained(path)
     if tiny.processor:
         (path / "processor_config.json").write_text(json.dumps(tiny.processor))
-    getattr(transformers, tiny.extractor)(feature_size=32, chunk_length=4).save_pretrained(path)
+    getattr(transformers, tiny.extractor)(feature_size=32, chunk_length=tiny.chunk_s).save_pretrained(path)
     if tiny.image:
         file = path / "preprocessor_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **normalisation, **tiny.image}))
