@@ -349,7 +349,7 @@ class DeploymentConfig(SharedConfig):
         if self.feature_store == "mooncake":
             for role in (str(instance.role) for instance in self.placement() if instance.role.encodes):
                 nbytes = self.settings_for(role).feature_store_bytes
-                if nbytes < MIN_SEGMENT_BYTES:
+                if nbytes is not None and nbytes < MIN_SEGMENT_BYTES:
                     raise ValueError(
                         f"feature_store_bytes of {role} is {nbytes}, which an instance lends to Mooncake Store, "
                         f"and that takes no less than {MIN_SEGMENT_BYTES}; write 16MiB or more"
