@@ -83,14 +83,8 @@ class InstanceOptions(SharedConfig, InstanceSettings):
 
     @property
     def runs_ahead(self) -> bool:
-        """Raises ValueError where it is to be on and cannot."""
-        if self.async_scheduling == "on" and len(self.devices) > 1:
-            raise ValueError(
-                "async_scheduling: on needs one device for each instance, as the tokens of a step are fed to the "
-                "next on the device that chose them; write auto or off for tensor-parallel instances"
-            )
         if self.async_scheduling == "auto":
-            return len(self.devices) == 1 and self.device != "cpu"
+            return not self.device.startswith("cpu")
         return self.async_scheduling == "on"
 
     def to_json(self) -> str:

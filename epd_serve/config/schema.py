@@ -308,17 +308,6 @@ class DeploymentConfig(SharedConfig):
         return self
 
     @model_validator(mode="after")
-    def _tokens_stay_on_their_device(self) -> DeploymentConfig:
-        for instance in self.placement():
-            settings = self.settings_for(str(instance.role))
-            if instance.tensor_parallel > 1 and settings.async_scheduling == "on":
-                raise ValueError(
-                    f"async_scheduling is on for {instance.role}, which shares its language model out over "
-                    f"{instance.tensor_parallel} devices; tokens are fed to the next step on one alone: write auto"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _shedding_has_a_limit(self) -> DeploymentConfig:
         if self.gateway.shed and self.slo.ttft_ms is None:
             raise ValueError("gateway.shed needs a time to be kept; set slo.ttft_ms")

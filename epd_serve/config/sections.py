@@ -267,7 +267,7 @@ class InstanceSettings(Section):
     async_scheduling: LanguageRebuild[Literal["auto", "on", "off"]] = Field(
         default="auto",
         description="on: a step is launched before the tokens of the one before are known, so that an accelerator "
-        "never waits for the host. auto: on accelerators, unless several share a language model.",
+        "never waits for the host. auto: on accelerators.",
     )
     max_model_len: LanguageRebuild[int | None] = Field(
         default=None,
