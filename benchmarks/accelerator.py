@@ -21,7 +21,10 @@ from benchmarks.common import RESULTS, ROOT, write
 from device.base import Device
 
 # On a machine with an accelerator plugins of the full test environment may be missing, and libraries warn.
-_PYTEST = ("--noconftest", "-q", "--tb=short", "-W", "default", "-p", "no:cacheprovider")
+PYTEST = (
+    *("--noconftest", "-q", "--tb=short", "-W", "default", "-p", "no:cacheprovider"),
+    *("-o", "addopts=--import-mode=importlib"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +85,7 @@ def finish(result: dict[str, Any], good: bool, out: Path | None, kind: str) -> i
 
 def run_tests(folder: str) -> dict[str, Any]:
     """The tests of a folder in a process of its own, shown as it runs."""
-    command = [sys.executable, "-m", "pytest", folder, *_PYTEST]
+    command = [sys.executable, "-m", "pytest", folder, *PYTEST]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])}
     started = time.perf_counter()
     done = subprocess.run(

@@ -27,7 +27,7 @@ from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.sampler import PromptLogprobs
 from epd_serve.engine.step import StepExecutor
-from epd_serve.engine.step_inputs import Fed, StepInputs
+from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
@@ -52,7 +52,7 @@ class TimedExecutor(StepExecutor):
         self,
         inputs: StepInputs,
         on_layer: Callable[[int], None] | None = None,
-        fed: Fed | None = None,
+        fed: Tensor | None = None,
         logprobs: PromptLogprobs | None = None,
     ) -> Tensor:
         start = time.thread_time()

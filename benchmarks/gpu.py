@@ -1,7 +1,8 @@
 """Everything that needs an NVIDIA GPU, in one call: the device tests, then how fast the kernels are.
 
 Run as ``python -m benchmarks.gpu [--out benchmarks/results/gpu-NAME.json]`` from the root of the repository. It
-needs torch, triton, transformers, pytest and hypothesis, no model and no network, and takes a few minutes:
+needs torch, triton, transformers, pytest, hypothesis, pillow and the wheels in ``WHEELS``, which have 12 MiB with
+all that they need, no model and no network, and takes a few minutes:
 
 * ``tests``: pytest over tests/device, so that every operator is compared with the oracle on this GPU;
 * ``ceilings``: the bandwidth of a 2 GiB copy (bytes read and written) and the rate of a bf16 matrix product;
@@ -15,8 +16,8 @@ needs torch, triton, transformers, pytest and hypothesis, no model and no networ
 * ``model``: a decode step of Qwen2.5-VL-7B's shape, random weights, as a CUDA graph: equal to eager, timed;
 * ``engine``: encode, prefill, decode and two streams of Qwen2.5-VL-7B's and Qwen3-VL-8B's shapes, random weights
   (``benchmarks.engine_gpu``; needs 40 GiB of disk and 30 GiB of GPU memory);
-* ``handoff``: the KV of a prompt of 2000 tokens (Qwen3-VL-8B's shape) from one process to another on the GPU,
-  from device to device and through pinned memory (``benchmarks.handoff``); at most 10 ms;
+* ``handoff``: the KV of a prompt of 2000 tokens (Qwen3-VL-8B's shape), and the feature of a picture, from one
+  process to another, from device to device and through the host (``benchmarks.handoff``); at most 10 ms;
 * ``tune``: the decode kernel's tiles, warps and stages.
 
 Times are medians over CUDA events. The exit status is 1 where a test or a target fails.
@@ -24,24 +25,38 @@ Times are medians over CUDA events. The exit status is 1 where a test or a targe
 
 from __future__ import annotations
 
+import argparse
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    from benchmarks.accelerator import Part, Target
 
-from benchmarks.accelerator import Part, Target, finish, run_parts, run_tests, show, versions
-from benchmarks.common import argument_parser
-
+#: What an image with torch and transformers may lack.
+WHEELS = ("blake3", "httptools", "msgspec", "psutil", "pydantic", "ruamel.yaml", "uvicorn")
+_OTHERS = ("torch", "triton", "transformers", "pytest", "hypothesis", "numpy", "PIL")
 PARTS = ("tests", "write", "decode", "prefill", "vision", "layers", "sample", "model", "engine", "handoff", "tune")
 
 
 def main() -> int:
-    parser = argument_parser(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the JSON file; by default benchmarks/results/gpu-NAME.json")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run; all by default")
     arguments = parser.parse_args()
+    if lacking := [name for name in (*_OTHERS, *WHEELS) if not _is_there(name)]:
+        print(
+            f"benchmarks.gpu lacks {', '.join(lacking)}. Where there is a network: pip download -d wheels "
+            f"{' '.join(WHEELS)}; here: pip install --no-index --find-links wheels {' '.join(WHEELS)}",
+            file=sys.stderr,
+        )
+        return 2
+    import torch
+
+    from benchmarks.accelerator import finish
+
     if not torch.cuda.is_available():
         print(f"benchmarks.gpu needs an NVIDIA GPU: torch {torch.__version__} sees none here", file=sys.stderr)
         return 2
@@ -51,7 +66,10 @@ def main() -> int:
 
 def measure(name: str, chosen: tuple[str, ...] | list[str]) -> tuple[dict[str, Any], bool]:
     """The result file's content, and whether all tests and targets passed."""
+    import torch
+
     from benchmarks import engine_gpu, gpu_attention, gpu_memory, gpu_model, gpu_sampling, gpu_timing
+    from benchmarks.accelerator import run_parts, run_tests, show, versions
     from device.registry import get_device
 
     device = get_device("cuda:0")
@@ -84,10 +102,19 @@ def measure(name: str, chosen: tuple[str, ...] | list[str]) -> tuple[dict[str, A
     return result, run_parts(device, result, parts, chosen)
 
 
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
 def _handoff() -> tuple[dict[str, Any], list[Target]]:
     from benchmarks import handoff
 
-    return handoff.measure("cuda:0")
+    rows, targets = handoff.measure("cuda:0")
+    features, more = handoff.measure_feature("cuda:0")
+    return {"kv": rows, "features": features}, targets + more
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""The hand-over of a prompt's KV from a process to another on one device: its time, and what the host copies.
+"""The hand-over of a prompt's KV, and of a picture's feature, from a process to another on one device.
 
-All layers are computed when it begins, so that nothing is hidden; blocks are in no order on either side. From
-device to device (``kv_transfer.transport: auto``), and through the host's memory (``shm``).
+Its time, and what the host copies. All is computed when it begins, so that nothing is hidden; blocks are in no
+order on either side. From device to device (``kv_transfer.transport: auto``), and through the host's memory
+(``shm``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import random
 import statistics
@@ -20,10 +22,12 @@ import torch
 
 from benchmarks.accelerator import Target
 from device.registry import get_device
+from epd_serve.engine.device_features import DeviceFeatureStore
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.instance.decode import read_offered
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 from epd_serve.transfer.transport import Piece
@@ -34,6 +38,8 @@ LAYOUT = wire.KVLayout(
     num_layers=36, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16", model="random"
 )
 NUM_TOKENS = 2000
+#: Of a picture of a megapixel for Qwen3-VL-8B: tokens, and its width with three levels of deepstack.
+FEATURE = (1024, 4 * 4096)
 _STAGING_BYTES = 256 << 20
 _TARGET_MS = 10.0
 
@@ -59,6 +65,10 @@ class Counting(EmbeddedTransport):
         self.num_bytes += sum(data.nbytes for _, data in pieces)
         super().read(region, pieces)
 
+    def stored(self, store: str, operation: str, nbytes: int = 0, seconds: float = 0.0) -> None:
+        """The observer of a store on the host, whose features are copied to its slab."""
+        self.num_bytes += nbytes if operation == "put" else 0
+
 
 def measure(
     device_name: str, layout: wire.KVLayout = LAYOUT, *, num_tokens: int = NUM_TOKENS, repeats: int = 20
@@ -76,14 +86,32 @@ def measure(
     return rows, [target]
 
 
+def measure_feature(
+    device_name: str, shape: tuple[int, int] = FEATURE, *, repeats: int = 20
+) -> tuple[dict[str, Any], list[Target]]:
+    """The same of a feature in bfloat16, from the end of the tower's work to the consumer's device."""
+    rows = {way: _measure_feature(device_name, shape, repeats, shares) for way, shares in WAYS.items()}
+    for way, row in rows.items():
+        assert row["is_right"], f"{way}: the feature that came is not what went"
+    required = _TARGET_MS
+    measured = rows["auto"]["median_ms"]
+    return rows, [Target(name="hand-over of a feature, ms", measured=measured, required=required, at_least=False)]
+
+
 async def counted(repeats: int) -> dict[str, Any]:
     """Count what the host copies on an emulated H200; its times say nothing, as CPU cores do the copies."""
     rows, _ = measure("emulated:h200", repeats=repeats)
-    names = ("kv_bytes", "host_bytes")
+    features, _ = measure_feature("emulated:h200", repeats=repeats)
+    names = ("nbytes", "host_bytes")
     return {
         "num_tokens": NUM_TOKENS,
         "shape": "qwen3-vl-8b",
-        "rows": [{"transport": way} | {name: row[name] for name in names} for way, row in rows.items()],
+        "feature": list(FEATURE),
+        "rows": [
+            {"what": what, "transport": way} | {name: row[name] for name in names}
+            for what, ways in (("KV", rows), ("feature", features))
+            for way, row in ways.items()
+        ],
     }
 
 
@@ -129,7 +157,7 @@ def _measure(
     process.join()
     nbytes = memory.nbytes(layout.num_layers, num_blocks)
     row = {
-        "kv_bytes": nbytes,
+        "nbytes": nbytes,
         "first_ms": times[0],
         "median_ms": statistics.median(times[1:]),
         "gb_s": nbytes / statistics.median(times[1:]) / 1e6,
@@ -170,3 +198,71 @@ def _decode(connection: Connection, device_name: str, layout: bytes, num_blocks:
         connection.send_bytes(wire.encode(wire.KVTaken([part.transfer_id for part in offer.parts])))
     num_bytes = transport.num_bytes
     connection.send((num_bytes, _checksum(memory, blocks)))
+
+
+def _measure_feature(device_name: str, shape: tuple[int, int], repeats: int, shares: bool) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_encode, args=(theirs, device_name, shape, repeats, shares), daemon=True)
+    process.start()
+    device = get_device(device_name)
+    device.activate()
+    transport, store = _feature_store(device_name, 0)
+    assert ours.recv_bytes() == b"ready"
+    transport.num_bytes, times, found = 0, list[float](), set[int]()
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        ours.send_bytes(b"next")
+        feature = store.fetch(wire.decode(ours.recv_bytes(), wire.FeatureEvent))
+        times.append(1e3 * (time.perf_counter() - start))
+        counted = transport.num_bytes
+        found.add(zlib.crc32(feature.cpu().numpy()))
+        transport.num_bytes = counted  # without this look at it
+    num_bytes = transport.num_bytes
+    ours.send_bytes(b"")
+    num_bytes_there, there = ours.recv()
+    process.join()
+    store.close()
+    transport.close()
+    nbytes = 2 * shape[0] * shape[1]
+    row = {
+        "nbytes": nbytes,
+        "first_ms": times[0],
+        "median_ms": statistics.median(times[1:]),
+        "gb_s": nbytes / statistics.median(times[1:]) / 1e6,
+        "is_right": found == {there},
+    }
+    if device.type == "emulated":
+        row["host_bytes"] = (num_bytes + num_bytes_there) / (1 + repeats)
+    return row
+
+
+def _feature_store(device_name: str, capacity_bytes: int) -> tuple[Counting, DeviceFeatureStore]:
+    transport = Counting(device_name)
+    host = EmbeddedFeatureStore(transport, _STAGING_BYTES, transport.stored)
+    return transport, DeviceFeatureStore(get_device(device_name), transport, host, capacity_bytes)
+
+
+def _encode(connection: Connection, device_name: str, shape: tuple[int, int], repeats: int, shares: bool) -> None:
+    """The other process: keeps a feature each time that it is asked, and says what it was in the end."""
+    device = get_device(device_name)
+    device.activate()
+    transport, store = _feature_store(device_name, _STAGING_BYTES if shares else 0)
+    feature = torch.randint(0, 256, (2 * shape[0] * shape[1],), dtype=torch.uint8).to(device.torch_device)
+    device.synchronize()
+    transport.num_bytes = 0
+    connection.send_bytes(b"ready")
+
+    async def serve() -> None:
+        for number in range(1 + repeats):
+            connection.recv_bytes()
+            stored = await store.put(f"{number}", feature, list(shape), "bfloat16", "r")
+            assert stored is not None, "there is room for each"
+            connection.send_bytes(wire.encode(store.event(f"{number}", stored, "r")))
+            store.release("r", f"{number - 1}")  # whose copy has ended
+
+    asyncio.run(serve())
+    connection.recv_bytes()
+    connection.send((transport.num_bytes, zlib.crc32(feature.cpu().numpy())))
+    transport.num_bytes = 0
+    store.close()

@@ -30,7 +30,7 @@ from device.host import processor_name
 from device.registry import get_device
 from epd_serve.engine.sampler import PromptLogprobs
 from epd_serve.engine.step import StepExecutor
-from epd_serve.engine.step_inputs import Fed, StepInputs
+from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.types import SamplingParams
 
 RESULT = RESULTS / "sampling-cpu.json"
@@ -56,7 +56,7 @@ class StampingExecutor(StepExecutor):
         self,
         inputs: StepInputs,
         on_layer: Callable[[int], None] | None = None,
-        fed: Fed | None = None,
+        fed: Tensor | None = None,
         logprobs: PromptLogprobs | None = None,
     ) -> Tensor:
         start = time.thread_time()

@@ -202,10 +202,11 @@ def plot_table2(data: Data) -> Any:
 
 
 def handoff(data: Data) -> Table:
-    table = Table("transport", "KV bytes", "bytes that the host copies", "times")
+    table = Table("of", "transport", "bytes", "bytes that the host copies", "times")
     for row in data["rows"]:
-        times = row["host_bytes"] / row["kv_bytes"]
-        table.add_row(row["transport"], f"{row['kv_bytes']:,}", f"{row['host_bytes']:,.0f}", f"{times:.4f}")
+        times = row["host_bytes"] / row["nbytes"]
+        sizes = (f"{row['nbytes']:,}", f"{row['host_bytes']:,.0f}", f"{times:.4f}")
+        table.add_row(row["what"], row["transport"], *sizes)
     return table
 
 

@@ -37,6 +37,10 @@ class Group(Protocol):
         """The ranks' parts, of one shape, side by side along the last dimension."""
         ...
 
+    def broadcast(self, own: Tensor) -> Tensor:
+        """That of rank 0, on every rank; ``own`` has its shape and may be overwritten."""
+        ...
+
 
 class Alone:
     """Fills the Group protocol for an instance on one device: nothing to exchange."""
@@ -49,6 +53,9 @@ class Alone:
 
     def all_gather(self, part: Tensor) -> Tensor:
         return part
+
+    def broadcast(self, own: Tensor) -> Tensor:
+        return own
 
 
 class ProcessGroup:
@@ -92,6 +99,12 @@ class ProcessGroup:
         parts = [torch.empty_like(part) for _ in range(self.size)]
         all_gather(parts, part.contiguous())
         return torch.cat(parts, dim=-1)
+
+    def broadcast(self, own: Tensor) -> Tensor:
+        from torch.distributed import broadcast
+
+        broadcast(own, src=0)
+        return own
 
     def close(self) -> None:
         """Leave the group."""

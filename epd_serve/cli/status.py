@@ -7,8 +7,9 @@ from typing import Any
 import typer
 
 from epd_serve.cli.admin import AdminUrl, Deployment, ask_admin, choose_gateway
+from epd_serve.config.sizes import in_binary_units
 
-_COLUMNS = ("instance", "role", "state", "device", "in flight", "waiting")
+_COLUMNS = ("instance", "role", "state", "device", "in flight", "waiting", "at most")
 
 
 def status(deployment: Deployment = None, admin: AdminUrl = None) -> None:
@@ -39,4 +40,17 @@ def _row(instance: dict[str, Any]) -> tuple[str, ...]:
         instance["device"] or "?",
         str(sum(instance["in_flight"].values())),
         str(waiting),
+        _sizes(instance.get("budgets", {})),
     )
+
+
+def _sizes(budgets: dict[str, Any]) -> str:
+    """What a step and the features may take, by the options or the device's memory."""
+    parts = [
+        f"{budgets[key]:g} {unit}"
+        for key, unit in (("max_num_seqs", "sequences"), ("max_num_batched_tokens", "tokens"))
+        if key in budgets
+    ]
+    if "feature_store_bytes" in budgets:
+        parts.append(f"{in_binary_units(int(budgets['feature_store_bytes']))} of features")
+    return ", ".join(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from epd_serve.config.sections import InstanceSettings, ShapeConfig, SharedConfig
 from epd_serve.config.shares import DeviceShare
-from epd_serve.config.sizes import tokens_per_block
+from epd_serve.config.sizes import StepSizes, tokens_per_block
 from epd_serve.types import Role
 
 
@@ -35,6 +36,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
             None where no other is there.
         switch_dir: where its settings in other roles are found, and its role is kept for when it is started again
             (:mod:`epd_serve.config.role_files`); None: it is not kept.
+        device_memory_bytes: of the device, once it is open: the share of it that the instance may use.
         join: admin planes of gateways that it joins once it is ready; none: whoever started it tells the gateway.
     """
 
@@ -50,6 +52,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     device_share: DeviceShare | None = None
     device_board: str | None = None
     switch_dir: Path | None = None
+    device_memory_bytes: int = 0
     join: tuple[str, ...] = ()
 
     @property
@@ -62,20 +65,26 @@ class InstanceOptions(SharedConfig, InstanceSettings):
         return tokens_per_block(self.block_size, self.device)
 
     @property
+    def sizes(self) -> StepSizes:
+        """What is asked for, and what follows from the device."""
+        sizes = StepSizes.of_device(self.device.partition(":")[0], self.device_memory_bytes)
+        asked = {name: value for name in StepSizes.__slots__ if (value := getattr(self, name)) is not None}
+        return replace(sizes, **asked)
+
+    def on_memory(self, total_bytes: int) -> InstanceOptions:
+        """The options, now that the memory of the device is known."""
+        share = self.memory_share or (self.device_share.share if self.device_share else 1.0)
+        return self.model_copy(update={"device_memory_bytes": int(total_bytes * share)})
+
+    @property
     def kv_memory_sizes(self) -> tuple[int | None, ...]:
         """The options of which any makes the KV memory another."""
         return self.num_blocks, self.kv_cache_bytes, self.tokens_per_block, self.kv_transfer.staging_bytes
 
     @property
     def runs_ahead(self) -> bool:
-        """Raises ValueError where it is to be on and cannot."""
-        if self.async_scheduling == "on" and len(self.devices) > 1:
-            raise ValueError(
-                "async_scheduling: on needs one device for each instance, as the tokens of a step are fed to the "
-                "next on the device that chose them; write auto or off for tensor-parallel instances"
-            )
         if self.async_scheduling == "auto":
-            return len(self.devices) == 1 and self.device != "cpu"
+            return not self.device.startswith("cpu")
         return self.async_scheduling == "on"
 
     def to_json(self) -> str:

@@ -308,17 +308,6 @@ class DeploymentConfig(SharedConfig):
         return self
 
     @model_validator(mode="after")
-    def _tokens_stay_on_their_device(self) -> DeploymentConfig:
-        for instance in self.placement():
-            settings = self.settings_for(str(instance.role))
-            if instance.tensor_parallel > 1 and settings.async_scheduling == "on":
-                raise ValueError(
-                    f"async_scheduling is on for {instance.role}, which shares its language model out over "
-                    f"{instance.tensor_parallel} devices; tokens are fed to the next step on one alone: write auto"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _shedding_has_a_limit(self) -> DeploymentConfig:
         if self.gateway.shed and self.slo.ttft_ms is None:
             raise ValueError("gateway.shed needs a time to be kept; set slo.ttft_ms")
@@ -349,7 +338,7 @@ class DeploymentConfig(SharedConfig):
         if self.feature_store == "mooncake":
             for role in (str(instance.role) for instance in self.placement() if instance.role.encodes):
                 nbytes = self.settings_for(role).feature_store_bytes
-                if nbytes < MIN_SEGMENT_BYTES:
+                if nbytes is not None and nbytes < MIN_SEGMENT_BYTES:
                     raise ValueError(
                         f"feature_store_bytes of {role} is {nbytes}, which an instance lends to Mooncake Store, "
                         f"and that takes no less than {MIN_SEGMENT_BYTES}; write 16MiB or more"

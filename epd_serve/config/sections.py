@@ -256,12 +256,18 @@ class InstanceSettings(Section):
     kv_cache_bytes: LanguageRebuild[Bytes | None] = Field(
         default=None, description="KV cache size, instead of num_blocks."
     )
-    max_num_batched_tokens: LanguageRebuild[int] = Field(default=2048, ge=1, description="Token budget of a step.")
-    max_num_seqs: LanguageRebuild[int] = Field(default=64, ge=1, description="Most sequences in a step.")
+    max_num_batched_tokens: LanguageRebuild[int | None] = Field(
+        default=None, ge=1, description="Token budget of a step; null: by the device's memory, 2048 on a CPU."
+    )
+    max_num_seqs: LanguageRebuild[int | None] = Field(
+        default=None,
+        ge=1,
+        description="Most sequences in a step; null: by the device's memory, 256 for 80 GB, 64 on a CPU.",
+    )
     async_scheduling: LanguageRebuild[Literal["auto", "on", "off"]] = Field(
         default="auto",
         description="on: a step is launched before the tokens of the one before are known, so that an accelerator "
-        "never waits for the host. auto: on accelerators, unless several share a language model.",
+        "never waits for the host. auto: on accelerators.",
     )
     max_model_len: LanguageRebuild[int | None] = Field(
         default=None,
@@ -273,11 +279,15 @@ class InstanceSettings(Section):
         ge=1,
         description="Most pixels encoded in a step, as resized.",
     )
-    feature_store_bytes: Rebuild[Bytes] = Field(
-        default=256 * MEBIBYTE, description="Encoder output that E keeps for P to fetch."
+    feature_store_bytes: Rebuild[Bytes | None] = Field(
+        default=None,
+        description="Encoder output that E keeps for P to fetch, on its device where P maps that; null: by the "
+        "device's memory, 256MiB on a CPU.",
     )
-    feature_cache_bytes: LanguageRebuild[Bytes] = Field(
-        default=256 * MEBIBYTE, description="Fetched encoder output that P keeps."
+    feature_cache_bytes: LanguageRebuild[Bytes | None] = Field(
+        default=None,
+        description="Fetched encoder output that P keeps on its device; null: by the device's memory, 256MiB on a "
+        "CPU.",
     )
     feature_batch: Rebuild[int] = Field(
         default=1,

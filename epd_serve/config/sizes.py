@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Annotated
 
@@ -69,6 +70,40 @@ BytesPerSecond = Annotated[
 
 
 MIN_BLOCKS = 64
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSizes:
+    """The sizes of an instance that follow from its device's memory where nothing else is asked for.
+
+    Attributes:
+        max_num_seqs, max_num_batched_tokens: of a step.
+        feature_store_bytes: that E keeps. feature_cache_bytes: that P keeps.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    feature_store_bytes: int = 256 * _MIB
+    feature_cache_bytes: int = 256 * _MIB
+
+    @classmethod
+    def of_device(cls, device: str, memory_bytes: int) -> StepSizes:
+        """A power of two of sequences, 256 for 80 GB; 32 tokens and 8 MiB of features each way for each of them.
+
+        The bandwidth of a GPU grows with its memory, and with it the batch that it decodes at no loss of time. A
+        CPU, whose memory says nothing of that, and an NPU, which has few tasks of graphs, keep to 64 sequences.
+        """
+        if device in ("cpu", "npu") or not memory_bytes:
+            return cls()
+        most = min(max(memory_bytes * 256 // 80_000_000_000, 16), 512)
+        num_seqs = 1 << (most.bit_length() - 1)
+        return cls(
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=max(32 * num_seqs, 2048),
+            feature_store_bytes=8 * _MIB * num_seqs,
+            feature_cache_bytes=8 * _MIB * num_seqs,
+        )
 
 
 def tokens_per_block(block_size: int | None, device: str) -> int:

@@ -6,7 +6,7 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -337,12 +337,23 @@ class _InSlab:
 _DEFAULT_KV_BYTES = 1 << 28
 #: Sequences whose recurrent states have room beside that.
 _DEFAULT_STATES = 4
-#: Of an accelerator's memory that is free once the weights are loaded; activations need the rest.
+#: Of an accelerator's memory that is free once the weights are loaded, where nobody knows what a step takes.
 _FREE_MEMORY_FOR_KV = 0.8
+#: The same, of which a step and the features are taken off: graphs and holes of the allocator need the rest.
+_FREE_MEMORY_TO_USE = 0.95
 
 
-def num_kv_blocks(options: InstanceOptions, layout: KVLayout, device_type: str, free_bytes: int) -> int:
+def num_kv_blocks(
+    options: InstanceOptions,
+    layout: KVLayout,
+    device_type: str,
+    free_bytes: int,
+    measure: Callable[[], int] | None = None,
+) -> int:
     """Blocks of the KV cache; ``free_bytes`` are left on the fullest of the instance's devices.
+
+    Args:
+        measure: bytes that a step takes at most; None: that cannot be measured.
 
     Raises ValueError for a ``kv_cache_bytes`` that is too small.
     """
@@ -359,9 +370,10 @@ def num_kv_blocks(options: InstanceOptions, layout: KVLayout, device_type: str, 
     if device_type in ("cpu", "emulated"):  # in the memory of the host
         return max(_DEFAULT_KV_BYTES // block_bytes, MIN_BLOCKS) + _DEFAULT_STATES * layout.state_blocks
     heads_each = -(-layout.num_kv_heads // len(options.devices))  # more ranks than heads repeat them
-    return max(
-        int(free_bytes * _FREE_MEMORY_FOR_KV) * layout.num_kv_heads // (block_bytes * heads_each), MIN_BLOCKS
-    )
+    kv_bytes = int(free_bytes * _FREE_MEMORY_FOR_KV)
+    if measure is not None:
+        kv_bytes = int(free_bytes * _FREE_MEMORY_TO_USE) - measure() - options.sizes.feature_cache_bytes
+    return max(kv_bytes * layout.num_kv_heads // (block_bytes * heads_each), MIN_BLOCKS)
 
 
 def resolve_dtype(name: str, config: Any) -> torch.dtype:

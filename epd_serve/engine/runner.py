@@ -19,7 +19,7 @@ from epd_serve.engine.computing import StepResult
 from epd_serve.engine.followers import Followers
 from epd_serve.engine.sampler import PromptLogprobs, Row, Sampler, Sampling
 from epd_serve.engine.step import StepExecutor
-from epd_serve.engine.step_inputs import Fed, StepInputs, on_device
+from epd_serve.engine.step_inputs import StepInputs, TableChange, on_device
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sequence import PLACEHOLDER, Sequence
 
@@ -75,10 +75,10 @@ class LanguageRunner:
         inputs = batch.inputs()
         fed = None
         if batch.fed:
-            assert before is not None and self._followers is None, "nobody can feed the other ranks"
-            fed = Fed(rows=list(batch.fed), tokens=before.tokens_of(list(batch.fed.values())))
+            assert before is not None, "a step before has chosen the tokens"
+            fed = before.tokens_of(list(batch.fed.values()))
         logprobs = PromptLogprobs(inputs, self._executor.device) if inputs.scored_rows else None
-        with self._followers.together(inputs) if self._followers else nullcontext():
+        with self._followers.together(self._tables.change(inputs)) if self._followers else nullcontext():
             logits = self._executor.compute(inputs, on_layer, fed, logprobs)
         finished = [s for s, count in output.prefills if s.num_computed + count == s.num_tokens]
         scored = None if logprobs is None else Scored(logprobs, batch.scored)
@@ -159,12 +159,13 @@ class DecodeTables:
         self._places: dict[Sequence, int] = {}  # rows of the table
         self._index = np.zeros(0, np.int64)  # the same, in the order of the decodes
         self._written: list[tuple[list[int], int]] = []  # by row: a list of blocks that only grows, how much of it
+        self._writes: list[tuple[int, int, list[int]]] = []  # since the last step
 
     def blocks_of(self, decodes: list[Sequence], lens: list[int]) -> npt.NDArray[np.int64]:
         """[decodes, widest]: the blocks that the first ``lens`` tokens of each are in, then 0."""
         if decodes is not self._decodes:
             self._seat(decodes)
-        size = self._block_size
+        size, self._writes = self._block_size, []
         width = -(-max(lens, default=0) // size)
         if width > self._table.shape[1]:
             self._table = np.pad(self._table, ((0, 0), (0, 2 * width - self._table.shape[1])))
@@ -182,6 +183,12 @@ class DecodeTables:
             self._table[row] = 0
         self._table[row, start:count] = blocks[start:count]
         self._written[row] = blocks, count
+        self._writes.append((row, start, blocks[start:count]))
+
+    def change(self, inputs: StepInputs) -> StepInputs:
+        """The inputs of the step that was asked for last, as :class:`FollowedTables` of other ranks read them."""
+        change = TableChange(inputs.decode_blocks.shape[1], self._index.tolist(), self._writes)
+        return msgspec.structs.replace(inputs, decode_blocks=torch.zeros(0, 0, dtype=torch.long), tables=change)
 
     def _seat(self, decodes: list[Sequence]) -> None:
         """Keep the rows of those that go on, and give the others' to new ones."""
@@ -198,6 +205,28 @@ class DecodeTables:
                 self._places[sequence] = free.pop()
         self._decodes = decodes
         self._index = np.array([self._places[sequence] for sequence in decodes], np.int64)
+
+
+class FollowedTables:
+    """The block tables that another rank writes, by its changes."""
+
+    def __init__(self) -> None:
+        self._table = np.zeros((0, 0), np.int64)
+
+    def whole(self, inputs: StepInputs) -> StepInputs:
+        """Return the inputs with their tables."""
+        change = inputs.tables
+        assert change is not None, "a step from another rank"
+        height = max([row + 1 for row, _, _ in change.writes], default=0)
+        missing = (max(height - self._table.shape[0], 0), max(change.width - self._table.shape[1], 0))
+        if any(missing):
+            self._table = np.pad(self._table, [(0, 2 * more) for more in missing])
+        for row, start, blocks in change.writes:
+            if start == 0:
+                self._table[row] = 0
+            self._table[row, start : start + len(blocks)] = blocks
+        table = np.ascontiguousarray(self._table[np.array(change.rows, np.int64), : change.width])
+        return msgspec.structs.replace(inputs, decode_blocks=torch.from_numpy(table), tables=None)
 
 
 class _Batch:
@@ -292,6 +321,7 @@ class _Batch:
             ],
             num_top=max((s.sampling.logprobs or 0 for s, _ in self.scored), default=0),
             states=[one.state_blocks for one in sequences] if sequences and sequences[0].states else [],
+            fed_rows=list(self.fed),
         )
 
     def _mark_fed(self, sequence: Sequence) -> None:

@@ -87,13 +87,14 @@ class StepExecutor:
         self,
         inputs: StepInputs,
         on_layer: Callable[[int], None] | None = None,
-        fed: Fed | None = None,
+        fed: Tensor | None = None,
         logprobs: PromptLogprobs | None = None,
     ) -> Tensor:
         """Logits [len(rows), vocab]; the step's K and V are in the cache afterwards.
 
         Args:
             on_layer: called when a layer's K and V are in the cache, in steps with prefills.
+            fed: the tokens of the inputs' ``fed_rows``, on the first rank's device; others have them from there.
             logprobs: takes those of the inputs' ``scored_rows``, which all ranks compute.
         """
         if self._emulation is None:
@@ -114,9 +115,14 @@ class StepExecutor:
         self,
         inputs: StepInputs,
         on_layer: Callable[[int], None] | None,
-        fed: Fed | None,
+        tokens: Tensor | None,
         logprobs: PromptLogprobs | None,
     ) -> Tensor:
+        fed: Fed | None = None
+        if inputs.fed_rows:
+            if tokens is None:
+                tokens = torch.empty(len(inputs.fed_rows), dtype=torch.long, device=self.device)
+            fed = Fed(rows=inputs.fed_rows, tokens=self._model.group.broadcast(tokens))
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs.run(inputs, fed)
         target = self.device

@@ -12,6 +12,19 @@ from device.base import AttnMeta
 from device.copies import to_device
 
 
+class TableChange(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The block tables of a step's decodes, by what is new in them since the step before.
+
+    Attributes:
+        width: blocks of the longest. rows: of each decode, in a table that all steps share.
+        writes: (row, first place, blocks); from place 0 on, the row was another's.
+    """
+
+    width: int
+    rows: list[int]
+    writes: list[tuple[int, int, list[int]]]
+
+
 class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     """The packed tokens of a step, on the host: decodes first, then prefill chunks.
 
@@ -26,6 +39,8 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
         features: [F, (1 + deepstack levels) * hidden], in batch order; None without media.
         feature_rows: [F], the tokens that they replace.
         states: the blocks of the recurrent state of each sequence, decodes first; empty where there are none.
+        fed_rows: tokens that the first rank's device has chosen in the step before and the host does not know.
+        tables: in place of ``decode_blocks`` on the way to another rank.
     """
 
     ids: list[int]
@@ -44,6 +59,8 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     num_top: int = 0
     prefill_both_ways: list[list[tuple[int, int]]] = []
     states: list[list[int]] = []
+    fed_rows: list[int] = []
+    tables: TableChange | None = None
 
     def meta(self, block_size: int, device: torch.device) -> AttnMeta:
         return AttnMeta(

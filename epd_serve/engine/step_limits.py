@@ -44,7 +44,8 @@ class StepLimits:
                 options.role, ttft_s=self._ttft_s, tpot_s=tpot_s, alpha=options.batching.alpha
             )
         self.image_budget_pixels = options.image_budget_pixels
-        self.budget = Budget(max_num_tokens=options.max_num_batched_tokens, max_num_seqs=options.max_num_seqs)
+        sizes = options.sizes
+        self.budget = Budget(max_num_tokens=sizes.max_num_batched_tokens, max_num_seqs=sizes.max_num_seqs)
 
     # ------------------------------------------------------------------ at the start
 
@@ -148,6 +149,8 @@ class StepLimits:
             "max_num_batched_tokens": self.budget.max_num_tokens,
             "max_num_seqs": self.budget.max_num_seqs,
             "image_budget_pixels": self.image_budget_pixels,
+            "feature_store_bytes": self._options.sizes.feature_store_bytes,
+            "feature_cache_bytes": self._options.sizes.feature_cache_bytes,
             **({} if self.limit_s is None else {"limit_ms": 1000 * self.limit_s}),
             **({} if pace is None else {"correction": pace.correction}),
         }
@@ -168,7 +171,7 @@ def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str,
         "threads": options.threads,
         "cores": device.cores,
         "share": None if options.device_share is None else f"{options.device_share.share:g}",
-        "max_num_seqs": options.max_num_seqs,
+        "max_num_seqs": options.sizes.max_num_seqs,
         "block_size": options.tokens_per_block,
         "epd_serve": __version__,
         "torch": torch,

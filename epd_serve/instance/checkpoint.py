@@ -94,7 +94,7 @@ class CheckpointModel:
         taking = None
         if self.emulation is not None:
             taking = self.emulation.copying_features(self.path, self.torch_dtype.itemsize)
-        capacity_bytes = options.feature_store_bytes if shares and options.role.encodes else 0
+        capacity_bytes = options.sizes.feature_store_bytes if shares and options.role.encodes else 0
         return DeviceFeatureStore(self.device, transport, host, capacity_bytes, observe, taking)
 
     def measurements(self) -> Measurements:

@@ -67,6 +67,8 @@ class Instance:
         self.ready = False
         self.language: LanguageEngine | None = None
         self.device: BareDevice = open_device(options)
+        self.options = options = options.on_memory(self.device.memory()[0])
+        logger.info("%s of %s: %s", options.name, self.device.name, options.sizes)
         self.streams = DualStream(options, self.device)
         self._tasks: set[asyncio.Task[None]] = set()
         # where Mooncake takes nothing, an instance's own store does
@@ -387,7 +389,7 @@ class Instance:
                 self._weights = None
         if self.device.type != "cpu" and not role.encodes:
             self.encode.unload()
-        if lends or old.feature_store_bytes != options.feature_store_bytes:
+        if lends or old.sizes.feature_store_bytes != options.sizes.feature_store_bytes:
             await asyncio.to_thread(self.store.close)
             self.store = await self._new_store()
         if self.device.type != "cpu":
@@ -468,12 +470,13 @@ def start_feature_store(
 
     An instance that is meant to encode lends ``feature_store_bytes`` to a store that all share.
     """
-    local = EmbeddedFeatureStore(transport, options.feature_store_bytes, observe)
+    capacity_bytes = options.sizes.feature_store_bytes
+    local = EmbeddedFeatureStore(transport, capacity_bytes, observe)
     if options.feature_store == "embedded" or not (options.role.encodes or options.role.prefills):
         return local
     if options.mooncake.master is None:
         raise ValueError("feature_store mooncake needs the address of its master")
-    segment_bytes = options.feature_store_bytes if options.role.encodes else 0
+    segment_bytes = capacity_bytes if options.role.encodes else 0
     if 0 < segment_bytes < MIN_SEGMENT_BYTES:
         raise ValueError(f"Mooncake Store takes no less than {MIN_SEGMENT_BYTES}; raise feature_store_bytes")
     mooncake = _mooncake_options(options, device)
@@ -483,7 +486,7 @@ def start_feature_store(
         segment_bytes,
         engine=transport.engine if isinstance(transport, MooncakeTransport) else None,
     )
-    return MooncakeFeatureStore(client, local, options.feature_store_bytes, mooncake, observe, producer)
+    return MooncakeFeatureStore(client, local, capacity_bytes, mooncake, observe, producer)
 
 
 def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeOptions:

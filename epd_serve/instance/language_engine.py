@@ -61,7 +61,7 @@ class LanguageEngine(EngineHooks):
             self._memory.copy_block(0, block)  # the steps that were measured had their state there
         self._start_engine(runner)
         self.receiver = factory("features", FeatureReceiver)(
-            instance.options.feature_cache_bytes,
+            instance.options.sizes.feature_cache_bytes,
             instance.store.fetch,
             self.engine.wake,
             form=weights.feature_form,

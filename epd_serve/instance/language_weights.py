@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import AutoTokenizer
 
-from epd_serve.config import decode_graph_sizes
+from epd_serve.config import InstanceOptions, decode_graph_sizes
 from epd_serve.config.sizes import MIN_BLOCKS, in_binary_units
 from epd_serve.engine.commands import CreateCache
 from epd_serve.engine.followers import Followers
@@ -28,7 +30,7 @@ from epd_serve.models.family import Family
 from epd_serve.models.generation_config import read_generation_config
 from epd_serve.models.language import LanguageModel
 from epd_serve.protocol import wire
-from epd_serve.sched.step_sizes import StepShape
+from epd_serve.sched.step_sizes import StepShape, prompts_of
 from epd_serve.transfer.transport import Transport
 
 if TYPE_CHECKING:
@@ -112,7 +114,7 @@ class LanguageWeights:
     def prepare(self, instance: Instance) -> LanguageRunner:
         """KV memory, and graphs where the role decodes; what there is and fits is kept."""
         options = instance.options
-        run, most = self._model.family.both_ways_tokens, options.max_num_batched_tokens
+        run, most = self._model.family.both_ways_tokens, options.sizes.max_num_batched_tokens
         if options.role.prefills and run > most:
             raise ValueError(
                 f"max_num_batched_tokens is {most}, and the {run} tokens of a picture of this model see each "
@@ -134,7 +136,7 @@ class LanguageWeights:
             num_blocks=memory.num_blocks,
             slab=memory.region,
             num_position_axes=self._model.family.num_position_axes,
-            graph_sizes=decode_graph_sizes(options.max_num_seqs) if options.role.decodes else [],
+            graph_sizes=decode_graph_sizes(options.sizes.max_num_seqs) if options.role.decodes else [],
             max_model_len=self.max_model_len,
         )
         if self.followers is not None:
@@ -163,6 +165,46 @@ class LanguageWeights:
         if self.followers is not None:
             self.followers.close()
 
+    def step_bytes(self, options: InstanceOptions, layout: wire.KVLayout) -> int:
+        """The most memory that a step takes beside weights and KV. Raises ValueError where it is not there."""
+        model, sizes, block_size = self._model, options.sizes, layout.block_size
+        longest = min(options.max_model_len or model.max_positions, self.language.max_model_len)
+        shapes = [StepShape(chunks=prompts_of(sizes.max_num_batched_tokens, longest))]
+        shapes += [StepShape(num_decodes=sizes.max_num_seqs)] if options.role.decodes else []
+        num_blocks = 1 + max(shape.num_blocks(block_size) for shape in shapes)
+        shape = (layout.num_layers, 2, num_blocks + layout.state_blocks, block_size)
+        kv = torch.zeros(
+            (*shape, layout.num_kv_heads, layout.head_dim),
+            dtype=model.torch_dtype,
+            device=model.device.torch_device,
+        )
+        axes = model.family.num_position_axes
+        timer = StepTimer(
+            LanguageRunner(
+                StepExecutor(
+                    self.language, model.device, kv, num_position_axes=axes, graph_sizes=[], max_model_len=longest
+                ),
+                model.device.ops,
+                block_size=block_size,
+                num_position_axes=axes,
+                eos_token_ids=self.eos_token_ids,
+            ),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_position_axes=axes,
+            state_blocks=layout.state_blocks,
+        )
+        in_use = model.device.reset_peak_memory()
+        try:
+            for one in shapes:
+                timer.step(one)()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{model.device.name} has no memory for a step of {sizes.max_num_batched_tokens} tokens beside "
+                f"the weights; lower max_num_batched_tokens or max_num_seqs: {error}"
+            ) from error
+        return model.device.peak_memory() - in_use
+
     def _new_memory(self, instance: Instance) -> KVMemory:
         options, language = instance.options, self.language
         layout = wire.KVLayout(
@@ -177,7 +219,8 @@ class LanguageWeights:
         free_bytes = self._model.device.headroom()
         if self.followers is not None:
             free_bytes = min(free_bytes, self.followers.wait_joined())
-        num_blocks = num_kv_blocks(options, layout, self._model.device.type, free_bytes)
+        measure = None if self.followers is not None else partial(self.step_bytes, options, layout)
+        num_blocks = num_kv_blocks(options, layout, self._model.device.type, free_bytes, measure)
         if layout.state_blocks:
             state_bytes = in_binary_units(layout.state_blocks * block_nbytes(layout))
             if num_blocks < layout.state_blocks + 2:

@@ -18,6 +18,7 @@ from epd_serve import lifeline
 from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of, environment_of, takes_features
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.shares import DeviceShare
+from epd_serve.config.sizes import StepSizes
 from epd_serve.config.vllm import connectors
 from epd_serve.launch.commands import measured, threads_each
 from epd_serve.launch.process import ProcessSpec
@@ -89,8 +90,8 @@ def connectors_of(config: DeploymentConfig) -> Connectors:
         kv=kv,
         feature_dir=str(vllm.feature_dir) if vllm.feature_dir else "",
         kv_load_failure=vllm.kv_load_failure,
-        store_bytes=config.settings_for("E").feature_store_bytes,
-        cache_bytes=prefill.feature_cache_bytes,
+        store_bytes=config.settings_for("E").feature_store_bytes or StepSizes().feature_store_bytes,
+        cache_bytes=prefill.feature_cache_bytes or StepSizes().feature_cache_bytes,
         feature_timeout_s=prefill.feature_timeout_s,
         widths=(_width(config, Stage.PREFILL), _width(config, Stage.DECODE)),
         trace=str(config.trace) if config.trace else None,

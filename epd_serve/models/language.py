@@ -75,7 +75,7 @@ class LanguageModel:
         num_levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
         self.feature_width = (1 + num_levels) * self._hidden_size
         self._device = device.torch_device
-        self._group = group or Alone()
+        self.group = group or Alone()
         inner = without_head(model)
         language_model = without_head(getattr(inner, language_name(inner), inner))
         self._embed: nn.Module = language_model.embed_tokens.to(self._device)  # some scale what they look up
@@ -86,10 +86,10 @@ class LanguageModel:
         self._logit_scale: float = getattr(text, "logit_scale", 1.0)
         is_capped = "final_logit_softcapping" in family.texts.get(text.model_type, ())
         self._logit_cap: float | None = text.final_logit_softcapping if is_capped else None
-        key = f"{path} {dtype} {self._group.rank}/{self._group.size}"
+        key = f"{path} {dtype} {self.group.rank}/{self.group.size}"
         with shared_weights(ModelPart.LANGUAGE_MODEL.value, key, at_once=at_once):
             self._head, self._head_rows = self._load_head(model.get_output_embeddings().weight, text.vocab_size)
-            parts = language_model, device.ops, self._device, self._group
+            parts = language_model, device.ops, self._device, self.group
             self._decoder = (
                 Decoder(*parts)
                 if decoder == "fused"
@@ -108,8 +108,8 @@ class LanguageModel:
 
     def _load_head(self, weight: Tensor, vocab_size: int) -> tuple[Linear, int]:
         """The product with this rank's rows of the head, and how many they are."""
-        part = -(-vocab_size // self._group.size)
-        rows = weight[self._group.rank * part : (self._group.rank + 1) * part].to(self._device)
+        part = -(-vocab_size // self.group.size)
+        rows = weight[self.group.rank * part : (self.group.rank + 1) * part].to(self._device)
         return linear(rows), len(rows)
 
     @torch.inference_mode()
@@ -156,10 +156,10 @@ class LanguageModel:
             logits = logits * self._logit_scale
         if self._logit_cap is not None:
             logits = torch.tanh(logits / self._logit_cap) * self._logit_cap
-        if self._group.size == 1:
+        if self.group.size == 1:
             return logits
-        part = -(-self._vocab_size // self._group.size)
-        return self._group.all_gather(F.pad(logits, (0, part - self._head_rows)))[:, : self._vocab_size]
+        part = -(-self._vocab_size // self.group.size)
+        return self.group.all_gather(F.pad(logits, (0, part - self._head_rows)))[:, : self._vocab_size]
 
 
 def _max_model_len(text: Any) -> int:

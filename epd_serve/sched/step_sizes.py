@@ -137,7 +137,7 @@ def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
     if latency_s is not None:
         unit = limits.chunk
         prefills = search_budget(
-            lambda count: seconds(StepShape(chunks=_prompts(count * unit, longest))),
+            lambda count: seconds(StepShape(chunks=prompts_of(count * unit, longest))),
             latency_s,
             1,
             max(1, min(limits.max_num_tokens, capacity) // unit),
@@ -164,7 +164,7 @@ def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
     )
 
 
-def _prompts(num_tokens: int, longest: int) -> tuple[tuple[int, int], ...]:
+def prompts_of(num_tokens: int, longest: int) -> tuple[tuple[int, int], ...]:
     """``num_tokens`` tokens as whole prompts of at most ``longest``."""
     return tuple((0, min(longest, num_tokens - start)) for start in range(0, num_tokens, longest))
 

@@ -311,7 +311,7 @@ def build(
             block_size=size,
             batching=batching(one.role) if callable(batching) else batching,
             dual_stream=dual_stream,
-            runs_ahead=device != CPU and one.tensor_parallel == 1,
+            runs_ahead=device != CPU,
             steals=steals and str(one.role) == "EPD",
             is_grouped=is_grouped,
         )

@@ -125,6 +125,7 @@ def _describe(record: InstanceRecord, in_flight: Mapping[str, int]) -> dict[str,
         "ready": record.ready,
         "in_flight": in_flight,
         "device": info.device if info else None,
+        "budgets": info.budgets if info else {},
         "load": msgspec.to_builtins(info.load) if info else None,
     }
 

@@ -217,7 +217,8 @@ async def test_an_instance_that_is_killed_leaves_its_memory(killed: str, doing: 
             assert right.setdefault(number, again) == again
         async with asyncio.timeout(600):
             while not (after := mapped(reader, deployment.instances[killed].pid)):
-                assert (await ask(number := number + 1))[0] == 200
+                number += 1
+                assert (await ask(number))[0] == 200
         assert before not in after
 
 

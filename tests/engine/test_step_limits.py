@@ -128,6 +128,8 @@ async def test_without_an_slo_nothing_is_measured(
                 "max_num_batched_tokens": 256,
                 "max_num_seqs": 8,
                 "image_budget_pixels": 4 * IMAGE_PIXELS,
+                "feature_store_bytes": 256 << 20,
+                "feature_cache_bytes": 256 << 20,
             }
     assert measured == []
     assert not any(cache.parent.glob("*"))

@@ -65,6 +65,9 @@ async def test_the_host_s_side_of_the_kv_is_bounded(role: str) -> None:
         num_cells = memory.region.nbytes // LAYER_BYTES
         assert memory.nbytes(num_cells, 1) <= 256 * 2**20
         assert memory.nbytes(memory.layout.num_layers, memory.num_blocks) > 64 * 2**30
+        budgets = instance.info().budgets
+        assert (budgets["max_num_seqs"], budgets["max_num_batched_tokens"]) == (256, 8192), "by the H200's memory"
+        assert budgets["feature_store_bytes"] == budgets["feature_cache_bytes"] == 2 << 30
     finally:
         await instance.close()
 
@@ -82,6 +85,7 @@ async def test_a_role_leaves_nothing_on_the_device(role: str, tmp_path: Path) ->
         dtype="float32",
         threads=1,
         num_blocks=512,
+        feature_store_bytes=1 << 16,
         max_model_len=512,
         switch_dir=tmp_path,
     )
@@ -105,5 +109,13 @@ async def test_a_role_leaves_nothing_on_the_device(role: str, tmp_path: Path) ->
             assert used() <= first + 65536, f"{used()} bytes where {first} were"
             assert tower < first, f"E keeps {tower} of {first} bytes"
             assert device.peak_memory() < 1.5 * first, f"both roles at once: {device.peak_memory()} bytes"
+        weights: Any = instance.language and instance.language.weights
+        logits = (
+            4 * instance.options.sizes.max_num_seqs * instance.family.config.get_text_config().vocab_size
+            if role == "PD"
+            else 0
+        )
+        assert logits < weights.step_bytes(instance.options, weights.layout) < 1 << 30
+        assert used() <= first + 65536, "what was measured is free again"
     finally:
         await instance.close()

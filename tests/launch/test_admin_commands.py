@@ -19,9 +19,18 @@ from epd_serve import cli
 from epd_serve.launch.runtime import RuntimeDirectory
 
 LOAD = {"num_waiting": 2, "num_waiting_encodes": 1}
+BUDGETS = {"max_num_seqs": 64.0, "max_num_batched_tokens": 2048.0, "feature_store_bytes": 2.0**28}
 INSTANCES = [
-    {"name": "e0", "role": "E", "ready": True, "in_flight": {"E": 1}, "device": "cpu", "load": LOAD},
-    {"name": "p0", "role": None, "ready": False, "in_flight": {}, "device": None, "load": None},
+    {
+        "name": "e0",
+        "role": "E",
+        "ready": True,
+        "in_flight": {"E": 1},
+        "device": "cpu",
+        "load": LOAD,
+        "budgets": BUDGETS,
+    },
+    {"name": "p0", "role": None, "ready": False, "in_flight": {}, "device": None, "load": None, "budgets": {}},
 ]
 ANSWERS: dict[str, Any] = {
     "/instances": {"engine": "vllm", "instances": INSTANCES},
@@ -102,8 +111,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 
 TABLE = """\
 {name}, engine vllm: 3 requests running, 4 waiting
-instance  role  state      device  in flight  waiting
-e0        E     ready      cpu     1          3
+instance  role  state      device  in flight  waiting  at most
+e0        E     ready      cpu     1          3        64 sequences, 2048 tokens, 256MiB of features
 p0        ?     not ready  ?       0          0
 """
 
