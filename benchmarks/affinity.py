@@ -40,7 +40,7 @@ from benchmarks.deployed import Figures, ask, deployed, figures, growth
 from benchmarks.models import make_model
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.launch import LocalDeployment
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.routing.encoders import BoundedHash
 from epd_serve.routing.routes import EncoderChoice, Router
 from epd_serve.sim.simulator import build, check_books, simulate

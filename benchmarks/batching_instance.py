@@ -21,7 +21,7 @@ from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import BatchingConfig, SLOConfig
 from epd_serve.instance.http import ControlApp
 from epd_serve.instance.instance import Instance
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol import wire
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Role, SamplingParams

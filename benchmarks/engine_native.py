@@ -25,7 +25,7 @@ from epd_serve.engine.engine import Engine
 from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.runner import LanguageRunner
-from epd_serve.engine.sampler import PromptLogprobs
+from epd_serve.engine.sampling.sampler import PromptLogprobs
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.engine.step_loop import StepLoop

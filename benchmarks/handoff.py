@@ -51,7 +51,7 @@ class Counting(EmbeddedTransport):
         super().__init__(path="shm")
         self.num_bytes = 0
         if device_name.startswith("emulated"):
-            from device.emulated_torch import Chip
+            from device.emulated.tensors import Chip
 
             copy = Chip.copy
 

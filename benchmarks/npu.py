@@ -38,8 +38,8 @@ from benchmarks.accelerator import Part, Target, finish, run_parts, run_tests, s
 from benchmarks.common import RESULTS, argument_parser
 from device import ascend
 from device.base import AttentionOps, Device
-from device.check import check_device
-from device.check_batch import Batch
+from device.check.batch import Batch
+from device.check.kernels import check_device
 from device.ops.plain import PlainOps
 from device.registry import get_device
 
@@ -179,7 +179,7 @@ def _vision_call(device: Device, ops: AttentionOps, patches: int, head_dim: int)
 def measure_parity(device: Device) -> tuple[dict[str, Any], list[Target]]:
     """Compare this device's features with a CPU's, as P does."""
     from epd_serve.demo import weights_dir
-    from epd_serve.instance.parity import difference, fixed_inputs, sample_of
+    from epd_serve.instance.figures.parity import difference, fixed_inputs, sample_of
     from epd_serve.models.loader import load_family
     from epd_serve.models.tower import Tower
 

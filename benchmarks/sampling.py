@@ -28,7 +28,7 @@ from benchmarks.engine_native import NativeEngine, random_prompts
 from benchmarks.models import make_shape
 from device.host import processor_name
 from device.registry import get_device
-from epd_serve.engine.sampler import PromptLogprobs
+from epd_serve.engine.sampling.sampler import PromptLogprobs
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.types import SamplingParams

@@ -32,7 +32,7 @@ from benchmarks.chaos import (
     started,
 )
 from benchmarks.common import RESULTS
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.verify.traffic import Outcome, mixed_requests
 
 RESULT = RESULTS / "switches-cpu.json"

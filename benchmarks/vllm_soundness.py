@@ -29,7 +29,7 @@ from benchmarks.common import CHAT_PATH, RESULTS, argument_parser, data_url, gre
 from benchmarks.deployed import figures
 from epd_serve.config import DEMO_MODEL, DeploymentConfig
 from epd_serve.launch import LocalDeployment
-from epd_serve.launch.vllm_probe import probe_vllm
+from epd_serve.launch.vllm.probe import probe_vllm
 
 TOPOLOGIES = ("EPD", "E-P-D", "E-PD", "EP-D")
 PASSES = [(stream, concurrency) for concurrency in (4, 24) for stream in (False, True)]

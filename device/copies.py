@@ -15,7 +15,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     if device.type == "emulated":
-        from device.emulated_torch import pinned
+        from device.emulated.tensors import pinned
 
         return pinned(tensor).to(device, non_blocking=True)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -28,7 +28,7 @@ class Readback:
         self._event: base.Event | None = None
         self._copy = tensor
         if tensor.device.type == "emulated":
-            from device.emulated_torch import record_event
+            from device.emulated.tensors import record_event
 
             self._copy = tensor.to("cpu", non_blocking=True)
             self._event = record_event(tensor.device)

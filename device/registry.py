@@ -40,7 +40,7 @@ def get_device(name: str) -> Device:
     kind, _, chip = match["kind"].partition(":")
     index = int(match["index"] or 0)
     if kind == "emulated":
-        from device import emulated
+        from device.emulated import accelerator as emulated
 
         return emulated.open_device(chip, index)
     return _backend(kind).open_device(index)

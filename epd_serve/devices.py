@@ -53,7 +53,7 @@ def check_devices(console: Console, reports: list[DeviceReport]) -> bool:
 
 
 def _check(console: Console, device: Device) -> bool:
-    from device.check import Check, check_device
+    from device.check.kernels import Check, check_device
 
     more: dict[str, tuple[Check, str]] = {
         "transport: shared memory": (lambda device: _send(device, "shm"), _TRANSPORT_ADVICE),
@@ -81,7 +81,7 @@ def _send(device: Device, path: Literal["shm", "tcp"]) -> str:
 
     import torch
 
-    from device.check import rate_text
+    from device.check.kernels import rate_text
     from epd_serve.transfer.embedded import EmbeddedTransport
 
     sender, receiver = EmbeddedTransport(path=path), EmbeddedTransport(path=path)

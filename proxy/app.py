@@ -16,16 +16,16 @@ from starlette.routing import Route
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections
 from epd_serve.flow.stealing import steal_rule
-from epd_serve.protocol.openai import (
+from epd_serve.protocol.openai.generation import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
     VllmChatRequest,
     VllmCompletionRequest,
 )
-from epd_serve.protocol.responses import InputTokensCall, ResponsesRequest
-from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
-from epd_serve.protocol.transcriptions import TranscriptionRequest
+from epd_serve.protocol.openai.responses import InputTokensCall, ResponsesRequest
+from epd_serve.protocol.openai.tokenizing import DetokenizeBody, TokenizeBody
+from epd_serve.protocol.openai.transcriptions import TranscriptionRequest
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.hosts import deployment_router, hosts_router

@@ -25,14 +25,14 @@ from PIL import Image
 from rich.console import Console
 
 from benchmarks.common import machine
-from device.timeline import EMULATED_FAULTS
+from device.emulated.timeline import EMULATED_FAULTS
 from epd_serve.bench.deployed import Candidate, deployed
 from epd_serve.bench.run_directory import new_directory
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import Item, Media, Message, Record, RunSettings
 from epd_serve.bench.workloads.synthetic import text_of
 from epd_serve.config import load_config
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 
 START, SLOWNESS = "2E-2P-4D", 8.0
 TTFT_S, TPOT_S = 4.0, 0.16

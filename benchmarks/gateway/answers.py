@@ -11,7 +11,8 @@ import msgspec
 from PIL import Image
 
 from benchmarks.common import data_url, encoded, user_message
-from epd_serve.protocol import chunks, frames, wire
+from epd_serve.protocol import frames, wire
+from epd_serve.protocol.openai import chunks
 from epd_serve.rpc import streams
 
 TOKENS = 64

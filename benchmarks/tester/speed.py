@@ -22,7 +22,7 @@ from benchmarks.gateway.programs import compile_programs, free_ports, running, w
 from benchmarks.tester.requests import Plain
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import RunSettings, Summary
-from epd_serve.protocol import chunks
+from epd_serve.protocol.openai import chunks
 
 _TOKENS = 64
 _IMAGE_BYTES = 250_000

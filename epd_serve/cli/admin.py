@@ -28,7 +28,7 @@ def choose_gateway(deployment: str | None, url: str | None) -> tuple[str, AdminC
 
     Raises ValueError where there is none, or several.
     """
-    from epd_serve.launch.runtime import find_deployment
+    from epd_serve.launch.processes.runtime import find_deployment
 
     if url is None:
         address, directory = find_deployment(deployment)

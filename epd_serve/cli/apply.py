@@ -55,7 +55,7 @@ def apply(
     file, which the agents of all hosts follow; --deadline is for all of it, and --patience is 1 s.
     """
     from epd_serve.launch.control import ApplyRequest, ask_launcher, to_json
-    from epd_serve.launch.runtime import find_deployment
+    from epd_serve.launch.processes.runtime import find_deployment
 
     if file is None and topology is None:
         raise ValueError("say what to apply: a deployment file, or --topology")

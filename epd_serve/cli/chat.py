@@ -45,7 +45,7 @@ def chat(
 
 def _running() -> str:
     """The URL of the deployment that runs on this machine, or the one that it would have."""
-    from epd_serve.launch.runtime import find_deployment, running_deployments
+    from epd_serve.launch.processes.runtime import find_deployment, running_deployments
     from epd_serve.protocol.addresses import url_of
 
     running = running_deployments()

@@ -23,7 +23,7 @@ def devices(
     console = Console()
     reports = show_devices(console)
     if check:
-        from epd_serve.launch.vllm_probe import check_vllm_engine
+        from epd_serve.launch.vllm.probe import check_vllm_engine
 
         passed = [check_devices(console, reports), check_vllm_engine(console, vllm)]
         if not all(passed):

@@ -10,7 +10,7 @@ import typer
 
 from epd_serve.cli.flags import Host, ParentPid, Port, tie_to
 from epd_serve.config import DeploymentConfig, load_config
-from epd_serve.launch.ports import instance_urls, name_and_url
+from epd_serve.launch.processes.ports import instance_urls, name_and_url
 
 
 def proxy(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from device.datasheets import is_measured, spec_of
-from device.timeline import Demand
+from device.emulated.timeline import Demand
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of

@@ -29,7 +29,7 @@ from epd_serve.transfer.staging import Span, StagingArea, paired, rounds, slab_s
 from epd_serve.transfer.transport import Piece, Transport
 
 if TYPE_CHECKING:
-    from epd_serve.engine.emulation import Emulation
+    from epd_serve.engine.emulated.emulation import Emulation
 
 
 def block_nbytes(layout: KVLayout) -> int:

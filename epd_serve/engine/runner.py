@@ -17,7 +17,7 @@ from device.base import AttentionOps
 from device.copies import Readback
 from epd_serve.engine.computing import StepResult
 from epd_serve.engine.followers import Followers
-from epd_serve.engine.sampler import PromptLogprobs, Row, Sampler, Sampling
+from epd_serve.engine.sampling.sampler import PromptLogprobs, Row, Sampler, Sampling
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import StepInputs, TableChange, on_device
 from epd_serve.sched.schedule import ScheduleOutput

@@ -11,13 +11,13 @@ from torch import Tensor
 from device.base import AttnMeta, Device, GraphRunner
 from device.copies import to_device
 from epd_serve.engine.commands import CreateCache
-from epd_serve.engine.sampler import PromptLogprobs
+from epd_serve.engine.sampling.sampler import PromptLogprobs
 from epd_serve.engine.step_inputs import Fed, StepInputs, integers
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 
 if TYPE_CHECKING:
-    from epd_serve.engine.emulation import Emulation
+    from epd_serve.engine.emulated.emulation import Emulation
 
 
 class StepExecutor:

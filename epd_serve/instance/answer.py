@@ -10,12 +10,13 @@ import msgspec
 
 from epd_serve.engine.engine import Engine
 from epd_serve.engine.hooks import EngineEvent, FailureEvent, TokenEvent
-from epd_serve.engine.patterns import Patterns
+from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import ServeError
-from epd_serve.instance.detokenizer import Detokenizer, Vocabulary
 from epd_serve.instance.http import JSON, Header, Pieces, Reply
-from epd_serve.protocol import chunks, frames
-from epd_serve.protocol.tool_format import Call, CallDelta, ToolCallReader
+from epd_serve.instance.text.detokenizer import Detokenizer, Vocabulary
+from epd_serve.protocol import frames
+from epd_serve.protocol.openai import chunks
+from epd_serve.protocol.openai.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.rpc.stream_server import BrokenStream
 from epd_serve.sequence import Sequence as RequestSequence

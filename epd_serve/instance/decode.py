@@ -24,8 +24,8 @@ from epd_serve.errors import (
     Unavailable,
 )
 from epd_serve.instance.answer import Answer, Generation
-from epd_serve.instance.detokenizer import Vocabulary
 from epd_serve.instance.http import Reply
+from epd_serve.instance.text.detokenizer import Vocabulary
 from epd_serve.protocol import wire
 from epd_serve.sched.queues import Asker
 from epd_serve.sequence import Sequence
@@ -37,7 +37,7 @@ from epd_serve.transfer.transport import PeerGone, Piece, TransferError, Transpo
 from epd_serve.types import Grammar
 
 if TYPE_CHECKING:
-    from epd_serve.engine.constraints import Constraint
+    from epd_serve.engine.sampling.constraints import Constraint
 
 
 @dataclass(eq=False, slots=True)

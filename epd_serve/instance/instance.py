@@ -21,21 +21,21 @@ from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
 from epd_serve.engine.dual_stream import DualStream, VisionHold
-from epd_serve.engine.measurements import IMAGE_SIDE
-from epd_serve.engine.step_limits import StepLimits
+from epd_serve.engine.pace.measurements import IMAGE_SIDE
+from epd_serve.engine.pace.step_limits import StepLimits
 from epd_serve.errors import DRAINING, ServeError, Unavailable
 from epd_serve.factories import as_it_is, factory
 from epd_serve.instance.calls import ControlCalls
 from epd_serve.instance.encode import EncodeService
+from epd_serve.instance.figures.metrics import InstanceMetrics
+from epd_serve.instance.figures.parity import ParityGate
+from epd_serve.instance.figures.rates import StageRates
+from epd_serve.instance.figures.reports import Reporter
 from epd_serve.instance.http import Peers
 from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, SwitchState, left
-from epd_serve.instance.metrics import InstanceMetrics
-from epd_serve.instance.model import Language, open_device, open_model
-from epd_serve.instance.parity import ParityGate
-from epd_serve.instance.rates import StageRates
-from epd_serve.instance.reports import Reporter
-from epd_serve.instance.request_processor import RequestProcessor, num_media_threads
+from epd_serve.instance.loading.model import Language, open_device, open_model
+from epd_serve.instance.text.request_processor import RequestProcessor, num_media_threads
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import cluster_key
@@ -46,9 +46,9 @@ from epd_serve.telemetry.timeline import Timeline
 from epd_serve.telemetry.trace_file import TraceWriter
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore, StoreObserver
-from epd_serve.transfer.mooncake import MooncakeOptions, StoreClient
-from epd_serve.transfer.mooncake_store import MooncakeFeatureStore
-from epd_serve.transfer.mooncake_transport import MooncakeTransport
+from epd_serve.transfer.mooncake.engine import MooncakeOptions, StoreClient
+from epd_serve.transfer.mooncake.store import MooncakeFeatureStore
+from epd_serve.transfer.mooncake.transport import MooncakeTransport
 from epd_serve.transfer.shared_memory import host_id
 from epd_serve.transfer.transport import Transport
 from epd_serve.types import Role, Stage

@@ -23,8 +23,8 @@ from epd_serve.factories import factory
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.kv_delivery import Delivery, PullDelivery, PushDelivery
+from epd_serve.instance.loading.model import Language
 from epd_serve.instance.migration import Migrations
-from epd_serve.instance.model import Language
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.protocol import wire
 from epd_serve.sched.schedule import ScheduleOutput

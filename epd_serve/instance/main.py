@@ -22,7 +22,7 @@ from epd_serve.config.keys import join_headers
 from epd_serve.config.role_files import remembered
 from epd_serve.instance.http import ControlHttp, control_server_app
 from epd_serve.instance.instance import Instance
-from epd_serve.instance.model import prepare_process
+from epd_serve.instance.loading.model import prepare_process
 from epd_serve.protocol.addresses import NoBrowsers
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.descriptors import raise_limit

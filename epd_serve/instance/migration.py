@@ -21,7 +21,8 @@ from epd_serve.instance.http import Reply
 from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, reserve_request, send_all
 from epd_serve.instance.lifecycle import Refusals, left, moved
 from epd_serve.instance.prefill import NEXT_DECODE
-from epd_serve.protocol import chunks, frames, wire
+from epd_serve.protocol import frames, wire
+from epd_serve.protocol.openai import chunks
 from epd_serve.rpc.stream_server import BrokenStream
 from epd_serve.sequence import Sequence
 from epd_serve.transfer.kv_sender import KVSender

@@ -13,13 +13,14 @@ from epd_serve.engine.hooks import EngineEvent, FailureEvent, PromptEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, check_constraint
 from epd_serve.instance.feature_receiver import FeatureReceiver
+from epd_serve.instance.figures.rates import StageRates
 from epd_serve.instance.http import JSON, Reply
 from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, reserve_request
 from epd_serve.instance.lifecycle import Refusals, moved
-from epd_serve.instance.prompt import Prompt, PromptProcessor
-from epd_serve.instance.rates import StageRates
-from epd_serve.instance.request_processor import S_PER_CHARACTER, RequestProcessor, Wanted
-from epd_serve.protocol import chunks, frames, wire
+from epd_serve.instance.text.prompt import Prompt, PromptProcessor
+from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor, Wanted
+from epd_serve.protocol import frames, wire
+from epd_serve.protocol.openai import chunks
 from epd_serve.rpc.stream_server import BrokenStream
 from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.telemetry.timeline import Timeline
@@ -27,7 +28,7 @@ from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import Grammar
 
 if TYPE_CHECKING:
-    from epd_serve.engine.constraints import Constraint
+    from epd_serve.engine.sampling.constraints import Constraint
 
 _NEXT = wire.NEXT_HEADER.encode()
 _NOTE = wire.PROMPT_NOTE_HEADER.encode()

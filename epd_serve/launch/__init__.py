@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from epd_serve.launch.deployment import InstanceHandle, LocalDeployment
-    from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
-    from epd_serve.launch.supervisor import Backoff, Supervisor
+    from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
+    from epd_serve.launch.processes.supervisor import Backoff, Supervisor
 
 _MODULES = {
-    "Backoff": "supervisor",
+    "Backoff": "processes.supervisor",
     "InstanceHandle": "deployment",
     "LocalDeployment": "deployment",
-    "ManagedProcess": "process",
-    "ProcessDied": "process",
-    "ProcessSpec": "process",
-    "ProcessState": "process",
-    "Supervisor": "supervisor",
+    "ManagedProcess": "processes.process",
+    "ProcessDied": "processes.process",
+    "ProcessSpec": "processes.process",
+    "ProcessState": "processes.process",
+    "Supervisor": "processes.supervisor",
 }
 
 __all__ = [

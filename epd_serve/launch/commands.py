@@ -16,12 +16,12 @@ from epd_serve.config import DeploymentConfig, InstanceOptions, ShapeConfig, dec
 from epd_serve.config.model_files import read_model_config
 from epd_serve.config.shares import DeviceShare
 from epd_serve.cost.interference import InterferenceMatrix
-from epd_serve.launch.ports import Ports
-from epd_serve.launch.process import ProcessSpec
+from epd_serve.launch.processes.ports import Ports
+from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology import InstancePlacement
-from epd_serve.transfer.mooncake import check_installed, master_command
+from epd_serve.transfer.mooncake.engine import check_installed, master_command
 
 #: How an instance's heap is kept: in huge pages (weights are read faster), one heap for all threads, and nothing
 #: given back between steps, which would only fault it in again. A user's own GLIBC_TUNABLES take its place.

@@ -17,8 +17,8 @@ from epd_serve.config.applied import changes, leaves
 from epd_serve.config.vllm import connectors
 from epd_serve.launch.commands import PreparedInstance
 from epd_serve.launch.deployment_record import DeploymentRecord, Prepared
-from epd_serve.launch.ports import next_port
-from epd_serve.launch.vllm import VllmProcess
+from epd_serve.launch.processes.ports import next_port
+from epd_serve.launch.vllm.process import VllmProcess
 from epd_serve.topology.change import Part, Step, StepKind, plan_change
 from epd_serve.types import Role
 

@@ -26,10 +26,10 @@ from epd_serve.launch.commands import (
 )
 from epd_serve.launch.control import ControlServer
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
-from epd_serve.launch.forking import ForkServer, ForkServerGone
-from epd_serve.launch.ports import choose_ports, claim_ports, release
 from epd_serve.launch.preflight import check_deployment
-from epd_serve.launch.process import (
+from epd_serve.launch.processes.forking import ForkServer, ForkServerGone
+from epd_serve.launch.processes.ports import choose_ports, claim_ports, release
+from epd_serve.launch.processes.process import (
     ManagedProcess,
     ProcessDied,
     ProcessSpec,
@@ -37,17 +37,17 @@ from epd_serve.launch.process import (
     RunningProcess,
     spawn,
 )
+from epd_serve.launch.processes.runtime import AddressTaken, RuntimeDirectory
+from epd_serve.launch.processes.supervisor import Backoff, Supervisor
 from epd_serve.launch.rollout import DEFAULT_LIMITS, ApplyLimits, OwnGateway, Rollout
-from epd_serve.launch.runtime import AddressTaken, RuntimeDirectory
-from epd_serve.launch.supervisor import Backoff, Supervisor
-from epd_serve.launch.vllm import VllmProcess, prepare_vllm
-from epd_serve.launch.vllm_probe import VllmFound
+from epd_serve.launch.vllm.probe import VllmFound
+from epd_serve.launch.vllm.process import VllmProcess, prepare_vllm
 from epd_serve.types import Role
 
 #: What CPU instances run, transformers' part of it included that is imported when a model is loaded.
-_PRELOADED = ("epd_serve.cli", "epd_serve.instance.main", "epd_serve.instance.checkpoint")
+_PRELOADED = ("epd_serve.cli", "epd_serve.instance.main", "epd_serve.instance.loading.checkpoint")
 #: What instances of a model without weights run.
-_PRELOADED_OF_SHAPES = ("epd_serve.cli", "epd_serve.instance.main", "epd_serve.instance.shape_model")
+_PRELOADED_OF_SHAPES = ("epd_serve.cli", "epd_serve.instance.main", "epd_serve.instance.loading.shape_model")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ from epd_serve.config.role_files import (
 from epd_serve.config.sections import InstanceSettings
 from epd_serve.launch.commands import PreparedInstance, prepare_instances, sharing_weights, spec_of
 from epd_serve.launch.engine_choice import choose_engine
-from epd_serve.launch.ports import Ports
-from epd_serve.launch.process import ProcessSpec
-from epd_serve.launch.vllm import VllmProcess, prepare_vllm, vllm_spec
-from epd_serve.launch.vllm_probe import VllmFound
+from epd_serve.launch.processes.ports import Ports
+from epd_serve.launch.processes.process import ProcessSpec
+from epd_serve.launch.vllm.probe import VllmFound
+from epd_serve.launch.vllm.process import VllmProcess, prepare_vllm, vllm_spec
 from epd_serve.topology.remembered import remember_role, remembered_role, role_file
 from epd_serve.types import Role, Stage
 

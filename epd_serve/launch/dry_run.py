@@ -10,11 +10,11 @@ from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.config.model_files import beside
 from epd_serve.launch.commands import instance_specs
 from epd_serve.launch.deployment_record import resolved
-from epd_serve.launch.ports import Ports, choose_ports, instance_urls
 from epd_serve.launch.preflight import device_faults
-from epd_serve.launch.process import ProcessSpec
-from epd_serve.launch.vllm import check_engines, engine_names, vllm_processes
-from epd_serve.launch.vllm_probe import NoVllm, VllmFound
+from epd_serve.launch.processes.ports import Ports, choose_ports, instance_urls
+from epd_serve.launch.processes.process import ProcessSpec
+from epd_serve.launch.vllm.probe import NoVllm, VllmFound
+from epd_serve.launch.vllm.process import check_engines, engine_names, vllm_processes
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import CLUSTER_KEY
 

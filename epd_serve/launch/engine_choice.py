@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, change_config, model_path
 from epd_serve.config.model_files import read_model_config
-from epd_serve.launch.vllm import check_engines, engine_names
+from epd_serve.launch.vllm.process import check_engines, engine_names
 
 
 class EngineChoice(NamedTuple):

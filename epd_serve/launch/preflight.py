@@ -16,7 +16,7 @@ from epd_serve.config.model_files import check_model_files, read_model_config
 from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
 from epd_serve.cost.shape import LanguageShape, ModelShape, shape_from_config, shape_of
 from epd_serve.launch.engine_choice import vllm_knows
-from epd_serve.launch.ports import choose_ports
+from epd_serve.launch.processes.ports import choose_ports
 from epd_serve.models.families import FAMILIES, NOT_SPLIT, QUANTISED, TEXT, refusal
 from epd_serve.models.sharding import check_heads, check_width
 from epd_serve.topology import InstancePlacement

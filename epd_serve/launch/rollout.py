@@ -14,8 +14,8 @@ from typing import Any
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
-from epd_serve.launch.process import ProcessDied, ProcessSpec, ProcessState
-from epd_serve.launch.supervisor import Supervisor
+from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState
+from epd_serve.launch.processes.supervisor import Supervisor
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.topology.change import Step, StepKind
 from epd_serve.topology.remembered import remembered_role, role_file

@@ -25,8 +25,8 @@ from epd_serve.config import DEMO_MODEL, DeploymentConfig, ShapeConfig, model_pa
 from epd_serve.config.model_files import read_model_config
 from epd_serve.cost.shape import shape_of
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessState
-from epd_serve.launch.runtime import new_log_run
+from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessState
+from epd_serve.launch.processes.runtime import new_log_run
 from epd_serve.models.families import TEXT
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

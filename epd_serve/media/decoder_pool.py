@@ -78,7 +78,7 @@ _told: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told)
 
 
 class Place(Protocol):
-    """A place of :class:`~epd_serve.instance.request_processor.RequestProcessor`."""
+    """A place of :class:`~epd_serve.instance.text.request_processor.RequestProcessor`."""
 
     @property
     def is_aside(self) -> bool: ...

@@ -11,7 +11,7 @@ from statistics import fmean, median
 
 from device.base import Device
 from device.registry import get_device
-from epd_serve.engine.measurements import IMAGE_SIDE
+from epd_serve.engine.pace.measurements import IMAGE_SIDE
 from epd_serve.models.family import blank
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower

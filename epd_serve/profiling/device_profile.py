@@ -21,9 +21,9 @@ from epd_serve.cost.least_squares import fit_relative
 from epd_serve.cost.profile import Line, Profile
 from epd_serve.cost.profile import Transport as TransportCost
 from epd_serve.engine.kv_memory import KVMemory
+from epd_serve.engine.pace.step_timer import StepTimer, encode_seconds, median_s
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.step import StepExecutor
-from epd_serve.engine.step_timer import StepTimer, encode_seconds, median_s
 from epd_serve.models.family import DecoderKind, Family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
@@ -32,8 +32,8 @@ from epd_serve.profiling.fits import Sample, decode_lines, encode_line, encode_s
 from epd_serve.protocol.wire import KVLayout
 from epd_serve.sched.step_sizes import StepShape
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.mooncake import MooncakeOptions
-from epd_serve.transfer.mooncake_transport import MooncakeTransport
+from epd_serve.transfer.mooncake.engine import MooncakeOptions
+from epd_serve.transfer.mooncake.transport import MooncakeTransport
 from epd_serve.transfer.transport import Transport
 
 #: Square images, images in a batch; new tokens and those before them; decodes and their mean contexts; bytes.

@@ -362,7 +362,7 @@ class OutputOptions(Message, frozen=True):
 
     ``kind`` chooses between chat.completion and text_completion objects; ``id``, ``created`` and ``model``
     appear in every object. ``first_index`` is that of the first choice; ``echo`` puts the prompt before each.
-    ``for_vllm`` is a JSON object of fields that only vLLM has (:mod:`epd_serve.protocol.openai`), or "".
+    ``for_vllm`` is a JSON object of fields that only vLLM has (``protocol/openai/generation.py``), or "".
     """
 
     kind: Literal["chat", "completion"]
@@ -493,7 +493,7 @@ class FeatureEvent(Message, frozen=True):
             (:mod:`epd_serve.engine.device_features`); 0 where it lies in the region itself.
         store: name of the store that has it under ``mm_hash``; "" where there is a region.
         item: that was encoded; P knows from it how long the feature must be. None: E does not know.
-        producer: kind of device and operators that made it (:mod:`epd_serve.instance.parity`); "": unknown.
+        producer: kind of device and operators that made it (``instance/figures/parity.py``); "": unknown.
     """
 
     request_id: str

@@ -19,7 +19,7 @@ from epd_serve.sim.spec import SimInstanceSpec, find_image_budget
 from epd_serve.transfer.grouping import seconds_until_sent, smallest_hidden_group
 from epd_serve.types import Stage, StageRate
 
-#: Of a new answer in the mean of lengths, as instances keep it (instance/rates.py).
+#: Of a new answer in the mean of lengths, as instances keep it (instance/figures/rates.py).
 _GAIN = 0.05
 
 
@@ -287,7 +287,7 @@ class TowerSide:
         self._waiting: list[_Item] = []
         self._flights: dict[str, _Item] = {}
         self._clock = clock
-        # on a CPU as many at a time as compute, each one thread (instance/request_processor.py)
+        # on a CPU as many at a time as compute, each one thread (instance/text/request_processor.py)
         self._num_preparers = spec.profile.threads if spec.on_cpu else float("inf")
         self._unprepared: deque[_Item] = deque()
         self._preparing: dict[str, _Item] = {}

@@ -358,7 +358,7 @@ class LanguageSide:
         )
 
     def _order(self) -> Order:
-        """As an instance chooses it (:mod:`epd_serve.engine.step_limits`)."""
+        """As an instance chooses it (:mod:`epd_serve.engine.pace.step_limits`)."""
         batching = self._spec.batching
 
         def cached(sequence: Sequence) -> int:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from device.timeline import Faults
+from device.emulated.timeline import Faults
 from epd_serve.cost.profile import Profile
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.transport import Piece, Slab, Transport, WriteGate

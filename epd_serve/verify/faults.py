@@ -77,7 +77,8 @@ def _process_of(part: str, up: str) -> str:
     """Shell text for the process that has the part now: another one after each kill."""
     if part == "router":
         return f"$(pgrep -P {up} -f 'epd_serve.cli proxy')"
-    return f"$(pgrep -o -P {up}$(pgrep -P {up} -f epd_serve.launch.fork_server | sed 's/^/,/') -f '{_SEEN[part]}')"
+    forked = f"$(pgrep -P {up} -f epd_serve.launch.processes.fork_server | sed 's/^/,/')"
+    return f"$(pgrep -o -P {up}{forked} -f '{_SEEN[part]}')"
 
 
 def _pods(namespace: str, part: str, role: str) -> dict[str, str]:

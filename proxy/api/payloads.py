@@ -22,8 +22,8 @@ from typing import Generic, ParamSpec, TypeVar
 from msgspec.structs import replace
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.messages import MediaSource
-from epd_serve.protocol.openai import GenerationRequest
+from epd_serve.protocol.openai.generation import GenerationRequest
+from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.strict_json import MAX_TEXT_BYTES
 from proxy.fair_threads import FairThreads
 

@@ -11,7 +11,7 @@ import msgspec
 from epd_serve.backends.base import StageCalls
 from epd_serve.errors import InstanceLost, Unavailable
 from epd_serve.flow.failures import is_planned
-from epd_serve.protocol.tokenizing import TokenQuestion
+from epd_serve.protocol.openai.tokenizing import TokenQuestion
 from epd_serve.protocol.wire import DetokenizeReply, DetokenizeRequest, MediaRef, TokenizeReply
 from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.protocol.openai import GenerationRequest
-from epd_serve.protocol.response_events import ResponseBuilder, event_bytes
-from epd_serve.protocol.responses import ResponsesCall
-from epd_serve.protocol.transcriptions import TranscriptionCall
+from epd_serve.protocol.openai.generation import GenerationRequest
+from epd_serve.protocol.openai.response_events import ResponseBuilder, event_bytes
+from epd_serve.protocol.openai.responses import ResponsesCall
+from epd_serve.protocol.openai.transcriptions import TranscriptionCall
 from proxy.api.endpoint import GenerationEndpoint
 from proxy.dispatch.job import Job
 from proxy.http.client import Outlet

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from epd_serve.flow.actions import SplitUp
-from epd_serve.protocol import chunks
+from epd_serve.protocol.openai import chunks
 from epd_serve.protocol.wire import OutputOptions
 from proxy.dispatch.job import Job
 from proxy.http.client import EventSink, Header

@@ -17,7 +17,7 @@ from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.flow.events import Named
 from epd_serve.media.picture import low_detail_size, pixel_size, plain_size
 from epd_serve.media.video import VideoLimits, pack_frames, read_list
-from epd_serve.protocol.messages import MediaSource
+from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import MODALITIES, Modality, VideoFacts
 from proxy.fair_threads import FairThreads

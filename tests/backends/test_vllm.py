@@ -13,7 +13,7 @@ from epd_serve.backends.vllm_server import read_figures
 from epd_serve.backends.vllm_stream import can_be_replayed
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.media.video import pack_frames
-from epd_serve.protocol.openai import (
+from epd_serve.protocol.openai.generation import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,

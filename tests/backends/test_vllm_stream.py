@@ -24,7 +24,7 @@ from epd_serve.backends.vllm_stream import (
 )
 from epd_serve.errors import InstanceFailed
 from epd_serve.protocol.frames import END, ERROR, FrameReader
-from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
+from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.wire import MediaRef, PrefillRequest
 from epd_serve.rpc.http import HttpPool
 

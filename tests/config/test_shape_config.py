@@ -13,7 +13,7 @@ from epd_serve.config import ConfigError, InstanceOptions, ShapeConfig, load_con
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.demo import weights_dir
-from epd_serve.instance.model import open_device
+from epd_serve.instance.loading.model import open_device
 
 EMULATED = "devices: [emulated:h200 x 3]"
 

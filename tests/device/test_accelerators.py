@@ -20,7 +20,7 @@ from attention_contract import (
 from hypothesis import HealthCheck, given, settings
 
 from device.base import Device
-from device.check import TOLERANCES, check_device
+from device.check.kernels import TOLERANCES, check_device
 from device.registry import get_device, list_devices
 
 NAMES = [report.name for report in list_devices() if report.available and report.kind != "cpu"]

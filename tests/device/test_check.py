@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from device.base import AttentionOps, AttentionPlan, EagerRunner, Event, GraphRunner, Partition, PartitionStrength
-from device.check import CheckResult, check_device, rate_text
+from device.check.kernels import CheckResult, check_device, rate_text
 from device.cpu import CpuDevice
 from device.ops.cpu import CpuOps
 

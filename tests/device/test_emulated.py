@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from device.base import DeviceUnavailable
-from device.emulated import EmulatedDevice
+from device.emulated.accelerator import EmulatedDevice
+from device.emulated.timeline import WHOLE, Demand
 from device.present import EMULATED_MEMORY
 from device.registry import get_device
-from device.timeline import WHOLE, Demand
 
 LAUNCH_S = 0.05
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from device import cuda_ipc
-from device.emulated import EmulatedDevice
+from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
 
 DEVICE = "emulated:h200"

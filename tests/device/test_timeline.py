@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from device.base import DeviceLost
-from device.timeline import EMULATED_FAULTS, Demand, Faults, Timeline
+from device.emulated.timeline import EMULATED_FAULTS, Demand, Faults, Timeline
 
 DECODE = Demand(compute=0.1, bandwidth=0.8, stage="D")
 PREFILL = Demand(compute=0.85, bandwidth=0.1, stage="P")
@@ -195,7 +195,7 @@ def test_injected_faults_come_and_go_with_their_file(tmp_path: Path, monkeypatch
 
 _OTHER = """
 import json, sys
-from device.timeline import Timeline
+from device.emulated.timeline import Timeline
 stream = Timeline("emulated:h200:0", sys.argv[1]).stream()
 assert "torch" not in sys.modules
 for line in sys.stdin:

@@ -26,7 +26,7 @@ from fleet import wait_until
 
 from epd_serve.cli.app import app
 from epd_serve.config import parse_config
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]

@@ -26,8 +26,9 @@ from told import told
 from transports import needs_mooncake
 
 from epd_serve.config import change_config, load_config
-from epd_serve.launch import LocalDeployment, supervisor
-from epd_serve.launch.ports import free_port
+from epd_serve.launch import LocalDeployment
+from epd_serve.launch.processes import supervisor
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.telemetry.breakdown import read_traces
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from pictures import noise
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 
 #: One place in a step: whoever waits for it makes decode late on a machine of any speed.
 ROLES = {"D": {"max_num_seqs": 1}}

@@ -19,7 +19,7 @@ from fleet import Books, gateway, is_up, wait_until
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 BODY = chat("Count to 9.", max_tokens=450, ignore_eos=True, stream=True)

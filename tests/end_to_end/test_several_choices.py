@@ -15,7 +15,7 @@ from fleet import Books
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 
 
 @dataclass

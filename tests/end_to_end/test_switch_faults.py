@@ -22,7 +22,7 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.demo import weights_dir
 from epd_serve.instance.http import Peers
 from epd_serve.launch import Backoff, LocalDeployment
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol import wire
 
 QUESTION = {"model": "demo", "prompt": "apple banana cherry", "temperature": 0, "ignore_eos": True, "stream": True}

@@ -20,11 +20,11 @@ from pictures import png
 from PIL import Image
 
 from device.cpu import CpuEvent
-from device.timeline import EMULATED_FAULTS, WHOLE
+from device.emulated.timeline import EMULATED_FAULTS, WHOLE
 from epd_serve.config import DeploymentConfig, ShapeConfig
-from epd_serve.engine.digests import DigestMemory
+from epd_serve.engine.emulated.digests import DigestMemory
 from epd_serve.launch import Backoff, LocalDeployment
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.routing import segments
 
 SHAPE = ShapeConfig(shape_of="qwen2.5-vl-7b")

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
-from epd_serve.engine.constraints import restrict
-from epd_serve.engine.grammar import Grammars
-from epd_serve.engine.sampler import Row
+from epd_serve.engine.sampling.constraints import restrict
+from epd_serve.engine.sampling.grammar import Grammars
+from epd_serve.engine.sampling.sampler import Row
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.tool_format import ToolCallReader
+from epd_serve.protocol.openai.tool_format import ToolCallReader
 from epd_serve.sequence import Sequence
 from epd_serve.types import Grammar, SamplingParams, ToolSchema
 

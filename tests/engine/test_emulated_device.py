@@ -16,12 +16,12 @@ from PIL import Image
 from reference import Reference
 
 from device.base import Event
-from device.emulated import EmulatedDevice
+from device.emulated.accelerator import EmulatedDevice
+from device.emulated.timeline import EMULATED_FAULTS, Faults
 from device.registry import get_device
-from device.timeline import EMULATED_FAULTS, Faults
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.shape import shape_of
-from epd_serve.engine.emulation import Emulation
+from epd_serve.engine.emulated.emulation import Emulation
 from epd_serve.engine.step_inputs import StepInputs, block_table
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from device.cpu import CpuEvent
-from device.emulated import EmulatedDevice
+from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.commands import Command, CopyBlock

@@ -13,11 +13,11 @@ from pictures import noise
 from PIL import Image
 from reference import Reference
 
-from device.emulated import EmulatedDevice
+from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.cost.device_time import DeviceTime
-from epd_serve.engine.emulation import Emulation
+from epd_serve.engine.emulated.emulation import Emulation
 from epd_serve.engine.hooks import EngineEvent, PromptEvent, TokenEvent
 from epd_serve.sched.schedule import Budget
 from epd_serve.sequence import Sequence

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from device.registry import get_device
 from epd_serve.engine.computing import NO_TOKEN, SampledToken
-from epd_serve.engine.sampler import Row, RowDrawer, Sampler, draw_from_largest, largest
-from epd_serve.engine.sampler import draw as draw_sorted
+from epd_serve.engine.sampling.sampler import Row, RowDrawer, Sampler, draw_from_largest, largest
+from epd_serve.engine.sampling.sampler import draw as draw_sorted
 from epd_serve.sequence import Sequence
 from epd_serve.types import SamplingParams
 

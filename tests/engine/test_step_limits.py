@@ -18,8 +18,8 @@ from benchmarks.ablations.encodes import EncodeGate, PrefillMarkingEngine, may_e
 from epd_serve import factories
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import BatchingConfig, SLOConfig
-from epd_serve.engine import step_timer
-from epd_serve.engine.measurements import Measurements, cache_dir
+from epd_serve.engine.pace import step_timer
+from epd_serve.engine.pace.measurements import Measurements, cache_dir
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol import wire
 from epd_serve.types import Role, SamplingParams

@@ -2,7 +2,7 @@
 
 import pytest
 
-from epd_serve.engine.step_timer import median_s
+from epd_serve.engine.pace.step_timer import median_s
 
 
 class Stage:

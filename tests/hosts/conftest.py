@@ -17,7 +17,7 @@ from chat import chat
 from hosts import Hosts, hosts
 
 from epd_serve.config.keys import ADMIN_KEY
-from epd_serve.launch.process import RunningProcess
+from epd_serve.launch.processes.process import RunningProcess
 from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.rpc.http import HttpCall, HttpPool
 

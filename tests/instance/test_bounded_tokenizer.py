@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from epd_serve.demo import weights_dir
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance import bounded_tokenizer
-from epd_serve.instance.bounded_tokenizer import MAX_UNCUT_CHARACTERS, PIECE_CHARACTERS, BoundedTokenizer
+from epd_serve.instance.text import bounded_tokenizer
+from epd_serve.instance.text.bounded_tokenizer import MAX_UNCUT_CHARACTERS, PIECE_CHARACTERS, BoundedTokenizer
 
 CORPUS = [
     "The quick brown fox doesn't jump; it's 1234567 o'clock.\n\n  'Twas  brillig ",

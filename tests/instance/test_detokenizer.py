@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
-from epd_serve.engine.patterns import Patterns
-from epd_serve.instance.detokenizer import Detokenizer, Vocabulary
+from epd_serve.engine.sampling.patterns import Patterns
+from epd_serve.instance.text.detokenizer import Detokenizer, Vocabulary
 
 
 class Bytes:

@@ -13,7 +13,7 @@ import tiny_models
 from fleet import Books, wait_until
 from services import serving
 
-from device.timeline import EMULATED_FAULTS
+from device.emulated.timeline import EMULATED_FAULTS
 from epd_serve.errors import WEDGED, ServeError
 from epd_serve.protocol import wire
 

@@ -16,7 +16,7 @@ import tiny_models
 
 from device.registry import get_device
 from epd_serve.config import InstanceOptions, ShapeConfig
-from epd_serve.engine.digests import LAYER_BYTES
+from epd_serve.engine.emulated.digests import LAYER_BYTES
 from epd_serve.instance.instance import Instance
 from epd_serve.types import Role
 

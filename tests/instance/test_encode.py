@@ -21,7 +21,7 @@ from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.instance.encode import EncodeService
-from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire

@@ -24,12 +24,12 @@ from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.engine.hooks import Listeners, TokenEvent
 from epd_serve.instance.answer import Answer, Generation
-from epd_serve.instance.detokenizer import Vocabulary
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.http import ControlApp, Event, Reply
-from epd_serve.instance.language_weights import read_texts
-from epd_serve.instance.prompt import PromptProcessor
-from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.instance.loading.language_weights import read_texts
+from epd_serve.instance.text.detokenizer import Vocabulary
+from epd_serve.instance.text.prompt import PromptProcessor
+from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import TowerInputs
 from epd_serve.models.language import LanguageModel

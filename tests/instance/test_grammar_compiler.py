@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
-from epd_serve.engine.grammar import Grammars
+from epd_serve.engine.sampling.grammar import Grammars
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.grammar_compiler import GrammarCompiler
-from epd_serve.instance.request_processor import RequestProcessor
+from epd_serve.instance.text.grammar_compiler import GrammarCompiler
+from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
 from epd_serve.types import Grammar

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, Qwen2_5_VLConfig
 
 from epd_serve.demo import weights_dir
-from epd_serve.instance.chat_template import MediaLiterals
+from epd_serve.instance.text.chat_template import MediaLiterals
 
 MEDIA = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 OTHERS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]

@@ -25,7 +25,7 @@ from epd_serve.errors import DECODE_DRAINING, DRAINING, KV_HELD, ServeError, Una
 from epd_serve.instance import migration as migration_module
 from epd_serve.instance.http import Reply
 from epd_serve.instance.instance import Instance
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol import frames, wire
 from epd_serve.rpc.stream_server import BrokenStream
 from epd_serve.types import Grammar

@@ -15,7 +15,7 @@ from services import language_of
 
 from device.copies import Readback
 from device.cpu import CpuEvent
-from device.emulated import EmulatedDevice
+from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
 
 DEVICE = "emulated:h200:15"

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from epd_serve.errors import InvalidRequest, Unavailable
-from epd_serve.instance.request_processor import LONG_S, Kind, RequestProcessor
+from epd_serve.instance.text.request_processor import LONG_S, Kind, RequestProcessor
 from epd_serve.telemetry.span import Span
 
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.detokenizer import Detokenizer
-from epd_serve.instance.shape_model import MEAN_ANSWER_TOKENS, next_token
-from epd_serve.instance.syllables import (
+from epd_serve.instance.loading.shape_model import MEAN_ANSWER_TOKENS, next_token
+from epd_serve.instance.text.detokenizer import Detokenizer
+from epd_serve.instance.text.syllables import (
     END,
     IMAGE,
     NUM_TOKENS,

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.chat_template import ChatTemplate, MediaLiterals
+from epd_serve.instance.text.chat_template import ChatTemplate, MediaLiterals
 from epd_serve.protocol.wire import ChatMessage, Part, PromptOptions
 
 PARTS_ALONE = (

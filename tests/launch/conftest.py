@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from epd_serve.launch import ProcessSpec, commands
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol.addresses import url_of
 
 FAKE_PROGRAM = Path(__file__).parent / "fake_program.py"

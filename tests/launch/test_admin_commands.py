@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from epd_serve import cli
-from epd_serve.launch.runtime import RuntimeDirectory
+from epd_serve.launch.processes.runtime import RuntimeDirectory
 
 LOAD = {"num_waiting": 2, "num_waiting_encodes": 1}
 BUDGETS = {"max_num_seqs": 64.0, "max_num_batched_tokens": 2048.0, "feature_store_bytes": 2.0**28}

@@ -11,7 +11,7 @@ from epd_serve.config.shares import DeviceShare
 from epd_serve.launch import ProcessSpec
 from epd_serve.launch.commands import gateway_spec, instance_specs, shared_parts, sharing_weights
 from epd_serve.launch.dry_run import dry_run
-from epd_serve.launch.ports import Ports
+from epd_serve.launch.processes.ports import Ports
 
 
 def specs(

@@ -15,9 +15,9 @@ from epd_serve.config.role_files import remember, write_role_settings
 from epd_serve.launch.commands import prepare_instances
 from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
-from epd_serve.launch.ports import Ports
-from epd_serve.launch.vllm import prepare_vllm
-from epd_serve.launch.vllm_probe import VllmFound
+from epd_serve.launch.processes.ports import Ports
+from epd_serve.launch.vllm.probe import VllmFound
+from epd_serve.launch.vllm.process import prepare_vllm
 from epd_serve.topology.change import ChangeImpossible
 from epd_serve.topology.remembered import remembered_role
 from epd_serve.types import Role
@@ -207,7 +207,9 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Dep
     engine = VllmFound(
         vllm="0.32.0", vllm_ascend="", mooncake=True, nixl=True, epd_serve=True, python="3", flags=["max_num_seqs"]
     )
-    monkeypatch.setattr("epd_serve.launch.vllm.check_engines", lambda config, known=None: {sys.executable: engine})
+    monkeypatch.setattr(
+        "epd_serve.launch.vllm.process.check_engines", lambda config, known=None: {sys.executable: engine}
+    )
 
     def make(text: str) -> DeploymentRecord:
         config = resolved(parse_config(text))

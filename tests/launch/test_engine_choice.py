@@ -12,7 +12,7 @@ import pytest
 from epd_serve.config import DeploymentConfig, parse_config
 from epd_serve.launch import engine_choice
 from epd_serve.launch.engine_choice import choose_engine
-from epd_serve.launch.vllm_probe import VllmFound
+from epd_serve.launch.vllm.probe import VllmFound
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 

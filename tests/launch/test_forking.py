@@ -15,8 +15,8 @@ import pytest
 from program import until
 
 from epd_serve.launch import Backoff, ProcessDied, ProcessSpec, Supervisor
-from epd_serve.launch.forking import ForkedProcess, ForkServer, ForkServerGone
-from epd_serve.launch.process import RunningProcess, spawn
+from epd_serve.launch.processes.forking import ForkedProcess, ForkServer, ForkServerGone
+from epd_serve.launch.processes.process import RunningProcess, spawn
 
 
 def open_file(pid: int, number: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 from epd_serve.config import parse_config
 from epd_serve.config.load import ConfigError, placed_keys, with_placed_keys
 from epd_serve.launch.config_diff import difference
-from epd_serve.launch.ports import Ports, instance_urls
+from epd_serve.launch.processes.ports import Ports, instance_urls
 from epd_serve.launch.remote.part import HostRecord, at_address, host_part, part_specs, prepare_part
 
 FILE = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from program import read_until
 
-from epd_serve.launch import runtime
+from epd_serve.launch.processes import runtime
 
 COMMAND = [sys.executable, "-P", "-m", "epd_serve.cli", "logs"]
 
@@ -68,7 +68,7 @@ def test_on_a_full_disk_it_runs_all_the_same(folder: Path) -> None:
     """A limit on the size of files fails a write as a full disk does, and lets directories be made."""
     program = (
         "import resource\n"
-        "from epd_serve.launch.runtime import new_log_run\n"
+        "from epd_serve.launch.processes.runtime import new_log_run\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
         "with new_log_run() as directory:\n"
         "    print(directory)\n"

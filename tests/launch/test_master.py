@@ -18,8 +18,8 @@ from transports import needs_mooncake
 from epd_serve.config import parse_config
 from epd_serve.launch import LocalDeployment
 from epd_serve.launch.commands import instance_specs, master_spec
-from epd_serve.launch.ports import Ports, choose_ports
-from epd_serve.transfer import mooncake
+from epd_serve.launch.processes.ports import Ports, choose_ports
+from epd_serve.transfer.mooncake import engine as mooncake
 
 STORE = "feature_store: mooncake\ninstances: {base_port: 0}\ngateway: {port: 0}"
 PORTS = Ports(gateway=80, instances=(1, 2, 3), master=(50051, 50052))

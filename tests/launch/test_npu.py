@@ -9,8 +9,8 @@ import pytest
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.commands import instance_specs
-from epd_serve.launch.ports import choose_ports
-from epd_serve.launch.process import ProcessSpec
+from epd_serve.launch.processes.ports import choose_ports
+from epd_serve.launch.processes.process import ProcessSpec
 
 
 def specs(model: Path, topology: str, devices: list[str], **instances: object) -> tuple[ProcessSpec, ...]:

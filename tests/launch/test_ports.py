@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from epd_serve.config import parse_config
-from epd_serve.launch import ports as ports_module
-from epd_serve.launch.ports import Ports, choose_ports, claim_ports, free_port, next_port, release
+from epd_serve.launch.processes import ports as ports_module
+from epd_serve.launch.processes.ports import Ports, choose_ports, claim_ports, free_port, next_port, release
 from epd_serve.protocol.addresses import url_of
 
 #: Not that of the tests, which have ports of their own.
@@ -34,7 +34,9 @@ def test_blocks_of_ports_are_none_that_outgoing_connections_get() -> None:
 
 def test_a_port_of_a_server_that_starts_later_is_none_that_anybody_else_is_given() -> None:
     """In another process, as tests have ports of their own here."""
-    code = "from epd_serve.launch.ports import free_port; print(*(free_port('127.0.0.1') for _ in range(20)))"
+    code = (
+        "from epd_serve.launch.processes import ports; print(*(ports.free_port('127.0.0.1') for _ in range(20)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert all(1024 < int(port) < first for port in done.stdout.split())

@@ -24,10 +24,10 @@ from typer.testing import CliRunner
 from epd_serve.cli.app import app
 from epd_serve.config import parse_config
 from epd_serve.config.keys import ADMIN_KEY
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.launch.remote import ray as on_ray
 from epd_serve.launch.remote.part import part_ports, part_specs, unit_part
-from epd_serve.launch.vllm import vllm_processes
+from epd_serve.launch.vllm.process import vllm_processes
 
 ROOT = Path(__file__).parents[2]
 #: Or as long as the start of the whole takes where the machine is busy.

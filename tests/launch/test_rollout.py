@@ -18,8 +18,8 @@ from epd_serve.config.role_files import in_role, remember, write_role_settings
 from epd_serve.launch import Supervisor
 from epd_serve.launch.commands import prepare_instances
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
-from epd_serve.launch.ports import Ports
-from epd_serve.launch.process import ProcessSpec
+from epd_serve.launch.processes.ports import Ports
+from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.rollout import ApplyLimits, ApplyStopped, OwnGateway, Rollout
 from epd_serve.types import Role
 

@@ -17,8 +17,8 @@ from epd_serve.launch import (
     ProcessSpec,
     ProcessState,
     Supervisor,
-    supervisor,
 )
+from epd_serve.launch.processes import supervisor
 
 
 class Recorder:

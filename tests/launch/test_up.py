@@ -20,7 +20,8 @@ from program import read_until
 FAKE_PROGRAM = Path(__file__).parent / "fake_program.py"
 PROGRAM = f"""
 import os, sys
-from epd_serve.launch import commands, supervisor
+from epd_serve.launch import commands
+from epd_serve.launch.processes import supervisor
 commands.PROGRAM = (sys.executable, {str(FAKE_PROGRAM)!r})
 if "GRACE_S" in os.environ:
     supervisor.GRACES_S.update(dict.fromkeys(supervisor.GRACES_S, float(os.environ["GRACE_S"])))

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from epd_serve.launch.vllm_probe import CONNECTORS, Module, lacking, needed_modules
-from epd_serve.launch.vllm_sources import read_module
+from epd_serve.launch.vllm.probe import CONNECTORS, Module, lacking, needed_modules
+from epd_serve.launch.vllm.sources import read_module
 
 RECORD = Path(__file__).with_name("vllm-0.33.json")
 ROOTS = {"store": "ECConnectorBase", "grouped": "KVConnectorBase_V1"}

@@ -15,11 +15,10 @@ import pytest
 from rich.console import Console
 
 from epd_serve.config import change_config, load_config, parse_config
-from epd_serve.launch import vllm_sources
 from epd_serve.launch.commands import with_trust
 from epd_serve.launch.dry_run import dry_run
-from epd_serve.launch.vllm import VllmProcess, check_engines, link_plugin, vllm_processes, vllm_spec
-from epd_serve.launch.vllm_probe import (
+from epd_serve.launch.vllm import sources as vllm_sources
+from epd_serve.launch.vllm.probe import (
     CONNECTORS,
     Module,
     VllmFound,
@@ -31,6 +30,7 @@ from epd_serve.launch.vllm_probe import (
     needed_modules,
     probe_vllm,
 )
+from epd_serve.launch.vllm.process import VllmProcess, check_engines, link_plugin, vllm_processes, vllm_spec
 
 ROOT = Path(__file__).parents[2]
 SNAPSHOT = Path(__file__).parent / "vllm-ascend-qwen3-vl-8b.txt"
@@ -211,11 +211,11 @@ def test_the_dry_run_of_a_model_that_is_elsewhere_has_all_command_lines(tmp_path
 def test_the_dry_run_refuses_a_vllm_that_up_would_refuse(
     model: Path, good: VllmFound, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("epd_serve.launch.vllm.probe_vllm", lambda python: good)
+    monkeypatch.setattr("epd_serve.launch.vllm.process.probe_vllm", lambda python: good)
     config = parse_config(f"engine: vllm\ntopology: E-P-D\nmodel: {model}\ninstances: {{engine_args: {{sed: 1}}}}")
     with pytest.raises(ValueError, match="has no flag sed; did you mean seed"):
         list(dry_run(config, None, {}))
-    monkeypatch.setattr("epd_serve.launch.vllm.probe_vllm", lambda python: changed(good, vllm=""))
+    monkeypatch.setattr("epd_serve.launch.vllm.process.probe_vllm", lambda python: changed(good, vllm=""))
     assert any(line.startswith("# not checked on this machine: ") for line in dry_run(config, None, {}))
 
 
@@ -236,7 +236,7 @@ def test_each_kind_of_device_has_its_own_vllm(
         ),
         cuda: good,
     }
-    monkeypatch.setattr("epd_serve.launch.vllm.probe_vllm", lambda python: engines[python])
+    monkeypatch.setattr("epd_serve.launch.vllm.process.probe_vllm", lambda python: engines[python])
     config = load_config(file)
     assert check_engines(config) == engines
     found = vllm_processes(config, [8100, 8116], {}, "plugin", found=engines)

@@ -17,7 +17,7 @@ from transformers import AutoModelForMultimodalLM, AutoTokenizer
 
 from device.registry import get_device
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.prompt import MediaLayouts
+from epd_serve.instance.text.prompt import MediaLayouts
 from epd_serve.models.family import Family, sound
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower, TowerAttention

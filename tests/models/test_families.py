@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from epd_serve.demo import weights_dir
-from epd_serve.instance.prompt import MediaLayouts
+from epd_serve.instance.text.prompt import MediaLayouts
 from epd_serve.models.families import FAMILIES, TEXT, family_of
 from epd_serve.models.family import Family, Size
 from epd_serve.models.not_run import NOT_RUN

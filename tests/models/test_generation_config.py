@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from epd_serve.models.generation_config import read_generation_config
-from epd_serve.protocol.openai import ChatCompletionRequest
+from epd_serve.protocol.openai.generation import ChatCompletionRequest
 from epd_serve.types import SAMPLING_DEFAULTS, SamplingParams
 
 #: None of them the APIs' own.

@@ -21,8 +21,8 @@ from transformers import AutoModelForMultimodalLM
 from device.registry import get_device
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.chat_template import MediaLiterals
-from epd_serve.instance.prompt import MediaLayouts
+from epd_serve.instance.text.chat_template import MediaLiterals
+from epd_serve.instance.text.prompt import MediaLayouts
 from epd_serve.models.family import Family, Size, picture
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower

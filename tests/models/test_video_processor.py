@@ -21,7 +21,7 @@ from processors import processor_of
 from transformers import AutoTokenizer
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.prompt import MediaLayouts
+from epd_serve.instance.text.prompt import MediaLayouts
 from epd_serve.models.families.minicpmv import MiniCPMV
 from epd_serve.models.families.qwen_vl import QwenVL
 from epd_serve.models.loader import load_family

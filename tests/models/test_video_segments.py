@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from device.cpu import CpuDevice
-from epd_serve.instance.prompt import MediaLayouts, PromptProcessor
+from epd_serve.instance.text.prompt import MediaLayouts, PromptProcessor
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.models.video_processor import VideoProcessor, qwen2_video, qwen3_video

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from device.emulated import EmulatedDevice
+from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
 from epd_serve.cli.app import app
 from epd_serve.cost.interference import InterferenceMatrix

@@ -7,7 +7,8 @@ from frame_bodies import whole_frames
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.protocol import chunks, frames
+from epd_serve.protocol import frames
+from epd_serve.protocol.openai import chunks
 
 EVENTS = st.binary(max_size=40).map(lambda data: data.replace(b"\x1e", b"\x1f"))
 FRAMES = st.lists(

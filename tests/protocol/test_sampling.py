@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from epd_serve.protocol.openai import CompletionRequest
+from epd_serve.protocol.openai.generation import CompletionRequest
 from epd_serve.types import SAMPLING_DEFAULTS, SamplingParams
 
 #: Field of a request → its value, the parameter that it sets, and to what.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from epd_serve.protocol.tools import MAX_ENUM_VALUES, MAX_JOINED_PATTERNS, check_schema
+from epd_serve.protocol.openai.tools import MAX_ENUM_VALUES, MAX_JOINED_PATTERNS, check_schema
 
 PATTERNS: list[dict[str, Any]] = [
     {"type": "string", "pattern": f"(a|b)*a(a|b){{{number}}}"} for number in range(1, MAX_JOINED_PATTERNS + 2)

@@ -12,10 +12,10 @@ import pytest
 
 from benchmarks.hostile import HOSTILE
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.messages import MediaSource
-from epd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest
-from epd_serve.protocol.responses import ResponsesRequest
-from epd_serve.protocol.tokenizing import DetokenizeBody, TokenizeBody
+from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
+from epd_serve.protocol.openai.messages import MediaSource
+from epd_serve.protocol.openai.responses import ResponsesRequest
+from epd_serve.protocol.openai.tokenizing import DetokenizeBody, TokenizeBody
 from proxy.api import payloads
 from proxy.media.loader import decode_data_url
 

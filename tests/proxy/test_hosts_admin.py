@@ -12,9 +12,9 @@ from certificates import Authority
 from fastapi import FastAPI
 
 from epd_serve.config import load_config
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
+from epd_serve.launch.processes.supervisor import Supervisor
 from epd_serve.launch.remote.agent import _served
-from epd_serve.launch.supervisor import Supervisor
 from epd_serve.rpc.tls import TlsFiles
 from proxy.admin.hosts import deployment_router, hosts_router
 from proxy.admin.rollout import GatewayFiles

@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 from epd_serve.config import parse_config
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol.addresses import is_loopback
 from proxy.settings import GatewaySettings
 

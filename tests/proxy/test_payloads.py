@@ -16,8 +16,8 @@ from sounds import sound
 
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol import wire
-from epd_serve.protocol.messages import MediaSource
-from epd_serve.protocol.openai import ChatCompletionRequest
+from epd_serve.protocol.openai.generation import ChatCompletionRequest
+from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.wire import encode_in_parts
 from proxy.api import payloads
 from proxy.api.payloads import ParsedBody

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd_serve.config.keys import hash_key
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 
 NUM_STREAMS = 16
 _ADMIN = {"authorization": "Bearer secret"}

@@ -12,7 +12,7 @@ import uvloop
 from servers import served
 
 from epd_serve.errors import InstanceLost, InstanceUnreachable, InstanceUntrusted, InvalidRequest, TooLarge
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.rpc import streams
 from epd_serve.rpc.http import HttpPool
 from epd_serve.rpc.link import pack

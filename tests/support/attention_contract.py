@@ -1,4 +1,4 @@
-"""The contract of ``device.base.AttentionOps`` as properties: hypothesis draws cases for ``device.check_ops``.
+"""The contract of ``device.base.AttentionOps``: hypothesis draws cases for ``device.check.operators``.
 
 A backend's test file draws with the limits of its hardware and calls the checks::
 
@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from device.base import AttentionOps
-from device.check_batch import LAYOUTS, Batch, Layout
-from device.check_ops import (
+from device.check.batch import LAYOUTS, Batch, Layout
+from device.check.operators import (
     check_argmax,
     check_encode,
     check_norms,

@@ -13,7 +13,7 @@ from aiohttp import web
 from gateway_settings import gateway_settings
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.messages import MediaSource
+from epd_serve.protocol.openai.messages import MediaSource
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.media.probe import MediaProbe

@@ -22,15 +22,15 @@ from device.base import Device
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import decode_graph_sizes
-from epd_serve.engine.emulation import Emulation
+from epd_serve.engine.emulated.emulation import Emulation
 from epd_serve.engine.engine import Engine
 from epd_serve.engine.hooks import EngineEvent, EngineHooks, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_loop import StepLoop
-from epd_serve.instance.language_weights import read_texts
-from epd_serve.instance.prompt import PromptProcessor
+from epd_serve.instance.loading.language_weights import read_texts
+from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.media.audio import read_audio_facts
 from epd_serve.media.video import read_facts
 from epd_serve.models.family import TowerInputs

@@ -20,8 +20,8 @@ from zygote import OWN_HOST
 from benchmarks.hosts.wire import Wire, address_lines, tun
 from epd_serve.launch import deployment
 from epd_serve.launch.commands import HEAP_TUNABLES
-from epd_serve.launch.forking import ForkServer
-from epd_serve.launch.process import ProcessSpec, RunningProcess
+from epd_serve.launch.processes.forking import ForkServer
+from epd_serve.launch.processes.process import ProcessSpec, RunningProcess
 
 T = TypeVar("T")
 _CLONE_NEWNET = 0x4000_0000

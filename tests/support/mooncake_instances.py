@@ -11,8 +11,8 @@ from transports import make_transport, mooncake_options
 
 from epd_serve.protocol.wire import FeatureEvent
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
-from epd_serve.transfer.mooncake import StoreClient
-from epd_serve.transfer.mooncake_store import MooncakeFeatureStore
+from epd_serve.transfer.mooncake.engine import StoreClient
+from epd_serve.transfer.mooncake.store import MooncakeFeatureStore
 
 MEBIBYTE = 1024**2
 

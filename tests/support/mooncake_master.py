@@ -10,10 +10,10 @@ from multiprocessing.connection import Connection
 import httpx
 from transports import make_transport, mooncake_options
 
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
-from epd_serve.transfer.mooncake import StoreClient, master_command
-from epd_serve.transfer.mooncake_store import MooncakeFeatureStore
+from epd_serve.transfer.mooncake.engine import StoreClient, master_command
+from epd_serve.transfer.mooncake.store import MooncakeFeatureStore
 
 #: How long an object that was read cannot be removed.
 LEASE_S = 1.0

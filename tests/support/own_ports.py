@@ -17,17 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.launch import ports
+from epd_serve.launch.processes import ports
 
 _LOWEST, _EACH = 10_240, 2_300
-#: The first of Mooncake's; above these are those of :mod:`epd_serve.launch.ports` outside of the tests.
+#: The first of Mooncake's; above these are those of :mod:`epd_serve.launch.processes.ports` outside of the tests.
 _END = 15_000
 _SYSTEMS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @contextmanager
 def own_ports() -> Iterator[None]:
-    """Within, port 0 of :mod:`epd_serve.launch.ports` stands for one of ours."""
+    """Within, port 0 of :mod:`epd_serve.launch.processes.ports` stands for one of ours."""
     begin = _LOWEST + _EACH * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     if begin + _EACH > min(_END, int(_SYSTEMS.read_text().split()[0])):
         yield

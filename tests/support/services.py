@@ -15,7 +15,7 @@ from epd_serve.config import InstanceOptions
 from epd_serve.instance.http import ControlApp, ControlHttp, Peers
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.language_engine import LanguageEngine
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol import wire
 from epd_serve.types import Role
 

@@ -7,8 +7,8 @@ import importlib.util
 import pytest
 
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.mooncake import MooncakeOptions
-from epd_serve.transfer.mooncake_transport import MooncakeTransport
+from epd_serve.transfer.mooncake.engine import MooncakeOptions
+from epd_serve.transfer.mooncake.transport import MooncakeTransport
 from epd_serve.transfer.transport import Transport
 
 #: Mooncake's is fixed by the first engine of a process, so all tests have this one.

@@ -16,7 +16,7 @@ from epd_serve.backends.vllm import VllmInstances
 from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
 from epd_serve.backends.vllm_server import VllmTarget
 from epd_serve.protocol.engine_notices import FeatureWithdrawn, KVUnwanted
-from epd_serve.protocol.openai import ChatCompletionRequest
+from epd_serve.protocol.openai.generation import ChatCompletionRequest
 from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MediaRef, PrefillRequest
 from epd_serve.types import Role
 from epd_serve.vllm_plugin.notices import Conversation

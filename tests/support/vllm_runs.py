@@ -25,7 +25,7 @@ from pictures import noise
 from prometheus_client.parser import text_string_to_metric_families
 
 from epd_serve.backends.vllm_command import VllmOptions, command_of, environment_of
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.types import Role
 
 READY_TIMEOUT_S = 1200

@@ -25,9 +25,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from epd_serve.launch import deployment, fork_server
+from epd_serve.launch import deployment
 from epd_serve.launch.commands import HEAP_TUNABLES
-from epd_serve.launch.forking import ForkServer
+from epd_serve.launch.processes import fork_server
+from epd_serve.launch.processes.forking import ForkServer
 from epd_serve.lifeline import die_with_parent
 
 _MESSAGE_BYTES = 1 << 17

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from on_thread import elsewhere
 
-from epd_serve.transfer import mooncake
-from epd_serve.transfer.mooncake import MooncakeOptions, StoreClient
-from epd_serve.transfer.mooncake_transport import MooncakeTransport
+from epd_serve.transfer.mooncake import engine as mooncake
+from epd_serve.transfer.mooncake.engine import MooncakeOptions, StoreClient
+from epd_serve.transfer.mooncake.transport import MooncakeTransport
 
 THREAD = threading.local()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from epd_serve.launch.ports import free_port
+from epd_serve.launch.processes.ports import free_port
 from epd_serve.transfer.embedded import EmbeddedTransport
 
 

@@ -24,7 +24,7 @@ from transfer_peer import BLOCK_BYTES, LEASE_S, NUM_BLOCKS, SLAB_BYTES, Peer
 from transports import TIMEOUT_S, kinds, make_transport
 
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.mooncake_transport import MooncakeTransport
+from epd_serve.transfer.mooncake.transport import MooncakeTransport
 from epd_serve.transfer.transport import TransferError, Transport
 
 IDS = st.sampled_from([f"t{i}" for i in range(5)])

@@ -20,8 +20,8 @@ from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
 from epd_serve.protocol.wire import FeatureEvent
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore
-from epd_serve.transfer.mooncake import StoreClient
-from epd_serve.transfer.mooncake_store import MooncakeFeatureStore
+from epd_serve.transfer.mooncake.engine import StoreClient
+from epd_serve.transfer.mooncake.store import MooncakeFeatureStore
 from epd_serve.transfer.transport import TransferError
 
 CAPACITY = 16 * 1024

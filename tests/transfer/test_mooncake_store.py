@@ -16,7 +16,7 @@ from mooncake_master import LEASE_S
 from transports import HAS_MOONCAKE, TIMEOUT_S
 
 from epd_serve.transfer.feature_store import StoredFeature
-from epd_serve.transfer.mooncake import StoreUnreachable
+from epd_serve.transfer.mooncake.engine import StoreUnreachable
 from epd_serve.transfer.transport import TransferError
 
 if not HAS_MOONCAKE:

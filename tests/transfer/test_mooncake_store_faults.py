@@ -14,7 +14,7 @@ from transports import HAS_MOONCAKE, TIMEOUT_S, make_transport
 
 from epd_serve.protocol.wire import FeatureEvent
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
-from epd_serve.transfer.mooncake import address_of
+from epd_serve.transfer.mooncake.engine import address_of
 from epd_serve.transfer.transport import TransferError
 
 if not HAS_MOONCAKE:

@@ -21,8 +21,8 @@ from transfer_peer import Peer
 from transports import TIMEOUT_S, kinds, make_transport, mooncake_options, needs_mooncake
 
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.mooncake import Engine, MooncakeOptions, StagingPool, address_of
-from epd_serve.transfer.mooncake_transport import MooncakeTransport
+from epd_serve.transfer.mooncake.engine import Engine, MooncakeOptions, StagingPool, address_of
+from epd_serve.transfer.mooncake.transport import MooncakeTransport
 from epd_serve.transfer.shared_memory import SharedSlab
 from epd_serve.transfer.transport import TransferError, Transport
 

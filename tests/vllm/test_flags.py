@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from epd_serve.launch.vllm_probe import CONNECTORS, TESTED, probe_vllm
+from epd_serve.launch.vllm.probe import CONNECTORS, TESTED, probe_vllm
 
 pytestmark = pytest.mark.vllm
 LISTED = Path(__file__).parents[1] / "launch" / "test_vllm_processes.py"

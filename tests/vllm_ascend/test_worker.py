@@ -14,7 +14,7 @@ from reference import Reference
 from vllm_ascend_runs import Vendor
 
 from epd_serve.config import parse_config
-from epd_serve.launch.vllm import vllm_processes
+from epd_serve.launch.vllm.process import vllm_processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 MAX_TOKENS = 6

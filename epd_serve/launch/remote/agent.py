@@ -25,13 +25,13 @@ from epd_serve.config.gateway import read_secret
 from epd_serve.config.keys import admin_headers, join_headers
 from epd_serve.config.load import placed_keys, with_placed_keys
 from epd_serve.launch.commands import with_trust
-from epd_serve.launch.logs import log_files, log_piece
-from epd_serve.launch.ports import Ports
-from epd_serve.launch.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, spawn
+from epd_serve.launch.processes.logs import log_files, log_piece
+from epd_serve.launch.processes.ports import Ports
+from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, spawn
+from epd_serve.launch.processes.runtime import new_log_run
+from epd_serve.launch.processes.supervisor import Supervisor
 from epd_serve.launch.remote.part import HostRecord, Part, at_address, part_environment, part_specs, prepare_part
 from epd_serve.launch.rollout import ApplyLimits, GatewayOrders, Rollout
-from epd_serve.launch.runtime import new_log_run
-from epd_serve.launch.supervisor import Supervisor
 from epd_serve.rpc.admin import AdminClient, AdminError
 from epd_serve.rpc.app_server import serving
 from epd_serve.rpc.cluster import ClusterLinks, check_cluster_key, cluster_key, is_proved

@@ -15,7 +15,7 @@ from epd_serve.config import DEMO_MODEL, DeploymentConfig, load_config
 from epd_serve.config.keys import ADMIN_KEY, JOIN_KEY
 from epd_serve.config.model_files import HubModel
 from epd_serve.cost.shape import KNOWN_SHAPES
-from epd_serve.launch.ports import ports_each
+from epd_serve.launch.processes.ports import ports_each
 from epd_serve.launch.remote.part import BASE_PORT
 from epd_serve.launch.remote.values import InferencePool, Resources, Values
 from epd_serve.rpc.cluster import CLUSTER_KEY

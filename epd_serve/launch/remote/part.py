@@ -13,9 +13,9 @@ from epd_serve.config.role_files import write_role_settings
 from epd_serve.launch.commands import PreparedInstance, prepare_instances, spec_of, with_trust
 from epd_serve.launch.deployment_record import DeploymentRecord, Prepared
 from epd_serve.launch.engine_choice import choose_engine
-from epd_serve.launch.ports import Ports, ports_each
-from epd_serve.launch.process import ProcessSpec
-from epd_serve.launch.vllm import prepare_vllm, vllm_spec
+from epd_serve.launch.processes.ports import Ports, ports_each
+from epd_serve.launch.processes.process import ProcessSpec
+from epd_serve.launch.vllm.process import prepare_vllm, vllm_spec
 from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import CPU, place_units, split_host

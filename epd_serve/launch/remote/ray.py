@@ -33,9 +33,9 @@ from epd_serve.config.gateway import read_secret
 from epd_serve.config.keys import ADMIN_KEY
 from epd_serve.launch.commands import PROGRAM
 from epd_serve.launch.deployment_record import resolved
-from epd_serve.launch.ports import ports_each
+from epd_serve.launch.processes.ports import ports_each
+from epd_serve.launch.processes.supervisor import Backoff
 from epd_serve.launch.remote.part import BASE_PORT
-from epd_serve.launch.supervisor import Backoff
 from epd_serve.protocol.addresses import is_loopback, is_wildcard, url_of
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.rpc.cluster import CLUSTER_KEY

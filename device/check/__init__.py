@@ -1,0 +1,1 @@
+"""Checks of a device against the reference."""

@@ -1,0 +1,261 @@
+"""An accelerator without the chip: everything asynchronous as on one, computed on this machine's cores.
+
+Its memory is that of the data sheet, its streams and copies are asynchronous, and a graph replays what was
+captured and nothing else. Numbers are NaN until they are computed: code that is right here waits where it must.
+Work is as fast as the CPU computes it, but no faster than :meth:`EmulatedDevice.timed` says that the device is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from device import base, host
+from device.base import AttentionPlan, AttnMeta, DeviceUnavailable, Partition, PartitionStrength, check_update
+from device.datasheets import emulated_sheet
+from device.emulated.tensors import (
+    TYPE,
+    Chip,
+    EmulatedTensor,
+    Event,
+    Section,
+    Stream,
+    add_chip,
+    pin,
+    pinned,
+    recorded,
+)
+from device.emulated.timeline import Demand, Timeline
+from device.ops.plain import PlainOps
+from device.shares import check_share
+from device.transport import TRANSPORTS, TransportCapability
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmulatedPlan(AttentionPlan):
+    """Filled when the device comes to it: in a graph the lengths of decodes are those of the replay."""
+
+    computed: list[AttentionPlan] = field(default_factory=list)
+
+
+class EmulatedOps(PlainOps):
+    """torch's own operators; attention is one launch, which reads the lengths of decodes on the device."""
+
+    name = "plain torch, emulated"
+
+    def __init__(self, chip: Chip) -> None:
+        self._chip = chip
+
+    def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> EmulatedPlan:  # type: ignore[override]
+        self._chip.check_active()
+        plan = EmulatedPlan(meta=meta)
+        tensors = [meta.slot_mapping, meta.decode_block_table, meta.decode_context_lens, meta.prefill_block_table]
+        slots, decode_table, decode_lens, prefill_table = (_raw(one) for one in tensors)
+
+        def compute() -> None:
+            now = AttnMeta(
+                block_size=meta.block_size,
+                slot_mapping=slots,
+                num_decodes=meta.num_decodes,
+                decode_block_table=decode_table,
+                decode_context_lens=decode_lens,
+                decode_context_lens_host=decode_lens.tolist(),
+                prefill_query_lens=meta.prefill_query_lens,
+                prefill_context_lens=meta.prefill_context_lens,
+                prefill_block_table=prefill_table,
+            )
+            plan.computed[:] = [super(EmulatedOps, self).prepare(now, dtype)]
+
+        self._chip.launch(compute, (meta,))
+        return plan
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
+    ) -> Tensor:
+        assert isinstance(plan, EmulatedPlan), "a plan serves the operators that prepared it"
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        states = [_raw(one) for one in (output, query, key, value, kv_layer)]
+
+        def compute() -> None:
+            target, *inputs = states
+            target.copy_(super(EmulatedOps, self).attend(*inputs, plan.computed[0], scale))  # type: ignore[call-arg,arg-type]
+
+        self._chip.launch(compute, (output, query, key, value, kv_layer, plan))
+        return output
+
+
+class EmulatedGraphRunner:
+    """Fills the GraphRunner protocol: keeps what a step launches and launches it again."""
+
+    name = "emulated graph"
+    captures = True
+
+    def __init__(self, chip: Chip) -> None:
+        self._chip = chip
+        self._graphs: dict[int, tuple[list[Callable[[], None]], Tensor]] = {}
+
+    def capture(self, size: int, step: Callable[[], Tensor]) -> None:
+        step()  # what is set up at first use must be there before
+        self._chip.synchronize()
+        with recorded() as work:
+            output = step()
+        self._graphs[size] = work, output
+
+    def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
+        check_update(size, decode_context_lens, self._graphs)
+
+    def replay(self, size: int) -> Tensor:
+        work, output = self._graphs[size]
+
+        def run() -> None:
+            for one in work:
+                one()
+
+        self._chip.current().launch(run)
+        return output
+
+
+class EmulatedDevice:
+    """Fills the Device protocol; ``kind``: see :func:`device.datasheets.emulated_sheet`."""
+
+    type = TYPE
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    has_streams = True
+    partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "arithmetic"))
+
+    def __init__(self, kind: str, index: int) -> None:
+        sheet = emulated_sheet(kind)
+        self.index = index
+        self.name = f"{TYPE}:{sheet.name}:{index}"
+        self.description = f"emulated {sheet.name}"
+        self._chip = add_chip(index, self.name, int(sheet.memory_bytes), sheet.host_bytes_per_s)
+        self.ops: base.AttentionOps = EmulatedOps(self._chip)
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds by which the device lengthens each launch."""
+        return self._chip.launch_s
+
+    @launch_s.setter
+    def launch_s(self, seconds: float) -> None:
+        self._chip.launch_s = seconds
+
+    @contextmanager
+    def timed(self, cost_s: float, demand: Demand, num_parts: int = 1) -> Iterator[Callable[[], None]]:
+        """Work that takes ``cost_s`` on an idle device of this kind is launched inside, on the current stream.
+
+        It is done no earlier than so many seconds after its launch, or after the end of the work before it; later
+        where others are on the device, or where the CPU takes longer. Of ``num_parts`` equal parts, each but the
+        last ends where the function that is yielded is called.
+        """
+        stream, part_s = self._chip.current(), cost_s / num_parts
+        sections = [Section(stream, part_s, demand)]
+
+        def next_part() -> None:
+            sections.pop().end()
+            sections.append(Section(stream, part_s, demand))
+
+        try:
+            yield next_part
+        finally:
+            sections.pop().end()
+
+    @property
+    def timeline(self) -> Timeline:
+        """The device's time in this process."""
+        return self._chip.timeline
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(TYPE, self.index)
+
+    @property
+    def cores(self) -> int | None:
+        return None
+
+    @property
+    def transport(self) -> TransportCapability:
+        return TRANSPORTS["cpu"]
+
+    def apply_share(self, share: float, start: float = 0.0) -> Partition:
+        check_share(share, start)
+        self.set_memory_fraction(share)
+        self._chip.timeline.share = share
+        mechanisms = (f"memory fraction {share:g}", f"{share:.0%} of the arithmetic")
+        return Partition(strength=self.partition.strength, mechanisms=mechanisms)
+
+    def memory(self) -> tuple[int, int]:
+        return self._chip.memory.total, self._chip.memory.free
+
+    def headroom(self) -> int:
+        memory = self._chip.memory
+        return min(int(memory.fraction * memory.total) - memory.used, memory.free)
+
+    def reset_peak_memory(self) -> int:
+        memory = self._chip.memory
+        memory.peak = memory.used
+        return memory.used
+
+    def peak_memory(self) -> int:
+        return self._chip.memory.peak
+
+    def set_memory_fraction(self, fraction: float) -> None:
+        if not 0 < fraction <= 1:
+            raise ValueError(f"memory fraction {fraction}: it lies above 0 and at 1 at most")
+        self._chip.memory.fraction = fraction
+
+    def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
+        host.set_threads(threads, cores)
+
+    def activate(self) -> None:
+        self._chip.activate()
+
+    def synchronize(self) -> None:
+        self._chip.synchronize()
+
+    def check(self) -> None:
+        self._chip.timeline.check()
+
+    def stream(self, priority: int = 0) -> base.Stream:
+        return Stream(self._chip, min(priority, 0))
+
+    def current_stream(self) -> base.Stream:
+        return self._chip.current()
+
+    def event(self, enable_timing: bool = False) -> base.Event:
+        return Event(self._chip)
+
+    def record_event(self) -> base.Event:
+        return self._chip.current().record_event()
+
+    def graph_runner(self) -> base.GraphRunner:
+        return EmulatedGraphRunner(self._chip)
+
+    def pin_memory(self, tensor: Tensor) -> Tensor:
+        return pinned(tensor)
+
+    def pin_in_place(self, memory: Tensor) -> Callable[[], None]:
+        return pin(memory)
+
+    def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
+        return self._chip.share(nbytes)
+
+    def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
+        return self._chip.mapped(handle)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, EmulatedTensor), f"expected a tensor on {TYPE}, found one on {tensor.device}"
+    return tensor.raw
+
+
+def open_device(kind: str, index: int) -> EmulatedDevice:
+    """Raises DeviceUnavailable for a kind without a data sheet."""
+    try:
+        return EmulatedDevice(kind, index)
+    except ValueError as error:
+        raise DeviceUnavailable(f"{TYPE}:{kind}: {error}") from error

@@ -1,0 +1,202 @@
+"""An emulated accelerator that keeps time and memory and computes nothing. No torch in here.
+
+What is launched on it takes as long as it is told; results are handed over when they are done (``then``).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+
+from device import base
+from device.base import DeviceUnavailable, Partition, PartitionStrength
+from device.datasheets import emulated_kind, emulated_sheet
+from device.emulated.timeline import WHOLE, Demand, Operation, Timeline, TimelineStream
+from device.present import EMULATED_MEMORY
+from device.shares import check_share
+
+TYPE = "emulated"
+_LOCAL = threading.local()
+
+
+class TimedMemoryError(MemoryError):
+    """The memory of the emulated device is full."""
+
+
+class TimedEvent:
+    """Fills the Event protocol with the last operation of a stream."""
+
+    def __init__(self, device: TimedDevice) -> None:
+        self._device = device
+        self._operation: Operation | None = None
+
+    def record(self, stream: base.Stream | None = None) -> None:
+        assert stream is None or isinstance(stream, TimedStream)
+        self._operation = (stream or self._device.current_stream()).last
+
+    def wait(self, stream: base.Stream | None = None) -> None:
+        assert stream is None or isinstance(stream, TimedStream)
+        if self._operation is not None:
+            (stream or self._device.current_stream()).queue.wait_for(self._operation)
+
+    def query(self) -> bool:
+        return self._operation is None or self._operation.query()
+
+    def synchronize(self) -> None:
+        if self._operation is not None:
+            self._operation.wait()
+
+    def elapsed_time(self, end_event: base.Event) -> float:
+        """Milliseconds until ``end_event``. Raises ValueError unless both were recorded and are done."""
+        assert isinstance(end_event, TimedEvent)
+        one, other = self._operation, end_event._operation
+        if one is None or other is None or not (one.is_done and other.is_done):
+            raise ValueError("elapsed_time needs two events of this device that are both done")
+        return (other.end_s - one.end_s) * 1e3
+
+
+class TimedStream:
+    """Fills the Stream protocol with a queue of seconds.
+
+    Attributes:
+        last: the operation that was launched last.
+    """
+
+    def __init__(self, device: TimedDevice, queue: TimelineStream) -> None:
+        self._device = device
+        self.queue = queue
+        self.last: Operation | None = None
+
+    def launch(
+        self, cost_s: float, then: Callable[[], object] | None = None, *, demand: Demand = WHOLE
+    ) -> Operation:
+        """See :meth:`device.emulated.timeline.TimelineStream.launch`."""
+        self.last = self.queue.launch(cost_s, then, demand=demand)
+        return self.last
+
+    def synchronize(self) -> None:
+        self.queue.synchronize()
+
+    def wait_event(self, event: base.Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: base.Event | None = None) -> base.Event:
+        event = event or TimedEvent(self._device)
+        event.record(self)
+        return event
+
+    def __enter__(self) -> TimedStream:
+        if not hasattr(_LOCAL, "streams"):
+            _LOCAL.streams = []
+        _LOCAL.streams.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _LOCAL.streams.pop()
+
+
+class TimedDevice:
+    """Fills the BareDevice protocol; ``kind``: see :func:`device.datasheets.emulated_sheet`.
+
+    Copies to the host and back take the link to it, one after another.
+    """
+
+    type = TYPE
+    cores = None
+    has_streams = True
+    partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction",))
+
+    def __init__(self, kind: str, index: int) -> None:
+        self.spec = emulated_sheet(kind)
+        self.index = index
+        self.name = f"{TYPE}:{self.spec.name}:{index}"
+        self.description = f"emulated {self.spec.name}, nothing is computed"
+        directory = os.environ.get(EMULATED_MEMORY)
+        self._timeline = Timeline(self.name, directory)
+        self._link = Timeline(f"{self.name}.link", directory).stream()
+        self._fraction, self._used, self._peak = 1.0, 0, 0
+        self._default = TimedStream(self, self._timeline.stream())
+        self._streams = [self._default]
+
+    def copy(self, num_bytes: int) -> Operation:
+        """A copy to the host or back. Returns at once."""
+        return self._link.launch(num_bytes / self.spec.host_bytes_per_s)
+
+    def interfere(self, increase: Mapping[tuple[str, str], float]) -> None:
+        """Let stages slow each other as was measured: see :func:`device.emulated.timeline.rates`."""
+        self._timeline.interference = dict(increase)
+
+    def take(self, num_bytes: int) -> None:
+        """Take memory; a negative number gives some back. Raises TimedMemoryError where it is full."""
+        if num_bytes > self.headroom():
+            raise TimedMemoryError(
+                f"emulated out of memory: {num_bytes / 2**20:.0f} MiB asked for on {self.name}, of whose "
+                f"{self.spec.memory_bytes / 2**20:.0f} MiB {self.headroom() / 2**20:.0f} are free for this process"
+            )
+        self._used += num_bytes
+        self._peak = max(self._peak, self._used)
+
+    def apply_share(self, share: float, start: float = 0.0) -> Partition:
+        check_share(share, start)
+        self.set_memory_fraction(share)
+        self._timeline.share = share
+        return Partition(strength=self.partition.strength, mechanisms=(f"memory fraction {share:g}",))
+
+    def memory(self) -> tuple[int, int]:
+        total = int(self.spec.memory_bytes)
+        return total, total - self._used
+
+    def headroom(self) -> int:
+        return int(self._fraction * self.spec.memory_bytes) - self._used
+
+    def reset_peak_memory(self) -> int:
+        self._peak = self._used
+        return self._used
+
+    def peak_memory(self) -> int:
+        return self._peak
+
+    def set_memory_fraction(self, fraction: float) -> None:
+        if not 0 < fraction <= 1:
+            raise ValueError(f"memory fraction {fraction}: it lies above 0 and at 1 at most")
+        self._fraction = fraction
+
+    def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
+        """Do nothing: no thread computes."""
+
+    def activate(self) -> None:
+        """Do nothing: no library of a vendor asks for it."""
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+    def check(self) -> None:
+        self._timeline.check()
+
+    def stream(self, priority: int = 0) -> TimedStream:
+        stream = TimedStream(self, self._timeline.stream(min(priority, 0)))
+        self._streams.append(stream)
+        return stream
+
+    def current_stream(self) -> TimedStream:
+        stack: list[TimedStream] = getattr(_LOCAL, "streams", [])
+        return stack[-1] if stack else self._default
+
+    def event(self, enable_timing: bool = False) -> base.Event:
+        return TimedEvent(self)
+
+    def record_event(self) -> base.Event:
+        return self.current_stream().record_event()
+
+
+def open_device(name: str) -> TimedDevice:
+    """``emulated:h200:0``. Raises DeviceUnavailable for a kind without a data sheet."""
+    try:
+        return TimedDevice(emulated_kind(name), int(name.rpartition(":")[2]))
+    except ValueError as error:
+        raise DeviceUnavailable(f"{name}: {error}") from error

@@ -1,0 +1,524 @@
+"""A model that computes nothing: digests in place of numbers, an emulated device's time in place of arithmetic.
+
+A token is a hash of all tokens and pictures before it, the same wherever and however often it is computed. A block
+of KV holds, for each layer, a digest of all that was computed up to there. A step finds the digests of the blocks
+that it reads right, or fails: KV that was lost, swapped, or is not there yet gives no answer. A digest takes the
+place of thousands of bytes; times and amounts are those of the model.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from blake3 import blake3
+
+from device.emulated.timed import TimedDevice
+from device.emulated.timeline import Demand
+from epd_serve.cost.device_time import DeviceTime
+from epd_serve.engine.computing import SampledToken, StepResult
+from epd_serve.protocol.wire import KVLayout, Region
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.step_cost import StepWork, work_done
+from epd_serve.sequence import PLACEHOLDER
+from epd_serve.sequence import Sequence as TokenSequence
+from epd_serve.transfer.staging import Span, StagingArea
+from epd_serve.transfer.transport import Piece, TransferError, Transport
+from epd_serve.types import MediaSpan, SamplingParams
+
+#: Bytes that stand for a token of a picture; for a block in one layer, a digest of all up to there; and those in
+#: the place of the first layer's first that name the block's pictures.
+FEATURE_WIDTH, LAYER_BYTES, _PICTURES = 16, 16, 8
+_ROOT = b"epd-serve digest chain 1"
+_NO_PICTURES = bytes(_PICTURES)
+
+
+class DigestError(RuntimeError):
+    """KV or a feature is not what was computed for these tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """The digest of a picture: ``FEATURE_WIDTH`` bytes for each of its tokens."""
+
+    data: bytes | bytearray
+    shape: tuple[int, int]
+    dtype: str = "uint8"
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+
+def feature_of(mm_hash: str, num_tokens: int) -> Feature:
+    return Feature(blake3(mm_hash.encode()).digest(FEATURE_WIDTH * num_tokens), (num_tokens, FEATURE_WIDTH))
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """The inputs of the tower: the picture's name, its placeholder tokens, the pixels of it; of a video, of all
+    ``count`` pictures."""
+
+    mm_hash: str
+    num_tokens: int
+    num_pixels: int
+    count: int = 1
+
+
+class Held:
+    """Memory of the device, for as long as this lives. Raises TimedMemoryError where there is too little."""
+
+    def __init__(self, device: TimedDevice, num_bytes: int) -> None:
+        device.take(num_bytes)
+        weakref.finalize(self, device.take, -num_bytes).atexit = False
+
+
+class DigestTower:
+    """Takes the time of a vision tower. Fills the Tower protocol of an encoder."""
+
+    def __init__(
+        self,
+        time: DeviceTime,
+        device: TimedDevice,
+        *,
+        num_layers: int,
+        num_parameters: int,
+        before_layer: Callable[[], None],
+    ) -> None:
+        self._weights = Held(device, int(time.profile.tower_bytes))
+        self.num_parameters = num_parameters
+        self._time, self._device = time, device
+        self._num_layers, self._before_layer = num_layers, before_layer
+
+    def encode(self, batch: Sequence[Picture]) -> list[Feature]:
+        pixels = [one.num_pixels // one.count for one in batch for _ in range(one.count)]
+        seconds, demand = self._time.encode(pixels)
+        layer_s = seconds / self._num_layers
+        stream = self._device.current_stream()
+        for _ in range(self._num_layers):
+            self._before_layer()
+            stream.launch(layer_s, demand=demand)
+        stream.synchronize()
+        return [feature_of(picture.mm_hash, picture.num_tokens) for picture in batch]
+
+
+class DigestMemory:
+    """Fills the KVCacheMemory protocol: the blocks on the device, and a slab of cells that the transport knows.
+
+    Args:
+        token_bytes: KV of a token in all layers, on the device whose time copies take.
+        staging_bytes: of the slab, as large as the cells of that device are.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: TimedDevice,
+        transport: Transport,
+        token_bytes: int,
+        staging_bytes: int,
+    ) -> None:
+        self.layout, self.num_blocks = layout, num_blocks
+        self._device, self._token_bytes = device, token_bytes
+        self.block_bytes = layout.num_layers * LAYER_BYTES
+        self._held = Held(device, self.nbytes(layout.num_layers, num_blocks))
+        block_nbytes = self.nbytes(layout.num_layers, 1)
+        num_cells = staging_bytes * layout.num_layers // block_nbytes
+        self._area = StagingArea(num_cells, num_blocks * layout.num_layers, quarantine_s=0.0)
+        self.slab = transport.allocate("kv", self._area.num_cells * LAYER_BYTES)
+        self.region, self.buffer = self.slab.region, self.slab.buffer
+        self._cache = mmap.mmap(-1, num_blocks * self.block_bytes)
+
+    def read(self, block: int) -> bytes:
+        """All layers of a block, as the device has them."""
+        start = block * self.block_bytes
+        return self._cache[start : start + self.block_bytes]
+
+    def write(self, block: int, content: bytes, layers: range) -> None:
+        start, part = block * self.block_bytes, slice(layers.start * LAYER_BYTES, layers.stop * LAYER_BYTES)
+        self._cache[start + part.start : start + part.stop] = content[part]
+
+    def nbytes(self, num_layers: int, num_blocks: int) -> int:
+        """Bytes of so many blocks in so many layers on the device that is emulated."""
+        return self._token_bytes * self.layout.block_size * num_blocks * num_layers // self.layout.num_layers
+
+    def copy_block(self, source: int, target: int) -> None:
+        layers = range(self.layout.num_layers)
+        self._device.current_stream().launch(0.0, lambda: self.write(target, self.read(source), layers))
+
+    @property
+    def staged_cells(self) -> int | None:
+        return self._area.round_cells
+
+    @property
+    def num_staged(self) -> int:
+        return self._area.num_lent
+
+    @property
+    def copied(self) -> None:
+        return None  # nobody writes in here
+
+    def mapped(self, region: Region) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def check_integrity(self) -> None:
+        self._area.check_integrity()
+
+    @contextmanager
+    def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedDigests]:
+        """The transport takes the time of the link."""
+        with self._area.leaving.lend(len(layers) * len(blocks)) as first:
+            for here, place in self._places(layers, blocks, first):
+                self.buffer[here] = self._cache[place]
+            yield StagedDigests(first * LAYER_BYTES, len(layers) * LAYER_BYTES)
+
+    @contextmanager
+    def land(self, layers: range, blocks: Sequence[int]) -> Iterator[StagedDigests]:
+        with self._area.arriving.lend(len(layers) * len(blocks)) as first:
+            yield StagedDigests(first * LAYER_BYTES, len(layers) * LAYER_BYTES)
+            for here, place in self._places(layers, blocks, first):
+                self._cache[place] = self.buffer[here]
+
+    def save(self, blocks: Sequence[int]) -> list[bytes]:
+        """The contents of blocks, in the time that the link takes for them."""
+        self._device.synchronize()
+        self._device.copy(self.nbytes(self.layout.num_layers, len(blocks))).wait()
+        return [self.read(block) for block in blocks]
+
+    def restore(self, saved: list[bytes], first: int, blocks: Sequence[int]) -> None:
+        layers = range(self.layout.num_layers)
+        self._device.copy(self.nbytes(len(layers), len(blocks))).wait()
+        for block, content in zip(blocks, saved[first : first + len(blocks)], strict=True):
+            self.write(block, content, layers)
+
+    def _places(self, layers: range, blocks: Sequence[int], first_cell: int) -> Iterator[tuple[slice, slice]]:
+        """(in the cells, in the cache) of some layers of each block."""
+        count, here = len(layers) * LAYER_BYTES, first_cell * LAYER_BYTES
+        for block in blocks:
+            there = block * self.block_bytes + layers.start * LAYER_BYTES
+            yield slice(here, here + count), slice(there, there + count)
+            here += count
+
+
+@dataclass(frozen=True, slots=True)
+class StagedDigests:
+    """Blocks in cells, each with its ``block_bytes`` of some layers, from offset ``start`` on."""
+
+    start: int
+    block_bytes: int
+
+    def spans(self, first: int, count: int) -> list[Span]:
+        return [(self.start + first * self.block_bytes, count * self.block_bytes)]
+
+    def pieces(self, first: int, remote: Sequence[int], remote_num_blocks: int) -> list[Piece]:
+        raise TransferError("a decode instance without weights reads what it is offered; nobody writes to it")
+
+
+@dataclass(slots=True)
+class _Known:
+    """The full blocks of a sequence that were found right: where they are, and the chain's digest after each.
+
+    Attributes:
+        table: the sequence's blocks, a list that only grows.
+        num_tokens: whose KV is in them.
+        tail_ids, tail_pictures, tail: of the block behind the full ones: tokens, pictures, content.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    chain: list[bytes] = field(default_factory=list)
+    pictures: list[bytes] = field(default_factory=list)
+    table: list[int] | None = None
+    num_tokens: int = 0
+    tail_ids: array[int] = field(default_factory=partial(array, "q"))
+    tail_pictures: bytes = _NO_PICTURES
+    tail: bytes = b""
+
+    def cut(self, blocks: Sequence[int]) -> None:
+        """Forget what no longer lies in ``blocks``."""
+        count = min(len(blocks), len(self.blocks))
+        if self.blocks[:count] != blocks[:count]:
+            count = next(i for i in range(count) if self.blocks[i] != blocks[i])
+        del self.blocks[count:], self.chain[count:], self.pictures[count:]
+
+    def add(self, block: int, after: bytes, pictures: bytes) -> None:
+        self.blocks.append(block)
+        self.chain.append(after)
+        self.pictures.append(pictures)
+
+    @property
+    def end(self) -> bytes:
+        return self.chain[-1] if self.chain else _ROOT
+
+
+class DigestRunner:
+    """Fills the Runner protocol. A step takes the time of the device.
+
+    Args:
+        choose: (digest of all tokens before, sampling, number of the choice, number of the token in its answer) →
+            the token.
+    """
+
+    def __init__(
+        self,
+        memory: DigestMemory,
+        device: TimedDevice,
+        time: DeviceTime,
+        choose: Callable[[bytes, SamplingParams, int, int], int],
+    ) -> None:
+        self.memory, self.device, self.time, self.choose = memory, device, time, choose
+        self.num_layers, self.block_size = memory.layout.num_layers, memory.layout.block_size
+        self.known: WeakKeyDictionary[TokenSequence, _Known] = WeakKeyDictionary()
+
+    def activate(self) -> None:
+        self.device.activate()
+
+    def launch(
+        self,
+        output: ScheduleOutput,
+        features_by_hash: Mapping[str, Feature],
+        on_layer: Callable[[int], None] | None = None,
+        before: DigestStep | None = None,
+    ) -> DigestStep:
+        for sequence, count in output.prefills:
+            self._check_features(sequence, count, features_by_hash)
+        work = work_done(output.decodes, output.prefills)
+        seconds, demand = self.cost(work)
+        step = DigestStep(self, output, before)
+        stream, layers = self.device.current_stream(), range(self.num_layers)
+        if on_layer is None or not output.prefills:
+            step.end = stream.launch(seconds, partial(step.compute, layers), demand=demand)
+            return step
+        for layer in layers:
+            part = partial(step.compute, range(layer, layer + 1))
+            step.end = stream.launch(seconds / self.num_layers, part, demand=demand)
+            on_layer(layer)
+        return step
+
+    def cost(self, work: StepWork) -> tuple[float, Demand]:
+        """Seconds of a step that is alone on the device, and what it uses of it."""
+        return self.time.step(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs)
+
+    def content(self, chain: bytes, pictures: bytes) -> bytes:
+        """A block whose last token ends the chain with this digest: [layers, LAYER_BYTES]."""
+        return pictures + blake3(chain).digest(LAYER_BYTES * self.num_layers - _PICTURES)
+
+    def _check_features(self, sequence: TokenSequence, count: int, features: Mapping[str, Feature]) -> None:
+        start, end = sequence.num_computed, sequence.num_computed + count
+        for span in sequence.spans:
+            if span.start < end and start < span.end:
+                found = features[span.mm_hash]
+                if found.data != feature_of(span.mm_hash, found.shape[0]).data:
+                    raise DigestError(f"feature {span.mm_hash[:12]} is not that of its picture")
+
+
+@dataclass(slots=True)
+class _Part:
+    """The tokens ``start`` ... ``end - 1`` of a sequence.
+
+    Attributes:
+        table: the sequence's blocks, a list that only grows.
+        token: the last of the tokens, or PLACEHOLDER.
+        num_output: tokens of the answer that the sequence had.
+    """
+
+    sequence: TokenSequence
+    start: int
+    end: int
+    table: list[int]
+    token: int
+    samples: bool
+    num_output: int
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_output > 0
+
+
+class DigestStep:
+    """A step that the device was given. Reads and writes KV when the device's time for it has come.
+
+    Attributes:
+        tokens: that were chosen, by sequence.
+    """
+
+    def __init__(self, runner: DigestRunner, output: ScheduleOutput, before: DigestStep | None) -> None:
+        self._runner = runner
+        self._before = before
+        self._error: Exception | None = None
+        self._writes: list[tuple[int, bytes]] = []
+        self.tokens: dict[TokenSequence, list[int]] = {}
+        self.end: Any = None
+        self._parts: list[_Part] = []
+        for sequence in output.decodes:
+            end = len(sequence.prompt_ids) + (num_output := len(sequence.output_ids))
+            token = sequence.output_ids[-1]
+            self._parts.append(_Part(sequence, end - 1, end, sequence.blocks, token, True, num_output))
+        for sequence, count in output.prefills:
+            start, end, num_tokens = sequence.num_computed, sequence.num_computed + count, sequence.num_tokens
+            num_output = len(sequence.output_ids)
+            (token,) = _ids(sequence, end - 1, end)
+            self._parts.append(_Part(sequence, start, end, sequence.blocks, token, end == num_tokens, num_output))
+
+    def sample(self) -> None:
+        """Do nothing: the device chooses at the end of the step."""
+
+    def read(self) -> StepResult:
+        """Wait for the end of the step. Raises DigestError where KV was not what it must be."""
+        self.end.wait()
+        if self._error is not None:
+            raise self._error
+        result = StepResult([], [])
+        for part in self._parts:
+            if part.samples:
+                tokens = self.tokens[part.sequence]
+                if part.is_decoding:
+                    result.decoded.append((part.sequence, SampledToken(tokens[0])))
+                else:
+                    result.first.append((part.sequence, [SampledToken(token) for token in tokens]))
+        return result
+
+    # ------------------------------------------------------------------ on the device
+
+    def compute(self, layers: range) -> None:
+        """Some layers, in order."""
+        try:
+            if not layers.start:
+                for part in self._parts:
+                    self._compute(part)
+                self._before = None
+            if self._error is None:
+                for block, content in self._writes:
+                    self._runner.memory.write(block, content, layers)
+        except Exception as error:  # noqa: BLE001 - whoever reads the step hears of it
+            self._error = self._error or error
+
+    def _compute(self, part: _Part) -> None:
+        sequence = part.sequence
+        if part.token == PLACEHOLDER:
+            assert self._before is not None, "nobody knows the token"
+            if sequence not in self._before.tokens:  # the step before has failed
+                raise DigestError(f"request {sequence.request_id}: the token before was not computed")
+            (part.token,) = self._before.tokens[sequence]
+        known = self._runner.known.get(sequence)
+        if known is None:
+            known = self._runner.known[sequence] = _Known()
+        if part.num_output and known.table is part.table and known.num_tokens == part.end - 1 == part.start:
+            self._decode(part, known)
+        else:
+            self._find(part, known)
+
+    def _decode(self, part: _Part, known: _Known) -> None:
+        """One token behind those that this runner computed itself."""
+        runner, sequence = self._runner, part.sequence
+        size, block = runner.block_size, part.table[part.start // runner.block_size]
+        self._check_again(part, known)
+        if part.start % size == 0:
+            known.tail_ids, known.tail_pictures = array("q"), _NO_PICTURES
+        elif runner.memory.read(block) != known.tail:
+            self._same(part, part.start // size, known.tail)
+        known.tail_ids.append(part.token)
+        chain = blake3(known.end + known.tail_pictures + known.tail_ids.tobytes()).digest()
+        known.tail = runner.content(chain, known.tail_pictures)
+        self._writes.append((block, known.tail))
+        if part.end % size == 0:
+            known.add(block, chain, known.tail_pictures)
+        known.num_tokens = part.end
+        self.tokens[sequence] = [runner.choose(chain, sequence.sampling, sequence.index, part.num_output + 1)]
+
+    def _check_again(self, part: _Part, known: _Known) -> None:
+        """Find one full block right once more at each token: a block may also go bad later."""
+        if known.blocks:
+            again = part.end % len(known.blocks)
+            self._same(part, again, self._runner.content(known.chain[again], known.pictures[again]))
+
+    def _find(self, part: _Part, known: _Known) -> None:
+        """Any tokens of a sequence: all that was computed before them is looked at."""
+        runner, sequence = self._runner, part.sequence
+        size, first = runner.block_size, part.start // runner.block_size
+        ids = [*_ids(sequence, first * size, part.end - 1), part.token]
+        known.cut(part.table[:first])
+        for number in range(len(known.blocks), first):
+            self._check(part, known, number, _ids(sequence, number * size, (number + 1) * size))
+        if part.is_decoding:
+            self._check_again(part, known)
+        is_begun = part.start > first * size
+        if is_begun:
+            self._check(part, known, first, ids[: part.start - first * size])
+        chain = known.end
+        for number in range(first, -(-part.end // size)):
+            tokens = ids[(number - first) * size : (number - first + 1) * size]
+            pictures = self._pictures(part, number, is_begun=is_begun and number == first)
+            chain = _fold(known.end, tokens, pictures)
+            known.tail_ids, known.tail_pictures = array("q", tokens), pictures
+            known.tail = runner.content(chain, pictures)
+            self._writes.append((part.table[number], known.tail))
+            if len(tokens) == size:
+                known.add(part.table[number], chain, pictures)
+        known.table, known.num_tokens = part.table, part.end
+        if part.samples:
+            indices = range(sequence.index, sequence.index + (1 if part.is_decoding else sequence.num_sequences))
+            self.tokens[sequence] = [
+                runner.choose(chain, sequence.sampling, index, part.num_output + 1) for index in indices
+            ]
+
+    def _check(self, part: _Part, known: _Known, number: int, ids: list[int]) -> None:
+        """Find a block's content right that was computed before this step, and remember it where it is full."""
+        pictures = self._pictures(part, number, is_begun=True)
+        chain = _fold(known.end, ids, pictures)
+        self._same(part, number, self._runner.content(chain, pictures))
+        if len(ids) == self._runner.block_size:
+            known.add(part.table[number], chain, pictures)
+
+    def _same(self, part: _Part, number: int, expected: bytes) -> None:
+        found = self._runner.memory.read(part.table[number])
+        if found == expected:
+            return
+        layers = [
+            layer
+            for layer in range(self._runner.num_layers)
+            if found[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES]
+            != expected[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES]
+        ]
+        raise DigestError(
+            f"request {part.sequence.request_id}: the KV in block {part.table[number]}, number {number} of the "
+            f"sequence, is not that of its tokens in {len(layers)} of {self._runner.num_layers} layers, "
+            f"layer {layers[0]} the first"
+        )
+
+    def _pictures(self, part: _Part, number: int, *, is_begun: bool) -> bytes:
+        """Digest of the pictures in a block. An instance that did not compute the prompt knows it by the KV."""
+        size, sequence = self._runner.block_size, part.sequence
+        if sequence.positions is not None:
+            return _pictures(sequence.spans, number * size, (number + 1) * size)
+        return self._runner.memory.read(part.table[number])[:_PICTURES] if is_begun else _NO_PICTURES
+
+
+def _ids(sequence: TokenSequence, start: int, end: int) -> list[int]:
+    length = len(sequence.prompt_ids)
+    ids = sequence.prompt_ids[start:end]
+    return ids + sequence.output_ids[max(start - length, 0) : end - length] if end > length else ids
+
+
+def _fold(chain: bytes, ids: Sequence[int], pictures: bytes) -> bytes:
+    return blake3(chain + pictures + array("q", ids).tobytes()).digest()
+
+
+def _pictures(spans: Sequence[MediaSpan], start: int, end: int) -> bytes:
+    inside = [span for span in spans if span.start < end and start < span.end]
+    if not inside:
+        return _NO_PICTURES
+    hasher = blake3()
+    # the same for a run of rows however many segments of a video it is of
+    for name, place in dict.fromkeys(
+        (span.item or span.mm_hash, span.first + span.offset + start - span.start) for span in inside
+    ):
+        hasher.update(name.encode() + place.to_bytes(8, "little", signed=True))
+    return hasher.digest(_PICTURES)

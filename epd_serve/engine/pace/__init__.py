@@ -1,0 +1,1 @@
+"""Measured times of steps, and the budgets that follow from them."""

@@ -1,0 +1,179 @@
+"""An instance's budgets and orders, made from its SLO, its options and its measured times."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+
+from device.base import BareDevice
+from epd_serve import __version__
+from epd_serve.cache.block_pool import BlockPool
+from epd_serve.config import InstanceOptions
+from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements, cache_dir
+from epd_serve.sched.queues import Order, fcfs, sjf, slack
+from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sched.step_cost import Found, StepCost, latency_limit_s, search_budget, work_done
+from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
+from epd_serve.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+class StepLimits:
+    """Finds the budgets of an instance at its start. Without a limit they are those of its options, unmeasured.
+
+    Attributes:
+        limit_s: LATENCY_max of steps and encodes; None: no limit.
+        image_budget_pixels: most pixels of an encode.
+        budget: limits of a step.
+    """
+
+    def __init__(self, options: InstanceOptions, measurements: Measurements) -> None:
+        self._options = options
+        self._known = measurements
+        self._cost = StepCost()
+        self._ttft_s, tpot_s = (
+            None if slo_ms is None else slo_ms / 1000 for slo_ms in (options.slo.ttft_ms, options.slo.tpot_ms)
+        )
+        self.limit_s: float | None = None
+        if options.batching.policy == "stage-level":
+            self.limit_s = latency_limit_s(
+                options.role, ttft_s=self._ttft_s, tpot_s=tpot_s, alpha=options.batching.alpha
+            )
+        self.image_budget_pixels = options.image_budget_pixels
+        sizes = options.sizes
+        self.budget = Budget(max_num_tokens=sizes.max_num_batched_tokens, max_num_seqs=sizes.max_num_seqs)
+
+    # ------------------------------------------------------------------ at the start
+
+    def find_image_budget(self, area: int, seconds: Callable[[int], float]) -> int:
+        """The largest batch of images within the limit, in pixels; one image at least.
+
+        Args:
+            area: pixels that the tower sees of a square image of 448 pixels.
+            seconds: the time to encode so many of these.
+        """
+        if self.limit_s is not None:
+            found = search_budget(
+                lambda count: self._known.get(f"encode {count}", lambda: seconds(count)),
+                self.limit_s,
+                1,
+                max(1, self.image_budget_pixels // area),
+            )
+            self._known.save()
+            self._report(f"encodes of images of {IMAGE_SIDE}x{IMAGE_SIDE} pixels", found, self.limit_s)
+            self.image_budget_pixels = found.size * area
+        return self.image_budget_pixels
+
+    def find_budget(self, seconds: Callable[[StepShape], float], *, num_blocks: int, max_model_len: int) -> Budget:
+        """The budget of a step by the ``seconds`` of some (:func:`size_steps`).
+
+        What a step of many kinds takes follows from a fit of all that was measured: it bounds the chunks of a step
+        and the sequences that are let in.
+        """
+        if self.limit_s is None and self._options.batching.order != "slack":
+            return self.budget
+        block = self._options.tokens_per_block
+        limits = Limits(
+            latency_s=self.limit_s,
+            decodes=self._options.role.decodes,
+            max_num_tokens=self.budget.max_num_tokens,
+            max_num_seqs=self.budget.max_num_seqs,
+            num_blocks=num_blocks,
+            block_size=block,
+            max_model_len=max_model_len,
+        )
+        sizes = size_steps(lambda shape: self._known.get(f"step {shape}", lambda: seconds(shape)), limits)
+        self._known.save()
+        if limits.decode_s is not None and sizes.decodes is not None:
+            self._report("decodes", sizes.decodes, limits.decode_s)
+        if self.limit_s is not None and sizes.prefills is not None:
+            self._report(f"prefills of {limits.chunk} tokens", sizes.prefills, self.limit_s)
+        self._cost, self.budget = sizes.cost, sizes.budget
+        median = sizes.errors[len(sizes.errors) // 2]
+        logger.info("steps: %s, off by %.0f %% (median)", self._cost, 100 * median)
+        return self.budget
+
+    def _report(self, what: str, found: Found, limit_s: float) -> None:
+        slo = "slo.tpot_ms" if self._options.role.decodes else "slo.ttft_ms times batching.alpha"
+        if found.feasible:
+            logger.info(
+                "budget: %d %s take %.1f of %.1f ms", found.size, what, 1000 * found.seconds, 1000 * limit_s
+            )
+        else:
+            assert self.limit_s is not None
+            logger.warning(
+                "%s cannot be met: the smallest batch, %d %s, takes %.1f ms and may take %.1f ms; "
+                "the least limit that could be met is %.1f ms",
+                slo,
+                found.size,
+                what,
+                1000 * found.seconds,
+                1000 * limit_s,
+                1000 * found.seconds * self.limit_s / limit_s,
+            )
+
+    # ------------------------------------------------------------------ while it serves
+
+    def order(self, pool: BlockPool) -> Order:
+        """The order of the waiting queue; called under the engine's lock, as the pool is read."""
+
+        def cached_tokens(sequence: Sequence) -> int:
+            return len(pool.match(sequence.reusable_hashes(pool.block_size))) * pool.block_size
+
+        def prefill_s(sequence: Sequence) -> float:
+            start = cached_tokens(sequence)
+            count = sequence.num_prompt_tokens - start
+            steps = math.ceil(count / self.budget.max_num_tokens)
+            return steps * self._cost.base_s + self._cost.chunk_s(start, count)
+
+        if self._options.batching.order == "sjf":
+            return partial(sjf, uncached_tokens=lambda s: s.num_prompt_tokens - cached_tokens(s))
+        if self._options.batching.order == "slack":
+            assert self._ttft_s is not None, "slack needs slo.ttft_ms"
+            return partial(slack, ttft_s=self._ttft_s, prefill_s=prefill_s)
+        return fcfs
+
+    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        """Correct the prediction by a step that has just ended."""
+        if self.budget.pace is not None and (output.prefills or not self._options.role.prefills):
+            self.budget.pace.observe(work_done(output.decodes, output.prefills), seconds)
+
+    def summary(self) -> dict[str, float]:
+        """The budgets for ``/info``."""
+        pace = self.budget.pace
+        return {
+            "max_num_batched_tokens": self.budget.max_num_tokens,
+            "max_num_seqs": self.budget.max_num_seqs,
+            "image_budget_pixels": self.image_budget_pixels,
+            "feature_store_bytes": self._options.sizes.feature_store_bytes,
+            "feature_cache_bytes": self._options.sizes.feature_cache_bytes,
+            **({} if self.limit_s is None else {"limit_ms": 1000 * self.limit_s}),
+            **({} if pace is None else {"correction": pace.correction}),
+        }
+
+
+def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str, torch: str = "") -> Measurements:
+    """The known measurements of an instance like this one, in this user's cache.
+
+    Args:
+        fingerprint: of the model and the dtype.
+        torch: its version.
+    """
+    about: dict[str, str | int | None] = {
+        "role": str(options.role),  # instances of different roles start at once and measure different things
+        "model": fingerprint,
+        "device": f"{device.type} {device.description}",
+        "ranks": len(options.devices),
+        "threads": options.threads,
+        "cores": device.cores,
+        "share": None if options.device_share is None else f"{options.device_share.share:g}",
+        "max_num_seqs": options.sizes.max_num_seqs,
+        "block_size": options.tokens_per_block,
+        "epd_serve": __version__,
+        "torch": torch,
+    }
+    return Measurements(cache_dir(os.environ), about)

@@ -1,0 +1,117 @@
+"""Times of steps and encodes on this device, measured before the instance serves."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as AbstractSequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from epd_serve.engine.pace.measurements import IMAGE_SIDE
+from epd_serve.engine.runner import LanguageRunner
+from epd_serve.models.family import Family
+from epd_serve.models.tower import Tower
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.step_sizes import StepShape
+from epd_serve.sequence import Sequence, SequenceState
+from epd_serve.types import SamplingParams
+
+_RUNS = 3
+
+
+class StepTimer:
+    """Measures steps in blocks of a pool that nobody uses yet; what it writes there belongs to no sequence.
+
+    Args:
+        num_blocks: for tokens. state_blocks: those behind them, for a recurrent state.
+    """
+
+    def __init__(
+        self,
+        runner: LanguageRunner,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_position_axes: int,
+        state_blocks: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
+        self._runner = runner
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._num_position_axes = num_position_axes
+        self._states = [list(range(num_blocks, num_blocks + state_blocks))] if state_blocks else []
+
+    def seconds(self, shape: StepShape, least_s: float = 0.0) -> float:
+        """The median time of a step (see :func:`median_s`). The pool must have blocks for all contexts."""
+        return median_s(self.step(shape), self._clock, least_s)
+
+    def step(self, shape: StepShape) -> Callable[[], object]:
+        """Return a callable that computes the step, each time the same."""
+        blocks = iter(range(1, self._num_blocks))
+        decodes = [self._sequence(blocks, context - 1, 1) for context in shape.contexts]
+        for sequence in decodes:
+            sequence.output_ids.append(sequence.prompt_ids.pop())
+        prefills = [(self._sequence(blocks, start, count), count) for start, count in shape.chunks]
+        output = ScheduleOutput(decodes=decodes, prefills=prefills)
+        return lambda: self._runner.step(output, {})
+
+    def _sequence(self, blocks: Iterator[int], num_computed: int, count: int) -> Sequence:
+        length = num_computed + count
+        return Sequence(
+            request_id="profile",
+            prompt_ids=[0] * length,
+            sampling=SamplingParams(seed=0, temperature=0.0),
+            max_tokens=1,
+            positions=torch.arange(length).expand(self._num_position_axes, -1),
+            num_computed=num_computed,
+            blocks=[next(blocks) for _ in range(-(-length // self._block_size))],
+            states=self._states,  # one for all: nobody reads what is written there
+            state=SequenceState.RUNNING,
+        )
+
+
+def encode_seconds(
+    tower: Tower,
+    family: Family,
+    num_images: int,
+    *,
+    side: int = IMAGE_SIDE,
+    encoding: Callable[[AbstractSequence[int]], AbstractContextManager[None]] = lambda pixels: nullcontext(),
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """The median time to encode a batch of square images, each within ``encoding`` of their pixels."""
+    inputs = family.blank_inputs((side, side))
+
+    def run() -> None:
+        with encoding([side * side] * num_images):
+            tower.encode([inputs] * num_images)
+
+    return median_s(run, clock)
+
+
+def median_s(
+    run: Callable[[], object], clock: Callable[[], float] = time.perf_counter, least_s: float = 0.0
+) -> float:
+    """The median time of ``run``, whose results are on the host when it returns. Its first run is not counted.
+
+    Args:
+        least_s: seconds for which it runs uncounted, and again to be counted. On a CPU a small model's decode
+            takes half as long again behind something else as behind its like, some tens of times.
+    """
+    _times(run, clock, 1, least_s)
+    return statistics.median(_times(run, clock, _RUNS, least_s))
+
+
+def _times(run: Callable[[], object], clock: Callable[[], float], count: int, least_s: float) -> list[float]:
+    """Seconds of each run, ``count`` at least."""
+    times: list[float] = []
+    while len(times) < count or sum(times) < least_s:
+        start = clock()
+        run()
+        times.append(clock() - start)
+    return times

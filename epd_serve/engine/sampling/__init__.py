@@ -1,0 +1,1 @@
+"""The choice of the next token, and what constrains it."""

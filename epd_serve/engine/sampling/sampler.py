@@ -1,0 +1,497 @@
+"""Sampling: from logits to tokens, the same on every instance and after every hand-off.
+
+The random numbers of a token depend on (seed, choice index, position in the output) alone, so a sequence that
+moves between instances goes on as if it had stayed. Temperature, min-p, top-k and top-p come in vLLM's order.
+
+Top-p keeps a token if all likelier ones together have less than that share; so it keeps equals together. On a
+CPU, and where the device has an operator for it, no vocabulary is sorted: a draw from the whole distribution is
+thrown away where top-p does not keep it, and with it all that is no likelier; the next draw is among the rest.
+That takes about 1 - ln(top_p) draws.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from device.base import AttentionOps
+from device.copies import Readback, to_device
+from epd_serve.engine.computing import NO_TOKEN, SampledToken
+from epd_serve.engine.sampling.constraints import mask_ends, restrict
+from epd_serve.engine.step_inputs import StepInputs, integers, on_device
+from epd_serve.protocol.wire import TokenLogprob
+from epd_serve.sequence import Sequence
+from epd_serve.types import SamplingParams
+
+#: Tokens of which the largest is taken, or whose weights are summed up, to look no further elsewhere.
+_BEST_RUN, _SUM_RUN = 64, 256
+_MASKED = float("-inf")
+#: The smallest that float32 divides by without losing digits.
+_MIN_TEMPERATURE = 1.2e-38
+#: From here on logits are divided by it before the largest is taken off.
+_MIN_SCALED = 0.1
+_WORD = 0xFFFF_FFFF_FFFF_FFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One token to be sampled: for which sequence, as which of its choices."""
+
+    sequence: Sequence
+    index: int
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.sequence.sampling
+
+    @property
+    def counters(self) -> tuple[int, int, int]:
+        """The counters of the token's random numbers: seed, choice and position in the output."""
+        return self.sampling.seed, self.sampling.first_choice + self.index, len(self.sequence.output_ids) + 1
+
+    def uniform(self, attempt: int = 0) -> float:
+        """The token's random number in [0, 1), by Philox 4x64-10; another one for each attempt."""
+        seed, key_1, first = self.counters
+        key_0, second, third, fourth = seed & _WORD, attempt, 0, 0
+        for _ in range(10):
+            left, right = 0xD2E7_470E_E14C_6C93 * first, 0xCA5A_8263_9512_1157 * third
+            first, second = (right >> 64) ^ second ^ key_0, right & _WORD
+            third, fourth = (left >> 64) ^ fourth ^ key_1, left & _WORD
+            key_0, key_1 = (key_0 + 0x9E37_79B9_7F4A_7C15) & _WORD, (key_1 + 0xBB67_AE85_84CA_A73B) & _WORD
+        return (first >> 11) * 2.0**-53
+
+
+def draw(scores: Tensor, rows: AbstractSequence[Row]) -> Tensor:
+    """Draw a token for each row of ``scores`` [rows, width], float32: [rows] int64. Without a word to the host."""
+    values = (scores - scores.amax(dim=-1, keepdim=True)).div_(_temperatures(scores, rows))
+    params = [row.sampling for row in rows]
+    if any(p.top_k or p.top_p < 1.0 or p.min_p for p in params):
+        best, tokens = values.sort(dim=-1, descending=True)
+    else:
+        best, tokens = values, torch.arange(values.shape[1], device=values.device).expand_as(values)
+    return _draw_best(best, tokens, rows)
+
+
+def draw_from_largest(scores: Tensor, rows: AbstractSequence[Row]) -> Tensor:
+    """Draw as :func:`draw` does, from the largest entries alone: all rows have a top-k."""
+    drawn = torch.empty(len(rows), dtype=torch.long, device=scores.device)
+    by_top_k: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        by_top_k.setdefault(min(row.sampling.top_k, scores.shape[1]), []).append(i)
+    for top_k, members in by_top_k.items():  # one size each: which of equals are the best depends on it
+        some = [rows[i] for i in members]
+        best, tokens = largest(scores if len(some) == len(rows) else scores[members], top_k)
+        best = (best - best[:, :1]).div_(_temperatures(best, some))
+        drawn[members] = _draw_best(best, tokens, some)
+    return drawn
+
+
+class RowDrawer:
+    """Draws on a CPU, row by row: each passes through all its steps while a core's cache holds it."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._weights = torch.zeros(-(-width // _SUM_RUN) * _SUM_RUN)
+        self._runs = self._weights.view(-1, _SUM_RUN)
+        self._sums = torch.empty(len(self._runs))
+        self._weights_np, self._sums_np = self._weights.numpy(), self._sums.numpy()
+
+    def draw(self, values: Tensor, row: Row) -> int:
+        """Draw a token by its logits [width], whatever top-k is."""
+        sampling = row.sampling
+        total = self._weigh(values, sampling.temperature)
+        if not math.isfinite(total):  # all are forbidden, or the model's logits are no numbers
+            return int(values.argmax())
+        if sampling.min_p:
+            total = self._drop(float(np.nextafter(np.float32(sampling.min_p), np.float32(0))))
+        token = self._invert(row.uniform())
+        attempt = 0
+        while sampling.top_p < 1.0:
+            above = self._drop(float(self._weights_np[token]))
+            if above <= 0 or above < sampling.top_p * total:
+                break
+            attempt += 1
+            token = self._invert(row.uniform(attempt))
+        return token
+
+    def _weigh(self, values: Tensor, temperature: float) -> float:
+        """Set the weights, the largest to 1, and return their sum."""
+        weights = self._weights[: self.width]
+        weights.copy_(values)
+        best = weights.amax()
+        if temperature >= _MIN_SCALED:
+            torch.add(best / -temperature, weights, alpha=1 / temperature, out=weights)
+        else:  # from the best downwards, so that no temperature, however small, makes two infinities
+            weights.sub_(best).div_(max(temperature, _MIN_TEMPERATURE))
+        weights.exp_()
+        return self._sum()
+
+    def _drop(self, limit: float) -> float:
+        """Leave only weights above a limit, and return their sum."""
+        F.threshold(self._weights, limit, 0.0, inplace=True)
+        return self._sum()
+
+    def _sum(self) -> float:
+        torch.sum(self._runs, dim=-1, out=self._sums)
+        return float(self._sums_np.sum(dtype=np.float64))
+
+    def _invert(self, uniform: float) -> int:
+        """The token at which the weights' cumulative sum reaches this share of their total.
+
+        The run of tokens is found first, then the token in it.
+        """
+        ends = self._sums_np.cumsum(dtype=np.float64)
+        target = uniform * ends[-1]
+        run = min(int(ends.searchsorted(target, side="right")), len(ends) - 1)
+        if run:
+            target -= ends[run - 1]
+        within = self._weights_np[run * _SUM_RUN : (run + 1) * _SUM_RUN].cumsum(dtype=np.float64)
+        # sums of another order may be smaller by a rounding: never beyond the last token of any weight
+        target = min(target, within[-1] * (1 - 1e-12))
+        return run * _SUM_RUN + int(within.searchsorted(target, side="right"))
+
+
+def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of each row, [rows, count], in descending order, and where they are.
+
+    The largest lie in the runs of the largest maxima, which are far fewer.
+    """
+    width = values.shape[1]
+    num_runs = width // _BEST_RUN
+    if not count or values.device.type != "cpu" or width % _BEST_RUN or 4 * count > num_runs:
+        best = values.topk(count)
+        return best.values, best.indices
+    folded = values.view(len(values), _BEST_RUN, num_runs)
+    runs = folded.amax(dim=1).topk(count, sorted=False).indices.sort(dim=-1).values
+    some = folded.gather(2, runs.unsqueeze(1).expand(-1, _BEST_RUN, -1)).flatten(1)
+    best = some.topk(count)
+    run = runs.gather(1, best.indices % count)
+    return best.values, best.indices // count * num_runs + run
+
+
+def _draw_best(best: Tensor, tokens: Tensor, rows: AbstractSequence[Row]) -> Tensor:
+    """Draw from tokens in descending order of their logarithmic weights, of which the parameters keep some."""
+    params, width = [row.sampling for row in rows], best.shape[1]
+    if any(p.top_k for p in params):
+        limits = _column(best, [float(min(p.top_k or width, width)) for p in params])
+        best = best.masked_fill(torch.arange(width, device=best.device) >= limits, _MASKED)
+    weights = best.exp()
+    if any(p.min_p for p in params):
+        weights = weights.masked_fill(weights < _column(best, [p.min_p for p in params]), 0.0)
+    kept = weights
+    if any(p.top_p < 1.0 for p in params):
+        ends = weights.cumsum(dim=-1)
+        # the mass of all that are likelier: equals begin where the first of them does
+        starts = torch.where(F.pad(best, (1, 0), value=math.inf)[:, :-1] == best, -1.0, ends - weights)
+        dropped = starts.cummax(dim=-1).values >= _column(best, [p.top_p for p in params]) * ends[:, -1:]
+        kept = kept.masked_fill(dropped & (best < best[:, :1]), 0.0)
+    cumulative = kept.double().cumsum(dim=-1)
+    uniforms = on_device(best, [row.uniform() for row in rows], torch.float64).unsqueeze(1)
+    # right=True skips tokens of no probability
+    chosen = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True).clamp_(max=width - 1)
+    return tokens.gather(1, chosen).squeeze(1)
+
+
+def _temperatures(like: Tensor, rows: AbstractSequence[Row]) -> Tensor:
+    return _column(like, [max(row.sampling.temperature, _MIN_TEMPERATURE) for row in rows])
+
+
+def _column(like: Tensor, values: list[float]) -> Tensor:
+    return on_device(like, values, torch.float32).unsqueeze(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Tokens that the device chooses.
+
+    Attributes:
+        tokens: [rows] int64, on the device.
+        read: waits for them; called once.
+    """
+
+    tokens: Tensor
+    read: Callable[[], list[SampledToken]]
+
+
+class Sampler:
+    """Chooses one token for each row of logits. Holds what it needs again for the next step. Not thread-safe."""
+
+    def __init__(self, ops: AttentionOps, eos_token_ids: frozenset[int]) -> None:
+        self._ops = ops
+        self._eos_token_ids = eos_token_ids
+        self._penalties = Penalties()
+        self._scores = torch.empty(0, 0)
+        self._drawer: RowDrawer | None = None
+        self._ends: Tensor | None = None
+
+    def sample(self, logits: Tensor, rows: AbstractSequence[Row]) -> Sampling:
+        """Choose tokens from ``logits`` [len(rows), vocab]; does not wait for the device.
+
+        The largest is sought in the logits' own dtype; what is computed from them is float32.
+        """
+        # what was given up has no rules any more, and may lack the tokens that they are about
+        ruled = [i for i, row in enumerate(rows) if row.sequence.goes_on]
+        worked = [i for i in ruled if not rows[i].sampling.greedy or _is_constrained(rows[i])]
+        tokens = self._work(logits, rows, worked) if worked else self._ops.argmax(logits)
+        counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
+        if counts:
+            return _with_logprobs(logits, tokens, counts)
+        ids = Readback(_marked(logits, tokens))
+        return Sampling(tokens, lambda: [SampledToken(token) for token in _known(ids.wait().tolist())])
+
+    def _work(self, logits: Tensor, rows: AbstractSequence[Row], worked: list[int]) -> Tensor:
+        """Tokens of rows of which ``worked`` are more than greedy."""
+        if len(worked) < len(rows):
+            tokens = self._ops.argmax(logits)
+        else:
+            tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
+        by_rows = [i for i in worked if logits.device.type == "cpu" and _is_plain(rows[i])]
+        copied = [i for i in worked if i not in by_rows]
+        scores = self._constrained(logits, rows, copied) if copied else logits
+        ways: dict[Callable[[Tensor, list[Row]], Tensor], list[int]] = {}
+        for place, i in enumerate(copied):
+            ways.setdefault(self._way(rows[i], logits.device.type), []).append(place)
+        for way, places in ways.items():
+            some = scores if len(places) == len(copied) else scores[on_device(scores, places)]
+            chosen = way(some, [rows[copied[place]] for place in places])
+            tokens = tokens.index_copy(0, on_device(tokens, [copied[place] for place in places]), chosen)
+        if by_rows:
+            drawn = self._draw_rows([logits[i] for i in by_rows], [rows[i] for i in by_rows])
+            tokens[by_rows] = drawn
+        return tokens
+
+    def _way(self, row: Row, device_type: str) -> Callable[[Tensor, list[Row]], Tensor]:
+        if row.sampling.greedy:
+            return self._argmax
+        if device_type != "cpu":
+            return draw if self._ops.draw is None else self._draw_unsorted
+        return draw_from_largest if row.sampling.top_k else self._draw_rows
+
+    def _argmax(self, scores: Tensor, rows: list[Row]) -> Tensor:
+        return self._ops.argmax(scores)
+
+    def _draw_unsorted(self, scores: Tensor, rows: list[Row]) -> Tensor:
+        assert self._ops.draw is not None
+        counters = np.array([row.counters for row in rows], dtype=np.uint64).view(np.int64)
+        limits = [(p.temperature, p.min_p, p.top_p, p.top_k) for p in (row.sampling for row in rows)]
+        numbers = torch.from_numpy(counters), torch.tensor(limits, dtype=torch.float32)
+        numbers[1][:, 0].clamp_(min=_MIN_TEMPERATURE)
+        return self._ops.draw(scores, *(to_device(one, scores.device) for one in numbers))
+
+    def _draw_rows(self, scores: Tensor | list[Tensor], rows: list[Row]) -> Tensor:
+        if self._drawer is None or self._drawer.width != len(scores[0]):
+            self._drawer = RowDrawer(len(scores[0]))
+        return torch.tensor([self._drawer.draw(values, row) for values, row in zip(scores, rows, strict=True)])
+
+    def _constrained(self, logits: Tensor, rows: AbstractSequence[Row], which: list[int]) -> Tensor:
+        """Rows in float32 with penalties, min_tokens and what requests forbid, [len(which), vocab]."""
+        some = [rows[i] for i in which]
+        scores = self._copy(logits, which)
+        self._penalties.apply(scores, some)
+        for values, row in zip(scores, some, strict=True):
+            if _is_held_back(row):
+                mask_ends(values, row.sequence, self._ends_on(values))
+        restrict(scores, [row.sequence for row in some])
+        return scores
+
+    def _ends_on(self, scores: Tensor) -> Tensor:
+        """The model's own end tokens, where ``scores`` [vocab] are."""
+        if self._ends is None:
+            self._ends = on_device(scores, [token for token in self._eos_token_ids if token < len(scores)])
+        return self._ends
+
+    def _copy(self, logits: Tensor, which: list[int]) -> Tensor:
+        """Rows in float32; on a CPU in memory that stays."""
+        some = logits if len(which) == len(logits) else logits[on_device(logits, which)]
+        if logits.device.type != "cpu":
+            return some.to(torch.float32, copy=True)
+        if len(self._scores) < len(some) or self._scores.shape[1:] != logits.shape[1:]:
+            self._scores = torch.empty(some.shape)
+        return self._scores[: len(some)].copy_(some)
+
+
+def _is_held_back(row: Row) -> bool:
+    return len(row.sequence.output_ids) < row.sampling.min_tokens
+
+
+def _is_plain(row: Row) -> bool:
+    """Whether a row can be drawn from its logits as they are."""
+    return not (row.sampling.greedy or row.sampling.top_k or _is_constrained(row))
+
+
+def _is_constrained(row: Row) -> bool:
+    """Whether the scores of a row change before a token is chosen, by its newest tokens among others."""
+    sampling, sequence = row.sampling, row.sequence
+    is_restricted = sampling.has_token_lists or sequence.constraint is not None
+    return is_restricted or sampling.penalised or _is_held_back(row)
+
+
+def _marked(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Tokens [rows] with NO_TOKEN in place of those whose logits [rows, vocab] are no numbers."""
+    chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return torch.where(chosen.isnan(), NO_TOKEN, tokens)
+
+
+def _known(tokens: list[int]) -> list[int]:
+    """Tokens as they are on the host. Raises FloatingPointError where one is not chosen yet."""
+    if min(tokens) < NO_TOKEN:
+        raise FloatingPointError("tokens were read before the device had chosen them, for want of an event")
+    return tokens
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of one token a row, then of the likeliest ones, best first.
+
+    Returns:
+        Log-probabilities [rows, 1 + num_top] in float32, and the likeliest tokens [rows, num_top].
+    """
+    scores = logits.float()
+    chosen = scores.gather(1, tokens.unsqueeze(1))
+    best, indices = largest(scores, min(num_top, scores.shape[1]))
+    return torch.cat([chosen, best], dim=1) - scores.logsumexp(dim=-1, keepdim=True), indices
+
+
+def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> Sampling:
+    """Log-probabilities before temperature and penalties, as OpenAI and vLLM report them.
+
+    Args:
+        counts: number of the best ones that each row wants, by row.
+    """
+    rows = on_device(logits, list(counts))
+    some = logits if len(rows) == len(logits) else logits[rows]
+    values, indices = log_probabilities(some, tokens[rows], max(counts.values()))
+    # one copy for all: float32 as it is, in the bits of int32
+    floats = values.view(torch.int32)
+    readback = Readback(torch.cat([_marked(logits, tokens).int(), indices.int().flatten(), floats.flatten()]))
+    count_ids, count_top = len(tokens), indices.numel()
+
+    def read() -> list[SampledToken]:
+        packed = readback.wait()
+        sampled = [SampledToken(token) for token in _known(packed[:count_ids].tolist())]
+        top_ids = packed[count_ids : count_ids + count_top].view(len(counts), -1).tolist()
+        values = packed[count_ids + count_top :].view(torch.float32).view(len(counts), -1).tolist()
+        details = zip(counts.items(), top_ids, values, strict=True)
+        for (i, count), top, (logprob, *top_logprobs) in details:
+            token_id = sampled[i].token_id
+            pairs = list(zip(top, top_logprobs, strict=True))[:count]
+            sampled[i] = SampledToken(token_id, TokenLogprob(token_id=token_id, logprob=logprob, top=pairs))
+        return sampled
+
+    return Sampling(tokens, read)
+
+
+Array = npt.NDArray[Any]
+
+
+class Penalties:
+    """Repetition over prompt and output, presence and frequency over the output; each token is counted once."""
+
+    def __init__(self) -> None:
+        self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
+
+    def apply(self, scores: Tensor, rows: AbstractSequence[Row]) -> None:
+        """Change the scores [rows, width], which are contiguous, of the rows that ask for it."""
+        ids: list[Array] = []
+        amounts: list[Array] = []
+        factors: list[Array] = []
+        for i, row in enumerate(rows):
+            if row.sampling.penalised:
+                history = self._histories.get(row.sequence)
+                if history is None:
+                    history = self._histories[row.sequence] = _History(row.sequence)
+                history.take(row.sequence.output_ids)
+                ids.append(history.ids[: history.count] + i * scores.shape[1])
+                amounts.append(history.amounts[: history.count])
+                factors.append(np.full(history.count, row.sampling.repetition_penalty, np.float32))
+        if not ids:
+            return
+        where, amount, factor = (
+            to_device(torch.from_numpy(np.concatenate(parts)), scores.device) for parts in (ids, amounts, factors)
+        )
+        flat = scores.view(-1)
+        values = flat.index_select(0, where)
+        flat.index_copy_(0, where, torch.where(values > 0, values / factor, values * factor) - amount)
+
+
+class _History:
+    """The distinct tokens of a sequence that count, and what each of them loses."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        sampling = sequence.sampling
+        self._presence, self._frequency = sampling.presence_penalty, sampling.frequency_penalty
+        self._places: dict[int, int] = {}
+        self._seen: set[int] = set()
+        self._num_taken = 0
+        self.ids = np.zeros(64, np.int64)
+        self.amounts = np.zeros(64, np.float32)
+        if sampling.repetition_penalty != 1.0:
+            for token in sequence.prompt_ids:
+                self._place(token)
+
+    @property
+    def count(self) -> int:
+        return len(self._places)
+
+    def take(self, output_ids: list[int]) -> None:
+        """Count the tokens that are new."""
+        for token in output_ids[self._num_taken :]:
+            place = self._place(token)
+            if token not in self._seen:
+                self._seen.add(token)
+                self.amounts[place] += self._presence
+            self.amounts[place] += self._frequency
+        self._num_taken = len(output_ids)
+
+    def _place(self, token: int) -> int:
+        place = self._places.setdefault(token, len(self._places))
+        if place == len(self.ids):
+            self.ids, self.amounts = np.resize(self.ids, 2 * place), np.resize(self.amounts, 2 * place)
+            self.amounts[place:] = 0.0
+        self.ids[place] = token
+        return place
+
+
+#: Rows whose logits exist at a time: a vocabulary of 152,000 has 78 MB of them in float32.
+_PIECE = 128
+
+
+class PromptLogprobs:
+    """The log-probabilities that one step's inputs ask for (:class:`epd_serve.models.language.MoreLogits`)."""
+
+    def __init__(self, inputs: StepInputs, device: torch.device) -> None:
+        starts = range(0, len(inputs.scored_rows), _PIECE)
+        self._rows = [integers(inputs.scored_rows[i : i + _PIECE], device) for i in starts]
+        self._targets = [integers(inputs.scored_ids[i : i + _PIECE], device) for i in starts]
+        self._num_top = inputs.num_top
+        self._tokens = inputs.scored_ids
+        self._taken: list[tuple[Tensor, Tensor]] = []
+
+    def pieces(self) -> Iterator[Tensor]:
+        return iter(self._rows)
+
+    def take(self, logits: Tensor) -> None:
+        targets = self._targets[len(self._taken)]
+        self._taken.append(log_probabilities(logits, targets, self._num_top))
+
+    def send(self) -> None:
+        """Start the copy to the host."""
+        values, indices = zip(*self._taken, strict=True)
+        self._values, self._indices = Readback(torch.cat(values)), Readback(torch.cat(indices))
+
+    def read(self) -> list[TokenLogprob]:
+        """Wait for the log-probabilities of the inputs' ``scored_ids``, with ``num_top`` alternatives each."""
+        rows = zip(self._tokens, self._values.wait().tolist(), self._indices.wait().tolist(), strict=True)
+        return [
+            TokenLogprob(token_id=token, logprob=own, top=list(zip(ids, top, strict=True)))
+            for token, (own, *top), ids in rows
+        ]

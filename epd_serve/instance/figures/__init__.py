@@ -1,0 +1,1 @@
+"""What an instance measures and tells of itself."""

@@ -1,0 +1,125 @@
+"""A model that is computed: a checkpoint of transformers on a device, with torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from device.base import Device
+from device.registry import get_device
+from epd_serve.config import InstanceOptions
+from epd_serve.config.model_files import check_model_files
+from epd_serve.engine.device_features import DeviceFeatureStore
+from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
+from epd_serve.engine.pace.measurements import Measurements
+from epd_serve.engine.pace.step_limits import measurements
+from epd_serve.engine.pace.step_timer import encode_seconds
+from epd_serve.instance.encode import no_time, tensor_data
+from epd_serve.instance.loading.language_weights import LanguageWeights
+from epd_serve.instance.text.request_processor import num_media_threads
+from epd_serve.media.decoder_pool import DecoderPool
+from epd_serve.media.picture import MediaLimits
+from epd_serve.models.family import Family
+from epd_serve.models.loader import load_family, media_fingerprint
+from epd_serve.models.tower import Tower
+from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
+from epd_serve.transfer.transport import Transport
+
+if TYPE_CHECKING:
+    from epd_serve.engine.emulated.emulation import Emulation
+    from epd_serve.instance.instance import Instance
+
+#: The gateway applies the operator's limits; an instance only guards itself.
+_MEDIA_LIMITS = MediaLimits(max_pixels=1 << 28, max_bytes=1 << 30)
+
+
+class CheckpointModel:
+    """Fills the InstanceModel protocol with a directory of transformers' files.
+
+    Attributes:
+        torch_dtype: of weights and features. device: the first.
+        emulation: the times of an emulated device; None on others.
+    """
+
+    data_of: Callable[[Tensor], Any] = staticmethod(tensor_data)
+    prepare = None
+
+    def __init__(self, options: InstanceOptions, device: Device) -> None:
+        assert isinstance(options.model, Path)
+        check_model_files(options.model)
+        self._options, self.device = options, device
+        self.path: Path = options.model
+        self.family: Family = load_family(self.path)
+        self.torch_dtype = resolve_dtype(options.dtype, self.family.config)
+        check_dtype(self.torch_dtype, device)
+        self.location, self.dtype = str(self.path), str(self.torch_dtype).removeprefix("torch.")
+        self.fingerprint = media_fingerprint(self.path, self.dtype)
+        self.producer = f"{device.type}: {device.ops.name}"
+        text = self.family.config.get_text_config()
+        self.max_positions: int = text.max_position_embeddings
+        self.feature_token_bytes = self.torch_dtype.itemsize * text.hidden_size
+        self.emulation = _emulation(options, device)
+        self.decoders = DecoderPool(
+            num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
+        )
+
+    def tower(self, before_layer: Callable[[], None]) -> Tower:
+        if self.emulation is None:
+            return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family)
+        paced = self.emulation.between_layers(before_layer)
+        tower = Tower(self.path, self.torch_dtype, self.device, paced, self.family)
+        self.emulation.num_tower_layers = tower.num_layers
+        return tower
+
+    def encoding(self, pixels: Sequence[int]) -> AbstractContextManager[None]:
+        return no_time(pixels) if self.emulation is None else self.emulation.encode(pixels)
+
+    def linked(self, transport: Transport) -> Transport:
+        if self.emulation is None:
+            return transport
+        return self.emulation.linked(transport, self.path, self.torch_dtype.itemsize)
+
+    def feature_store(
+        self, options: InstanceOptions, host: FeatureStore, transport: Transport, observe: StoreObserver
+    ) -> FeatureStore:
+        if self.device.type == "cpu" or len(options.devices) > 1:
+            return host  # ranks that share a model all need the features
+        shares = options.kv_transfer.transport == "auto" and options.feature_store == "embedded"
+        taking = None
+        if self.emulation is not None:
+            taking = self.emulation.copying_features(self.path, self.torch_dtype.itemsize)
+        capacity_bytes = options.sizes.feature_store_bytes if shares and options.role.encodes else 0
+        return DeviceFeatureStore(self.device, transport, host, capacity_bytes, observe, taking)
+
+    def measurements(self) -> Measurements:
+        return measurements(self._options, self.device, self.fingerprint, torch=str(torch.__version__))
+
+    def encode_seconds(self, tower: Tower, num_images: int) -> float:
+        return encode_seconds(tower, self.family, num_images, encoding=self.encoding)
+
+    def language(self, instance: Instance, *, at_once: bool) -> LanguageWeights:
+        return LanguageWeights(self, instance, at_once=at_once)
+
+
+def set_up(threads: int | None) -> None:
+    """Let the libraries of this process be quiet, and torch have so many threads."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    if threads is not None:
+        get_device("cpu").set_threads(threads)
+        torch.set_num_interop_threads(1)
+
+
+def _emulation(options: InstanceOptions, device: Device) -> Emulation | None:
+    if device.type != "emulated":
+        return None
+    # Imported here because other devices have no part of it.
+    from epd_serve.engine.emulated.emulation import Emulation
+
+    return Emulation.of(options, device)

@@ -1,0 +1,274 @@
+"""The language model of an instance, which it keeps from one role to the next: weights, tokenizer, KV memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoTokenizer
+
+from epd_serve.config import InstanceOptions, decode_graph_sizes
+from epd_serve.config.sizes import MIN_BLOCKS, in_binary_units
+from epd_serve.engine.commands import CreateCache
+from epd_serve.engine.followers import Followers
+from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
+from epd_serve.engine.pace.step_timer import StepTimer
+from epd_serve.engine.runner import LanguageRunner
+from epd_serve.engine.sampling.grammar import Grammars
+from epd_serve.engine.step import StepExecutor
+from epd_serve.instance.feature_receiver import FeatureForm
+from epd_serve.instance.text.bounded_tokenizer import BoundedTokenizer
+from epd_serve.instance.text.chat_template import ChatTemplate, MediaLiterals
+from epd_serve.instance.text.detokenizer import Vocabulary
+from epd_serve.instance.text.grammar_compiler import GrammarCompiler
+from epd_serve.instance.text.prompt import PromptProcessor, Texts
+from epd_serve.models.family import Family
+from epd_serve.models.generation_config import read_generation_config
+from epd_serve.models.language import LanguageModel
+from epd_serve.protocol import wire
+from epd_serve.sched.step_sizes import StepShape, prompts_of
+from epd_serve.transfer.transport import Transport
+
+if TYPE_CHECKING:
+    from epd_serve.instance.instance import Instance
+    from epd_serve.instance.loading.checkpoint import CheckpointModel
+    from epd_serve.instance.loading.model import Compile
+
+
+logger = logging.getLogger(__name__)
+
+
+class LanguageWeights:
+    """Weights and KV of one instance, on all ranks. Making it takes as long as loading the weights.
+
+    Attributes:
+        max_model_len: of a sequence that is alone here.
+    """
+
+    def __init__(self, model: CheckpointModel, instance: Instance, *, at_once: bool = False) -> None:
+        """Raises ValueError for a model that cannot be served. ``at_once``: see :class:`LanguageModel`."""
+        options, group = instance.options, None
+        self._model = model
+        self.followers: Followers | None = None
+        if len(options.devices) > 1:
+            self.followers = Followers(options, model.torch_dtype)
+            group = self.followers.join(model.device)
+        self.language = LanguageModel(model.path, model.torch_dtype, model.device, group, at_once=at_once)
+        self.num_parameters = self.language.num_parameters
+        generation = read_generation_config(model.path, model.family.config, options.generation_config)
+        self.eos_token_ids = generation.eos_token_ids
+        self.prompts = PromptProcessor(
+            read_texts(model.path, model.family, generation.eos_token_ids),
+            model.family,
+            self.language.inner,
+            max_model_len=self.language.max_model_len,
+            block_size=options.tokens_per_block,
+            on_prompt=instance.rates.prompted,
+            generation=generation,
+        )
+        self._memory: KVMemory | None = None
+        self._sized_by: tuple[int | None, ...] | None = None
+
+    @property
+    def memory(self) -> KVMemory:
+        assert self._memory is not None, "no KV memory: prepare() comes first"
+        return self._memory
+
+    @property
+    def is_split(self) -> bool:
+        return self.followers is not None
+
+    @property
+    def layout(self) -> wire.KVLayout:
+        return self.memory.layout
+
+    @property
+    def block_nbytes(self) -> int:
+        return block_nbytes(self.layout)
+
+    @property
+    def feature_form(self) -> FeatureForm:
+        return FeatureForm(
+            dtype=self.layout.dtype,
+            width=self.language.feature_width,
+            num_tokens=self._model.family.num_tokens,
+        )
+
+    def step_seconds(self, runner: LanguageRunner) -> Callable[[StepShape], float]:
+        return StepTimer(
+            runner,
+            num_blocks=self.memory.num_blocks - self.layout.state_blocks,
+            block_size=self.layout.block_size,
+            num_position_axes=self._model.family.num_position_axes,
+            state_blocks=self.layout.state_blocks,
+        ).seconds
+
+    def compiler(self, instance: Instance) -> Compile:
+        assert self.prompts.grammars is not None
+        return GrammarCompiler(self.prompts.grammars, instance.processor, self._model.decoders).compile
+
+    def prepare(self, instance: Instance) -> LanguageRunner:
+        """KV memory, and graphs where the role decodes; what there is and fits is kept."""
+        options = instance.options
+        run, most = self._model.family.both_ways_tokens, options.sizes.max_num_batched_tokens
+        if options.role.prefills and run > most:
+            raise ValueError(
+                f"max_num_batched_tokens is {most}, and the {run} tokens of a picture of this model see each "
+                f"other, so that one step must take them all; make it {run} or larger"
+            )
+        if self._memory is None or options.kv_memory_sizes != self._sized_by:
+            self.forget(instance.transport)
+            self._memory = self._new_memory(instance)
+            self._sized_by = options.kv_memory_sizes
+        memory = self._memory
+        # a sequence that is alone must be able to reach its end
+        self.max_model_len = self.prompts.max_model_len = min(
+            options.max_model_len or self._model.max_positions,
+            self.language.max_model_len,
+            (memory.num_blocks - 1 - memory.layout.state_blocks) * options.tokens_per_block,
+        )
+        create = CreateCache(
+            layout=memory.layout,
+            num_blocks=memory.num_blocks,
+            slab=memory.region,
+            num_position_axes=self._model.family.num_position_axes,
+            graph_sizes=decode_graph_sizes(options.sizes.max_num_seqs) if options.role.decodes else [],
+            max_model_len=self.max_model_len,
+        )
+        if self.followers is not None:
+            self.followers.send(create)
+        return LanguageRunner(
+            StepExecutor.for_cache(
+                self.language, self._model.device, memory.tensor, create, emulation=self._model.emulation
+            ),
+            self._model.device.ops,
+            block_size=options.tokens_per_block,
+            num_position_axes=self._model.family.num_position_axes,
+            eos_token_ids=self.eos_token_ids,
+            followers=self.followers,
+        )
+
+    def forget(self, transport: Transport) -> None:
+        """Give the KV memory back. Nobody may be about to write there. Blocks until nobody maps it."""
+        if self._memory is not None:
+            self._memory.release(transport)
+            self._memory = None
+
+    def close(self) -> None:
+        """End the other ranks. Blocks. The transport may be closed then."""
+        if self._memory is not None:
+            self._memory.unpin()
+        if self.followers is not None:
+            self.followers.close()
+
+    def step_bytes(self, options: InstanceOptions, layout: wire.KVLayout) -> int:
+        """The most memory that a step takes beside weights and KV. Raises ValueError where it is not there."""
+        model, sizes, block_size = self._model, options.sizes, layout.block_size
+        longest = min(options.max_model_len or model.max_positions, self.language.max_model_len)
+        shapes = [StepShape(chunks=prompts_of(sizes.max_num_batched_tokens, longest))]
+        shapes += [StepShape(num_decodes=sizes.max_num_seqs)] if options.role.decodes else []
+        num_blocks = 1 + max(shape.num_blocks(block_size) for shape in shapes)
+        shape = (layout.num_layers, 2, num_blocks + layout.state_blocks, block_size)
+        kv = torch.zeros(
+            (*shape, layout.num_kv_heads, layout.head_dim),
+            dtype=model.torch_dtype,
+            device=model.device.torch_device,
+        )
+        axes = model.family.num_position_axes
+        timer = StepTimer(
+            LanguageRunner(
+                StepExecutor(
+                    self.language, model.device, kv, num_position_axes=axes, graph_sizes=[], max_model_len=longest
+                ),
+                model.device.ops,
+                block_size=block_size,
+                num_position_axes=axes,
+                eos_token_ids=self.eos_token_ids,
+            ),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_position_axes=axes,
+            state_blocks=layout.state_blocks,
+        )
+        in_use = model.device.reset_peak_memory()
+        try:
+            for one in shapes:
+                timer.step(one)()
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"{model.device.name} has no memory for a step of {sizes.max_num_batched_tokens} tokens beside "
+                f"the weights; lower max_num_batched_tokens or max_num_seqs: {error}"
+            ) from error
+        return model.device.peak_memory() - in_use
+
+    def _new_memory(self, instance: Instance) -> KVMemory:
+        options, language = instance.options, self.language
+        layout = wire.KVLayout(
+            num_layers=language.num_layers,
+            num_kv_heads=language.num_kv_heads,
+            head_dim=language.head_dim,
+            block_size=options.tokens_per_block,
+            dtype=self._model.dtype,
+            model=self._model.fingerprint,
+            state_blocks=language.state_blocks(options.tokens_per_block),
+        )
+        free_bytes = self._model.device.headroom()
+        if self.followers is not None:
+            free_bytes = min(free_bytes, self.followers.wait_joined())
+        measure = None if self.followers is not None else partial(self.step_bytes, options, layout)
+        num_blocks = num_kv_blocks(options, layout, self._model.device.type, free_bytes, measure)
+        if layout.state_blocks:
+            state_bytes = in_binary_units(layout.state_blocks * block_nbytes(layout))
+            if num_blocks < layout.state_blocks + 2:
+                raise ValueError(
+                    f"the recurrent state of one sequence takes {state_bytes}, {layout.state_blocks} blocks of KV "
+                    f"memory, which has {num_blocks}; raise num_blocks to {MIN_BLOCKS + layout.state_blocks}"
+                )
+            logger.info(
+                "a sequence's recurrent state takes %s, %d of %d KV blocks; prefixes are not cached",
+                state_bytes,
+                layout.state_blocks,
+                num_blocks,
+            )
+        return KVMemory(
+            layout,
+            num_blocks,
+            self._model.device,
+            instance.transport,
+            heads=language.kv_heads if self.followers else None,
+            followers=self.followers,
+            staging_bytes=options.kv_transfer.staging_bytes,
+            lease_s=options.lease_s,
+            shares=options.kv_transfer.transport == "auto",
+            emulation=self._model.emulation,
+        )
+
+
+def read_texts(path: Path, family: Family, eos_token_ids: frozenset[int] = frozenset()) -> Texts:
+    """Raises ValueError for a tokenizer with tokens that the model has not, or a template that shows nothing."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if not tokenizer("a", add_special_tokens=False).input_ids:
+        raise ValueError(f"{path}: its tokenizer makes no token of a letter; copy its files from the model")
+    vocab_size = family.config.get_text_config().vocab_size
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"{path}: vocab_size is {vocab_size}, but its tokenizer has {len(tokenizer)} "
+            "tokens; the model must have them all"
+        )
+    literals = MediaLiterals(tokenizer, family.config, family.tokens)
+    template = ChatTemplate(tokenizer, path, literals, family.chat_template)
+    if family.shown and isinstance(tokenizer.chat_template, str):
+        token = tokenizer.convert_ids_to_tokens(family.image_token_id)
+        tokenizer.chat_template = tokenizer.chat_template.replace(family.shown, token)
+    return Texts(
+        tokenizer=tokenizer,
+        vocabulary=Vocabulary(tokenizer),
+        grammars=Grammars(tokenizer, eos_token_ids),
+        bounded=BoundedTokenizer(tokenizer),
+        template=template,
+        literals=literals,
+    )

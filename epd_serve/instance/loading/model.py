@@ -1,0 +1,174 @@
+"""The model of an instance, as its stages need it: computed from a checkpoint, or emulated from its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from device.base import BareDevice
+from epd_serve.config import InstanceOptions, ShapeConfig
+from epd_serve.engine.computing import KVCacheMemory, Runner
+from epd_serve.engine.pace.measurements import Measurements
+from epd_serve.instance.encode import Decoders, Prepare
+from epd_serve.instance.feature_receiver import FeatureForm
+from epd_serve.instance.text.prompt import PromptProcessor
+from epd_serve.protocol import wire
+from epd_serve.sched.step_sizes import StepShape
+from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
+from epd_serve.transfer.transport import Transport
+
+if TYPE_CHECKING:
+    from epd_serve.instance.instance import Instance
+    from epd_serve.models.family import Family
+
+#: A grammar → what sequences follow; ``is_tried``: another instance has compiled it.
+Compile = Callable[..., Awaitable[Any]]
+
+
+class Language(Protocol):
+    """The language model of an instance, which it keeps from one role to the next: weights, texts, KV memory.
+
+    Attributes:
+        max_model_len: of a sequence that is alone here; known after :meth:`prepare`.
+        num_parameters: of the weights that are held.
+        is_split: whether other processes hold parts of it.
+    """
+
+    prompts: PromptProcessor
+    eos_token_ids: frozenset[int]
+    max_model_len: int
+    num_parameters: int
+
+    @property
+    def is_split(self) -> bool: ...
+
+    @property
+    def memory(self) -> KVCacheMemory: ...
+
+    @property
+    def layout(self) -> wire.KVLayout: ...
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of one block in all layers on the device."""
+        ...
+
+    @property
+    def feature_form(self) -> FeatureForm: ...
+
+    def prepare(self, instance: Instance) -> Runner:
+        """KV memory, and graphs where the role decodes. Raises ValueError for a model that cannot be served so."""
+        ...
+
+    def step_seconds(self, runner: Any) -> Callable[[StepShape], float]:
+        """Times steps of the runner that was prepared last, while nothing else uses the KV pool."""
+        ...
+
+    def compiler(self, instance: Instance) -> Compile:
+        """Compiles grammars for the sequences that follow them."""
+        ...
+
+    def forget(self, transport: Transport) -> None:
+        """Give the KV memory back. Nobody may be about to write there."""
+        ...
+
+    def close(self) -> None:
+        """End what other processes hold of it. Blocks."""
+        ...
+
+
+class InstanceModel(Protocol):
+    """The model of one instance, opened for its device.
+
+    Attributes:
+        location: what ``/info`` says of where it is from.
+        dtype: of weights and features. fingerprint: of what the tower makes of media.
+        producer: of features: kind of device and operators; "" where nothing is computed.
+        feature_token_bytes: of a picture's token.
+        decoders, prepare, data_of: see :class:`~epd_serve.instance.encode.EncodeService`.
+        max_positions: longest context that the model allows.
+    """
+
+    location: str
+    dtype: str
+    fingerprint: str
+    producer: str
+    feature_token_bytes: int
+    max_positions: int
+
+    @property
+    def family(self) -> Family: ...
+
+    @property
+    def decoders(self) -> Decoders: ...
+
+    @property
+    def prepare(self) -> Prepare | None: ...
+
+    @property
+    def data_of(self) -> Callable[[Any], Any]: ...
+
+    def tower(self, before_layer: Callable[[], None]) -> Any:
+        """Load the tower; ``before_layer`` is called before each of its layers. Blocks."""
+        ...
+
+    def encoding(self, pixels: Sequence[int]) -> AbstractContextManager[None]:
+        """The context of a batch of images of so many pixels: it takes as long as on the device."""
+        ...
+
+    def linked(self, transport: Transport) -> Transport:
+        """The transport over the links of the model's device."""
+        ...
+
+    def feature_store(
+        self, options: InstanceOptions, host: FeatureStore, transport: Transport, observe: StoreObserver
+    ) -> FeatureStore:
+        """The store on the model's device, over one on the host; that one where the device is the host. Blocks."""
+        ...
+
+    def measurements(self) -> Measurements:
+        """The known measurements of an instance like this one, in this user's cache."""
+        ...
+
+    def encode_seconds(self, tower: Any, num_images: int) -> float:
+        """The time to encode square images of 448 pixels."""
+        ...
+
+    def language(self, instance: Instance, *, at_once: bool) -> Language:
+        """Load the language model. Blocks as long as that takes. Raises ValueError where it cannot be served."""
+        ...
+
+
+def open_device(options: InstanceOptions) -> BareDevice:
+    """The first device of an instance. Raises ValueError where it is not there."""
+    if isinstance(options.model, ShapeConfig):
+        from device.emulated import timed
+
+        return timed.open_device(options.devices[0])
+    from device.registry import get_device
+
+    return get_device(options.devices[0])
+
+
+def open_model(options: InstanceOptions, device: Any) -> InstanceModel:
+    """Read what every role needs of a model; ``device``: from :func:`open_device`. Blocks.
+
+    Raises ValueError for one that cannot be served.
+    """
+    if isinstance(options.model, ShapeConfig):
+        from epd_serve.instance.loading.shape_model import ShapeModel
+
+        return ShapeModel(options, device)
+    from epd_serve.instance.loading.checkpoint import CheckpointModel
+
+    return CheckpointModel(options, device)
+
+
+def prepare_process(options: InstanceOptions) -> None:
+    """Set the libraries of this process up that compute; it has no threads yet."""
+    if isinstance(options.model, ShapeConfig):
+        return
+    from epd_serve.instance.loading.checkpoint import set_up
+
+    set_up(options.threads)

@@ -1,0 +1,282 @@
+"""A model of which only the shape is there, on an emulated device: ``model: {shape_of: NAME}``. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from device.datasheets import emulated_kind
+from device.emulated.timed import TimedDevice
+from epd_serve.config import InstanceOptions, ShapeConfig
+from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
+from epd_serve.cost.device_time import DeviceTime
+from epd_serve.cost.shape import ModelShape, shape_of
+from epd_serve.engine.emulated.digests import (
+    FEATURE_WIDTH,
+    LAYER_BYTES,
+    DigestMemory,
+    DigestRunner,
+    DigestTower,
+    Feature,
+    Held,
+    Picture,
+)
+from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements
+from epd_serve.errors import InvalidRequest
+from epd_serve.instance.encode import no_time
+from epd_serve.instance.feature_receiver import FeatureForm
+from epd_serve.instance.text.prompt import PromptProcessor
+from epd_serve.instance.text.request_processor import Place
+from epd_serve.instance.text.syllables import END, IMAGE, NUM_TOKENS, SYLLABLES, VIDEO, NoLogits, syllable_texts
+from epd_serve.models.family import Family, Size
+from epd_serve.protocol import wire
+from epd_serve.sched.step_sizes import StepShape
+from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
+from epd_serve.transfer.shaped import over_emulated_links
+from epd_serve.transfer.transport import Transport
+from epd_serve.types import Grammar, SamplingParams
+
+if TYPE_CHECKING:
+    from epd_serve.instance.instance import Instance
+    from epd_serve.instance.loading.model import Compile
+
+#: An answer that does not ignore its end has so many tokens on average.
+MEAN_ANSWER_TOKENS = 200
+#: Of the device's memory that is free beside the weights; activations would need the rest.
+_FREE_MEMORY_FOR_KV = 0.8
+
+
+class ShapeFamily(Family):
+    """Pictures have as many tokens as the processor of the real model makes of them; two frames are one."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        self._vision = shape.vision
+        self.image_token_id = IMAGE
+
+    @property
+    def token_ids(self) -> dict[str, int]:
+        return {} if self._vision is None else {"image": self.image_token_id, "video": VIDEO}
+
+    def parts(self, size: Size) -> Sequence[int | str]:
+        if self._vision is None:
+            raise InvalidRequest("the model takes text alone; leave out the images", param="messages")
+        try:
+            return [self._vision.num_tokens(*size)]
+        except ValueError as error:
+            raise InvalidRequest(f"an image of {size[0]}x{size[1]} pixels cannot be used: {error}") from error
+
+    def num_tokens(self, item: wire.MediaRef) -> int:
+        return item.num_pictures * self.num_image_tokens((item.width, item.height))
+
+    def video_parts(self, item: wire.MediaRef) -> Sequence[int | str]:
+        return (self.num_tokens(item),)
+
+    def pixels_of(self, item: wire.MediaRef) -> int:
+        return item.num_pictures * self.num_pixels((item.width, item.height))
+
+    def num_pixels(self, size: Size) -> int:
+        self.parts(size)
+        assert self._vision is not None
+        width, height = self._vision.resized(*size)
+        return width * height
+
+    def blank_inputs(self, size: Size) -> Any:
+        return Picture("", self.num_image_tokens(size), self.num_pixels(size))
+
+    def positions(self, ids: Sequence[int], items: Sequence[wire.MediaRef], model: Any) -> Any:
+        return (), 0
+
+
+class ShapeModel:
+    """Fills the InstanceModel protocol with nothing but sizes.
+
+    Attributes:
+        time: of the device for this shape, without the host's part: that is real.
+    """
+
+    dtype = "bfloat16"
+    producer = ""
+
+    def __init__(self, options: InstanceOptions, device: TimedDevice) -> None:
+        assert isinstance(options.model, ShapeConfig)
+        self.shape = shape_of(options.model.shape_of)
+        if self.shape.language.vocabulary < NUM_TOKENS:
+            raise ValueError(
+                f"shape_of {self.shape.name}: its vocabulary has {self.shape.language.vocabulary} tokens, and "
+                f"answers without weights are made of {NUM_TOKENS}"
+            )
+        self.device, self.options = device, options
+        self.time = DeviceTime.of(options.shape_of or options.model.shape_of, emulated_kind(options.devices[0]))
+        device.interfere(self.time.interference)
+        self.family = ShapeFamily(self.shape)
+        self.location = f"the shape of {self.shape.name}, without weights"
+        self.fingerprint = blake3(f"epd-serve shape 1 {self.shape}".encode()).hexdigest()
+        self.feature_token_bytes = self.shape.feature_token_bytes
+        self.max_positions = self.shape.max_positions
+        self.decoders = NoDecoders()
+
+    def tower(self, before_layer: Callable[[], None]) -> DigestTower:
+        assert self.shape.vision is not None
+        return DigestTower(
+            self.time,
+            self.device,
+            num_layers=self.shape.vision.num_layers,
+            num_parameters=self.shape.vision.parameters,
+            before_layer=before_layer,
+        )
+
+    def encoding(self, pixels: Sequence[int]) -> AbstractContextManager[None]:
+        return no_time(pixels)  # the tower takes it
+
+    def linked(self, transport: Transport) -> Transport:
+        block_bytes = LAYER_BYTES * self.shape.language.num_layers
+        scales = {
+            "kv": self.shape.kv_token_bytes * self.options.tokens_per_block / block_bytes,
+            "features": self.feature_token_bytes / FEATURE_WIDTH,
+        }
+        return over_emulated_links(transport, self.time.profile, scales)
+
+    async def prepare(self, media: bytes, ref: wire.MediaRef, place: Place) -> Picture:
+        """Only its name and size count: the file is not decoded."""
+        return Picture(ref.mm_hash, self.family.num_tokens(ref), self.family.pixels_of(ref), ref.num_pictures)
+
+    def data_of(self, feature: Feature) -> memoryview:
+        return memoryview(feature.data)
+
+    def feature_store(
+        self, options: InstanceOptions, host: FeatureStore, transport: Transport, observe: StoreObserver
+    ) -> FeatureStore:
+        return host
+
+    def measurements(self) -> Measurements:
+        return Measurements(None, {})  # a profile is asked in no time
+
+    def encode_seconds(self, tower: DigestTower, num_images: int) -> float:
+        return self.time.profile.encode_s([self.family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))] * num_images)
+
+    def language(self, instance: Instance, *, at_once: bool) -> ShapeLanguage:
+        return ShapeLanguage(self, instance)
+
+
+class NoDecoders:
+    """Fills the Decoders protocol: no file is decoded."""
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class ShapeLanguage:
+    """Fills the Language protocol: texts of syllables, KV of digests, tokens that are hashes."""
+
+    is_split = False
+    eos_token_ids = frozenset({END})
+
+    def __init__(self, model: ShapeModel, instance: Instance) -> None:
+        options = instance.options
+        self._model, self._device = model, model.device
+        self._weights = Held(self._device, int(model.time.profile.language_bytes))
+        self.num_parameters = model.shape.language.parameters
+        self.max_model_len = options.max_model_len or model.max_positions
+        self.prompts = PromptProcessor(
+            syllable_texts(),
+            model.family,
+            None,
+            max_model_len=self.max_model_len,
+            block_size=options.tokens_per_block,
+            on_prompt=instance.rates.prompted,
+            generation=NoLogits(eos_token_ids=self.eos_token_ids),
+        )
+        self._memory: DigestMemory | None = None
+        self._sized_by: tuple[int | None, ...] | None = None
+
+    @property
+    def memory(self) -> DigestMemory:
+        assert self._memory is not None, "no KV memory: prepare() comes first"
+        return self._memory
+
+    @property
+    def layout(self) -> wire.KVLayout:
+        return self.memory.layout
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.memory.nbytes(self.layout.num_layers, 1)
+
+    @property
+    def feature_form(self) -> FeatureForm:
+        return FeatureForm(
+            dtype="uint8", width=FEATURE_WIDTH, num_tokens=self._model.family.num_tokens, read=self._read
+        )
+
+    def prepare(self, instance: Instance) -> DigestRunner:
+        options = instance.options
+        if self._memory is None or options.kv_memory_sizes != self._sized_by:
+            self.forget(instance.transport)
+            self._memory = self._new_memory(instance.options, instance.transport)
+            self._sized_by = options.kv_memory_sizes
+        # a sequence that is alone must be able to reach its end
+        self.max_model_len = self.prompts.max_model_len = min(
+            options.max_model_len or self._model.max_positions,
+            (self._memory.num_blocks - 1) * options.tokens_per_block,
+        )
+        return DigestRunner(self._memory, self._device, self._model.time, next_token)
+
+    def step_seconds(self, runner: DigestRunner) -> Callable[[StepShape], float]:
+        return lambda shape: runner.cost(shape.work)[0]
+
+    def compiler(self, instance: Instance) -> Compile:
+        async def compile_(grammar: Grammar, *, is_tried: bool = False) -> Any:
+            raise InvalidRequest(f"{grammar.param}: a model without weights follows no grammar; leave it out")
+
+        return compile_
+
+    def forget(self, transport: Transport) -> None:
+        if self._memory is not None:
+            transport.release(self._memory.slab)
+            self._memory = None
+
+    def close(self) -> None:
+        pass
+
+    def _read(self, data: bytearray, shape: Sequence[int], dtype: str) -> Feature:
+        if len(shape) != 2 or shape[0] * shape[1] != len(data):
+            raise ValueError(f"a feature of {len(data)} bytes has shape {list(shape)}")
+        return Feature(data, (shape[0], shape[1]), dtype)
+
+    def _new_memory(self, options: InstanceOptions, transport: Transport) -> DigestMemory:
+        language, block_size = self._model.shape.language, options.tokens_per_block
+        layout = wire.KVLayout(
+            num_layers=language.num_layers,
+            num_kv_heads=language.num_kv_heads,
+            head_dim=language.head_dim,
+            block_size=block_size,
+            dtype=self._model.dtype,
+            model=self._model.fingerprint,
+        )
+        token_bytes = self._model.shape.kv_token_bytes
+        block_bytes = token_bytes * block_size
+        if options.num_blocks is not None:
+            num_blocks = options.num_blocks
+        elif options.kv_cache_bytes is not None:
+            num_blocks = blocks_in(options.kv_cache_bytes, block_bytes=block_bytes, block_size=block_size)
+        else:
+            num_blocks = max(int(self._device.headroom() * _FREE_MEMORY_FOR_KV) // block_bytes, MIN_BLOCKS)
+        staging_bytes = options.kv_transfer.staging_bytes
+        return DigestMemory(layout, num_blocks, self._device, transport, token_bytes, staging_bytes)
+
+
+def next_token(chain: bytes, sampling: SamplingParams, index: int, number: int) -> int:
+    """The token after all that the digest is of: greedy by that alone, else by the seed and the choice, too.
+
+    One of ``MEAN_ANSWER_TOKENS`` ends an answer that may end.
+    """
+    drawn = "" if sampling.greedy else f"{sampling.seed} {sampling.first_choice + index}"
+    found, end = divmod(int.from_bytes(blake3(chain + drawn.encode()).digest(8)), MEAN_ANSWER_TOKENS)
+    may_end = not sampling.ignore_eos and number >= sampling.min_tokens
+    return END if may_end and not end else SYLLABLES[found % len(SYLLABLES)]

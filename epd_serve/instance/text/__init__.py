@@ -1,0 +1,1 @@
+"""Text in and out of an instance: chat templates, tokens, grammars, and the threads that make them."""

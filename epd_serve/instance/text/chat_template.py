@@ -1,0 +1,285 @@
+"""Messages to text by the model's chat template; tools for templates that know none."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, TemplateError, meta
+
+from epd_serve.config.model_files import check_template, parse_template
+from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.openai.tool_format import CALL_END, CALL_START
+from epd_serve.protocol.wire import CalledFunction, ChatMessage, PromptOptions
+
+#: Errors of a template that is given a chat which it does not know.
+_REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+#: Clients send it to every model.
+_THINKING = "enable_thinking"
+_TOOL_PROMPT = """\
+You may call functions to answer. These are the functions, one JSON schema a line:
+{tools}
+To call one, write its name and its arguments as JSON between these tags:
+<tool_call>
+{{"name": "<function>", "arguments": {{...}}}}
+</tool_call>"""
+
+
+class ChatTemplate:
+    """Renders chats of one model. Safe for use from several threads."""
+
+    def __init__(self, tokenizer: Any, path: Path, literals: MediaLiterals, default: str = "") -> None:
+        """Raises ValueError for a template that is no Jinja, or shows no text of a chat.
+
+        Args:
+            default: the template of a checkpoint that has none.
+        """
+        self._tokenizer = tokenizer
+        self._literals = literals
+        if not tokenizer.chat_template:
+            tokenizer.chat_template = _processor_chat_template(path) or default or None
+        if isinstance(tokenizer.chat_template, str):
+            check_template(tokenizer.chat_template, path)
+        shown, shown_of_parts = self._num_shown(as_parts=False), self._num_shown(as_parts=True)
+        self._takes_parts = shown_of_parts > shown
+        if shown == 0 and not self._takes_parts:
+            raise ValueError(f"{path}: its chat template shows no text of a chat; copy it from the model")
+
+    def _num_shown(self, *, as_parts: bool) -> int:
+        """The number of roles whose text the template shows, with contents of one form.
+
+        Some templates look for parts alone and pass over a string; some refuse a system message. -1: it refuses
+        the chat, or there is none.
+        """
+        words = {role: f"word-{role}" for role in ("system", "user", "assistant")}
+        most = -1
+        for roles in (
+            ("system", "user", "assistant", "user"),
+            ("user", "assistant", "user"),
+        ):  # no system for some
+            chat = [{"role": one, "content": _as_parts(words[one]) if as_parts else words[one]} for one in roles]
+            try:
+                text = self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            except _REFUSALS:
+                continue
+            # in quotation marks: a list that is written as Python or JSON writes it
+            most = max(most, sum(word in text and not re.search(f"['\"]{word}", text) for word in words.values()))
+        return most
+
+    @cached_property
+    def _known_names(self) -> frozenset[str]:
+        """The variables that the template reads."""
+        source = self._tokenizer.get_chat_template()
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+        try:
+            tree = parse_template(environment, source)
+        except TemplateError:
+            return frozenset(("tools",)) if "tools" in source else frozenset()
+        return frozenset(meta.find_undeclared_variables(tree))
+
+    @cached_property
+    def _taken_names(self) -> frozenset[str]:
+        """Return the names that a request must not set in the template."""
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        return frozenset((*parameters, "messages", "tools", *self._tokenizer.special_tokens_map))
+
+    def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> tuple[str, str]:
+        """The text, and the mark of what stands for media in it only by its spelling
+        (:class:`MediaLiterals`). Raises InvalidRequest for what the template refuses."""
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        tools = json.loads(options.tools) if options.tools else None
+        native = "tools" in self._known_names
+        rendered = [_message(m) for m in messages] if native else _without_tools(messages, tools)
+        if self._takes_parts:
+            for message in rendered:
+                message["content"] = _as_parts(message["content"])
+        shown: list[Any] = [rendered, tools if native else None, self._arguments(options)]
+        mark = self._literals.mark_for(shown)
+        rendered, tools, arguments = self._literals.marked(shown, mark) if mark else shown
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                rendered,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                **arguments,
+            )
+        except _REFUSALS as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return text, mark
+
+    def _arguments(self, options: PromptOptions) -> dict[str, Any]:
+        arguments: dict[str, Any] = json.loads(options.template_kwargs) if options.template_kwargs else {}
+        if _THINKING not in self._known_names:
+            arguments.pop(_THINKING, None)  # a model without that switch does what it does
+        for name in arguments:
+            if name in self._taken_names or name not in self._known_names:
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name[:60]}: the model's chat template has no such argument",
+                    param=f"chat_template_kwargs.{name[:60]}",
+                )
+        return arguments
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    rendered: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    if message.tool_calls:
+        rendered["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        rendered["tool_call_id"] = message.tool_call_id
+    return rendered | _rarely_shown(message)
+
+
+def _rarely_shown(message: ChatMessage) -> dict[str, str]:
+    """Fields that few templates show; the others pass over them."""
+    fields = {"name": message.name, "reasoning_content": message.reasoning}
+    return {name: text for name, text in fields.items() if text}
+
+
+def _without_tools(messages: Sequence[ChatMessage], tools: list[Any] | None) -> list[dict[str, Any]]:
+    """The same chat for a template that knows neither tools nor calls: all of it in the text."""
+    rendered: list[dict[str, Any]] = [
+        {"role": _ROLES.get(m.role, m.role), "content": _content(m), **_rarely_shown(m)} for m in messages
+    ]
+    for entry, message in zip(rendered, messages, strict=True):
+        if message.role == "tool":
+            entry["content"] = _around(entry["content"], "<tool_response>\n", "\n</tool_response>")
+        if message.tool_calls:
+            calls = "\n".join(_written(call) for call in message.tool_calls)
+            entry["content"] = _around(entry["content"], "", ("\n" if message.content else "") + calls)
+    if tools:
+        prompt = _TOOL_PROMPT.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))
+        if rendered and rendered[0]["role"] == "system":
+            rendered[0]["content"] = _around(rendered[0]["content"], "", "\n\n" + prompt)
+        else:
+            rendered.insert(0, {"role": "system", "content": prompt})
+    return rendered
+
+
+_ROLES = {"tool": "user"}
+
+
+def _written(call: CalledFunction) -> str:
+    body = json.dumps({"name": call.name, "arguments": json.loads(call.arguments)}, ensure_ascii=False)
+    return CALL_START + body + CALL_END
+
+
+def _around(content: Any, before: str, after: str) -> Any:
+    if isinstance(content, str):
+        return before + content + after
+    return [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
+
+
+def _content(message: ChatMessage) -> Any:
+    """A message's content as chat templates expect it: a string, or a list of parts where media are involved."""
+    if all(part.type == "text" for part in message.content):
+        return "".join(part.text for part in message.content)
+    return [{"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.content]
+
+
+def _as_parts(content: Any) -> Any:
+    """A message's content as a list of parts, in whichever of the two forms it is."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _processor_chat_template(path: Path) -> str | None:
+    """Older checkpoints keep the template beside the processor instead of the tokenizer."""
+    file = path / "chat_template.json"
+    if not file.exists():
+        return None
+    template: str = json.loads(file.read_text())["chat_template"]
+    return template
+
+
+#: Names of a configuration's fields that say which tokens these are.
+_FIELD = re.compile(r"(image|video|vision|audio)\w*_token_(id|index)")
+
+
+class MediaLiterals:
+    """Finds such spellings in what a request brings, and marks them, to be tokenised as the characters they are.
+
+    A mark is a character of the private use areas that the request does not have, behind the first character of
+    each spelling. Chat templates pass it on like any other.
+    """
+
+    def __init__(self, tokenizer: Any, config: Any, tokens: Collection[str] = ()) -> None:
+        """``tokens``: others than those of the configuration's fields."""
+        added = tokenizer.added_tokens_decoder
+        fields = config.to_dict().items()
+        ids = {value for name, value in fields if _FIELD.fullmatch(name) and isinstance(value, int)}
+        spellings = [str(one.content) for id, one in added.items() if id in ids or one.content in tokens]
+        self._spelling = _any_of(spellings)
+        self._special = _any_of(str(token.content) for token in added.values() if token.special)
+
+    def mark_for(self, value: Any) -> str:
+        """The mark for strings, lists and dicts of a request; "" where nothing in them is to be marked."""
+        texts = list(_strings(value))
+        if self._spelling is None or not any(map(self._spelling.search, texts)):
+            return ""
+        used: set[str] = set().union(*texts)
+        mark = next((mark for mark in map(chr, range(0xE000, 0xF900)) if mark not in used), None)
+        if mark is None:
+            raise InvalidRequest(
+                f"a text that has {self._spelling.pattern!r} may not have every character from U+E000 to U+F8FF",
+                param="messages",
+            )
+        return mark
+
+    def marked(self, value: Any, mark: str) -> Any:
+        """A copy of strings, lists and dicts with all spellings marked."""
+        if isinstance(value, str):
+            assert self._spelling is not None
+            return self._spelling.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+        if isinstance(value, dict):
+            return {self.marked(key, mark): self.marked(one, mark) for key, one in value.items()}
+        return [self.marked(one, mark) for one in value] if isinstance(value, list) else value
+
+    def pieces(self, text: str, mark: str) -> Iterator[tuple[str, bool]]:
+        """A text with marks in pieces to tokenise one by one, and whether special tokens are text in each.
+
+        What lies between two special tokens is tokenised by itself, as a tokenizer does.
+        """
+        specials = () if self._special is None else self._special.finditer(text)
+        pieces: list[str] = []  # such stretches in turn with what goes before and between them
+        start = plain_from = 0
+        for end, after in (*(found.span() for found in specials), (len(text), len(text))):
+            if mark in text[start:end]:
+                pieces += [text[plain_from:start], text[start:end].replace(mark, "")]
+                plain_from = end
+            start = after
+        for place, piece in enumerate((*pieces, text[plain_from:])):
+            yield piece, place % 2 == 1
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _strings(key)
+            yield from _strings(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _strings(one)
+
+
+def _any_of(spellings: Iterable[str]) -> re.Pattern[str] | None:
+    """The longest first; None where there are none."""
+    longest_first = sorted(spellings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None

@@ -1,0 +1,436 @@
+"""From messages and the facts of media to token ids, media spans and positions; no pixels needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from epd_serve.cache.block_pool import hash_blocks
+from epd_serve.errors import InvalidRequest
+from epd_serve.instance.text.bounded_tokenizer import PIECE_CHARACTERS, BoundedTokenizer
+from epd_serve.instance.text.detokenizer import Vocabulary
+from epd_serve.instance.text.request_processor import S_PER_CHARACTER
+from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, picture, sound
+from epd_serve.models.generation_config import GenerationConfig
+from epd_serve.protocol.wire import (
+    ChatMessage,
+    MediaRef,
+    PrefillRequest,
+    PromptOptions,
+    TokenizeReply,
+    TokenizeRequest,
+)
+from epd_serve.types import AS_THE_MODEL, MediaSpan, SamplingParams, VideoFacts
+
+if TYPE_CHECKING:
+    from epd_serve.engine.sampling.grammar import Grammars
+    from epd_serve.instance.text.chat_template import MediaLiterals
+
+#: Tokens that a question about a text's tokens may have, where the context holds fewer.
+MAX_COUNTED_TOKENS = 1 << 17
+#: Of a stop string, and of a word that is not to appear.
+_MAX_WORD_CHARACTERS = 4096
+_MAX_LAYOUTS = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """A request ready to be computed.
+
+    Attributes:
+        positions: rotary ones [axes, tokens], opaque here.
+        both_ways, position_delta: see :class:`epd_serve.sequence.Sequence`.
+        max_tokens: output tokens that the client asked for or the context leaves.
+        sampling: of the request, with what takes the tokenizer filled in.
+        constraint: the compiled grammar, where the answer must follow one; it is not made here.
+    """
+
+    ids: list[int]
+    spans: tuple[MediaSpan, ...]
+    positions: Any
+    position_delta: int
+    block_hashes: list[bytes]
+    max_tokens: int
+    sampling: SamplingParams
+    both_ways: tuple[tuple[int, int], ...] = ()
+    constraint: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """One model's way from chats and texts to tokens, and back. Safe for use from several threads.
+
+    Attributes:
+        tokenizer: as transformers has it; of an emulated model, what this file asks of one.
+        vocabulary: tokens as text and bytes. grammars: as masks over tokens; None where no answer follows any.
+        bounded: reads texts, and refuses those that cannot fit.
+        template: renders chats. literals: what in a chat only looks like media.
+    """
+
+    tokenizer: Any
+    vocabulary: Vocabulary
+    grammars: Grammars | None
+    bounded: BoundedTokenizer
+    template: Template
+    literals: MediaLiterals | None
+
+
+class Template(Protocol):
+    """A chat template."""
+
+    def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> tuple[str, str]:
+        """The text, and the mark of what stands for media in it only by its spelling; "": nothing does."""
+        ...
+
+
+class PromptProcessor:
+    """Chat template, tokenizer and position layout of one model. Safe for use from a pool of threads.
+
+    Attributes:
+        max_model_len: longest prompt and answer together, in tokens.
+    """
+
+    def __init__(
+        self,
+        texts: Texts,
+        family: Family,
+        language_model: Any,
+        *,
+        max_model_len: int,
+        block_size: int,
+        generation: GenerationConfig | None = None,
+        on_prompt: Callable[[int, int], None] = lambda num_characters, num_tokens: None,
+    ) -> None:
+        """``on_prompt`` is told of each prompt's text: its characters, and its tokens without media."""
+        self.tokenizer, self.vocabulary, self.grammars = texts.tokenizer, texts.vocabulary, texts.grammars
+        self._generation = generation or GenerationConfig()
+        self._texts, self._literals, self._template = texts.bounded, texts.literals, texts.template
+        self._family = family
+        self._layouts = MediaLayouts(family, self.tokenizer)
+        self._language_model = language_model
+        self.max_model_len = max_model_len
+        self._block_size = block_size
+        self._on_prompt = on_prompt
+
+    def cost_s(self, request: PrefillRequest | TokenizeRequest) -> float:
+        """About how long :meth:`process` takes."""
+        return S_PER_CHARACTER * _num_characters(request)
+
+    def estimate(self, request: PrefillRequest, tokens_per_character: float) -> int:
+        """About how many tokens the prompt will have."""
+        if isinstance(request.prompt, list):
+            return len(request.prompt)
+        media = sum(self._family.num_tokens(item) for item in request.items)
+        return media + round(_num_characters(request) * tokens_per_character)
+
+    def check_size(self, request: PrefillRequest | TokenizeRequest) -> None:
+        """Raises InvalidRequest for a prompt that is too long whatever it says. It takes no time."""
+        max_tokens = self._max_prompt_tokens(request)
+        if isinstance(request.prompt, list):
+            if request.prompting.truncate is None and len(request.prompt) > max(max_tokens, MAX_COUNTED_TOKENS):
+                raise _too_long(f"{len(request.prompt)}", max_tokens, "prompt")
+        elif request.prompting.truncate is None:
+            self._texts.check_length(_num_characters(request), max_tokens, _param(request))
+
+    def _max_prompt_tokens(self, request: PrefillRequest | TokenizeRequest) -> int:
+        """Return the limit of the text alone; a question about a text's tokens may have more than fit."""
+        if isinstance(request, TokenizeRequest):
+            return max(self.max_model_len, MAX_COUNTED_TOKENS)
+        return min(self.max_model_len, request.max_model_len or self.max_model_len)
+
+    def text_positions(self, num_tokens: int) -> Any:
+        """Rotary positions of a prompt without media."""
+        return self._family.positions([0] * num_tokens, (), self._language_model)[0]
+
+    def process(self, request: PrefillRequest, check: Callable[[], None] = lambda: None) -> Prompt:
+        """Raises InvalidRequest for what the template, the context length or the vocabulary refuses.
+
+        Args:
+            check: called now and then; what it raises ends the work.
+        """
+        self.check_size(request)
+        ids, spans = self._encode(request, check)
+        if not ids:
+            raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
+        if not isinstance(request.prompt, list):
+            self._on_prompt(_num_characters(request), len(ids) - sum(span.length for span in spans))
+        sampling = self._complete(self._generation.complete(request.sampling))
+        max_model_len = min(self.max_model_len, request.max_model_len or self.max_model_len)
+        max_tokens = _max_tokens(len(ids), sampling.max_tokens, max_model_len)
+        if self._generation.max_tokens is not None:
+            max_tokens = min(max_tokens, self._generation.max_tokens)
+        positions, delta = self._family.positions(ids, request.items, self._language_model)
+        both_ways: tuple[tuple[int, int], ...] = ()
+        if self._family.both_ways_tokens:  # which is of what is seen, not heard
+            heard = self._family.row_token_ids.get("audio")
+            both_ways = tuple((s.start, s.end) for s in spans if ids[s.start] != heard)
+        salt = request.prompting.cache_salt
+        if both_ways and self._family.both_ways_prompts:
+            both_ways = ((0, len(ids)),)
+            salt += hash_blocks(ids, len(ids), spans)[0].hex()  # the KV of its beginning is of this prompt alone
+        return Prompt(
+            ids=ids,
+            spans=self._in_segments(spans, request.items),
+            both_ways=both_ways,
+            positions=positions,
+            position_delta=delta,
+            block_hashes=hash_blocks(ids, self._block_size, spans, salt),
+            max_tokens=max_tokens,
+            sampling=sampling,
+        )
+
+    def segments(self, items: Sequence[MediaRef]) -> list[MediaRef]:
+        """The items, and in place of videos the segments that they are encoded in."""
+        parts = (part for item in items for part in item.segments)
+        return [part for part in parts if part.segment is None or self._family.num_tokens(part)]
+
+    def _in_segments(self, spans: Sequence[MediaSpan], items: Sequence[MediaRef]) -> tuple[MediaSpan, ...]:
+        """The same rows, those of videos as rows of their segments' features."""
+        segments = {item.mm_hash: self.segments([item]) for item in items if item.num_segments > 1}
+        found: list[MediaSpan] = []
+        for span in spans:
+            if span.mm_hash not in segments:
+                found.append(span)
+                continue
+            first = 0
+            for part in segments[span.mm_hash]:
+                end = first + self._family.num_tokens(part)
+                low, high = max(span.offset, first), min(span.offset + span.length, end)
+                if low < high:
+                    start = span.start + low - span.offset
+                    found.append(MediaSpan(start, high - low, part.mm_hash, low - first, span.mm_hash, first))
+                first = end
+        return tuple(found)
+
+    def tokenize(self, request: TokenizeRequest, check: Callable[[], None] = lambda: None) -> TokenizeReply:
+        """The tokens that :meth:`process` would make of the same request."""
+        self.check_size(request)
+        ids, _ = self._encode(request, check)
+        texts = self.tokenizer.convert_ids_to_tokens(ids) if request.with_texts else None
+        return TokenizeReply(tokens=ids, texts=texts)
+
+    def detokenize(self, ids: list[int]) -> str:
+        """Text of tokens. Raises InvalidRequest for those that are none, and for too many."""
+        if len(ids) > (most := max(self.max_model_len, MAX_COUNTED_TOKENS)):
+            raise InvalidRequest(f"tokens: {len(ids)} are too many; at most {most} are taken", param="tokens")
+        text: str = self.tokenizer.decode(self._check_ids(ids, "tokens"), skip_special_tokens=False)
+        return text
+
+    def _encode(
+        self, request: PrefillRequest | TokenizeRequest, check: Callable[[], None]
+    ) -> tuple[list[int], tuple[MediaSpan, ...]]:
+        options = request.prompting
+        if request.messages is not None:
+            text, mark = self._template.render(request.messages, options)
+            ids = self._read(request, text, mark, with_special=bool(options.add_special_tokens), check=check)
+        elif isinstance(request.prompt, str):
+            with_special = options.add_special_tokens is not False
+            ids = self._read(request, request.prompt, "", with_special=with_special, check=check)
+        else:
+            ids = self._check_ids(request.prompt or [], "prompt")
+        if options.truncate is not None:
+            ids = ids[-options.truncate :]
+        return self._expand(ids, request.items)
+
+    def _read(
+        self,
+        request: PrefillRequest | TokenizeRequest,
+        text: str,
+        mark: str,
+        *,
+        with_special: bool,
+        check: Callable[[], None],
+    ) -> list[int]:
+        """The tokens of a text, or the last that ``truncate`` asks for. Raises InvalidRequest for too many."""
+        truncate, max_tokens = request.prompting.truncate, self._max_prompt_tokens(request)
+        if truncate is not None and not mark:
+            return self._texts.last(text, truncate, add_special_tokens=with_special, check=check)
+        if truncate is not None:
+            max_tokens = max(max_tokens, MAX_COUNTED_TOKENS)
+        self._texts.check_length(len(text), max_tokens, _param(request))
+        if mark:
+            ids = self._texts.encode("", add_special_tokens=with_special, max_tokens=max_tokens)
+            assert self._literals is not None, "nothing else makes marks"
+            for piece, is_plain in self._literals.pieces(text, mark):
+                ids += self._texts.encode(
+                    piece,
+                    add_special_tokens=False,
+                    split_special_tokens=is_plain,
+                    max_tokens=max_tokens - len(ids),
+                    check=check,
+                )
+                if len(ids) > max_tokens:
+                    break
+        else:
+            ids = self._texts.encode(text, add_special_tokens=with_special, max_tokens=max_tokens, check=check)
+        if len(ids) > max_tokens and len(text) > PIECE_CHARACTERS:  # there may be more of them
+            raise _too_long(f"more than {max_tokens}", max_tokens, _param(request))
+        return ids
+
+    def _complete(self, sampling: SamplingParams) -> SamplingParams:
+        """The same with what the tokenizer decides: the spelling of bad words, the end of a structured answer."""
+        self._check_ids(list(sampling.logit_bias), "logit_bias")
+        self._check_ids(list(sampling.allowed_token_ids), "allowed_token_ids")
+        for name, words in (("stop", sampling.stop), ("bad_words", sampling.bad_words)):
+            if any(len(word) > _MAX_WORD_CHARACTERS for word in words):
+                raise InvalidRequest(f"{name}: a text has at most {_MAX_WORD_CHARACTERS} characters", param=name)
+        if sampling.bad_words:
+            spellings = {
+                tuple(self._texts.encode(spelt, add_special_tokens=False, max_tokens=_MAX_WORD_CHARACTERS))
+                for word in sampling.bad_words
+                for spelt in (word, " " + word.lstrip())
+            }
+            sampling = msgspec.structs.replace(sampling, bad_word_ids=tuple(sorted(filter(None, spellings))))
+        if sampling.grammar is not None:
+            assert self.grammars is not None, "refused before"
+            ends = (*sampling.stop_token_ids, self.grammars.end_token_id)
+            sampling = msgspec.structs.replace(sampling, stop_token_ids=ends)
+        return sampling
+
+    def _check_ids(self, ids: list[int], param: str) -> list[int]:
+        size = len(self.tokenizer)
+        wrong = next((token for token in ids if not 0 <= token < size), None)
+        if wrong is not None:
+            raise InvalidRequest(
+                f"{param}: token id {wrong} is outside the vocabulary of {size} tokens", param=param
+            )
+        return ids
+
+    def _expand(self, ids: list[int], items: Sequence[MediaRef]) -> tuple[list[int], tuple[MediaSpan, ...]]:
+        """Replace the template's one placeholder for each item by the item's tokens."""
+        if not items:
+            return ids, ()  # a placeholder in a text without media is a token like any other
+        placeholders = {token: kind for kind, token in self._family.token_ids.items()}
+        shown = [placeholders[token] for token in ids if token in placeholders]
+        if shown != (sent := [item.modality for item in items]):
+            raise InvalidRequest(
+                f"the model's chat template shows {len(shown)} media items ({_listed(shown)}) of the {len(sent)} "
+                f"that were sent ({_listed(sent)})",
+                param="messages",
+            )
+        expanded: list[int] = []
+        spans: list[MediaSpan] = []
+        remaining = iter(items)
+        numbers = dict.fromkeys(placeholders, 0)
+        for token in ids:
+            if token not in placeholders:
+                expanded.append(token)
+                continue
+            item = next(remaining)
+            layout = self._layouts.of(item, numbers[token])
+            numbers[token] += 1
+            start = len(expanded)
+            for begin, length, offset in layout.runs:
+                spans.append(MediaSpan(start + begin, length, item.mm_hash, offset))
+            expanded += layout.ids
+        return expanded, tuple(spans)
+
+
+def _listed(modalities: Sequence[str]) -> str:
+    """A few of them."""
+    return ", ".join(modalities[:8]) + (", ..." if len(modalities) > 8 else "") or "none"
+
+
+def _too_long(found: str, max_tokens: int, param: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the prompt has {found} tokens, and the context holds {max_tokens}; shorten it",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def _param(request: PrefillRequest | TokenizeRequest) -> str:
+    return "prompt" if request.messages is None else "messages"
+
+
+def _num_characters(request: PrefillRequest | TokenizeRequest) -> int:
+    messages, options = request.messages or (), request.prompting
+    texts = [part.text for message in messages for part in message.content]
+    calls = [call.arguments for message in messages for call in message.tool_calls]
+    return sum(map(len, (*texts, *calls, options.tools, options.template_kwargs, request.prompt or "")))
+
+
+def _max_tokens(num_prompt_tokens: int, asked: int | None, max_model_len: int) -> int:
+    room = max_model_len - num_prompt_tokens
+    if room < (1 if asked is None else min(asked, 1)):
+        raise InvalidRequest(
+            f"the prompt has {num_prompt_tokens} tokens, media included, and the context holds "
+            f"{max_model_len}; shorten it",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    if asked is not None and asked > room:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt_tokens} tokens, so max_tokens can be at most {room}, not {asked}: "
+            f"the context holds {max_model_len}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return room if asked is None else asked
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tokens of one item, and where among them which rows of its feature lie: (start, length, offset)."""
+
+    ids: list[int]
+    runs: list[tuple[int, int, int]]
+
+
+class MediaLayouts:
+    """Layouts of one model's media, the latest of which are kept. Safe for use from several threads."""
+
+    def __init__(self, family: Family, tokenizer: Any) -> None:
+        """Raises ValueError for a tokenizer that reads an item's text otherwise within a prompt than by itself."""
+        self._family = family
+        self._tokenizer = tokenizer
+        self._of_facts = lru_cache(_MAX_LAYOUTS)(self._new)
+        for size in TRIED_SIZES:
+            if "image" in family.token_ids:
+                self._check(picture(size))
+            if "video" in family.token_ids:
+                self._check(MediaRef.of_video(VideoFacts(*size, 100, 12.5), AS_THE_MODEL))
+        if family.audio is not None:
+            for seconds in TRIED_SECONDS:
+                self._check(sound(seconds, family.audio.rate))
+
+    def of(self, item: MediaRef, number: int = 0) -> Layout:
+        """The layout of an item with this number among those of its modality in a prompt.
+
+        Raises InvalidRequest for an item that the model cannot take.
+        """
+        whole = msgspec.structs.replace(item, mm_hash="", num_segments=1)
+        return self._of_facts(whole, self._family.text_before(number))
+
+    def _new(self, item: MediaRef, before: str) -> Layout:
+        ids = self._read(before) if before else []
+        runs: list[tuple[int, int, int]] = []
+        offset = 0
+        for part in self._family.parts_of(item):
+            if isinstance(part, str):
+                ids += self._read(part)
+                continue
+            runs.append((len(ids), part, offset))
+            ids += [self._family.row_token_ids[item.modality]] * part
+            offset += part
+        return Layout(ids, runs)
+
+    def _check(self, item: MediaRef) -> None:
+        token: str = self._tokenizer.convert_ids_to_tokens(self._family.row_token_ids[item.modality])
+        parts = [self._family.text_before(0), *self._family.parts_of(item)]
+        text = "".join(part if isinstance(part, str) else token * part for part in parts)
+        before, _, after = (self._read(piece) for piece in ("a ", token, " b"))
+        ids = self._read(f"a {text} b")
+        if ids != [*before, *self.of(item).ids, *after]:
+            raise ValueError(
+                f"its tokenizer reads the tokens of a media item, {text[:80]!r} ..., otherwise within a text than "
+                "by themselves; copy its files from the model"
+            )
+
+    def _read(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids

@@ -1,0 +1,151 @@
+"""The texts of a model without weights: a tokenizer of three characters to a token, and a chat template.
+
+Tokens are bytes, three characters of a small alphabet, placeholders of media, and the end of an answer. Answers
+are made of syllables, so that they look like a text and are printable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.instance.text.bounded_tokenizer import BoundedTokenizer
+from epd_serve.instance.text.detokenizer import Vocabulary
+from epd_serve.instance.text.prompt import Texts
+from epd_serve.models.generation_config import GenerationConfig
+from epd_serve.protocol.wire import ChatMessage, PromptOptions
+from epd_serve.types import SamplingParams
+
+_NUM_BYTES = 256
+IMAGE, VIDEO, END = range(_NUM_BYTES, _NUM_BYTES + 3)
+_SHOWN = {"image": "\N{OBJECT REPLACEMENT CHARACTER}", "video": "\N{FILM PROJECTOR}"}
+_END_TEXT = "\N{END OF TRANSMISSION}"
+_FIRST = END + 1
+_ALPHABET = " abcdefghijklmnopqrstuvwxyz.,?!"
+_SIDE = len(_ALPHABET)
+_PLACE = {character: place for place, character in enumerate(_ALPHABET)}
+NUM_TOKENS = _FIRST + _SIDE**3
+_PIECES = re.compile(f"[{re.escape(_ALPHABET)}]{{3}}|.", re.DOTALL)
+_CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
+
+
+def _token(text: str) -> int:
+    one, two, three = (_PLACE[character] for character in text)
+    return _FIRST + (one * _SIDE + two) * _SIDE + three
+
+
+#: The tokens of answers.
+SYLLABLES = tuple(
+    _token(first + consonant + vowel)
+    for first in (" ", *_VOWELS)
+    for consonant in _CONSONANTS
+    for vowel in _VOWELS
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Special:
+    content: str
+    special: bool = True
+
+
+class SyllableTokenizer:
+    """Fills the part of transformers' tokenizers that an instance asks for."""
+
+    chat_template = ""
+    eos_token_id = END
+    is_additive = True
+    added_tokens_decoder = dict(  # noqa: RUF012
+        zip((IMAGE, VIDEO, END), map(_Special, (*_SHOWN.values(), _END_TEXT)), strict=True)
+    )
+
+    def __len__(self) -> int:
+        return NUM_TOKENS
+
+    def get_vocab(self) -> dict[str, int]:
+        """The longest token alone: that is what is asked for."""
+        return {" ba": _token(" ba")}
+
+    def encode(self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False) -> list[int]:
+        return list(_read(text))
+
+    def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        written = bytearray()
+        for token in [ids] if isinstance(ids, int) else ids:
+            if token >= _FIRST:
+                pair, three = divmod(token - _FIRST, _SIDE)
+                one, two = divmod(pair, _SIDE)
+                written += (_ALPHABET[one] + _ALPHABET[two] + _ALPHABET[three]).encode()
+            elif token < _NUM_BYTES:
+                written.append(token)
+            elif not skip_special_tokens:
+                written += self.added_tokens_decoder[token].content.encode()
+        return written.decode("utf-8", "replace")
+
+    def convert_ids_to_tokens(self, ids: Any) -> Any:
+        return self.decode([ids]) if isinstance(ids, int) else [self.decode([token]) for token in ids]
+
+
+def _read(text: str) -> Iterator[int]:
+    for piece in _PIECES.findall(text):
+        if len(piece) == 3:
+            yield _token(piece)
+        elif piece in _SHOWN.values():
+            yield IMAGE if piece == _SHOWN["image"] else VIDEO
+        else:
+            yield from piece.encode("utf-8", "surrogatepass")
+
+
+class _Template:
+    """``role: text`` for each message."""
+
+    def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> tuple[str, str]:
+        if options.tools:
+            raise InvalidRequest("a model without weights calls no tools; leave them out", param="tools")
+        if options.template_kwargs:
+            raise InvalidRequest(
+                "a model without weights has no arguments of its chat template; leave them out",
+                param="chat_template_kwargs",
+            )
+        texts = [f"{message.role}: {''.join(map(_shown, message.content))}" for message in messages]
+        if options.add_generation_prompt:
+            texts.append("assistant: ")
+        return "\n".join(texts), ""
+
+
+def _shown(part: Any) -> str:
+    if part.type != "text":
+        return _SHOWN[part.type]
+    # what only looks like a placeholder must not become one
+    text: str = part.text
+    return text.translate(dict.fromkeys(map(ord, _SHOWN.values()), "?"))
+
+
+def syllable_texts() -> Texts:
+    tokenizer = SyllableTokenizer()
+    return Texts(
+        tokenizer=tokenizer,
+        vocabulary=Vocabulary(tokenizer),
+        grammars=None,
+        bounded=BoundedTokenizer(tokenizer),
+        template=_Template(),
+        literals=None,
+    )
+
+
+class NoLogits(GenerationConfig):
+    """Refuses what needs logits; what shapes a distribution (top_p, penalties and so on) changes nothing here."""
+
+    def complete(self, sampling: SamplingParams) -> SamplingParams:
+        for name in ("logit_bias", "allowed_token_ids", "bad_words", "logprobs", "grammar"):
+            value = getattr(sampling, name)
+            if value is not None and value not in ((), {}):
+                param = value.param if name == "grammar" and value.param else name
+                raise InvalidRequest(
+                    f"{param}: a model without weights has no logits that this could change or tell; leave it out",
+                    param=param,
+                )
+        return sampling

@@ -1,0 +1,1 @@
+"""Processes of a deployment on one host: started, watched, started again."""

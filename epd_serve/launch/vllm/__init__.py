@@ -1,0 +1,1 @@
+"""vLLM instances: their command lines, and what the installed vLLM can do."""

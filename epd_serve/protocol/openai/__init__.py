@@ -1,0 +1,1 @@
+"""What clients say and hear: the OpenAI API."""

@@ -1,0 +1,211 @@
+"""OpenAI response objects, as the bytes that travel: stream events and whole answers.
+
+Rules of the load testers in use: one event is ``data: {json}`` and two line feeds; the role comes with the first
+token; one token an event; usage in a last event of its own, then ``[DONE]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from epd_serve.protocol.openai.tool_format import Call, CallDelta, call_object
+from epd_serve.protocol.wire import OutputOptions
+
+_encode = msgspec.json.Encoder().encode
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of an answer with its log-probability.
+
+    Attributes:
+        token: its bytes, which may be a part of a character.
+        logprob: None for the first token of a prompt, which follows nothing.
+        top: the most likely tokens in its place, best first.
+        offset: characters of the choice's text before the one that it begins or belongs to.
+    """
+
+    token: bytes
+    logprob: float | None
+    top: list[tuple[bytes, float]]
+    offset: int
+
+    def entry(self) -> dict[str, Any]:
+        """The object that chat answers list under ``logprobs.content``."""
+        return {
+            **_token_entry(self.token, self.logprob),
+            "top_logprobs": [_token_entry(token, value) for token, value in self.top],
+        }
+
+    def alternatives(self) -> dict[str, float] | None:
+        """The object that completions list under ``logprobs.top_logprobs``: the chosen token is always in it."""
+        if self.logprob is None:
+            return None
+        by_text: dict[str, float] = {}
+        for token, value in (*self.top, (self.token, self.logprob)):  # of equal texts the likeliest counts
+            by_text.setdefault(token_text(token), value)
+        return by_text
+
+
+def token_text(token: bytes) -> str:
+    """A token as a string: its text, or where it is a part of a character its bytes, as OpenAI spells them."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+def _token_entry(token: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": token_text(token), "logprob": logprob, "bytes": list(token)}
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceText:
+    """A finished choice, for an answer in one piece."""
+
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: list[ScoredToken] | None
+    calls: Sequence[Call] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+def delta_event(
+    options: OutputOptions,
+    index: int,
+    text: str,
+    *,
+    first: bool,
+    finish_reason: str | None,
+    logprobs: list[ScoredToken] | None,
+    usage: Usage | None,
+    calls: Sequence[CallDelta] = (),
+) -> bytes:
+    """The event of one token.
+
+    Args:
+        first: whether this is the choice's first token, which brings the role along.
+        usage: the counts so far, where the client wants them in every event.
+        calls: parts that the token added to tool calls.
+    """
+    if options.kind == "chat":
+        delta: dict[str, Any] = {"role": "assistant", "content": text} if first else {"content": text}
+        if calls:
+            delta["tool_calls"] = _call_deltas(options, options.first_index + index, calls)
+        choice: dict[str, Any] = {"index": options.first_index + index, "delta": delta}
+    else:
+        choice = {"index": options.first_index + index, "text": text}
+    choice["logprobs"] = _logprobs(options, logprobs)
+    choice["finish_reason"] = finish_reason
+    body = _envelope(options, stream=True)
+    body["choices"] = [choice]
+    if usage is not None:
+        body["usage"] = usage.to_dict()
+    elif options.include_usage:
+        body["usage"] = None
+    return event(body)
+
+
+class DeltaTemplate:
+    """The event of a choice's token that brings nothing but text, whatever the text is."""
+
+    def __init__(self, options: OutputOptions, index: int) -> None:
+        empty = delta_event(options, index, "", first=False, finish_reason=None, logprobs=None, usage=None)
+        field = b'"content":' if options.kind == "chat" else b'"text":'  # in a string its quotes would be escaped
+        self._before, _, self._behind = empty.partition(field + b'""')
+        self._before += field
+
+    def event(self, text: str) -> bytes:
+        """As :func:`delta_event` writes it."""
+        return b"%b%b%b" % (self._before, _encode(text), self._behind)
+
+
+def usage_event(options: OutputOptions, usage: Usage) -> bytes:
+    """The event without choices that ``include_usage`` asks for."""
+    return event({**_envelope(options, stream=True), "choices": [], "usage": usage.to_dict()})
+
+
+def whole_answer(options: OutputOptions, choices: list[ChoiceText], usage: Usage) -> bytes:
+    """The JSON of an answer that is not streamed."""
+    body = _envelope(options, stream=False)
+    body["choices"] = [_whole_choice(options, choice) for choice in sorted(choices, key=lambda c: c.index)]
+    body["usage"] = usage.to_dict()
+    return _encode(body)
+
+
+def _whole_choice(options: OutputOptions, choice: ChoiceText) -> dict[str, Any]:
+    content: dict[str, Any]
+    if options.kind == "chat":
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message["content"] = choice.text.strip() or None
+            message["tool_calls"] = [
+                call_object(options.id, options.first_index + choice.index, i, call.name, call.arguments)
+                for i, call in enumerate(choice.calls)
+            ]
+        content = {"message": message}
+    else:
+        content = {"text": choice.text}
+    return {
+        "index": options.first_index + choice.index,
+        **content,
+        "logprobs": _logprobs(options, choice.logprobs),
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def _call_deltas(options: OutputOptions, choice: int, calls: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    """The new parts of tool calls, merged to one entry for each call."""
+    entries: dict[int, dict[str, Any]] = {}
+    for call in calls:
+        entry = entries.setdefault(call.index, {"index": call.index})
+        if call.name is not None:
+            entry |= call_object(options.id, choice, call.index, call.name, "")
+        function = entry.setdefault("function", {"arguments": ""})
+        function["arguments"] += call.arguments
+    return list(entries.values())
+
+
+def _logprobs(options: OutputOptions, tokens: list[ScoredToken] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    if options.kind == "chat":
+        return {"content": [token.entry() for token in tokens], "refusal": None}
+    return {
+        "tokens": [token_text(token.token) for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [token.alternatives() for token in tokens],
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def _envelope(options: OutputOptions, *, stream: bool) -> dict[str, Any]:
+    if options.kind == "completion":
+        name = "text_completion"
+    else:
+        name = "chat.completion.chunk" if stream else "chat.completion"
+    return {"id": options.id, "object": name, "created": options.created, "model": options.model}

@@ -1,0 +1,466 @@
+"""Requests of the OpenAI API, checked field by field, and what they become on the wire.
+
+``ChatCompletionRequest.parse`` and ``CompletionRequest.parse`` take the body's bytes. Every refusal is an
+InvalidRequest with ``param`` set and a sentence that says what would be right.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import msgspec
+from pydantic import BeforeValidator, Field, ValidationError
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.openai.fields import (
+    LABELS,
+    NEUTRAL,
+    WIRE_INTEGERS,
+    CacheSalt,
+    RequestModel,
+    StopString,
+    StopStrings,
+    TokenIds,
+    decode_object,
+    drop_message_neutral,
+    drop_neutral,
+    explain,
+)
+from epd_serve.protocol.openai.messages import (
+    MAX_MESSAGES,
+    AnyProcessorKwargs,
+    MediaIoKwargs,
+    MediaSource,
+    Message,
+    ProcessorKwargs,
+    check_messages,
+    media_of,
+    processing_of,
+    video_sampling,
+    wire_messages,
+)
+from epd_serve.protocol.openai.tools import (
+    MAX_TOOLS,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+    json_text,
+    make_grammar,
+    tools_text,
+)
+from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
+from epd_serve.types import SAMPLING_DEFAULTS, Grammar, SamplingParams
+
+MAX_TOP_LOGPROBS = 20
+MAX_BIASED_TOKENS = 4096
+MAX_BAD_WORDS = 256
+MAX_STOP_TOKENS = 4096
+#: Prompts of one completion request; each counts as often as it has choices.
+MAX_PROMPTS = 128
+#: OpenAI's default for /v1/completions; a chat without max_tokens may fill the context.
+COMPLETION_MAX_TOKENS = 16
+#: vLLM's earlier names for fields of structured_outputs.
+_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
+#: Fields of :meth:`GenerationRequest._rare_sampling`.
+_RARE = frozenset(
+    (
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+    )
+)
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+TokenText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+
+
+class GenerationRequest(RequestModel):
+    """The fields that chats and completions share. Null means: as if the field were absent."""
+
+    #: Whether an answer of a given structure is over where that is.
+    ends_with_structure: ClassVar[bool] = True
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
+    min_tokens: int | None = Field(None, ge=0, lt=WIRE_INTEGERS)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS)
+    stop: StopStrings | None = None
+    stop_token_ids: TokenIds | None = Field(None, max_length=MAX_STOP_TOKENS)
+    include_stop_str_in_output: bool | None = None
+    logit_bias: dict[TokenText, Bias] | None = Field(None, max_length=MAX_BIASED_TOKENS)
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1)
+    bad_words: list[StopString] | None = Field(None, max_length=MAX_BAD_WORDS)
+    truncate_prompt_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
+    add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: int | None = Field(None, ge=1, le=128)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: CacheSalt | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray) -> Self:
+        """Decode and check a body. Raises InvalidRequest that names the field in ``param``."""
+        return cls.from_fields(decode_object(body))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Self:
+        """Check a request whose body is decoded already. Raises as :meth:`parse`."""
+        if not LABELS.isdisjoint(fields):
+            fields = {name: value for name, value in fields.items() if name not in LABELS}
+        fields = _gather_guided(drop_neutral(fields, NEUTRAL, own=cls.model_fields))
+        try:
+            request = cls.model_validate(cls._prepare(fields))
+        except ValidationError as error:
+            raise explain(error, cls, (*NEUTRAL, *LABELS)) from error
+        request._check()
+        return request
+
+    @classmethod
+    def _prepare(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return fields
+
+    def _check(self) -> None:
+        """Apply the rules that join several fields."""
+        limit = self.token_limit()
+        if limit is not None and (self.min_tokens or 0) > limit:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) is greater than max_tokens ({limit})", param="min_tokens"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
+        if self.ends_with_structure and self.grammar() is not None and (self.ignore_eos or self.min_tokens):
+            field = "ignore_eos" if self.ignore_eos else "min_tokens"
+            raise InvalidRequest(
+                f"{field}: an answer of a given structure ends where the structure does; leave the field out",
+                param=field,
+            )
+
+    def token_limit(self) -> int | None:
+        """The most tokens that an answer may have; None where the context alone limits it."""
+        return self.max_tokens
+
+    @abstractmethod
+    def _logprobs(self) -> int | None:
+        """The number of alternatives to report for each token; None for no log-probabilities at all."""
+
+    def grammar(self) -> Grammar | None:
+        """The grammar that the answer must follow; None where none is asked for.
+
+        Raises InvalidRequest for contradictions.
+        """
+        return make_grammar(None, None, True, self.response_format, self.structured_outputs)
+
+    def media(self) -> list[MediaSource]:
+        """The media items in the order in which the request shows them."""
+        return []
+
+    def chat(self) -> list[ChatMessage] | None:
+        """The chat with media as references; None for a completion."""
+        return None
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts of a completion."""
+        return []
+
+    @abstractmethod
+    def output(self, *, id: str, created: int, model: str) -> OutputOptions:
+        """The shape of the answer; ``created`` is in seconds since the epoch."""
+
+    def prompting(self) -> PromptOptions:
+        """The options by which the prompt is turned into tokens."""
+        return PromptOptions(
+            add_special_tokens=self.add_special_tokens,
+            truncate=self.truncate_prompt_tokens,
+            cache_salt=self.cache_salt or "",
+        )
+
+    def sampling(self, seed: int) -> SamplingParams:
+        """Sampling parameters with the API's defaults filled in; ``seed`` is used where the request has none."""
+        return SamplingParams(
+            seed=self.seed if self.seed is not None else seed,
+            max_tokens=self.token_limit(),
+            min_tokens=self.min_tokens or 0,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            logprobs=self._logprobs(),
+            n=self.n or 1,
+            grammar=self.grammar(),
+            priority=self.priority or 0,
+            neutral=self._neutral(),
+            **({} if _RARE.isdisjoint(self.model_fields_set) else self._rare_sampling()),
+        )
+
+    def _neutral(self) -> tuple[str, ...]:
+        """See :class:`~epd_serve.types.SamplingParams`."""
+        neutral = []
+        for name in self.model_fields_set & SAMPLING_DEFAULTS.keys():
+            value = getattr(self, name)
+            if value is not None and (value == SAMPLING_DEFAULTS[name] or (name == "top_k" and value < 1)):
+                neutral.append(name)
+        return tuple(sorted(neutral))
+
+    def _rare_sampling(self) -> dict[str, Any]:
+        """The fields of :meth:`sampling` that few requests set.
+
+        It is called for a request with any of :data:`_RARE`.
+        """
+        return {
+            "top_k": max(self.top_k or 0, 0),
+            "min_p": self.min_p or 0.0,
+            "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "stop": tuple(self.stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "ignore_eos": bool(self.ignore_eos),
+            "skip_special_tokens": self.skip_special_tokens is not False,
+            "include_stop": bool(self.include_stop_str_in_output),
+            "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
+            "bad_words": tuple(self.bad_words or ()),
+        }
+
+    def _output(self, kind: Literal["chat", "completion"], id: str, created: int, model: str) -> OutputOptions:
+        options = self.stream_options or StreamOptions()
+        return OutputOptions(
+            kind=kind,
+            id=id,
+            created=created,
+            model=model,
+            stream=bool(self.stream),
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.continuous_usage_stats),
+        )
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    media_io_kwargs: MediaIoKwargs | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
+
+    @classmethod
+    def _prepare(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return drop_message_neutral(fields)
+
+    def _check(self) -> None:
+        super()._check()
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise InvalidRequest(
+                f"max_tokens ({self.max_tokens}) and max_completion_tokens ({self.max_completion_tokens}) differ; "
+                f"send one of them",
+                param="max_tokens",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        check_messages(self.messages)
+        video_sampling(self.media_io_kwargs, self.mm_processor_kwargs)
+        processing_of(self.mm_processor_kwargs, self.messages)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message contradict each other; send one of them",
+                param="add_generation_prompt",
+            )
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise InvalidRequest(
+                "continue_final_message: the last message must be the assistant's", param="continue_final_message"
+            )
+        if self.truncate_prompt_tokens is not None and self.media():
+            raise InvalidRequest(
+                "truncate_prompt_tokens: a prompt with media cannot be cut; leave the field out",
+                param="truncate_prompt_tokens",
+            )
+
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def _logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def grammar(self) -> Grammar | None:
+        asked = self.tools, self.tool_choice, self.response_format, self.structured_outputs
+        if asked == (None, None, None, None):
+            return None
+        return make_grammar(
+            self.tools,
+            self.tool_choice,
+            self.parallel_tool_calls is not False,
+            self.response_format,
+            self.structured_outputs,
+        )
+
+    def prompting(self) -> PromptOptions:
+        kwargs = self.chat_template_kwargs
+        if self.enable_thinking is not None:
+            kwargs = {"enable_thinking": self.enable_thinking, **(kwargs or {})}
+        return msgspec.structs.replace(
+            super().prompting(),
+            add_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+            tools=tools_text(self.tools) if self.tools else "",
+            template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
+        )
+
+    def media(self) -> list[MediaSource]:
+        kwargs = self.mm_processor_kwargs
+        return media_of(self.messages, video_sampling(self.media_io_kwargs, kwargs), kwargs)
+
+    def chat(self) -> list[ChatMessage]:
+        return wire_messages(self.messages)
+
+    def output(self, *, id: str, created: int, model: str) -> OutputOptions:
+        return self._output("chat", f"chatcmpl-{id}", created, model)
+
+
+def _as_prompts(value: Any) -> Any:
+    """One prompt becomes a list of it."""
+    is_many = isinstance(value, list) and value and not all(isinstance(one, int) for one in value)
+    return value if is_many else [value]
+
+
+OnePrompt = Annotated[str | TokenIds, Field(min_length=1)]
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of ``POST /v1/completions``: a prompt as text or as token ids, or a list of these."""
+
+    prompt: Annotated[
+        Annotated[list[OnePrompt], Field(fail_fast=True)],
+        BeforeValidator(_as_prompts, json_schema_input_type=OnePrompt | list[OnePrompt]),
+        Field(min_length=1, max_length=MAX_PROMPTS),
+    ]
+    max_tokens: int | None = Field(None, ge=0, lt=WIRE_INTEGERS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
+
+    @classmethod
+    def _prepare(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        if fields.get("prompt") == []:
+            raise InvalidRequest("prompt: the list is empty; it needs one prompt at least", param="prompt")
+        return fields
+
+    def token_limit(self) -> int | None:
+        return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def _check(self) -> None:
+        if self.max_tokens is None and self.min_tokens is not None and self.min_tokens > COMPLETION_MAX_TOKENS:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) is greater than the default of max_tokens "
+                f"({COMPLETION_MAX_TOKENS}); send max_tokens, too",
+                param="min_tokens",
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest(
+                "max_tokens: 0 leaves nothing to answer but the prompt; send echo: true, too", param="max_tokens"
+            )
+        if len(self.prompt) * (self.n or 1) > MAX_PROMPTS:
+            raise InvalidRequest(
+                f"prompt: {len(self.prompt)} prompts of {self.n or 1} choices are more than {MAX_PROMPTS} answers",
+                param="prompt",
+            )
+        if len(self.prompt) > 1 and self.stream_options and self.stream_options.continuous_usage_stats:
+            raise InvalidRequest(
+                "stream_options.continuous_usage_stats: cannot be counted over several prompts; use include_usage",
+                param="stream_options.continuous_usage_stats",
+            )
+        super()._check()
+
+    def _logprobs(self) -> int | None:
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        return self.prompt
+
+    def output(self, *, id: str, created: int, model: str) -> OutputOptions:
+        options = self._output("completion", f"cmpl-{id}", created, model)
+        return msgspec.structs.replace(options, echo=bool(self.echo)) if self.echo else options
+
+
+def _gather_guided(fields: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's ``guided_*`` fields under their present name."""
+    if _GUIDED.keys().isdisjoint(fields):
+        return fields
+    given = {new: fields.pop(old) for old, new in _GUIDED.items() if fields.get(old) is not None}
+    fields = {name: value for name, value in fields.items() if name not in _GUIDED}
+    if given:
+        if fields.get("structured_outputs") is not None:
+            raise InvalidRequest(
+                "structured_outputs: send it without guided_* fields, which mean the same",
+                param="structured_outputs",
+            )
+        fields["structured_outputs"] = given
+    return fields
+
+
+class VllmFields(GenerationRequest):
+    """vLLM checks what these mean; an answer of a given structure may go on behind its end."""
+
+    ends_with_structure: ClassVar[bool] = False
+
+    return_token_ids: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=-1, le=1 << 20)
+
+    def _output(self, kind: Literal["chat", "completion"], id: str, created: int, model: str) -> OutputOptions:
+        options = super()._output(kind, id, created, model)
+        own = self.model_dump(include=self._own_fields, exclude_none=True)
+        return msgspec.structs.replace(options, for_vllm=msgspec.json.encode(own).decode()) if own else options
+
+    _own_fields: ClassVar[set[str]] = {"return_token_ids", "prompt_logprobs"}
+
+
+class VllmChatRequest(VllmFields, ChatCompletionRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    reasoning_effort: str | None = None
+    mm_processor_kwargs: AnyProcessorKwargs | None = None
+
+    _own_fields: ClassVar[set[str]] = {*VllmFields._own_fields, "reasoning_effort"}
+
+
+class VllmCompletionRequest(VllmFields, CompletionRequest):
+    """Body of ``POST /v1/completions``."""

@@ -1,0 +1,317 @@
+"""Messages of a chat as clients send them, and what they become on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.protocol import strict_json
+from epd_serve.protocol.openai.fields import RequestModel
+from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
+from epd_serve.types import AS_THE_MODEL, Modality, VideoSampling
+
+#: Messages of a chat, and parts of all of them together.
+MAX_MESSAGES = 2048
+MAX_PARTS = 4096
+#: Calls of one message.
+MAX_CALLS = 128
+
+
+class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
+    """A media item as the request names it; ``param`` is its place in the request, for error messages.
+
+    ``sampling``: the frames of a video that are wanted. ``processing``: as of :func:`processing_of`.
+    ``low_detail``: it is to be read scaled down (see :data:`epd_serve.media.LOW_DETAIL_PIXELS`).
+    ``format``: of a sound, as the request says it; "": it does not.
+    ``payload``: the base64 text behind ``url``, a view of the body, where it was left there
+    (proxy/api/payloads.py). ``raw``: the file itself, where the request has it as it is.
+    """
+
+    url: str
+    param: str
+    modality: Modality = "image"
+    sampling: VideoSampling = AS_THE_MODEL
+    processing: str = ""
+    low_detail: bool = False
+    format: str = ""
+    payload: memoryview | None = None
+    raw: bytes | None = None
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the request holds the item itself."""
+        return self.url[:5].lower() == "data:"
+
+
+class ImageUrl(RequestModel):
+    """``detail`` "low" has the picture scaled down to fit 512x512 pixels; "auto" and "high" leave it as it is."""
+
+    url: str
+    detail: Literal["auto", "high", "low"] | None = None
+
+
+class VideoUrl(RequestModel):
+    url: str
+
+
+class AudioUrl(RequestModel):
+    url: str
+
+
+class InputAudio(RequestModel):
+    """A file in base64, and what it is."""
+
+    data: str
+    format: Literal["wav", "mp3", "flac", "ogg"]
+
+
+class VideoFrames(RequestModel):
+    """``num_frames``, and ``fps`` a second; together the fewer of both."""
+
+    num_frames: int | None = Field(None, ge=1, lt=1 << 20)
+    fps: float | None = Field(None, gt=0, le=1000)
+
+
+class ProcessorKwargs(VideoFrames):
+    """``fps`` and ``num_frames`` of a video exclude each other; the model's processor resizes a picture to have
+    between ``min_pixels`` and ``max_pixels``."""
+
+    min_pixels: int | None = Field(None, ge=1)
+    max_pixels: int | None = Field(None, ge=1)
+
+
+class AnyProcessorKwargs(ProcessorKwargs):
+    """Any options for vLLM's processor of the model, which checks those that are not named here."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class MediaIoKwargs(RequestModel):
+    """The frames that are read of each video, evenly spaced; the first ``num_frames`` of a frame list, whose rate
+    is ``fps`` (1 where it is not there)."""
+
+    video: VideoFrames | None = None
+
+
+def video_sampling(reading: MediaIoKwargs | None, processing: ProcessorKwargs | None) -> VideoSampling:
+    """Raises InvalidRequest for contradictions."""
+    read = None if reading is None else reading.video
+    bounds = (None, None) if processing is None else (processing.min_pixels, processing.max_pixels)
+    if bounds[0] is not None and bounds[1] is not None and bounds[0] > bounds[1]:
+        raise InvalidRequest(
+            f"mm_processor_kwargs: min_pixels ({bounds[0]}) is more than max_pixels ({bounds[1]})",
+            param="mm_processor_kwargs",
+        )
+    if processing is not None and processing.num_frames is not None and processing.fps is not None:
+        raise InvalidRequest(
+            "mm_processor_kwargs: fps and num_frames exclude each other; send one of them",
+            param="mm_processor_kwargs",
+        )
+    return VideoSampling(
+        num_frames=None if read is None else read.num_frames,
+        fps=None if read is None else read.fps,
+        processor_num_frames=None if processing is None else processing.num_frames,
+        processor_fps=None if processing is None else processing.fps,
+    )
+
+
+def processing_of(kwargs: ProcessorKwargs | None, messages: Sequence[Message]) -> str:
+    """A request's options of the processor besides frames, as JSON with sorted keys; "" where there are none.
+
+    Raises InvalidRequest for bounds of pictures in a chat with videos.
+    """
+    frames = set() if isinstance(kwargs, AnyProcessorKwargs) else set(VideoFrames.model_fields)
+    asked = {} if kwargs is None else kwargs.model_dump(exclude_none=True, exclude=frames)
+    if not asked:
+        return ""
+    if frames and any(part.video_url is not None for one in messages for part in one.content or ()):
+        raise InvalidRequest(
+            f"mm_processor_kwargs: {', '.join(asked)} goes with pictures, and the chat has videos; leave it out",
+            param="mm_processor_kwargs",
+        )
+    return msgspec.json.encode(asked, order="deterministic").decode()
+
+
+def _as_url(value: Any) -> Any:
+    """A URL in place of the object that has it."""
+    return {"url": value} if isinstance(value, str) else value
+
+
+class ContentPart(RequestModel):
+    """``text`` goes with type "text", ``image_url``, which may be the URL itself, with type "image_url", and
+    ``video_url`` with "video_url": of a file, or ``data:video/jpeg;base64,`` and frames with commas between them.
+    A sound is ``audio_url`` or ``input_audio``.
+
+    ``uuid``, by which vLLM knows an item, says nothing here: media are named by their content.
+    """
+
+    type: Literal["text", "image_url", "video_url", "audio_url", "input_audio"]
+    text: str | None = None
+    image_url: Annotated[
+        ImageUrl | None, BeforeValidator(_as_url, json_schema_input_type=ImageUrl | str | None)
+    ] = None
+    video_url: Annotated[
+        VideoUrl | None, BeforeValidator(_as_url, json_schema_input_type=VideoUrl | str | None)
+    ] = None
+    audio_url: Annotated[
+        AudioUrl | None, BeforeValidator(_as_url, json_schema_input_type=AudioUrl | str | None)
+    ] = None
+    input_audio: InputAudio | None = None
+    uuid: str | None = None
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class FunctionCall(RequestModel):
+    """``arguments`` is the text of a JSON object."""
+
+    name: str = Field(min_length=1)
+    arguments: str
+
+
+class ToolCall(RequestModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(RequestModel):
+    """``content`` may be left out beside ``tool_calls``, which "assistant" alone may have; "tool" has a
+    ``tool_call_id``. ``name``, and an assistant's ``reasoning_content`` (or ``reasoning``), are for chat templates
+    that show them."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        Annotated[list[ContentPart], Field(min_length=1, max_length=MAX_PARTS, fail_fast=True)] | None,
+        BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart] | None),
+    ] = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_CALLS, fail_fast=True)
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+def check_parts(number: int, param: str) -> None:
+    """Raises InvalidRequest for too many parts over all messages."""
+    if number > MAX_PARTS:
+        raise InvalidRequest(f"{param}: {number} parts over all messages; at most {MAX_PARTS}", param=param)
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Rules that join several fields. Raises InvalidRequest."""
+    check_parts(sum([len(message.content or ()) for message in messages]), "messages")
+    for i, message in enumerate(messages):
+        if (
+            message.role == "tool"
+            or message.content is None
+            or message.tool_calls
+            or message.tool_call_id is not None
+            or message.reasoning_content is not None
+            or message.reasoning is not None
+        ):
+            _check_message(message, f"messages[{i}]")
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content or ()):
+            given = part.text, part.image_url, part.video_url, part.audio_url, part.input_audio
+            if getattr(part, part.type) is None or given.count(None) != len(given) - 1:
+                place = f"messages[{i}].content[{j}]"
+                raise InvalidRequest(
+                    f"{place}: a part of type {part.type!r} needs exactly the field {part.type!r}",
+                    param=f"{place}.{part.type}",
+                )
+
+
+def _check_message(message: Message, place: str) -> None:
+    """The rules for roles; a plain message breaks none."""
+    if message.tool_calls and message.role != "assistant":
+        raise InvalidRequest(f"{place}: only an assistant calls tools", param=f"{place}.tool_calls")
+    if message.role != "assistant" and (message.reasoning_content or message.reasoning):
+        raise InvalidRequest(f"{place}: only an assistant reasons", param=f"{place}.reasoning_content")
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequest(
+            f"{place}.content is required", param=f"{place}.content", code="missing_required_parameter"
+        )
+    if (message.role == "tool") != (message.tool_call_id is not None):
+        raise InvalidRequest(
+            f"{place}: a tool message, and no other, has the tool_call_id of the call that it answers",
+            param=f"{place}.tool_call_id",
+        )
+    for k, call in enumerate(message.tool_calls or ()):
+        param = f"{place}.tool_calls[{k}].function.arguments"
+        try:
+            text = (call.function.arguments or "{}").encode()
+            strict_json.check_size(text)
+            arguments = msgspec.json.decode(text)
+        except strict_json.JSONTooLarge as error:
+            raise TooLarge(f"{param}: {error}", param=param) from error
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise InvalidRequest(f"{param}: not valid JSON: {error}", param=param) from error
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"{param}: the arguments must be a JSON object", param=param)
+
+
+def media_of(
+    messages: Sequence[Message], sampling: VideoSampling = AS_THE_MODEL, kwargs: ProcessorKwargs | None = None
+) -> list[MediaSource]:
+    """The media items in the order in which the chat shows them; ``sampling`` of the videos."""
+    sources: list[MediaSource] = []
+    processing = processing_of(kwargs, messages)
+    for i, message in enumerate(messages):
+        for j, part in enumerate(message.content or ()):
+            place = f"messages[{i}].content[{j}]"
+            if part.image_url is not None:
+                param, is_low = f"{place}.image_url.url", part.image_url.detail == "low"
+                url = part.image_url.url
+                sources.append(MediaSource(url=url, param=param, low_detail=is_low, processing=processing))
+            elif part.video_url is not None:
+                url, param = part.video_url.url, f"{place}.video_url.url"
+                sources.append(
+                    MediaSource(url=url, param=param, modality="video", sampling=sampling, processing=processing)
+                )
+            elif part.audio_url is not None:
+                url, param = part.audio_url.url, f"{place}.audio_url.url"
+                source = MediaSource(url=url, param=param, modality="audio", processing=processing)
+                sources.append(source)
+            elif part.input_audio is not None:
+                sound, param = part.input_audio, f"{place}.input_audio.data"
+                url = f"data:audio/{sound.format};base64,{sound.data}"
+                sources.append(
+                    MediaSource(url=url, param=param, modality="audio", format=sound.format, processing=processing)
+                )
+    return sources
+
+
+_MODALITY_OF: dict[str, Modality] = {
+    "image_url": "image",
+    "video_url": "video",
+    "audio_url": "audio",
+    "input_audio": "audio",
+}
+
+
+def wire_messages(messages: Sequence[Message]) -> list[ChatMessage]:
+    """The chat with media as references; "developer" is today's word for "system" in the OpenAI API."""
+    return [
+        ChatMessage(
+            role="system" if message.role == "developer" else message.role,
+            content=[
+                Part(type=_MODALITY_OF[part.type]) if part.text is None else Part(type="text", text=part.text)
+                for part in message.content or ()
+            ],
+            tool_calls=[
+                CalledFunction(id=call.id, name=call.function.name, arguments=call.function.arguments or "{}")
+                for call in message.tool_calls or ()
+            ],
+            tool_call_id=message.tool_call_id or "",
+            name=message.name or "",
+            reasoning=message.reasoning_content or message.reasoning or "",
+        )
+        for message in messages
+    ]

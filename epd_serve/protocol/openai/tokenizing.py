@@ -1,0 +1,169 @@
+"""Bodies of ``POST /tokenize`` and ``/detokenize``, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, Self
+
+import msgspec
+from pydantic import Field, ValidationError
+
+from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.openai.fields import (
+    LABELS,
+    NEUTRAL,
+    RequestModel,
+    TokenIds,
+    decode_object,
+    drop_message_neutral,
+    drop_neutral,
+    explain,
+)
+from epd_serve.protocol.openai.messages import (
+    MAX_MESSAGES,
+    MediaIoKwargs,
+    MediaSource,
+    Message,
+    ProcessorKwargs,
+    check_messages,
+    media_of,
+    processing_of,
+    video_sampling,
+    wire_messages,
+)
+from epd_serve.protocol.openai.tools import MAX_TOOLS, Tool, json_text, tools_text
+from epd_serve.protocol.wire import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    MediaRef,
+    PromptOptions,
+    TokenizeReply,
+    TokenizeRequest,
+)
+
+
+class _Call(RequestModel):
+    model: str | None = None
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray) -> Self:
+        """Body → checked request. Raises InvalidRequest that names the field in ``param``."""
+        fields = {name: value for name, value in decode_object(body).items() if name not in LABELS}
+        fields = drop_message_neutral(drop_neutral(fields, NEUTRAL))
+        try:
+            request = cls.model_validate(fields)
+        except ValidationError as error:
+            raise explain(error, cls) from error
+        request._check()
+        return request
+
+    def _check(self) -> None:
+        """Rules that join several fields."""
+
+    def media(self) -> list[MediaSource]:
+        """The media items of a chat, in order."""
+        return []
+
+
+class TokenQuestion(Protocol):
+    """A body whose answer takes a tokenizer."""
+
+    model: str | None
+
+    def media(self) -> list[MediaSource]:
+        """The media items of a chat, in order."""
+        ...
+
+    def message(self, items: list[MediaRef]) -> TokenizeRequest | DetokenizeRequest:
+        """The message to an instance that answers the question."""
+        ...
+
+    def answer(self, reply: Any, max_model_len: int) -> Any:
+        """The client's answer, made from the instance's reply."""
+        ...
+
+
+class TokenizeBody(_Call):
+    """Exactly one of ``prompt`` and ``messages``; images of messages count as many tokens as they take."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    return_token_strs: bool | None = None
+    media_io_kwargs: MediaIoKwargs | None = None
+    mm_processor_kwargs: ProcessorKwargs | None = None
+
+    def _check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
+        chat_only = (
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template_kwargs",
+            "tools",
+            "media_io_kwargs",
+            "mm_processor_kwargs",
+        )
+        for name in chat_only if self.messages is None else ():
+            if getattr(self, name) is not None:
+                raise InvalidRequest(f"{name}: goes with messages, not with a prompt", param=name)
+        check_messages(self.messages or ())
+        processing_of(self.mm_processor_kwargs, self.messages or ())
+        if self.continue_final_message and (
+            self.add_generation_prompt or (self.messages and self.messages[-1].role != "assistant")
+        ):
+            raise InvalidRequest(
+                "continue_final_message: needs a last message of the assistant's, and no generation prompt",
+                param="continue_final_message",
+            )
+
+    def media(self) -> list[MediaSource]:
+        kwargs = self.mm_processor_kwargs
+        return media_of(self.messages or (), video_sampling(self.media_io_kwargs, kwargs), kwargs)
+
+    def message(self, items: list[MediaRef]) -> TokenizeRequest:
+        """The message to an instance, with the chat's media as ``items``."""
+        kwargs = self.chat_template_kwargs
+        return TokenizeRequest(
+            items=items,
+            messages=None if self.messages is None else wire_messages(self.messages),
+            prompt=self.prompt,
+            prompting=PromptOptions(
+                add_special_tokens=self.add_special_tokens,
+                add_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
+                continue_final_message=bool(self.continue_final_message),
+                tools=tools_text(self.tools),
+                template_kwargs=json_text(kwargs, "chat_template_kwargs") if kwargs else "",
+            ),
+            with_texts=bool(self.return_token_strs),
+        )
+
+    def answer(self, reply: TokenizeReply, max_model_len: int) -> TokenizeAnswer:
+        return TokenizeAnswer(len(reply.tokens), max_model_len, reply.tokens, reply.texts)
+
+
+class DetokenizeBody(_Call):
+    tokens: TokenIds
+
+    def message(self, items: list[MediaRef]) -> DetokenizeRequest:
+        """The message to an instance; it has no ``items``."""
+        return DetokenizeRequest(tokens=self.tokens)
+
+    def answer(self, reply: DetokenizeReply, max_model_len: int) -> DetokenizeAnswer:
+        return DetokenizeAnswer(prompt=reply.text)
+
+
+class TokenizeAnswer(msgspec.Struct, frozen=True):
+    """vLLM's answer of ``/tokenize``; ``max_model_len`` in tokens."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(msgspec.Struct, frozen=True):
+    prompt: str

@@ -1,0 +1,257 @@
+"""Tools and structured output: the fields of a request, and the grammar that they ask for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import AfterValidator, ConfigDict, Field
+
+from epd_serve.errors import InvalidRequest, TooLarge
+from epd_serve.protocol import strict_json
+from epd_serve.protocol.openai.fields import RequestModel
+from epd_serve.types import Grammar, ToolSchema
+
+MAX_TOOLS = 128
+MAX_CHOICES = 1000
+#: Values of all the enums of a schema.
+MAX_ENUM_VALUES = 1000
+#: Patterns of a schema in which several may have to match one string.
+MAX_JOINED_PATTERNS = 8
+#: Keywords that join schemas or do not restrict a value.
+_SAYING_NOTHING = frozenset(
+    (
+        "allOf",
+        "$ref",
+        "$defs",
+        "definitions",
+        "$schema",
+        "$id",
+        "$comment",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    )
+)
+#: Characters of a regular expression.
+MAX_REGEX = 65_536
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+#: Keywords of JSON Schema may hold anything; what the grammar library does not know is refused by name.
+Schema = Annotated[dict[str, Any], AfterValidator(lambda schema: check_schema(schema))]
+
+
+class FunctionDefinition(RequestModel):
+    """Calls always follow ``parameters``, whatever ``strict`` says."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(RequestModel):
+    name: FunctionName
+
+
+class NamedTool(RequestModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(RequestModel):
+    """Answers always follow ``schema``, whatever ``strict`` says."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    name: FunctionName
+    description: str | None = None
+    schema_: Schema | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    """``json_schema`` goes with type "json_schema", and only with it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's name for the same: exactly one of the fields."""
+
+    json_: Schema | str | None = Field(None, alias="json")
+    regex: str | None = Field(None, min_length=1, max_length=MAX_REGEX)
+    choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    json_object: bool | None = None
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+_ANY_OBJECT = '{"type": "object"}'
+
+
+def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema. Raises ValueError where compiling it would take long.
+
+    Whether any string matches several patterns at once takes time and memory that double with each of them.
+    """
+    num_values = num_patterns = 0
+    joins = False
+    left: list[Any] = [schema]
+    while left:
+        one = below = left.pop()
+        if isinstance(one, dict):
+            values, patterns = one.get("enum"), one.get("patternProperties")
+            num_values += len(values) if isinstance(values, list) else 0
+            num_patterns += isinstance(one.get("pattern"), str)
+            num_patterns += len(patterns) if isinstance(patterns, dict) else 0
+            joins = joins or _joins(one)
+            if num_values > MAX_ENUM_VALUES:
+                raise ValueError(f"the enums of a schema may have {MAX_ENUM_VALUES} values together")
+            below = one.values()
+        left += [value for value in below if isinstance(value, dict | list)]
+    if num_patterns > MAX_JOINED_PATTERNS and joins:
+        raise ValueError(
+            f"the schema has {num_patterns} patterns, and allOf or $ref beside other keywords; use at most "
+            f"{MAX_JOINED_PATTERNS} patterns, or neither of the two"
+        )
+    return schema
+
+
+def _joins(schema: dict[str, Any]) -> bool:
+    """Whether a value has to follow several schemas at once: allOf, or $ref, beside another or other keywords."""
+    members = schema.get("allOf")
+    num_parts = len(members) if isinstance(members, list) else 0
+    num_parts += "$ref" in schema
+    return num_parts > 0 and num_parts + (not schema.keys() <= _SAYING_NOTHING) > 1
+
+
+def schema_text(schema: Any, param: str) -> str:
+    """A schema as text; ``True`` and a missing one stand for any JSON. Raises InvalidRequest."""
+    if isinstance(schema, str):
+        try:
+            text = schema.encode()
+            strict_json.check_size(text)
+            schema = msgspec.json.decode(text)
+            if isinstance(schema, dict):
+                check_schema(schema)
+        except strict_json.JSONTooLarge as error:
+            raise TooLarge(f"{param}: {error}", param=param) from error
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise InvalidRequest(f"{param}: not valid JSON: {error}", param=param) from error
+        except ValueError as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from error
+    if schema is None or schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param}: the schema must be a JSON object", param=param)
+    return json_text(schema, param)
+
+
+def json_text(value: Any, param: str) -> str:
+    """JSON → its text. Raises InvalidRequest for what cannot be written, such as a lone surrogate."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except (UnicodeError, RecursionError, OverflowError) as error:
+        raise InvalidRequest(f"{param}: cannot be written as JSON: {error}", param=param) from error
+
+
+def content_grammar(
+    response_format: ResponseFormat | None, structured: StructuredOutputs | None
+) -> tuple[Literal["", "json", "regex", "choice"], str, str]:
+    """Kind and text of the grammar of an answer's content, and the field that asks for it."""
+    asked = response_format is not None and response_format.type != "text"
+    if response_format is not None:
+        param = "response_format.json_schema"
+        if (response_format.type == "json_schema") != (response_format.json_schema is not None):
+            raise InvalidRequest(f"{param}: goes with type 'json_schema', and only with it", param=param)
+    if asked and structured is not None:
+        raise InvalidRequest(
+            "response_format and structured_outputs ask for the same; send one of them", param="structured_outputs"
+        )
+    if response_format is not None and response_format.type == "json_object":
+        return "json", _ANY_OBJECT, "response_format"
+    if response_format is not None and response_format.json_schema is not None:
+        param = "response_format.json_schema.schema"
+        return "json", schema_text(response_format.json_schema.schema_, param), param
+    return ("", "", "") if structured is None else _structured(structured)
+
+
+def _structured(asked: StructuredOutputs) -> tuple[Literal["json", "regex", "choice"], str, str]:
+    param = "structured_outputs"
+    given = [name for name in ("json_", "regex", "choice", "json_object") if getattr(asked, name)]
+    if asked.json_ == {}:
+        given.insert(0, "json_")
+    if len(given) != 1:
+        raise InvalidRequest(f"{param}: needs exactly one of json, regex, choice and json_object", param=param)
+    if asked.regex is not None:
+        return "regex", asked.regex, f"{param}.regex"
+    if asked.choice is not None:
+        return "choice", json_text(asked.choice, f"{param}.choice"), f"{param}.choice"
+    if asked.json_object:
+        return "json", _ANY_OBJECT, f"{param}.json_object"
+    return "json", schema_text(asked.json_, f"{param}.json"), f"{param}.json"
+
+
+def make_grammar(
+    tools: list[Tool] | None,
+    choice: ToolChoice | None,
+    parallel: bool,
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+) -> Grammar | None:
+    """The grammar that an answer must follow; None where none is asked for.
+
+    Raises InvalidRequest for contradictions.
+    """
+    if tools is None and choice is None and response_format is None and structured is None:
+        return None
+    kind, text, param = content_grammar(response_format, structured)
+    names = [tool.function.name for tool in tools or ()]
+    if len(set(names)) != len(names):
+        raise InvalidRequest("tools: every function needs a name of its own", param="tools")
+    if not names:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
+        return Grammar(kind=kind, text=text, param=param) if kind else None
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise InvalidRequest(
+            f"tool_choice: there is no tool {choice.function.name!r}; there are {', '.join(map(repr, names))}",
+            param="tool_choice",
+        )
+    schemas = [
+        ToolSchema(
+            name=tool.function.name,
+            parameters=schema_text(tool.function.parameters, f"tools[{i}].function.parameters"),
+        )
+        for i, tool in enumerate(tools or ())
+        if not isinstance(choice, NamedTool) or choice.function.name == tool.function.name
+    ]
+    if choice == "none":
+        return Grammar(kind=kind, text=text, param=param) if kind else None
+    named = isinstance(choice, NamedTool)
+    return Grammar(
+        kind=kind,
+        text=text,
+        param=param or "tools",
+        tools=schemas,
+        must_call=named or choice == "required",
+        parallel=parallel and not named,
+    )
+
+
+def tools_text(tools: list[Tool] | None) -> str:
+    """The tools as the chat template gets them: JSON, or "" where there are none."""
+    if not tools:
+        return ""
+    return json_text([tool.model_dump(exclude_none=True) for tool in tools], "tools")

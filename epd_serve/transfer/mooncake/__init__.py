@@ -1,0 +1,1 @@
+"""Mooncake: its Transfer Engine as a transport, its store for features."""

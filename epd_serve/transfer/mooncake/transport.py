@@ -1,0 +1,305 @@
+"""The transport over Mooncake's Transfer Engine: TCP, RDMA, NVLink, Ascend."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from epd_serve.protocol.wire import Region
+from epd_serve.transfer.mooncake.engine import Engine, MooncakeOptions, Staged, StagingPool, address_of
+from epd_serve.transfer.reservation import Tombstones
+from epd_serve.transfer.shared_memory import SharedSlab
+from epd_serve.transfer.tcp import TcpPeers
+from epd_serve.transfer.tcp_server import TcpServer
+from epd_serve.transfer.transport import Piece, Slab, StillCopying, TransferError, WriteGate, check_bounds
+
+#: A slab's name, behind its bytes: a process that came in the place of another is not mistaken for it.
+_IDENTITY_BYTES = 32
+#: Of one call of the engine: more pieces are refused by it, and more bytes would keep it from being ended in time.
+_MAX_PIECES = 512
+_MAX_BYTES = 64 * 1024**2
+_MAX_STAGED_BYTES = 8 * 1024**2
+
+_Transfer = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], bool]
+
+
+class MooncakeSlab:
+    """A registered slab; see :class:`epd_serve.transfer.transport.Slab`."""
+
+    def __init__(self, name: str, nbytes: int, engine: Engine, port: int) -> None:
+        options = engine.options
+        identity_at = _identity_offset(nbytes)
+        size = -(-(identity_at + _IDENTITY_BYTES) // options.alignment_bytes) * options.alignment_bytes
+        self._slab = SharedSlab(name, size, host=options.host, port=port, alignment=options.alignment_bytes)
+        self._engine = engine
+        self.address = address_of(self._slab.buffer)
+        self.size = size
+        try:
+            engine.register(self.address, size)
+        except TransferError:
+            self._slab.close()
+            raise
+        self.buffer = self._slab.buffer[:nbytes]
+        self.region = msgspec.structs.replace(
+            self._slab.region,
+            nbytes=nbytes,
+            protocol=options.protocol,
+            engine_port=engine.port,
+            address=self.address,
+        )
+        self._slab.buffer[identity_at : identity_at + _IDENTITY_BYTES] = _identity(self.region)
+
+    def close(self) -> None:
+        self._engine.unregister(self.address)
+        self._slab.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A part of a piece: local address, remote address, length."""
+
+    here: int
+    there: int
+    nbytes: int
+
+
+class MooncakeTransport:
+    """One engine, one registered region for each slab, and a bounded pool for bytes that lie elsewhere.
+
+    The engine waits a minute for the first answer of a process that hangs, and holds up all other transfers
+    meanwhile; so a process is first asked over a connection of our own whether it is there.
+
+    Args:
+        key: the cluster's, which both ends of those connections prove; None: neither does. Mooncake has none.
+
+    Raises ValueError where mooncake is missing or cannot start.
+    """
+
+    def __init__(self, options: MooncakeOptions, key: str | None = None) -> None:
+        self.engine = Engine(options)
+        self._options = options
+        self._lock = threading.Lock()
+        self._slabs: list[MooncakeSlab] = []
+        self._staging = StagingPool(options.staging_bytes, max(options.alignment_bytes, 64))
+        self.engine.register(self._staging.address, self._staging.nbytes)
+        self.gate = WriteGate()
+        self._server = TcpServer(
+            options.host, self._find, self.gate, options.timeout_s, advertise=options.host, key=key
+        )
+        self._acquainted = TcpPeers(options.timeout_s, key)
+        self._known: Tombstones[bool] = Tombstones()
+        self._closed = False
+
+    def allocate(self, name: str, nbytes: int) -> MooncakeSlab:
+        slab = MooncakeSlab(name, nbytes, self.engine, self._server.port)
+        with self._lock:
+            self._slabs.append(slab)
+        return slab
+
+    def release(self, slab: Slab) -> None:
+        with self._lock:
+            released = [own for own in self._slabs if own.region.name == slab.region.name]
+            self._slabs = [own for own in self._slabs if own not in released]
+        for own in released:
+            own.close()
+
+    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
+        self._copy(region, pieces, self.engine.write)
+
+    def read(self, region: Region, pieces: Sequence[Piece]) -> None:
+        self._copy(region, pieces, self.engine.read)
+
+    def _copy(self, region: Region, pieces: Sequence[Piece], transfer: _Transfer) -> None:
+        is_read = transfer == self.engine.read
+        with self._open(region, pieces, transfer) as batch:
+            for offset, data in pieces:
+                registered = data.nbytes and self._is_registered(data)
+                for start, part in _parts(data, _MAX_BYTES if registered else self._staged_part):
+                    there = region.address + offset + start
+                    if registered:
+                        batch.add(address_of(part), there, part.nbytes)
+                    elif is_read:
+                        batch.stage(there, part.nbytes, fills=part)
+                    else:
+                        batch.stage(there, part.nbytes)[:] = part
+            batch.run()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._server.close()
+            self._acquainted.close()
+            for slab in self._slabs:
+                slab.close()
+            self._slabs.clear()
+        self.engine.unregister(self._staging.address)
+        self._staging.close()
+        self.engine.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the staging pool is whole again. For an idle transport."""
+        self._staging.check_integrity()
+        assert self._staging.num_taken == 0, f"{self._staging.num_taken} parts of the staging pool are not back"
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _staged_part(self) -> int:
+        return min(_MAX_STAGED_BYTES, self._staging.nbytes // 2)
+
+    def _is_registered(self, data: memoryview) -> bool:
+        if data.readonly:
+            return False
+        address = address_of(data)
+        with self._lock:
+            return any(
+                slab.address <= address and address + data.nbytes <= slab.address + slab.size
+                for slab in self._slabs
+            )
+
+    def _find(self, name: str) -> memoryview | None:
+        """The identity of a region, for a peer that asks whether the region is here; None where it is not."""
+        with self._lock:
+            found = next((slab.region for slab in self._slabs if slab.region.name == name), None)
+        return None if found is None else memoryview(bytearray(_identity(found)))
+
+    def _meet(self, region: Region) -> None:
+        with self._lock:
+            known = region.name in self._known
+        if not known:
+            shown = msgspec.structs.replace(region, nbytes=_IDENTITY_BYTES)
+            self._acquainted.read(shown, [(0, memoryview(bytearray(_IDENTITY_BYTES)))])
+            with self._lock:
+                self._known.add(region.name, True)
+
+    def _open(self, region: Region, pieces: Sequence[Piece], transfer: _Transfer) -> _Batch:
+        """A batch of copies with the region's process, once it is known that it is still that process."""
+        check_bounds(region.name, region.nbytes, pieces)
+        if self._closed:
+            raise TransferError("the transport is closed")
+        if region.protocol != self._options.protocol:
+            offered = f"mooncake's {region.protocol}" if region.protocol else "the embedded transport"
+            raise TransferError(
+                f"region {region.name} is offered over {offered}, and this instance speaks mooncake's "
+                f"{self._options.protocol}; instances need the same kv_transfer.transport and mooncake.protocol"
+            )
+        self._meet(region)
+        peer = f"{region.host}:{region.engine_port}"
+        there = bytearray(_IDENTITY_BYTES)
+        with _Batch(
+            self.engine.read, peer, self.engine.call_limit_s, self._staging, self._options.timeout_s
+        ) as check:
+            at = region.address + _identity_offset(region.nbytes)
+            check.stage(at, _IDENTITY_BYTES, fills=memoryview(there))
+            check.run()
+        if there != _identity(region):
+            raise TransferError(f"region {region.name} is gone: {peer} is another process now")
+        return _Batch(transfer, peer, self.engine.call_limit_s, self._staging, self._options.timeout_s)
+
+
+class _Batch:
+    """Copies for calls of the engine, and the staged memory that they need. A full one runs by itself.
+
+    What is not run by the end of the ``with`` block is dropped.
+
+    Args:
+        limit_s: seconds that the engine waits for one call.
+        patience_s: seconds to wait for room in the pool.
+    """
+
+    def __init__(
+        self, transfer: _Transfer, peer: str, limit_s: float, pool: StagingPool, patience_s: float
+    ) -> None:
+        self._transfer = transfer
+        self._peer = peer
+        self._limit_s = limit_s
+        self._pool = pool
+        self._patience_s = patience_s
+        self._copies: list[_Copy] = []
+        self._nbytes = 0
+        self._staged: list[Staged] = []
+        self._fills: list[tuple[memoryview, memoryview]] = []
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held.close()
+
+    def add(self, here: int, there: int, nbytes: int) -> None:
+        """Copy registered memory from or to ``here``."""
+        self._run_if_full(nbytes)
+        self._copies.append(_Copy(here, there, nbytes))
+        self._nbytes += nbytes
+
+    def stage(self, there: int, nbytes: int, *, fills: memoryview | None = None) -> memoryview:
+        """Copy a part of the pool, which is returned; what it gets goes on to ``fills`` when the batch has run."""
+        self._run_if_full(nbytes)
+        staged = self._take(nbytes)
+        self._staged.append(staged)
+        if fills is not None:
+            self._fills.append((fills, staged.memory))
+        self._copies.append(_Copy(staged.address, there, nbytes))
+        self._nbytes += nbytes
+        return staged.memory
+
+    def run(self) -> None:
+        """Copy all, and give back what was staged. Raises TransferError."""
+        copies, self._copies, self._nbytes = self._copies, [], 0
+        fills, self._fills = self._fills, []
+        staged, self._staged = self._staged, []
+        with self._held.pop_all():
+            if not copies:
+                return
+            started = time.monotonic()
+            done = self._transfer(
+                self._peer, [c.here for c in copies], [c.there for c in copies], [c.nbytes for c in copies]
+            )
+            if not done:
+                late = time.monotonic() - started >= self._limit_s
+                for part in staged:
+                    part.lost = late  # the engine gave up waiting, not copying
+                if late:
+                    raise StillCopying(f"transfer with {self._peer} did not finish in {self._limit_s:g} s")
+                raise TransferError(f"transfer with {self._peer} failed: it is gone or refuses")
+            for data, memory in fills:
+                data[:] = memory
+
+    def _take(self, nbytes: int) -> Staged:
+        if self._staged:
+            try:
+                return self._held.enter_context(self._pool.take(nbytes, 0.0))
+            except TransferError:
+                self.run()  # which gives back what this batch itself holds
+        return self._held.enter_context(self._pool.take(nbytes, self._patience_s))
+
+    def _run_if_full(self, nbytes: int) -> None:
+        if len(self._copies) == _MAX_PIECES or self._nbytes + nbytes > _MAX_BYTES:
+            self.run()
+
+
+def _identity_offset(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
+def _identity(region: Region) -> bytes:
+    """The unique end of a region's name."""
+    return region.name.encode()[-_IDENTITY_BYTES:]
+
+
+def _parts(data: memoryview, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """(start, part) of consecutive parts of at most ``nbytes``."""
+    for start in range(0, data.nbytes, nbytes):
+        yield start, data[start : start + nbytes]
