@@ -19,8 +19,8 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 class Batch:
     """One mixed step with random contents: decodes, rows of padding, then prefill chunks.
 
-    Blocks lie in any order. Memory that no sequence owns is NaN, so an operator that reads it gives itself away;
-    the unused end of a sequence's last block holds large finite numbers, as an earlier owner leaves them.
+    Blocks lie in any order. Memory that no sequence owns is NaN, so an operator that reads it gives itself away, and
+    so is the unused end of a sequence's last block: an earlier owner may have left anything there.
 
     Args:
         decodes: the context length of each.
@@ -68,7 +68,6 @@ class Batch:
             if not blocks:  # of padding, each its own
                 where = [(len(slots) - len(decodes)) % block_size]
             past = context - query_len
-            self.kv_layer[:, blocks] = torch.randn(2, len(blocks), block_size, *shape, generator=generator) * 5
             self.kv_layer.flatten(1, 2)[:, where[:past]] = dense[:, :past]
             slots += where[past:]
             states.append(dense[:, past:])

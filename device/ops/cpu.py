@@ -31,6 +31,8 @@ class DecodeTile:
     """The longest context: keys beyond it are left out."""
     mask: Tensor | None
     """[rows, 1, 1, context_len] to add to the scores; None where all contexts are as long."""
+    hidden: Tensor | None
+    """Of the gathered tokens, those behind a context: they belong to nobody and may hold anything, NaN too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,11 +151,11 @@ class CpuOps(PlainOps):
         results: list[Tensor] = []
         for tile in tiles:
             queries = query if len(tiles) == 1 else query[tile.rows]
+            gathered = [pages.index_select(0, tile.blocks).flatten(0, 1) for pages in kv_layer.unbind(0)]
+            if tile.hidden is not None:
+                gathered = [states.index_fill_(0, tile.hidden, 0) for states in gathered]
             keys, values = (
-                pages.index_select(0, tile.blocks).view(len(queries), -1, kv_heads, head_dim)[
-                    :, : tile.context_len
-                ]
-                for pages in kv_layer.unbind(0)
+                states.view(len(queries), -1, kv_heads, head_dim)[:, : tile.context_len] for states in gathered
             )
             results.append(_attend_last(queries, keys, values, tile.mask, scale))
         output = results[0] if len(results) == 1 else torch.cat(results)
@@ -241,12 +243,14 @@ def _tiles(plan: CpuPlan, max_blocks: int) -> list[DecodeTile]:
 
 def _tile(plan: CpuPlan, rows: slice, width: int) -> DecodeTile:
     lens = plan.context_lens[rows]
-    longest, mask = lens[-1], None
+    longest, mask, hidden = lens[-1], None, None
     if lens[0] < longest:
-        hidden = torch.arange(longest) >= torch.tensor(lens)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=plan.dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
+        is_hidden = torch.arange(width * plan.meta.block_size) >= torch.tensor(lens)[:, None]
+        mask = torch.zeros(is_hidden.shape, dtype=plan.dtype).masked_fill_(is_hidden, float("-inf"))
+        mask = mask[:, None, None, :longest]
+        hidden = is_hidden.flatten().nonzero().squeeze(1)
     blocks = plan.block_table[rows, :width].reshape(-1)
-    return DecodeTile(rows=rows, blocks=blocks, context_len=longest, mask=mask)
+    return DecodeTile(rows=rows, blocks=blocks, context_len=longest, mask=mask, hidden=hidden)
 
 
 def _kernels(states: Tensor) -> CpuKernels | None:

@@ -106,8 +106,11 @@ class PlainOps:
         """[B, Hq, D] over the gathered pages of all B sequences at once."""
         batch, query_heads, head_dim = query.shape
         kv_heads = kv_layer.shape[3]
+        assert plan.decode_mask is not None
+        # what lies behind a context belongs to nobody and may hold anything, NaN too
+        hidden = plan.decode_mask.view(batch, -1, 1, 1) < 0
         keys, values = (
-            pages.view(batch, -1, kv_heads, head_dim).transpose(1, 2)
+            pages.view(batch, -1, kv_heads, head_dim).masked_fill_(hidden, 0).transpose(1, 2)
             for pages in _gather(kv_layer, plan.meta.decode_block_table.reshape(-1))
         )
         # The query heads of one KV head become query positions: no K/V is repeated, and any SDPA kernel fits.

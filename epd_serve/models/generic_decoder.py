@@ -157,7 +157,8 @@ class GenericDecoder:
             return self._ops.attend(query, key, value, pages, context.plan, scale)[None], None
         output = query.new_empty(query.shape)
         for run in step.runs(reach):
-            keys, values = (_gather(pages, run.blocks, planes) for pages in kv_layer.unbind(1))
+            num_seen = run.mask.shape[1]
+            keys, values = (_gather(pages, run.blocks, planes)[:num_seen] for pages in kv_layer.unbind(1))
             states = (query[run.rows].transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1))
             output[run.rows] = _masked(*states, run.mask, scale, softcap).transpose(0, 1)
         return output[None], None
@@ -249,7 +250,8 @@ class _Run:
 
     Attributes:
         rows: in the batch. blocks: those of what they may see.
-        mask: [rows, blocks * block_size], the tokens in these blocks that each of them sees.
+        mask: [rows, columns], the tokens in these blocks that each of them sees. What lies behind the sequence's
+            last has no column: it may be anything, NaN too.
     """
 
     rows: slice
@@ -336,5 +338,5 @@ class _Step:
         first = reach.first(start, spans) // size
         blocks = blocks[first : -(-length // size)]
         own = torch.arange(start, length, device=blocks.device)[:, None]
-        others = torch.arange(first * size, (first + len(blocks)) * size, device=blocks.device)
+        others = torch.arange(first * size, length, device=blocks.device)
         return _Run(rows=slice(row, row + count), blocks=blocks, mask=reach.mask(own, others, spans))
