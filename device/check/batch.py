@@ -19,8 +19,8 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 class Batch:
     """One mixed step with random contents: decodes, rows of padding, then prefill chunks.
 
-    Blocks lie in any order. Memory that no sequence owns is NaN, so an operator that reads it gives itself away; so
-    is the unused end of a sequence's last block, as an earlier owner may have left anything there.
+    Blocks lie in any order. Memory that no sequence owns is NaN, so an operator that reads it gives itself away;
+    so is the unused end of a sequence's last block, as an earlier owner may have left anything there.
 
     Args:
         decodes: the context length of each.
