@@ -39,7 +39,7 @@ async def main() -> None:
         with tempfile.TemporaryDirectory(prefix="epd-serve-") as directory:
             data = await run(Path(directory), arguments.repeats)
         data = {
-            "command": f"python -m benchmarks.transfer {name}",
+            "command": f"python -m benchmarks.transfer {name} --repeats {arguments.repeats}",
             "machine": machine(),
             "took_s": round(time.monotonic() - start),
             **data,
