@@ -64,20 +64,34 @@ def read_generation_config(path: Path, config: Any, source: str = "auto") -> Gen
         raise ValueError(
             f"generation_config: there is no {file}; write auto, off or a directory with a generation_config.json"
         )
-    values: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    values = _read(file) if file.is_file() else {}
     eos = values.get("eos_token_id")
     if eos is None:
         eos = getattr(config.get_text_config(), "eos_token_id", None)
-    ends = frozenset[int]() if eos is None else frozenset(eos if isinstance(eos, list) else [eos])
+    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if not all(type(token) is int for token in ends):
+        raise ValueError(f"{file}: eos_token_id is {eos!r}; it must be the number of a token, or a list of such")
     if source == "off":
-        return GenerationConfig(eos_token_ids=ends)
+        return GenerationConfig(eos_token_ids=frozenset(ends))
     given = {name: _checked(file, name, values[name]) for name in _RANGES if values.get(name) is not None}
     max_tokens = given.pop("max_new_tokens", None)
     if "top_k" in given:
         given["top_k"] = max(given["top_k"], 0)
     return GenerationConfig(
-        eos_token_ids=ends, defaults=given, max_tokens=None if max_tokens is None else int(max_tokens)
+        eos_token_ids=frozenset(ends),
+        defaults=given,
+        max_tokens=None if max_tokens is None else int(max_tokens),
     )
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file}: this is no JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{file}: it must be a JSON object, and is a {type(values).__name__}")
+    return values
 
 
 def _checked(file: Path, name: str, value: Any) -> float:

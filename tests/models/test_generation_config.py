@@ -98,3 +98,17 @@ def test_a_model_without_the_file_has_the_ends_of_its_configuration(tmp_path: Pa
 def test_values_that_are_none_are_refused_by_name(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"generation_config.json: {name} is .*must be"):
         read_generation_config(write(tmp_path, **{name: value}), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[]", "it must be a JSON object, and is a list"),
+        ("{", "this is no JSON"),
+        ('{"eos_token_id": ["</s>"]}', "eos_token_id is .*; it must be the number of a token"),
+    ],
+)
+def test_files_that_are_none_are_refused(tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"generation_config.json: {reason}"):
+        read_generation_config(tmp_path, MODEL)
