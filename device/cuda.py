@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import logging
 import os
+import shutil
+import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -118,10 +120,17 @@ class CudaDevice(AcceleratorDevice):
 
 
 def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
-    """The fastest operators that the installed packages and a GPU of this compute capability allow."""
+    """The fastest operators that the installed packages and a GPU of this compute capability allow.
+
+    Raises DeviceUnavailable where Triton is installed and cannot compile.
+    """
     varlen = find_varlen() if capability >= _FLASH_CAPABILITY else None
     if importlib.util.find_spec("triton") is None:
         return CudaOps(varlen)
+    if "CC" not in os.environ and not any(map(shutil.which, ("gcc", "clang"))):
+        raise DeviceUnavailable("Triton needs a C compiler: install gcc or clang, or name one in CC")
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        raise DeviceUnavailable("Triton needs Python's headers: install python3-dev, or the -devel image")
     # Imported here because importing it imports Triton.
     from device.ops.triton_ops import TritonOps
 

@@ -86,6 +86,8 @@ def _report(backend: _Backend, kind: str, index: int) -> DeviceReport:
     try:
         device = backend.open_device(index)
         total, free = device.memory()
+    except DeviceUnavailable as error:
+        return DeviceReport(name=f"{kind}:{index}", kind=kind, available=False, reason=str(error))
     except RuntimeError as error:  # of the driver: memory all taken, a device in an error state or held by another
         reason = f"it does not open: {error}"
         return DeviceReport(name=f"{kind}:{index}", kind=kind, available=False, reason=reason)

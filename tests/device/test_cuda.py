@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from device import cuda, shares
-from device.base import AttnMeta
+from device.base import AttnMeta, DeviceUnavailable
+from device.cuda import make_ops
 from device.ops.varlen import adapt_varlen, find_varlen
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: no GPU on this machine")
@@ -57,6 +59,20 @@ def test_it_works_without_triton_and_says_so() -> None:
     hopper, turing = done.stdout.splitlines()
     assert "Triton is not installed" in hopper and "flash" in hopper
     assert turing.startswith("plain torch")
+
+
+@pytest.mark.parametrize("lacks", ["a C compiler", "Python's headers"])
+def test_a_gpu_does_not_open_where_triton_cannot_compile(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacks == "a C compiler":
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setenv("CC", "cc")
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(DeviceUnavailable, match=f"Triton needs {lacks}: install"):
+        make_ops(132, (9, 0))
 
 
 @ON_GPU
