@@ -95,6 +95,8 @@ class CheckpointModel:
         if self.emulation is not None:
             taking = self.emulation.copying_features(self.path, self.torch_dtype.itemsize)
         capacity_bytes = options.sizes.feature_store_bytes if shares and options.role.encodes else 0
+        if options.feature_store_bytes is None:  # the size by the device's memory, of which others may have most
+            capacity_bytes = min(capacity_bytes, self.device.headroom() // 4)
         return DeviceFeatureStore(self.device, transport, host, capacity_bytes, observe, taking)
 
     def measurements(self) -> Measurements:
