@@ -242,7 +242,7 @@ async def test_a_slow_picture_without_room_beside_the_others_begins_again_later(
     data = endless((1500, 1000), 80)
     slow = asyncio.create_task(decode(patient_pool, data, (1500, 1000), room))
     await until(lambda: room.num_asked == 1)
-    assert not workers(patient_pool), "it is ended meanwhile"
+    await until(lambda: not workers(patient_pool))  # it is ended meanwhile
     room.has_room.set()
     picture = await slow
     assert picture.tobytes() == open_image(data, WIDE).tobytes()
