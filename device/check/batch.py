@@ -20,7 +20,7 @@ class Batch:
     """One mixed step with random contents: decodes, rows of padding, then prefill chunks.
 
     Blocks lie in any order. Memory that no sequence owns is NaN, so an operator that reads it gives itself away;
-    so is the unused end of a sequence's last block, as an earlier owner may have left anything there.
+    so is the unused end of a sequence's last block, unless ``leftovers`` says what an earlier owner left there.
 
     Args:
         decodes: the context length of each.
@@ -42,6 +42,7 @@ class Batch:
         padding: int = 0,
         spare_columns: int = 1,
         layout: Layout = "contiguous",
+        leftovers: float = float("nan"),
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.layout: Layout = layout
@@ -68,6 +69,7 @@ class Batch:
             if not blocks:  # of padding, each its own
                 where = [(len(slots) - len(decodes)) % block_size]
             past = context - query_len
+            self.kv_layer[:, blocks] = leftovers
             self.kv_layer.flatten(1, 2)[:, where[:past]] = dense[:, :past]
             slots += where[past:]
             states.append(dense[:, past:])

@@ -118,6 +118,8 @@ def _of_dtype(check: Callable[[Device, torch.dtype], float], dtype: torch.dtype)
 def _attention(device: Device, dtype: torch.dtype) -> float:
     """Mixed steps, decodes alone, chunks alone, and one step of nothing."""
     target, tolerance, errors = device.torch_device, TOLERANCES[dtype], [0.0]
+    # whether the vendor's operator bears NaN behind a context, where it reads at all, is not known
+    leftovers = 9.0 if device.type == "npu" else float("nan")
     steps: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]] = (
         ([1, 17, 128, 300], [(33, 33), (16, 100), (1, 40)]),
         ([700], []),
@@ -135,6 +137,7 @@ def _attention(device: Device, dtype: torch.dtype) -> float:
                 head_dim=head_dim,
                 padding=2 if decodes else 0,
                 layout="fused",
+                leftovers=leftovers,
                 seed=len(decodes),
             )
             errors.append(check_step(device.ops, batch, dtype, target, tolerance))
