@@ -18,8 +18,10 @@ from pictures import png
 from PIL import Image
 from services import answering, held, serving
 
+from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember, remembered
+from epd_serve.engine.device_features import DeviceFeatureStore
 from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.http import Peers
 from epd_serve.instance.instance import Instance
@@ -89,7 +91,8 @@ ROLES = ("P", "D", "E", "PD", "E", "EPD", "D", "EP", "ED", "P")
 )
 async def test_every_role_is_reached_from_every_other(device: str, roles: Sequence[str], tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
-    async with serving(model, "P", num_blocks=512, max_num_seqs=4, device=device) as instance:
+    sizes = {"num_blocks": 512, "max_num_seqs": 4, "feature_store_bytes": 1 << 20}
+    async with serving(model, "P", device=device, **sizes) as instance:
         # room for all stages of one role, with what a step of it needs, and not for those of two
         with little_memory(device, 1.7):
             await switched(instance, roles)
@@ -265,3 +268,14 @@ def test_the_role_outlives_the_process(tmp_path: Path) -> None:
     assert remembered(options) == options
     with pytest.raises(ValueError, match="order a role with P or D"):
         in_role(options.model_copy(update={"device": "cuda:0,cuda:1"}), Role.parse("E"))
+
+
+async def test_a_store_takes_a_part_of_what_others_leave_of_its_device(tmp_path: Path) -> None:
+    model, device = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model"), get_device(EMULATED)
+    device.set_memory_fraction((64 << 20) / device.memory()[0])
+    try:
+        async with serving(model, "E", device=EMULATED) as instance:
+            assert isinstance(instance.store, DeviceFeatureStore) and instance.store._area is not None
+            assert 1 << 20 < instance.store._area.nbytes <= 16 << 20
+    finally:
+        device.set_memory_fraction(1.0)
