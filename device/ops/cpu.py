@@ -32,7 +32,7 @@ class DecodeTile:
     mask: Tensor | None
     """[rows, 1, 1, context_len] to add to the scores; None where all contexts are as long."""
     hidden: Tensor | None
-    """Of the gathered tokens, those behind a context: they belong to nobody and may hold anything, NaN too."""
+    """Gathered tokens behind a context. They belong to nobody and may hold anything, NaN too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -470,7 +470,7 @@ class VllmInstance(VllmServer):
         return {**params, **nothing}
 
     async def _take_over(self, exchange: _Exchange) -> dict[str, Any] | None:
-        """What D is told of the KV; None where it computes the prompt itself."""
+        """Parameters by which D finds the KV; None where it computes the prompt itself."""
         if exchange.is_for_d:
             await asyncio.shield(exchange.answered)
             return None

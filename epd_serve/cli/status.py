@@ -45,7 +45,7 @@ def _row(instance: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _sizes(budgets: dict[str, Any]) -> str:
-    """What a step and the features may take, by the options or the device's memory."""
+    """Sizes of a step and of the features' memory, from the options or the device."""
     parts = [
         f"{budgets[key]:g} {unit}"
         for key, unit in (("max_num_seqs", "sequences"), ("max_num_batched_tokens", "tokens"))

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from device.base import Device
-from epd_serve.cache.feature_cache import FeatureCache
 from epd_serve.protocol.wire import FeatureEvent, Region
 from epd_serve.transfer.feature_store import (
+    FeatureBooks,
     FeatureStore,
     StoredFeature,
     StoreObserver,
@@ -31,7 +31,6 @@ from epd_serve.transfer.feature_store import (
 from epd_serve.transfer.shared_memory import (
     MAPPED_SLOT,
     UNMAP_S,
-    SlabAllocator,
     WriteLocks,
     host_id,
     is_there,
@@ -125,14 +124,14 @@ class DeviceFeatureStore:
 
     @property
     def num_owners(self) -> int:
-        return self._host.num_owners + (self._area.cache.num_owners if self._area else 0)
+        return self._host.num_owners + (self._area.num_owners if self._area else 0)
 
     @property
     def num_bytes(self) -> int:
-        return self._host.num_bytes + (self._area.cache.num_bytes if self._area else 0)
+        return self._host.num_bytes + (self._area.num_bytes if self._area else 0)
 
     async def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
-        if self._area is None or (feature := self._area.cache.acquire(mm_hash, owner)) is None:
+        if self._area is None or (feature := self._area.hold(mm_hash, owner)) is None:
             return await self._host.acquire(mm_hash, owner)
         self._observe("embedded", "hit")
         return feature
@@ -149,16 +148,16 @@ class DeviceFeatureStore:
                 "raise feature_store_bytes"
             )
         async with self._one_at_a_time:
-            if (found := area.cache.acquire(mm_hash, owner)) is not None:
+            if (found := area.hold(mm_hash, owner)) is not None:
                 return found
             started = time.monotonic()
             if (offset := area.allocate(data.nbytes)) is None:
                 return None
-            writing = self._in_thread(self._copies.within, data, area.part(offset, data.nbytes))
+            writing = self._in_thread(self._copies.within, data, area.features.part(offset, data.nbytes))
             try:
                 await asyncio.shield(writing)
             except BaseException:
-                writing.add_done_callback(lambda _: area.free(offset))  # not while it is written to
+                writing.add_done_callback(lambda _: area.give_back(offset))  # not while it is written to
                 raise
             feature = area.publish(mm_hash, offset, data.nbytes, shape, dtype, owner)
             self._observe("embedded", "put", data.nbytes, time.monotonic() - started)
@@ -171,12 +170,14 @@ class DeviceFeatureStore:
             if (found := await self._host.acquire(mm_hash, owner)) is not None:
                 return found
             assert feature.offset is not None
-            data = await self._in_thread(self._copies.to_host, self._area.part(feature.offset, feature.nbytes))
+            data = await self._in_thread(
+                self._copies.to_host, self._area.features.part(feature.offset, feature.nbytes)
+            )
             return await self._host.put(mm_hash, data, feature.shape, feature.dtype, owner)
 
     def release(self, owner: str, mm_hash: str) -> None:
         if self._area is not None:
-            self._area.cache.release(owner, mm_hash)
+            self._area.release(owner, mm_hash)
         self._host.release(owner, mm_hash)
 
     def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
@@ -190,7 +191,7 @@ class DeviceFeatureStore:
             return self._copies.to_device(self._host.fetch(event))
         with observed_fetch(self._observe, "embedded", event):
             if self._area is not None and event.region.name == self._area.region.name:
-                return self._area.copied(event, self._copies)
+                return self._area.features.copied(event, self._copies)
             return self._mapped.copied(event, event.region)
 
     def close(self) -> None:
@@ -243,37 +244,23 @@ class GuardedMemory:
         return copy
 
 
-class FeatureArea(GuardedMemory):
-    """The features that an encoder keeps, evicted least recently used first.
+class FeatureArea(FeatureBooks):
+    """The features that an encoder keeps.
 
     Attributes:
+        features: their memory.
         region: the table, with the handle by which others map the memory; it is empty where they cannot.
     """
 
-    __slots__ = ("_allocator", "_num_features", "_observe", "_slab", "cache", "region")
-
     def __init__(self, device: Device, transport: Transport, nbytes: int, observe: StoreObserver) -> None:
         nbytes = max(nbytes // SLOT_BYTES, 1) * SLOT_BYTES
+        super().__init__(nbytes, SLOT_BYTES)
         memory, handle = device.share_memory(nbytes)
         self._slab = transport.allocate("generations", nbytes // SLOT_BYTES * _GENERATION.size)
-        super().__init__(memory, self._slab.buffer)
+        self.features = GuardedMemory(memory, self._slab.buffer)
         self.region = msgspec.structs.replace(self._slab.region, device=device.type, handle=handle)
-        self.cache: FeatureCache[StoredFeature] = FeatureCache(nbytes)
-        self._allocator = SlabAllocator(nbytes, SLOT_BYTES)
         self._observe = observe
         self._num_features = 0
-
-    @property
-    def nbytes(self) -> int:
-        return self._allocator.capacity
-
-    def allocate(self, nbytes: int) -> int | None:
-        """A place for a feature; None where what is held leaves none."""
-        while (offset := self._allocator.allocate(nbytes)) is None:
-            if (evicted := self.cache.evict_one()) is None:
-                return None
-            self._drop(evicted)
-        return offset
 
     def publish(
         self, mm_hash: str, offset: int, nbytes: int, shape: list[int], dtype: str, owner: str
@@ -283,27 +270,22 @@ class FeatureArea(GuardedMemory):
         feature = StoredFeature(
             nbytes=nbytes, shape=shape, dtype=dtype, checksum="", offset=offset, generation=self._num_features
         )
-        self.mark(offset, feature.generation)
-        for evicted in self.cache.put(mm_hash, feature, nbytes, owner):
-            self._drop(evicted)
+        self.features.mark(offset, feature.generation)
+        self.insert(mm_hash, feature, owner)
         return feature
 
-    def free(self, offset: int) -> None:
-        """From now on it is another's."""
-        self.mark(offset, 0)
+    def give_back(self, offset: int) -> None:
+        """Free a place that has no feature yet."""
         self._allocator.free(offset)
 
     def close(self, transport: Transport) -> None:
         """Blocks until no other process maps it."""
         release_mapped(transport, self._slab)
 
-    def check_integrity(self) -> None:
-        self.cache.check_integrity()
-        self._allocator.check_integrity()
-
-    def _drop(self, feature: StoredFeature) -> None:
+    def _evict(self, mm_hash: str, feature: StoredFeature) -> None:
         assert feature.offset is not None
-        self.free(feature.offset)
+        self.features.mark(feature.offset, 0)  # before it is another's
+        super()._evict(mm_hash, feature)
         self._observe("embedded", "evict", feature.nbytes)
 
 

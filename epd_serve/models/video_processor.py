@@ -82,7 +82,7 @@ class VideoSettings:
 
     @property
     def mean_and_std(self) -> tuple[Tensor, Tensor]:
-        """Of the three colours, in numbers of uint8 pixels."""
+        """Mean and deviation of the three colours, for pixels from 0 to 255."""
         mean, std = (torch.tensor(list(numbers)) for numbers in (self.image_mean, self.image_std))
         return mean * (1.0 / self.rescale_factor), std * (1.0 / self.rescale_factor)
 

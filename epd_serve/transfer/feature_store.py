@@ -160,45 +160,72 @@ def observed_fetch(
     observe(store, "fetch", event.nbytes, time.monotonic() - started)
 
 
-class FeatureSlab:
-    """Features in one slab of a transport: what both engines' stores have in common. Not thread-safe."""
+class FeatureBooks:
+    """Where features lie in some memory, and who holds them: what all stores have in common. Not thread-safe.
 
-    def __init__(self, transport: Transport, capacity_bytes: int) -> None:
-        self._transport = transport
-        self._slab = transport.allocate("features", capacity_bytes)
-        self._allocator = SlabAllocator(capacity_bytes)
+    What nobody holds is evicted for others, the least recently used first.
+    """
+
+    def __init__(self, capacity_bytes: int, alignment: int = 64) -> None:
+        self._allocator = SlabAllocator(capacity_bytes, alignment)
         self._cache: FeatureCache[tuple[str, StoredFeature]] = FeatureCache(capacity_bytes)
 
     @property
-    def region(self) -> Region:
-        return self._slab.region
+    def nbytes(self) -> int:
+        return self._allocator.capacity
+
+    @property
+    def num_owners(self) -> int:
+        return self._cache.num_owners
+
+    @property
+    def num_bytes(self) -> int:
+        return self._cache.num_bytes
 
     def hold(self, mm_hash: str, owner: str) -> StoredFeature | None:
         """The feature, held for ``owner``; None where it is not here."""
         found = self._cache.acquire(mm_hash, owner)
         return None if found is None else found[1]
 
+    def release(self, owner: str, mm_hash: str | None = None) -> None:
+        """Drop a hold, or all of an owner. Idempotent."""
+        self._cache.release(owner, mm_hash)
+
+    def allocate(self, nbytes: int) -> int | None:
+        """A place for a feature, for which others are evicted; None where what is held leaves no room."""
+        while (offset := self._allocator.allocate(nbytes)) is None:
+            evicted = self._cache.evict_one()
+            if evicted is None:
+                return None
+            self._evict(*evicted)
+        return offset
+
+    def insert(self, mm_hash: str, feature: StoredFeature, owner: str) -> None:
+        """Keep a feature that lies in its place, held for ``owner``."""
+        for evicted in self._cache.put(mm_hash, (mm_hash, feature), feature.nbytes, owner):
+            self._evict(*evicted)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books balance."""
         self._cache.check_integrity()
         self._allocator.check_integrity()
 
-    def _allocate(self, nbytes: int) -> int | None:
-        """A place in the slab, for which what nobody holds is evicted; None where that leaves no room."""
-        while (offset := self._allocator.allocate(nbytes)) is None:
-            evicted = self._cache.evict_one()
-            if evicted is None:
-                return None
-            self._free(*evicted)
-        return offset
-
-    def _insert(self, mm_hash: str, feature: StoredFeature, owner: str) -> None:
-        for evicted in self._cache.put(mm_hash, (mm_hash, feature), feature.nbytes, owner):
-            self._free(*evicted)
-
-    def _free(self, mm_hash: str, feature: StoredFeature) -> None:
+    def _evict(self, mm_hash: str, feature: StoredFeature) -> None:
         assert feature.offset is not None, "a feature of another store"
         self._allocator.free(feature.offset)
+
+
+class FeatureSlab(FeatureBooks):
+    """Features in one slab of a transport."""
+
+    def __init__(self, transport: Transport, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self._transport = transport
+        self._slab = transport.allocate("features", capacity_bytes)
+
+    @property
+    def region(self) -> Region:
+        return self._slab.region
 
 
 class EmbeddedFeatureStore(FeatureSlab):
@@ -212,14 +239,6 @@ class EmbeddedFeatureStore(FeatureSlab):
         self._one_at_a_time = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
 
-    @property
-    def num_owners(self) -> int:
-        return self._cache.num_owners
-
-    @property
-    def num_bytes(self) -> int:
-        return self._cache.num_bytes
-
     async def acquire(self, mm_hash: str, owner: str) -> StoredFeature | None:
         feature = self.hold(mm_hash, owner)
         self._observe("embedded", "miss" if feature is None else "hit")
@@ -228,21 +247,21 @@ class EmbeddedFeatureStore(FeatureSlab):
     async def put(
         self, mm_hash: str, data: memoryview, shape: list[int], dtype: str, owner: str
     ) -> StoredFeature | None:
-        if data.nbytes > self._allocator.capacity:
+        if data.nbytes > self.nbytes:
             raise ValueError(
-                f"a feature of {data.nbytes} bytes does not fit a store of {self._allocator.capacity}; "
+                f"a feature of {data.nbytes} bytes does not fit a store of {self.nbytes}; "
                 "raise feature_store_bytes"
             )
         async with self._one_at_a_time:
             if mm_hash in self._cache:
                 return self.hold(mm_hash, owner)
             started = time.monotonic()
-            offset = self._allocate(data.nbytes)
+            offset = self.allocate(data.nbytes)
             if offset is None:
                 return None
             digest = await self._write(offset, data)
             feature = StoredFeature(offset=offset, nbytes=data.nbytes, shape=shape, dtype=dtype, checksum=digest)
-            self._insert(mm_hash, feature, owner)
+            self.insert(mm_hash, feature, owner)
             self._observe("embedded", "put", data.nbytes, time.monotonic() - started)
             return feature
 
@@ -264,9 +283,6 @@ class EmbeddedFeatureStore(FeatureSlab):
         except BaseException:
             writing.add_done_callback(lambda _: self._allocator.free(offset))  # not while it is written to
             raise
-
-    def release(self, owner: str, mm_hash: str) -> None:
-        self._cache.release(owner, mm_hash)
 
     def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
         assert feature.offset is not None, "a feature of another store"
@@ -291,6 +307,6 @@ class EmbeddedFeatureStore(FeatureSlab):
         self._thread.shutdown()
         self._transport.release(self._slab)
 
-    def _free(self, mm_hash: str, feature: StoredFeature) -> None:
-        super()._free(mm_hash, feature)
+    def _evict(self, mm_hash: str, feature: StoredFeature) -> None:
+        super()._evict(mm_hash, feature)
         self._observe("embedded", "evict", feature.nbytes)

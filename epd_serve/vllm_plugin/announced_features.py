@@ -174,17 +174,16 @@ class FeatureMemory(FeatureSlab):
         with self._lock:
             if (found := self.hold(mm_hash, owner)) is not None:
                 return found
-            if data.nbytes > self._allocator.capacity or (offset := self._allocate(data.nbytes)) is None:
+            if data.nbytes > self.nbytes or (offset := self.allocate(data.nbytes)) is None:
                 return None
             self._slab.buffer[offset : offset + data.nbytes] = data
             kept = StoredFeature(offset=offset, nbytes=data.nbytes, shape=shape, dtype=dtype, checksum=digest)
-            self._insert(mm_hash, kept, owner)
+            self.insert(mm_hash, kept, owner)
             return kept
 
     def release(self, owner: str, mm_hash: str | None = None) -> None:
-        """Drop a hold, or all of an owner. Idempotent."""
         with self._lock:
-            self._cache.release(owner, mm_hash)
+            super().release(owner, mm_hash)
 
     def take_evicted(self) -> list[str]:
         """Return the features evicted since the last call."""
@@ -196,6 +195,6 @@ class FeatureMemory(FeatureSlab):
         with self._lock:
             super().check_integrity()
 
-    def _free(self, mm_hash: str, feature: StoredFeature) -> None:
-        super()._free(mm_hash, feature)
+    def _evict(self, mm_hash: str, feature: StoredFeature) -> None:
+        super()._evict(mm_hash, feature)
         self._evicted.append(mm_hash)

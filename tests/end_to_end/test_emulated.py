@@ -139,7 +139,7 @@ async def test_features_and_kv_go_from_device_to_device(
 async def test_features_go_by_the_host_where_the_device_is_not_reached(
     consumer: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Of an encoder whose device the consumer does not map, or which none may map."""
+    """The consumer does not map the encoder's device, or nobody may map it."""
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     tokens = (reference := Reference(model)).generate("What is this?", [noise(1)], max_tokens=6)
     encoder = {**consumer, "device": "emulated:h200:2"}

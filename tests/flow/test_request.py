@@ -321,7 +321,7 @@ class World:
 
 
 def _places(refs: list[MediaRef]) -> list[int]:
-    """Of all segments in their order, the place of their medium."""
+    """The place of each segment's medium, for all segments in their order."""
     return [place for place, ref in enumerate(refs) for _ in ref.segments]
 
 

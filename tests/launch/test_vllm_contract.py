@@ -62,7 +62,7 @@ CALLERS = {
 
 
 def described(home: Path) -> dict[str, Any]:
-    """What a vLLM's sources say that the connectors need to know, with the methods that :data:`CALLERS` call."""
+    """A description of the hooks in a vLLM's sources, with the methods that :data:`CALLERS` call."""
 
     def source(module: str) -> Path:
         return home / (module.replace(".", "/") + ".py")

@@ -126,7 +126,7 @@ def test_rows_of_a_prompt_are_rows_of_the_segments_features(kind: str, tmp_path:
 
 
 def rows(spans: Any) -> dict[int, tuple[str, int]]:
-    """Of each token, the item and the row of its feature."""
+    """The item and the row of its feature, for each token."""
     return {
         span.start + row: (span.item or span.mm_hash, span.first + span.offset + row)
         for span in spans

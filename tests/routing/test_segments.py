@@ -1,4 +1,4 @@
-"""How many encoders share a video."""
+"""A video is shared by as many encoders as pays."""
 
 from msgspec.structs import replace
 
@@ -48,7 +48,7 @@ def test_towers_that_mix_frames_get_all_of_them(build):
 
 
 def test_one_more_encoder_must_save_what_it_costs(build):
-    """Of a second of work: a half, a sixth, a twelfth for the second, third and fourth encoder."""
+    """The second encoder saves half of a second of work, the third a sixth, the fourth a twelfth."""
     for base_s, count in ((0.001, 4), (0.1, 3), (0.3, 2), (0.6, 1)):
         table = fleet(build, *ENCODERS, rate=StageRate(base_s, 1e-6))
         assert counts(table, video()) == [count], base_s

@@ -1,1 +1,1 @@
-"""What an instance measures and tells of itself."""
+"""An instance's figures: metrics, rates, reports of load, parity of features."""

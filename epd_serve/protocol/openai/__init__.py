@@ -1,1 +1,1 @@
-"""What clients say and hear: the OpenAI API."""
+"""The OpenAI API between clients and the gateway: requests, answers, events."""
