@@ -72,6 +72,7 @@ def kill(deployment: LocalDeployment, name: str) -> None:
     os.kill(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_no_request_notices_a_ring_of_topologies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "ring.json"
     ring = ["cpu-e-p-d", "cpu-e_p-d", "cpu-ed-p", "cpu-epd", "cpu-2e-p-d"]

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import chaos
 
 
+@pytest.mark.slow
 def test_streams_go_on_while_every_role_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "kills.json"
     options = ["--requests", "40", "--interval", "1.5", "--concurrency", "8", "--output", str(output)]

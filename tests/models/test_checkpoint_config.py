@@ -187,8 +187,9 @@ _FIXED_OF_EARS = {"audio_config.n_window"}
 #: And of Llama 4: as wide as the shuffled patches.
 _FIXED_OF_LLAMA4 = {"vision_config.intermediate_size"}
 
-#: LLaVA over text models whose own fields little differs from Llama's.
+#: Families whose own fields little differs from those of others, or of which trying takes long.
 _TRIED_APART = (
+    *("llama4", "lfm2_vl", "internvl"),
     *("llava-mistral", "llava-qwen2", "llava-qwen3", "mistral", "qwen2", "qwen3"),
     *("next-siglip", "onevision", "pixtral", "smolvlm", "glm4", "aya_vision", "paligemma", "gemma3", "gemma4"),
     "minicpmv",

@@ -21,6 +21,7 @@ from epd_serve.models.family import Family, Size
 from epd_serve.models.loader import load_family
 
 TORCHVISION = os.environ.get("EPD_SERVE_TORCHVISION")
+NUM_PICTURES = 8
 #: With what differs from the tiny model's file.
 KINDS: dict[str, list[dict[str, Any]]] = {
     "gemma4_unified": [{}, {"max_soft_tokens": 140, "rescale_factor": 0.01}],
@@ -78,7 +79,7 @@ def test_pixels_of_pictures_equal_the_processor_s(kind: str, tmp_path: Path) -> 
     paths = checkpoints(kind, tmp_path)
     for path in paths:
         family, theirs = load_family(path), image_processor_of(path, kind)
-        assert sum(compare(family, theirs, seed) for seed in range(16)) > 10
+        assert sum(compare(family, theirs, seed) for seed in range(NUM_PICTURES)) > NUM_PICTURES // 2
     if TORCHVISION is None:
         return
     run_beside_torchvision(
@@ -95,7 +96,7 @@ def compare_with_torchvision(paths: list[str]) -> None:
         theirs = AutoImageProcessor.from_pretrained(path)
         assert theirs.backend == "torchvision"
         family = load_family(path)
-        assert sum(compare(family, theirs, seed) for seed in range(16)) > 10
+        assert sum(compare(family, theirs, seed) for seed in range(NUM_PICTURES)) > NUM_PICTURES // 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

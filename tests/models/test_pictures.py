@@ -102,7 +102,7 @@ def test_tokens_and_pixels_follow_from_the_size(path: Path) -> None:
         assert len(tower.encode([inputs])[0]) == family.num_image_tokens(size)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7, 2048])
+@pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.slow), 7, 2048])
 def test_chunks_of_any_size_give_the_tokens_of_generate(path: Path, num_tokens: int) -> None:
     """And so does a prefix hit that ends within a picture."""
     pictures = [noise(2, (60, 140)), noise(3, (90, 90))]
