@@ -178,8 +178,8 @@ class TimedDevice:
     def check(self) -> None:
         self._timeline.check()
 
-    def stream(self, priority: int = 0) -> TimedStream:
-        stream = TimedStream(self, self._timeline.stream(min(priority, 0)))
+    def stream(self, priority: int = 0, share: float | None = None) -> TimedStream:
+        stream = TimedStream(self, self._timeline.stream(min(priority, 0), share))
         self._streams.append(stream)
         return stream
 
