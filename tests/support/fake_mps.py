@@ -28,7 +28,11 @@ def main() -> int:
     pid, control = pipes / f"{NAME}.pid", pipes / "control"
     if sys.argv[1:] != ["-d"]:
         with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(control))
+            try:
+                client.connect(str(control))
+            except OSError:
+                print("no daemon answers", flush=True)
+                return 1
             client.sendall(sys.stdin.buffer.read())
             client.shutdown(socket.SHUT_WR)
             client.recv(1)  # it has ended
