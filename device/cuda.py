@@ -49,7 +49,7 @@ class CudaGraphRunner:
             # Lazy set-up (cuBLAS workspaces, autotuning) must happen before the capture. The kernels of torch's
             # graphs keep the priority of the stream that they were captured on.
             current = torch.cuda.current_stream()
-            side = torch.cuda.Stream(priority=current.priority)
+            side = torch.cuda.Stream(priority=current.priority)  # type: ignore[no-untyped-call]
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 for _ in range(_WARM_UP_RUNS):
