@@ -271,7 +271,7 @@ class DualStream:
             device,
             self.board,
             priority=options.stream_priority,
-            share=options.tower_share,
+            share=options.tower_share if options.role.has_language_model else None,
             threads=threads,
             is_busy=lambda: self.language.is_busy,
             clock=clock,
