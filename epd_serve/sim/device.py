@@ -10,9 +10,6 @@ from typing import Protocol
 
 from epd_serve.cost.profile import Profile
 
-#: The part of the arithmetic that encodes get at least: work that runs is not taken off a chip.
-_LEAST = 0.05
-
 
 class Clock:
     """A heap of events. Those of one moment happen in the order in which they were asked for."""
@@ -81,17 +78,13 @@ class Sharing(Protocol):
 class FluidSharing:
     """Resources are divided like fluids: nothing slows down while demands for compute and for bandwidth each fit.
 
-    So a stage that waits for memory runs beside one that computes at little cost (EPD-Serve, section 3.5). Encodes
-    get the arithmetic that the others leave, as on an emulated device (:mod:`device.emulated.timeline`).
+    So a stage that waits for memory runs beside one that computes at little cost (EPD-Serve, section 3.5).
     """
 
     def rates(self, activities: Sequence[Activity]) -> list[float]:
-        encode = sum(one.compute for one in activities if one.stage == "E")
-        language = sum(one.compute for one in activities if one.stage != "E")
+        compute = sum(one.compute for one in activities)
         bandwidth = sum(one.bandwidth for one in activities)
-        before = 1 / max(1.0, language, bandwidth)
-        behind = 1 / max(1.0, encode / max(1.0 - language, _LEAST), bandwidth)
-        return [behind if one.stage == "E" else before for one in activities]
+        return [1 / max(1.0, compute, bandwidth)] * len(activities)
 
 
 @dataclass(frozen=True, slots=True)
