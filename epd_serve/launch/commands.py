@@ -158,14 +158,20 @@ def mps_spec(environment: Mapping[str, str], directory: Path) -> ProcessSpec | N
     )
 
 
-def mps_note(config: DeploymentConfig, environment: Mapping[str, str]) -> str:
-    """Whether processes that share GPUs compute at once there; "": none do, or it is said elsewhere."""
-    shared = [one for one in config.placement() if one.shares_device_with and one.devices[0].startswith("cuda:")]
+def mps_note(
+    config: DeploymentConfig, environment: Mapping[str, str], names: Collection[str] | None = None
+) -> str:
+    """Whether processes that share GPUs compute at once there; "": none of ``names`` (None: of all) does."""
+    shared = [
+        one
+        for one in config.placement()
+        if one.shares_device_with and one.devices[0].startswith("cuda:") and (names is None or one.name in names)
+    ]
     if not shared:
         return ""
     if mps.is_running(environment):
         return f"MPS: on, by the daemon of {mps.pid_file(environment).parent}, which goes on when this ends"
-    if parts_gpus(config):
+    if parts_gpus(config, names):
         return f"MPS: comes with 'epd-serve up', for the shares of GPUs; by hand: {mps.PIPES}=DIR {mps.CONTROL} -d"
     where = ", ".join(dict.fromkeys(device for one in shared for device in one.devices))
     return f"MPS: off, so the instances on {where} take turns there; write shares, as in instances: {{share: 0.5}}"

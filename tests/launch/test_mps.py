@@ -161,5 +161,6 @@ def test_a_part_on_another_host_has_a_daemon_of_its_own(environment: dict[str, s
     several = parse_config(SHARED.replace("(E-PD)", "(E-PD)-D").replace("[cuda:0]", "[cuda:0, cuda:1]"))
     daemon_spec, *specs = part_specs(unit_part(several, 0, None), "127.0.0.1", environment, tmp_path)
     assert daemon_spec.name == "mps" and [one.environment[mps.SHARE] for one in specs] == ["50", "50"]
+    assert mps_note(several, environment, ["d0"]) == "" != mps_note(several, environment, ["e0"])
     [alone] = part_specs(unit_part(several, 1, None), "127.0.0.1", environment, tmp_path)
     assert mps.PIPES not in alone.environment

@@ -24,7 +24,7 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import read_secret
 from epd_serve.config.keys import admin_headers, join_headers
 from epd_serve.config.load import placed_keys, with_placed_keys
-from epd_serve.launch.commands import with_mps, with_trust
+from epd_serve.launch.commands import mps_note, with_mps, with_trust
 from epd_serve.launch.processes.logs import log_files, log_piece
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, spawn
@@ -75,6 +75,8 @@ async def run_agent(
             own = logging.FileHandler(log_dir / f"{host_of.name}-agent.log")
             own.setFormatter(logging.Formatter(_FORMAT))
             logging.getLogger().addHandler(own)
+        if note := mps_note(part.config, os.environ, part.names):
+            logger.info("%s", note)
         secret, tls = _cluster_key(part.config), part.config.read_tls()
         places = _Places(part, gateways, secret, tls)
         record = None if host_of is None else _record(part, host_of, host, directory)
