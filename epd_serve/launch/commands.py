@@ -143,6 +143,14 @@ def with_mps(
     return {**environment, **mps.own_daemon(directory / _MPS, environment)}
 
 
+def check_mps(
+    config: DeploymentConfig, environment: Mapping[str, str], names: Collection[str] | None = None
+) -> None:
+    """Raise ValueError where a deployment that runs would get shares of a GPU, and MPS does not run."""
+    if parts_gpus(config, names) and not mps.is_running(environment):
+        raise ValueError("shares of a GPU need MPS, which does not run here; start the deployment anew")
+
+
 def mps_spec(environment: Mapping[str, str], directory: Path) -> ProcessSpec | None:
     """The process that keeps the daemon which :func:`with_mps` has chosen; None: it has chosen none."""
     if environment.get(mps.PIPES) != str(directory / _MPS):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from device import mps
 from epd_serve.config import DeploymentConfig, change_config
 from epd_serve.config.role_files import (
     rebuilt,
@@ -16,7 +15,7 @@ from epd_serve.config.role_files import (
     with_settings,
 )
 from epd_serve.config.sections import InstanceSettings
-from epd_serve.launch.commands import PreparedInstance, parts_gpus, prepare_instances, sharing_weights, spec_of
+from epd_serve.launch.commands import PreparedInstance, check_mps, prepare_instances, sharing_weights, spec_of
 from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
@@ -59,10 +58,9 @@ class DeploymentRecord:
     def prepare(self, config: DeploymentConfig) -> Sequence[Prepared]:
         """The instances of another deployment, were they started here, with ports that they would not get.
 
-        Raises ValueError where they have shares of a GPU and MPS does not run.
+        Raises ValueError where they cannot be.
         """
-        if parts_gpus(config) and not mps.is_running(self.environment):
-            raise ValueError("shares of a GPU need MPS, which does not run here; start the deployment anew")
+        check_mps(config, self.environment)
         ports = Ports(gateway=0, instances=(1,) * len(config.placement()), master=self.ports.master)
         if config.engine == "vllm":
             return prepare_vllm(config, ports.instances, self.environment, self.directory, engines=self.engines)

@@ -19,7 +19,7 @@ from fake_mps import install
 from device import mps
 from epd_serve.config import DeploymentConfig, parse_config
 from epd_serve.launch import Backoff, ProcessDied
-from epd_serve.launch.commands import instance_specs, mps_note, mps_spec, with_mps
+from epd_serve.launch.commands import check_mps, instance_specs, mps_note, mps_spec, with_mps
 from epd_serve.launch.processes.ports import choose_ports
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.processes.supervisor import Supervisor
@@ -155,6 +155,20 @@ def test_shares_without_mps_are_refused_and_no_shares_need_none(
     assert mps_note(config, environment).startswith("MPS: comes with 'epd-serve up'")
     assert mps_note(parse_config("topology: E-PD\ndevices: [cuda:0, cuda:1]"), environment) == ""
     assert with_mps(parse_config(SHARED.replace("cuda:0", "cpu")), bare, tmp_path) == bare
+
+
+def test_a_running_deployment_gets_no_shares_that_nothing_would_give(
+    config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ValueError, match="shares of a GPU need MPS, which does not run here; start the deployment"
+    ):
+        check_mps(config, environment)
+    check_mps(config, environment, names=["d0"])
+    running = environment | {mps.PIPES: str(tmp_path)}
+    mps.pid_file(running).touch()
+    check_mps(config, running)
+    mps.pid_file(running).unlink()
 
 
 def test_a_part_on_another_host_has_a_daemon_of_its_own(environment: dict[str, str], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.config.role_files import write_role_settings
 from epd_serve.launch.commands import (
     PreparedInstance,
+    check_mps,
     mps_spec,
     prepare_instances,
     spec_of,
@@ -180,6 +181,7 @@ class HostRecord(DeploymentRecord):
         if config.engine == "vllm":
             raise ValueError("vLLM's instances of a host follow no file; start its agent anew")
         part = host_part(config, self.host)
+        check_mps(part.config, self.environment, part.names)
         return prepare_part(part, config.instances.host, self.environment, self.directory)
 
     def elsewhere(self, config: DeploymentConfig) -> Counter[Stage]:
