@@ -160,9 +160,7 @@ def test_shares_without_mps_are_refused_and_no_shares_need_none(
 def test_a_running_deployment_gets_no_shares_that_nothing_would_give(
     config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        ValueError, match="shares of a GPU need MPS, which does not run here"
-    ):
+    with pytest.raises(ValueError, match="shares of a GPU need MPS, which does not run here"):
         check_mps(config, environment)
     check_mps(config, environment, names=["d0"])
     running = environment | {mps.PIPES: str(tmp_path)}
