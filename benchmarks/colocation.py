@@ -22,21 +22,25 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from benchmarks.accelerator import empty_cache
 from benchmarks.common import RESULTS, write
+from benchmarks.engine_gpu import _Model
+from benchmarks.models import make_shape
 from device import mps
+from device.base import Device, Stream
 from device.emulated.timed import TimedDevice
+from device.registry import get_device
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import LanguageStream, TowerStream
 from epd_serve.sched.step_cost import StepWork
-
-if TYPE_CHECKING:
-    from benchmarks.engine_gpu import Model
-    from device.base import Device
 
 #: Of the tower, where it has one, and of the decodes beside it under MPS.
 TOWER_SHARE = 0.5
@@ -98,34 +102,30 @@ def emulate(kind: str, mode: str, *, batch: int = 128, context: int = 1024, side
 
 def measure(device: Device, limits: dict[str, float], *, tiny: bool = False) -> dict[str, Any]:
     """The figures of each mode, or the reason why it cannot be had here."""
-    from benchmarks.accelerator import empty_cache
-    from benchmarks.engine_gpu import Model
-    from benchmarks.models import make_shape
-
     rows: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = make_shape("tiny" if tiny else "Qwen2.5-VL-7B", Path(folder, "model"), device.name)
-        model = Model(path, device, limits, tiny=tiny)
         for mode in ("alone", *MODES):
             try:
-                rows[mode] = _in_one_process(model, device, mode, tiny=tiny)
+                rows[mode] = _in_one_process(path, device, limits, mode, tiny=tiny)
             except ValueError as error:
                 rows[mode] = f"not run: {error}"
-        del model
-        empty_cache(device)
+            empty_cache(device)
         rows["processes"] = _in_two_processes(path, device.name, dict(os.environ), tiny=tiny)
         rows["mps"] = _under_mps(path, device, Path(folder, "mps"), tiny=tiny)
     return rows
 
 
-def _in_one_process(model: Model, device: Device, mode: str, *, tiny: bool) -> dict[str, float]:
-    priority, low, share = MODES.get(mode, (-1, 0, None))
-    ways: list[tuple[str, int, float | None]] = [("decode", priority, None)]
-    ways += [] if mode == "alone" else [("tower", low, share)]
-    for _, level, part in ways:
-        device.stream(level, part)  # may be refused
-    with ThreadPoolExecutor(len(ways)) as threads:
-        prepared = [threads.submit(_prepared, model, device, *way) for way in ways]
+def _in_one_process(
+    path: Path, device: Device, limits: dict[str, float], mode: str, *, tiny: bool
+) -> dict[str, float]:
+    urgent, low, share = MODES.get(mode, (-1, 0, None))
+    streams = {"decode": device.stream(urgent), "tower": device.stream(low, share)}
+    with streams["decode"]:  # whose priority the graphs keep
+        model = _Model(path, device, limits, tiny=tiny)
+    sides = ["decode"] if mode == "alone" else ["decode", "tower"]
+    with ThreadPoolExecutor(len(sides)) as threads:
+        prepared = [threads.submit(_prepared, model, device, side, streams[side]) for side in sides]
         loops = [one.result() for one in prepared]
         start_s = time.monotonic() + 0.1
         end_s = start_s + (_TINY_SECONDS if tiny else _SECONDS)
@@ -134,26 +134,11 @@ def _in_one_process(model: Model, device: Device, mode: str, *, tiny: bool) -> d
     return _figures(times[0], times[1] if len(times) > 1 else [])
 
 
-def _prepared(
-    model: Model, device: Device, side: str, priority: int, share: float | None
-) -> Callable[[float, float], list[float]]:
+def _prepared(model: _Model, device: Device, side: str, stream: Stream) -> Callable[[float, float], list[float]]:
     """A loop over one side's work between two points of the monotonic clock, for the seconds of each call."""
-    import torch
-
-    device.activate()
-    stream = device.stream(priority, share)
-    with torch.inference_mode(), stream:
-        if side == "tower":
-            work: Callable[[], object] = model.encode_call(1)
-        else:
-            executor, inputs = model.executor(model.batches), model.inputs(decodes=model.batches[-1])
-
-            def work() -> object:
-                return executor.compute(inputs)
-
-        for _ in range(3):
-            work()
-        stream.synchronize()
+    work = model._encode_call(1)
+    if side == "decode":
+        work = partial(model._graphs.compute, model._inputs(decodes=model.batches[-1]))
 
     def loop(start_s: float, end_s: float) -> list[float]:
         device.activate()
@@ -167,6 +152,8 @@ def _prepared(
                 times.append(time.monotonic() - begun)
         return times
 
+    for _ in range(3):
+        loop(0.0, 0.0)
     return loop
 
 
@@ -232,12 +219,12 @@ def _under_mps(path: Path, device: Device, directory: Path, *, tiny: bool) -> di
 
 def _be_side(name: str, side: str, path: Path, *, tiny: bool) -> int:
     """One process: says that it is ready, reads the times to begin and to end, writes the seconds of each call."""
-    from benchmarks.engine_gpu import Model
-    from device.registry import get_device
-
     device = get_device(name)
     device.activate()
-    loop = _prepared(Model(path, device, {}, tiny=tiny), device, side, 0, None)
+    stream = device.stream()
+    with stream:
+        model = _Model(path, device, {}, tiny=tiny)
+    loop = _prepared(model, device, side, stream)
     print("ready", flush=True)
     start_s, end_s = map(float, sys.stdin.readline().split())
     print(json.dumps(loop(start_s, end_s)))
@@ -254,8 +241,6 @@ def main() -> int:
     if arguments.side:
         return _be_side(arguments.device, arguments.side, arguments.model, tiny=arguments.tiny)
     if arguments.device:
-        from device.registry import get_device
-
         device = get_device(arguments.device)
         device.activate()
         print(json.dumps(measure(device, {}, tiny=arguments.tiny), indent=1))

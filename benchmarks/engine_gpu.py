@@ -78,12 +78,12 @@ def measure_engine(device: Device, limits: dict[str, float], *, tiny: bool = Fal
     for name in ("tiny",) if tiny else SHAPES:
         with tempfile.TemporaryDirectory() as folder:
             path = make_shape(name, Path(folder), device.name)
-            results[name] = Model(path, device, limits, tiny=tiny).measure()
+            results[name] = _Model(path, device, limits, tiny=tiny).measure()
         empty_cache(device)
     return results
 
 
-class Model:
+class _Model:
     """Tower and language model of one checkpoint with a KV cache for the largest case."""
 
     def __init__(self, path: Path, device: Device, limits: dict[str, float], *, tiny: bool) -> None:
@@ -114,10 +114,9 @@ class Model:
             model.head_dim,
         )
         self._kv = torch.zeros(shape, dtype=torch.bfloat16, device=device.torch_device)
-        self._eager, self._graphs = self.executor([]), self.executor(self.batches)
+        self._eager, self._graphs = self._executor([]), self._executor(self.batches)
 
-    def executor(self, graph_sizes: list[int]) -> StepExecutor:
-        """Steps on this thread's stream, whose priority its graphs keep."""
+    def _executor(self, graph_sizes: list[int]) -> StepExecutor:
         return StepExecutor(
             self._model,
             self._device,
@@ -153,18 +152,17 @@ class Model:
     def _mfu(self, parameters: int, tokens: int, seconds: float) -> float:
         return 2 * parameters * tokens / seconds / 1e12 / self._limits["bf16_matmul_tflop_s"]
 
-    def encode_call(self, batch: int) -> Callable[[], object]:
-        """Encode so many images of ``side`` x ``side`` patches."""
+    def _encode_call(self, batch: int) -> Callable[[], object]:
         inputs = image_inputs(batch, [1, self.side, self.side], self._patch_width)
         return partial(self._tower.encode, [inputs])
 
     def _encode(self, batch: int) -> dict[str, float]:
-        seconds = self._seconds(self.encode_call(batch), 5)
+        seconds = self._seconds(self._encode_call(batch), 5)
         mfu = self._mfu(self._tower.num_parameters, batch * self.side**2, seconds)
         return {"ms": seconds * 1e3, "images_s": batch / seconds, "mfu": mfu}
 
     def _prefill(self, length: int) -> dict[str, float]:
-        inputs = self.inputs(prefill=[length])
+        inputs = self._inputs(prefill=[length])
         seconds = self._seconds(partial(self._eager.compute, inputs), 5)
         return {
             "ms": seconds * 1e3,
@@ -173,7 +171,7 @@ class Model:
         }
 
     def _decode(self, batch: int) -> dict[str, Any]:
-        inputs = self.inputs(decodes=batch)
+        inputs = self._inputs(decodes=batch)
         kv_bytes = batch * self.context * self._kv[:, :, 0, 0].numel() * 2
         result: dict[str, Any] = {}
         for name, executor in (("graph", self._graphs), ("eager", self._eager)):
@@ -189,7 +187,7 @@ class Model:
 
     def _dual_stream(self, batch: int) -> dict[str, float]:
         """As long as one image is encoded after another, decode; then both once more, one after the other."""
-        encode, inputs = self.encode_call(1), self.inputs(decodes=batch)
+        encode, inputs = self._encode_call(1), self._inputs(decodes=batch)
         step = partial(self._graphs.compute, inputs)
         steps = max(1, round(self._seconds(encode, 3) / self._seconds(step, 3)))
 
@@ -216,7 +214,7 @@ class Model:
         sequential, dual = self._seconds(in_turn, 1), self._seconds(together, 1)
         return {"sequential_ms": sequential * 1e3, "dual_ms": dual * 1e3, "gain": sequential / dual}
 
-    def inputs(self, *, decodes: int = 0, prefill: list[int] | None = None) -> StepInputs:
+    def _inputs(self, *, decodes: int = 0, prefill: list[int] | None = None) -> StepInputs:
         """Decodes at the end of their context, or prompts, over blocks of their own."""
         prefill = prefill or []
         lengths = [self.context] * decodes + prefill

@@ -46,21 +46,23 @@ class CudaGraphRunner:
 
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         with torch.cuda.device(self._device):
-            # Lazy set-up (cuBLAS workspaces, autotuning) must happen before the capture. The kernels of torch's
-            # graphs keep the priority of the stream that they were captured on.
-            current = torch.cuda.current_stream()
-            side = torch.cuda.Stream(priority=current.priority)  # type: ignore[no-untyped-call]
+            # Lazy set-up (cuBLAS workspaces, autotuning) must happen before the capture, off the capturing stream.
+            current, side = torch.accelerator.current_stream(), self._side_stream()
             side.wait_stream(current)
-            with torch.cuda.stream(side):
+            with side:
                 for _ in range(_WARM_UP_RUNS):
                     step()
             current.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             pool = next((graph.pool() for graph, _ in self._graphs.values()), None)
             # Other threads of the instance may allocate or wait meanwhile; only this one records.
-            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):  # type: ignore[arg-type]
                 output = step()
         self._graphs[size] = (graph, output)
+
+    def _side_stream(self) -> torch.Stream:
+        """A stream as urgent as this thread's: torch lets a graph's kernels keep the priority of their capture."""
+        return torch.Stream(self._device, priority=torch.cuda.current_stream().priority)
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
         """A CUDA graph reads the lengths on the device: there is nothing to bind."""
