@@ -18,6 +18,9 @@ all that they need, no model and no network, and takes a few minutes:
   (``benchmarks.engine_gpu``; needs 40 GiB of disk and 30 GiB of GPU memory);
 * ``handoff``: the KV of a prompt of 2000 tokens (Qwen3-VL-8B's shape), and the feature of a picture, from one
   process to another, from device to device and through the host (``benchmarks.handoff``); at most 10 ms;
+* ``colocation``: TPOT and encodes a second of Qwen2.5-VL-7B's shape side by side on the GPU: without priorities,
+  with them, with the tower in a green context, in two processes without MPS and with its shares
+  (``benchmarks.colocation``);
 * ``tune``: the decode kernel's tiles, warps and stages.
 
 Times are medians over CUDA events. The exit status is 1 where a test or a target fails.
@@ -38,7 +41,20 @@ if TYPE_CHECKING:
 #: What an image with torch and transformers may lack.
 WHEELS = ("blake3", "httptools", "msgspec", "psutil", "pydantic", "ruamel.yaml", "uvicorn")
 _OTHERS = ("torch", "triton", "transformers", "pytest", "hypothesis", "numpy", "PIL")
-PARTS = ("tests", "write", "decode", "prefill", "vision", "layers", "sample", "model", "engine", "handoff", "tune")
+PARTS = (
+    "tests",
+    "write",
+    "decode",
+    "prefill",
+    "vision",
+    "layers",
+    "sample",
+    "model",
+    "engine",
+    "handoff",
+    "colocation",
+    "tune",
+)
 
 
 def main() -> int:
@@ -68,7 +84,7 @@ def measure(name: str, chosen: tuple[str, ...] | list[str]) -> tuple[dict[str, A
     """The result file's content, and whether all tests and targets passed."""
     import torch
 
-    from benchmarks import engine_gpu, gpu_attention, gpu_memory, gpu_model, gpu_sampling, gpu_timing
+    from benchmarks import colocation, engine_gpu, gpu_attention, gpu_memory, gpu_model, gpu_sampling, gpu_timing
     from benchmarks.accelerator import run_parts, run_tests, show, versions
     from device.registry import get_device
 
@@ -97,6 +113,7 @@ def measure(name: str, chosen: tuple[str, ...] | list[str]) -> tuple[dict[str, A
         "model": partial(gpu_model.measure_model, device, copy_gb_s),
         "engine": lambda: (engine_gpu.measure_engine(device, limits), []),
         "handoff": _handoff,
+        "colocation": lambda: (colocation.measure(device, limits), []),
         "tune": lambda: (gpu_memory.tune_decode(device, copy_gb_s), []),
     }
     return result, run_parts(device, result, parts, chosen)

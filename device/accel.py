@@ -103,7 +103,9 @@ class AcceleratorDevice(host.OwnMemory):
             raise DeviceLost(f"{self.name} is lost: {error}") from error
 
     # torch's streams and events take only each other, which is narrower than the protocols say: hence the casts.
-    def stream(self, priority: int = 0) -> base.Stream:
+    def stream(self, priority: int = 0, share: float | None = None) -> base.Stream:
+        if share is not None:
+            raise ValueError(f"{self.name} limits no stream to a share: leave tower_share out")
         return cast(base.Stream, torch.Stream(self.torch_device, priority=min(priority, 0)))
 
     def current_stream(self) -> base.Stream:

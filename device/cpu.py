@@ -145,7 +145,9 @@ class CpuDevice(host.OwnMemory):
     def check(self) -> None:
         return
 
-    def stream(self, priority: int = 0) -> base.Stream:
+    def stream(self, priority: int = 0, share: float | None = None) -> base.Stream:
+        if share is not None:
+            raise ValueError("a CPU limits no stream to a share, it parts threads: leave tower_share out")
         return CpuStream(priority)
 
     def current_stream(self) -> base.Stream:

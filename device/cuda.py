@@ -12,16 +12,17 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from device import base, cuda_ipc
+from device import base, cuda_ipc, mps
 from device.accel import AcceleratorDevice
 from device.base import DeviceUnavailable, Partition, PartitionStrength, check_update
 from device.ops.cuda import CudaOps
 from device.ops.varlen import find_varlen
-from device.shares import MPS_SHARE, mps_is_running
+from device.shares import check_share
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class CudaGraphRunner:
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         with torch.cuda.device(self._device):
             # Lazy set-up (cuBLAS workspaces, autotuning) must happen before the capture, off the capturing stream.
-            current, side = torch.accelerator.current_stream(), torch.Stream(self._device)
+            current, side = torch.accelerator.current_stream(), self._side_stream()
             side.wait_stream(current)
             with side:
                 for _ in range(_WARM_UP_RUNS):
@@ -55,9 +56,13 @@ class CudaGraphRunner:
             graph = torch.cuda.CUDAGraph()
             pool = next((graph.pool() for graph, _ in self._graphs.values()), None)
             # Other threads of the instance may allocate or wait meanwhile; only this one records.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):  # type: ignore[arg-type]
                 output = step()
         self._graphs[size] = (graph, output)
+
+    def _side_stream(self) -> torch.Stream:
+        """A stream as urgent as this thread's: torch lets a graph's kernels keep the priority of their capture."""
+        return torch.Stream(self._device, priority=torch.cuda.current_stream().priority)
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
         """A CUDA graph reads the lengths on the device: there is nothing to bind."""
@@ -75,6 +80,7 @@ class CudaDevice(AcceleratorDevice):
     def __init__(self, index: int) -> None:
         super().__init__("cuda", index, _partition(torch.cuda.get_device_name(index)))
         self.ops: base.AttentionOps = make_ops(self.cores, torch.cuda.get_device_capability(index))
+        self._green_contexts: list[object] = []
 
     @property
     def cores(self) -> int:
@@ -106,17 +112,43 @@ class CudaDevice(AcceleratorDevice):
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """A share of the memory, beside the share of the multiprocessors that MPS gave this process at its start.
 
-        MPS reads that from the environment when the process opens the GPU: see ``device.shares``. Without MPS the
-        processes take turns at the multiprocessors. Green contexts part the streams of one process, not processes.
+        MPS reads that from the environment when the process opens the GPU: see ``device.mps``. Without MPS the
+        processes would take turns at all multiprocessors: ValueError. :meth:`stream` parts one process's streams.
         """
+        check_share(share, start)
+        percentage = os.environ.get(mps.SHARE)
+        if percentage is None or not mps.is_running(os.environ):
+            lack = f"{mps.SHARE} is not set" if mps.is_running(os.environ) else f"no {mps.CONTROL} runs"
+            raise ValueError(
+                f"share {share:g} of {self.name}: {lack}, so processes take turns at all of the GPU. "
+                "'epd-serve up' starts MPS and sets it; for an instance by itself do so, or part the memory alone "
+                "by memory_share"
+            )
         applied = super().apply_share(share, start)
-        percentage = os.environ.get(MPS_SHARE)
-        if percentage is None or not mps_is_running():
-            return applied
         return Partition(
             strength=applied.strength,
             mechanisms=(*applied.mechanisms, f"MPS, {percentage} % of the multiprocessors"),
         )
+
+    def stream(self, priority: int = 0, share: float | None = None) -> base.Stream:
+        """With a share: of a green context, which has that part of the multiprocessors, and priority 0."""
+        if share is None:
+            return super().stream(priority)
+        check_share(share, 0.0)
+        green: Any = getattr(torch.cuda, "green_contexts", None)
+        if green is None or not (green.SUPPORTED and hasattr(green.GreenContext, "Stream")):
+            raise ValueError(
+                f"torch {torch.__version__} makes no streams of green contexts, which limit them to a share: "
+                "install torch 2.12 for CUDA 12.8 or newer, or leave tower_share out"
+            )
+        self.activate()
+        try:  # multiprocessors are parted in groups of 2 to 8
+            context = green.GreenContext.create(num_sms=max(1, round(share * self.cores)), device_id=self.index)
+            stream = context.Stream()
+        except RuntimeError as error:  # the driver is older, say
+            raise ValueError(f"{self.name} has no green context of share {share:g}: {error}") from error
+        self._green_contexts.append(context)  # the stream lives no longer than its context
+        return cast(base.Stream, stream)
 
 
 def make_ops(cores: int, capability: tuple[int, int]) -> CudaOps:
@@ -142,7 +174,7 @@ def _partition(device_name: str) -> Partition:
     if "MIG" in device_name:
         return Partition(strength=PartitionStrength.ISOLATED, mechanisms=("MIG", "memory fraction"))
     mechanisms = ["memory fraction"]
-    if mps_is_running():
+    if mps.is_running(os.environ):
         mechanisms.append("MPS")
     return Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=tuple(mechanisms))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from device.base import Device
+from device.base import Device, Stream
 from device.check.batch import Batch
 from device.check.operators import (
     check_argmax,
@@ -27,6 +27,8 @@ from device.check.operators import (
     compare,
 )
 from device.distributed import ProcessGroup
+from device.emulated.accelerator import EmulatedDevice
+from device.emulated.timeline import Demand
 from device.ops.reference import ReferenceOps
 
 Check = Callable[[Device], str]
@@ -98,6 +100,10 @@ def _checks(device: Device) -> dict[str, tuple[Check, str]]:
     checks["streams and events"] = (
         _streams,
         "work is not done in order, so results cannot be trusted: update driver and torch",
+    )
+    checks["shares of streams"] = (
+        _shares,
+        "tower_share would not hold here: update driver and torch, or leave it out",
     )
     checks["captured decode step"] = (
         _graph,
@@ -227,6 +233,34 @@ def _streams(device: Device) -> str:
     assert done.query(), "an event that was waited for is not done"
     assert total.item() == 20 * data.numel(), "work went on before the event that it waited for"
     return f"{start.elapsed_time(end):.1f} ms on the second stream" if device.has_streams else "nothing to overlap"
+
+
+def _shares(device: Device) -> str:
+    """Check that a stream with an eighth of the device takes longer, where the device limits streams."""
+    try:
+        limited = device.stream(share=0.125)
+    except ValueError as error:
+        return str(error)
+    seconds = [min(_busy_s(device, stream) for _ in range(3)) for stream in (device.stream(), limited)]
+    text = f"with an eighth of the arithmetic work takes {seconds[1] / seconds[0]:.1f} times as long"
+    assert seconds[1] > 2 * seconds[0], text
+    return text
+
+
+def _busy_s(device: Device, stream: Stream) -> float:
+    """Seconds of work on a stream that wants all of the arithmetic."""
+    device.synchronize()
+    started = time.perf_counter()
+    with stream:
+        if isinstance(device, EmulatedDevice):  # which computes as fast as the host, unless it is told a time
+            with device.timed(0.01, Demand(compute=1.0, bandwidth=0.1)):
+                pass
+        else:
+            matrix = torch.ones(4096, 4096, dtype=device.dtypes[-1], device=device.torch_device)
+            for _ in range(8):
+                matrix @ matrix
+    stream.synchronize()
+    return time.perf_counter() - started
 
 
 def _graph(device: Device) -> str:

@@ -220,8 +220,8 @@ class EmulatedDevice:
     def check(self) -> None:
         self._chip.timeline.check()
 
-    def stream(self, priority: int = 0) -> base.Stream:
-        return Stream(self._chip, min(priority, 0))
+    def stream(self, priority: int = 0, share: float | None = None) -> base.Stream:
+        return Stream(self._chip, min(priority, 0), share)
 
     def current_stream(self) -> base.Stream:
         return self._chip.current()

@@ -243,9 +243,9 @@ class Section:
 class Stream:
     """Launched work, done in order by a thread of its own. Fills the Stream protocol."""
 
-    def __init__(self, chip: Chip, priority: int = 0) -> None:
+    def __init__(self, chip: Chip, priority: int = 0, share: float | None = None) -> None:
         self.chip = chip
-        self.lane = chip.timeline.stream(priority)
+        self.lane = chip.timeline.stream(priority, share)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         thread = threading.Thread(target=_work, args=(self._work, weakref.ref(self)), name=TYPE, daemon=True)

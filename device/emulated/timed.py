@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from device import base
 from device.base import DeviceUnavailable, Partition, PartitionStrength
 from device.datasheets import emulated_kind, emulated_sheet
-from device.emulated.timeline import WHOLE, Demand, Operation, Timeline, TimelineStream
+from device.emulated.timeline import WHOLE, Demand, Operation, Timeline, TimelineStream, sleep_exactly
 from device.present import EMULATED_MEMORY
 from device.shares import check_share
 
@@ -102,7 +103,7 @@ class TimedStream:
 class TimedDevice:
     """Fills the BareDevice protocol; ``kind``: see :func:`device.datasheets.emulated_sheet`.
 
-    Copies to the host and back take the link to it, one after another.
+    Copies to the host and back take the link to it, one after another. ``clock``, ``sleep``: as of its timeline.
     """
 
     type = TYPE
@@ -110,13 +111,20 @@ class TimedDevice:
     has_streams = True
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction",))
 
-    def __init__(self, kind: str, index: int) -> None:
+    def __init__(
+        self,
+        kind: str,
+        index: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = sleep_exactly,
+    ) -> None:
         self.spec = emulated_sheet(kind)
         self.index = index
         self.name = f"{TYPE}:{self.spec.name}:{index}"
         self.description = f"emulated {self.spec.name}, nothing is computed"
         directory = os.environ.get(EMULATED_MEMORY)
-        self._timeline = Timeline(self.name, directory)
+        self._timeline = Timeline(self.name, directory, clock=clock, sleep=sleep)
         self._link = Timeline(f"{self.name}.link", directory).stream()
         self._fraction, self._used, self._peak = 1.0, 0, 0
         self._default = TimedStream(self, self._timeline.stream())
@@ -178,8 +186,8 @@ class TimedDevice:
     def check(self) -> None:
         self._timeline.check()
 
-    def stream(self, priority: int = 0) -> TimedStream:
-        stream = TimedStream(self, self._timeline.stream(min(priority, 0)))
+    def stream(self, priority: int = 0, share: float | None = None) -> TimedStream:
+        stream = TimedStream(self, self._timeline.stream(min(priority, 0), share))
         self._streams.append(stream)
         return stream
 

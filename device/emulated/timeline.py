@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from device.base import DeviceLost
+from device.shares import check_share
 
 #: The variable that names the file of injected faults: see :class:`Faults`.
 EMULATED_FAULTS = "EPD_SERVE_EMULATED_FAULTS"
@@ -258,9 +259,14 @@ class Timeline:
         self._ended: deque[int] = deque()  # streams; they may end at any place of a thread
         self._board = _Board(None if directory is None else Path(directory, f"{name}.timeline"))
 
-    def stream(self, priority: int = 0) -> TimelineStream:
-        """A queue of operations; one of a lower priority number is served first."""
-        stream = TimelineStream(self, priority, next(self._numbers))
+    def stream(self, priority: int = 0, share: float | None = None) -> TimelineStream:
+        """A queue of operations; one of a lower priority number is served first.
+
+        ``share``: part of the process's arithmetic to which they keep; None: no limit.
+        """
+        if share is not None:
+            check_share(share, 0.0)
+        stream = TimelineStream(self, priority, next(self._numbers), share)
         weakref.finalize(stream, self._ended.append, stream.number).atexit = False
         with self.lock:
             self._streams.add(stream)
@@ -369,8 +375,8 @@ class Operation:
 class TimelineStream:
     """Operations done one after another; :meth:`Timeline.stream` makes it. Thread-safe."""
 
-    def __init__(self, timeline: Timeline, priority: int, number: int) -> None:
-        self.timeline, self.priority, self.number = timeline, priority, number
+    def __init__(self, timeline: Timeline, priority: int, number: int, share: float | None = None) -> None:
+        self.timeline, self.priority, self.number, self.share = timeline, priority, number, share
         self._queue: deque[Operation | _Barrier] = deque()
         self._has_begun = self._has_hung = False  # the queue's first operation
         self._free_s = -math.inf  # the end of the operation before it
@@ -397,6 +403,10 @@ class TimelineStream:
         with self.timeline.lock:
             self.timeline.check()
             at_s = self.timeline.clock() if launched_s is None else launched_s
+            if self.share is not None:
+                slower = max(1.0, demand.compute / (self.share * self.timeline.share))
+                cost_s *= slower
+                demand = replace(demand, compute=demand.compute / slower, bandwidth=demand.bandwidth / slower)
             operation = Operation(self, cost_s, demand, at_s, then)
             self._queue.append(operation)
             if self._queue[0] is operation:

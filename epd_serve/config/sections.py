@@ -230,8 +230,8 @@ class InstanceSettings(Section):
     )
     share: Pinned[Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None] = Field(
         default=None,
-        description="Part of its device that an instance keeps to, in (0, 1]: cores on a CPU, memory and, under "
-        "MPS, multiprocessors of a GPU, memory and AI cores of an NPU. auto: an equal part of what other shares "
+        description="Part of its device that an instance keeps to, in (0, 1]: cores on a CPU, memory and, by MPS, "
+        "multiprocessors of a GPU, memory and AI cores of an NPU. auto: an equal part of what other shares "
         "leave, or no limit where the file 'interference' says that the stages hardly slow each other. "
         "null: no limit, unless another instance on the device has a share: then as auto.",
     )
@@ -244,8 +244,14 @@ class InstanceSettings(Section):
         default=0,
         ge=-5,
         le=19,
-        description="Of the stream on which the encoder runs; lower is served first. Accelerators know 0 and "
-        "less, a CPU 0 and more, the niceness of the encoder's threads.",
+        description="Of the stream on which the encoder runs; lower is served first, and the language model's has "
+        "-1. Accelerators know 0 and less, a CPU 0 and more, the niceness of the encoder's threads.",
+    )
+    tower_share: Pinned[Annotated[float, Field(gt=0, le=1)] | None] = Field(
+        default=None,
+        description="Part of its multiprocessors to which the encoder keeps in an instance that holds a language "
+        "model as well, which may use all of them: a green context of a GPU; emulated devices have it too. "
+        "null: no limit.",
     )
     block_size: LanguageRebuild[int | None] = Field(
         default=None, ge=1, description="Tokens per KV block; null: 128 on an NPU, 16 elsewhere."

@@ -1,6 +1,7 @@
 """The two streams of an instance: the tower's and the language model's (TriInfer, section 4.2), kept in step.
 
-On an accelerator the tower's work goes to a stream of its own. The host waits for its features, and the language
+On an accelerator the work of each goes to a stream of its own, the language model's before the tower's: a picture
+may take a while, the gap between two tokens may not. The host waits for the tower's features, and the language
 model's stream takes them up when they are there, so neither stream waits for the other. On a CPU each side is a
 thread, and the threads of the instance are parted between them while both run: two teams of all threads would wait
 for each other at every barrier.
@@ -13,13 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from device.base import BareDevice
+from device.base import BareDevice, Stream
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.device_board import DeviceBoard, apply_share, rank_share
 from epd_serve.sched.encode import VisionFirst
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.token_time import Slack, TokenTimeAccount, pause_s
 
+#: Of the language model's stream, with its decodes; ``stream_priority`` is the tower's.
+_LANGUAGE_PRIORITY = -1
 _SMOOTHING = 0.3
 #: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.
 _TOKENS_PER_LAYER = 2
@@ -29,6 +32,7 @@ class TowerStream:
     """The tower's side. The methods up to ``between_layers`` belong to the tower's thread.
 
     Args:
+        share: part of the multiprocessors to which it keeps; None: no limit.
         threads: numbers on a CPU while this instance's language model computes too, and while it does not.
         is_busy: whether that language model has work; False where there is none.
         sleep: lets the tower's thread sleep.
@@ -43,6 +47,7 @@ class TowerStream:
         board: DeviceBoard,
         *,
         priority: int = 0,
+        share: float | None = None,
         threads: tuple[int, int] | None = None,
         is_busy: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
@@ -50,7 +55,7 @@ class TowerStream:
     ) -> None:
         self._device = device
         self._board = board
-        self._stream = device.stream(priority)
+        self._stream = device.stream(priority, share)
         self._threads = threads if device.type == "cpu" else None
         self._is_busy = is_busy
         self._clock = clock
@@ -68,10 +73,8 @@ class TowerStream:
 
         Its memory belongs to the tower's stream, and others may use it at the end.
         """
-        self._device.activate()
-        with self._stream:
+        with _loading(self._device, self._stream):
             yield
-        self._stream.synchronize()
 
     @contextmanager
     def encoding(self, num_pixels: int) -> Iterator[None]:
@@ -161,6 +164,7 @@ class LanguageStream:
     """The language model's side; its methods belong to the engine's thread.
 
     Attributes:
+        stream: on which it is loaded and computed, by one thread at a time.
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
         on_pause: called when no step follows, after all: one has failed, or nothing can be computed.
         hold: returns when a step may be computed; None: at once.
@@ -184,11 +188,18 @@ class LanguageStream:
         self._account = TokenTimeAccount(limit_s=limit_s) if limit_s is not None else None
         self._threads = threads if device.type == "cpu" else None
         self._clock = clock
+        self.stream = language_stream(device)
         self._last_s: float | None = None  # end of the last step, where its decodes go on
         self._encoded_s = 0.0
         self.is_busy = False
         self.on_pause: Callable[[], None] = lambda: None
         self.hold: Callable[[], None] | None = None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context in which weights, KV memory or graphs are made, on any thread; it ends when they are."""
+        with _loading(self._device, self.stream):
+            yield
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -260,10 +271,24 @@ class DualStream:
             device,
             self.board,
             priority=options.stream_priority,
+            share=options.tower_share if options.role.has_language_model else None,
             threads=threads,
             is_busy=lambda: self.language.is_busy,
             clock=clock,
         )
+
+
+def language_stream(device: BareDevice) -> Stream:
+    """A stream that is served before a tower's; on an NPU the default one, which is all that its limits count."""
+    return device.current_stream() if device.type == "npu" else device.stream(_LANGUAGE_PRIORITY)
+
+
+@contextmanager
+def _loading(device: BareDevice, stream: Stream) -> Iterator[None]:
+    device.activate()
+    with stream:
+        yield
+    stream.synchronize()
 
 
 def _parted(threads: int | None) -> tuple[int, int] | None:

@@ -32,6 +32,7 @@ from epd_serve.engine.commands import (
     follower_end,
 )
 from epd_serve.engine.device_board import apply_share
+from epd_serve.engine.dual_stream import language_stream
 from epd_serve.engine.kv_memory import KVCache
 from epd_serve.engine.runner import FollowedTables
 from epd_serve.engine.step import StepExecutor
@@ -56,6 +57,8 @@ class Follower:
             get_device("cpu").set_threads(join.threads)
         self._device: Device = get_device(join.device)
         apply_share(self._device, join.share, join.memory_share, join.threads)
+        self._device.activate()
+        language_stream(self._device).__enter__()
         self._progress = LayerProgress(self._device.record_event)
         group = ProcessGroup(self._device, join.rank, join.size, Path(join.rendezvous), join.timeout_s)
         self._model = LanguageModel(Path(join.model), getattr(torch, join.dtype), self._device, group)

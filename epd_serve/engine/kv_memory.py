@@ -41,6 +41,8 @@ def block_nbytes(layout: KVLayout) -> int:
 class KVCache:
     """One rank's KV, [layers, 2, num_blocks, block_size, its kv_heads, head_dim]: block 0 is scratch.
 
+    The stream on which it is made is that of the steps.
+
     Args:
         slab: on a CPU that is not shared with other ranks, the memory of the cache itself; else cells of all heads
             (:mod:`epd_serve.transfer.staging`), between which and the cache :meth:`copy` moves blocks.
@@ -64,7 +66,7 @@ class KVCache:
         self._layout, self._device, self._slab, self._emulation = layout, device, slab, emulation
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
         self._heads = slice(None) if heads is None else slice(heads.start, heads.stop)
-        self._copies = device.stream()
+        self.steps, self._copies = device.current_stream(), device.stream()
         self.copied: Event | None = None
         self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
         num_heads = layout.num_kv_heads if heads is None else len(heads)
@@ -85,8 +87,12 @@ class KVCache:
             self._unpin()
 
     def copy_block(self, source: int, target: int) -> None:
+        """Copy a block between the steps launched before and those launched later, on any thread."""
+        here = self._device.current_stream()
+        here.wait_event(self.steps.record_event())
         self.tensor[:, :, target] = self.tensor[:, :, source]
-        self.copied = self._device.record_event()
+        self.copied = here.record_event()
+        self.steps.wait_event(self.copied)
 
     def cells(self, first: int, num_layers: int, num_blocks: int) -> Tensor:
         """The cells from ``first`` on: [num_layers, 2, num_blocks, block_size, kv_heads, head_dim], all heads."""
@@ -267,7 +273,7 @@ class KVMemory:
 
     def save(self, blocks: Sequence[int]) -> Tensor:
         """A copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim], all heads."""
-        self._device.record_event().synchronize()  # the device may not have written them yet
+        self._cache.steps.record_event().synchronize()  # the device may not have written them yet
         if self._area is None:
             return self.tensor[:, :, torch.tensor(blocks)]
         layout = self.layout

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ class StepLoop:
 
     Args:
         push: sends KV to decode instances while it is computed; None where no prompt is handed on.
+        stream: takes the device's work of that thread; None: the default one.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class StepLoop:
         hooks: EngineHooks,
         *,
         push: KVPush | None = None,
+        stream: AbstractContextManager[object] | None = None,
         runs_ahead: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -47,6 +49,7 @@ class StepLoop:
         self._runner = runner
         self._hooks = hooks
         self._push = push
+        self._stream = stream or nullcontext()
         self._runs_ahead = runs_ahead
         self._clock = clock
         self._in_flight: InFlightStep | None = None  # launched, its tokens unknown
@@ -76,8 +79,9 @@ class StepLoop:
     def _run(self) -> None:
         try:
             self._runner.activate()
-            while (output := self._engine.next_step(self._output_in_flight)) is not None:
-                self._advance(output)
+            with self._stream:
+                while (output := self._engine.next_step(self._output_in_flight)) is not None:
+                    self._advance(output)
         except BaseException:  # nothing would be computed any more, and nobody would know
             logger.critical("the engine's thread has ended", exc_info=True)
             self._hooks.died()

@@ -49,16 +49,17 @@ class LanguageEngine(EngineHooks):
         self._instance = instance
         self.weights = weights
         self.listeners = Listeners()
-        runner = weights.prepare(instance)
-        self._memory, self._layout = weights.memory, weights.layout
-        self.max_model_len = weights.max_model_len
-        instance.limits.find_budget(
-            weights.step_seconds(runner),
-            num_blocks=self._memory.num_blocks - self._layout.state_blocks,
-            max_model_len=self.max_model_len,
-        )
-        for block in range(self._memory.num_blocks - self._layout.state_blocks, self._memory.num_blocks):
-            self._memory.copy_block(0, block)  # the steps that were measured had their state there
+        with instance.streams.language.loading():
+            runner = weights.prepare(instance)
+            self._memory, self._layout = weights.memory, weights.layout
+            self.max_model_len = weights.max_model_len
+            instance.limits.find_budget(
+                weights.step_seconds(runner),
+                num_blocks=self._memory.num_blocks - self._layout.state_blocks,
+                max_model_len=self.max_model_len,
+            )
+            for block in range(self._memory.num_blocks - self._layout.state_blocks, self._memory.num_blocks):
+                self._memory.copy_block(0, block)  # the steps that were measured had their state there
         self._start_engine(runner)
         self.receiver = factory("features", FeatureReceiver)(
             instance.options.sizes.feature_cache_bytes,
@@ -99,6 +100,7 @@ class LanguageEngine(EngineHooks):
                 record_event=instance.device.record_event,
                 layer_groups=factory("layer groups", LayerGroups),
             ),
+            stream=instance.streams.language.stream,
             runs_ahead=options.runs_ahead,
         )
 

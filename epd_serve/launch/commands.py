@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from device import mps
 from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
 from device.present import EMULATED_MEMORY, num_cores, visibility
-from device.shares import share_environment
 from device.weight_files import COPIES, VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig, InstanceOptions, ShapeConfig, decode_graph_sizes
 from epd_serve.config.model_files import read_model_config
@@ -28,6 +28,9 @@ from epd_serve.transfer.mooncake.engine import check_installed, master_command
 HEAP_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
     f":glibc.malloc.{limit}_threshold={1 << 30}" for limit in ("mmap", "trim")
 )
+
+#: The directory of the MPS daemon, below that of the deployment's files, and what it takes to quit.
+_MPS, _MPS_GRACE_S = "mps", 3.0
 
 #: How this program is started again. -P: a user's directory is no place to import "device" or "proxy" from.
 PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
@@ -66,7 +69,7 @@ def prepare_instances(
     placement = config.placement()
     num_ranks = sum(instance.tensor_parallel for instance in placement)
     master = f"{config.instances.host}:{ports.master[0]}" if ports.master else None
-    shares = config.device_shares(InterferenceMatrix.read(config.interference) if config.interference else None)
+    shares = _shares(config)
     boards = _device_boards(placement, directory) if directory else {}
     chosen = []
     for instance, port in zip(placement, ports.instances, strict=True):
@@ -89,8 +92,9 @@ def prepare_instances(
         )
         if directory and instance.devices[0].startswith("emulated:"):
             visible[EMULATED_MEMORY] = str(directory)
-        mps = share_environment(share.share) if share and instance.devices[0].startswith("cuda:") else {}
-        chosen.append((instance, options, {**visible, **mps}, wished is None and share is None))
+        if share and instance.devices[0].startswith("cuda:"):
+            visible |= mps.share_variables(share.share)
+        chosen.append((instance, options, visible, wished is None and share is None))
     own = npu_environments([(instance, options) for instance, options, _, _ in chosen])
     return tuple(
         PreparedInstance(
@@ -110,6 +114,75 @@ def with_trust(config: DeploymentConfig, environment: Mapping[str, str]) -> dict
     which they keep even if its file holds another one by now, and the files of their certificates."""
     key, tls = config.read_cluster_key(), config.read_tls()
     return {**environment, **({CLUSTER_KEY: key} if key else {}), **(tls.environment if tls else {})}
+
+
+def _shares(config: DeploymentConfig) -> dict[str, DeviceShare]:
+    return config.device_shares(InterferenceMatrix.read(config.interference) if config.interference else None)
+
+
+def parts_gpus(config: DeploymentConfig, names: Collection[str] | None = None) -> bool:
+    """Whether instances, among them one with these names in the placement (None: any), have shares of a GPU."""
+    shared = [one for one in config.placement() if one.devices[0].startswith("cuda:")]
+    shares = _shares(config) if shared else {}
+    return any(one.name in shares and (names is None or one.name in names) for one in shared)
+
+
+def with_mps(
+    config: DeploymentConfig,
+    environment: Mapping[str, str],
+    directory: Path,
+    names: Collection[str] | None = None,
+) -> dict[str, str]:
+    """The environment, with the variables of an MPS daemon of its own where shares of GPUs need one.
+
+    A daemon that runs already is used. ``directory`` takes the files of the other one. ``names``: as
+    :func:`parts_gpus`. Raises ValueError where it cannot be started.
+    """
+    if not parts_gpus(config, names) or mps.is_running(environment):
+        return dict(environment)
+    return {**environment, **mps.own_daemon(directory / _MPS, environment)}
+
+
+def check_mps(
+    config: DeploymentConfig, environment: Mapping[str, str], names: Collection[str] | None = None
+) -> None:
+    """Raise ValueError where a deployment that runs would get shares of a GPU, and MPS does not run."""
+    if parts_gpus(config, names) and not mps.is_running(environment):
+        raise ValueError("shares of a GPU need MPS, which does not run here; start the deployment anew")
+
+
+def mps_spec(environment: Mapping[str, str], directory: Path) -> ProcessSpec | None:
+    """The process that keeps the daemon which :func:`with_mps` has chosen; None: it has chosen none."""
+    if environment.get(mps.PIPES) != str(directory / _MPS):
+        return None
+    return ProcessSpec(
+        name="mps",
+        label="NVIDIA MPS: shares of GPUs",
+        command=(sys.executable, "-P", "-m", "device.mps", str(os.getpid())),
+        environment={**environment, "PYTHONUNBUFFERED": "1"},
+        ready_file=mps.pid_file(environment),
+        stops="last",
+        grace_s=_MPS_GRACE_S,
+    )
+
+
+def mps_note(
+    config: DeploymentConfig, environment: Mapping[str, str], names: Collection[str] | None = None
+) -> str:
+    """Whether processes that share GPUs compute at once there; "": none of ``names`` (None: of all) does."""
+    shared = [
+        one
+        for one in config.placement()
+        if one.shares_device_with and one.devices[0].startswith("cuda:") and (names is None or one.name in names)
+    ]
+    if not shared:
+        return ""
+    if mps.is_running(environment):
+        return f"MPS: on, by the daemon of {mps.pid_file(environment).parent}, which goes on when this ends"
+    if parts_gpus(config, names):
+        return f"MPS: comes with 'epd-serve up', for the shares of GPUs; by hand: {mps.PIPES}=DIR {mps.CONTROL} -d"
+    where = ", ".join(dict.fromkeys(device for one in shared for device in one.devices))
+    return f"MPS: off, so the instances on {where} take turns there; write shares, as in instances: {{share: 0.5}}"
 
 
 def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: Mapping[str, str]) -> ProcessSpec:

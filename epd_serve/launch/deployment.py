@@ -20,8 +20,10 @@ from epd_serve.launch.commands import (
     autoscale_spec,
     gateway_spec,
     master_spec,
+    mps_spec,
     prepare_instances,
     shared_parts,
+    with_mps,
     with_trust,
 )
 from epd_serve.launch.control import ControlServer
@@ -110,6 +112,7 @@ class LocalDeployment:
         engines: dict[str, VllmFound] = {}
         try:
             write_role_settings(directory, config)
+            environment = with_mps(config, environment, directory)
             if config.engine == "vllm":
                 prepared = prepare_vllm(config, ports.instances, environment, directory, engines=engines)
             else:
@@ -139,7 +142,8 @@ class LocalDeployment:
         gateway = gateway_spec(config, ports, config_file, environment, self._record.admin)
         self.gateway_url = gateway.url
         self._ready_timeout_s = ready_timeout_s
-        specs = [*instances, gateway] if master is None else [master, *instances, gateway]
+        daemons = [one for one in (mps_spec(environment, directory), master) if one is not None]
+        specs = [*daemons, *instances, gateway]
         if config.elastic.enabled or config.elastic.drift.enabled:
             if self._record.admin is None:
                 raise ValueError(f"elastic needs the gateway's socket, which cannot be made: {self.no_control}")
@@ -183,8 +187,8 @@ class LocalDeployment:
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
-        """A mooncake_master if it has one, instances in placement order, the gateway and, where it is enabled,
-        ``epd-serve autoscale``; none before the start."""
+        """MPS and the mooncake_master if it has them, instances in placement order, the gateway and, where it is
+        enabled, ``epd-serve autoscale``; none before the start."""
         return self._supervisor.processes
 
     @property
@@ -198,7 +202,7 @@ class LocalDeployment:
         }
 
     async def start(self) -> None:
-        """Start all processes; returns before they are ready."""
+        """Start all processes; returns before they are ready. Raises ProcessDied where MPS does not start."""
         if self._runtime is not None:
             try:
                 self._control = await ControlServer.start(self._runtime.control, self._applier)

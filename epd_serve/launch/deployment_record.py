@@ -15,7 +15,7 @@ from epd_serve.config.role_files import (
     with_settings,
 )
 from epd_serve.config.sections import InstanceSettings
-from epd_serve.launch.commands import PreparedInstance, prepare_instances, sharing_weights, spec_of
+from epd_serve.launch.commands import PreparedInstance, check_mps, prepare_instances, sharing_weights, spec_of
 from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
@@ -56,7 +56,11 @@ class DeploymentRecord:
     _of_roles: dict[str, InstanceSettings] = field(default_factory=dict)
 
     def prepare(self, config: DeploymentConfig) -> Sequence[Prepared]:
-        """The instances of another deployment, were they started here, with ports that they would not get."""
+        """The instances of another deployment, were they started here, with ports that they would not get.
+
+        Raises ValueError where they cannot be.
+        """
+        check_mps(config, self.environment)
         ports = Ports(gateway=0, instances=(1,) * len(config.placement()), master=self.ports.master)
         if config.engine == "vllm":
             return prepare_vllm(config, ports.instances, self.environment, self.directory, engines=self.engines)

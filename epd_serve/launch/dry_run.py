@@ -8,7 +8,7 @@ from pathlib import Path
 from epd_serve.backends.vllm_command import shell_line
 from epd_serve.config import DeploymentConfig, model_path
 from epd_serve.config.model_files import beside
-from epd_serve.launch.commands import instance_specs
+from epd_serve.launch.commands import instance_specs, mps_note
 from epd_serve.launch.deployment_record import resolved
 from epd_serve.launch.preflight import device_faults
 from epd_serve.launch.processes.ports import Ports, choose_ports, instance_urls
@@ -36,6 +36,8 @@ def dry_run(
     shown = str(file) if file else "DEPLOYMENT.yaml"
     why = f" ({engine_reason})" if engine_reason else ""
     yield f"# {config.topology} on {', '.join(config.devices)}, engine: {config.engine}{why}"
+    if note_on_mps := mps_note(config, environment):
+        yield f"# {note_on_mps}"
     if config.engine == "vllm":
         yield from note
         yield from _vllm(config, ports.instances, environment)

@@ -172,6 +172,10 @@ def device_faults(config: DeploymentConfig, environment: Mapping[str, str]) -> I
             yield f"{', '.join(own)}: {lack}"
         elif kind in ("cuda", "npu"):
             yield from filter(None, (_absent(device, environment) for device in own))
+    for placed in config.placement():
+        limited = placed.role.has_language_model and config.settings_for(str(placed.role)).tower_share is not None
+        if limited and not placed.devices[0].startswith(("cuda", "emulated")):
+            yield f"{placed.name}: {placed.devices[0]} limits no tower to a part of it; leave tower_share out"
 
 
 def _absent(device: str, environment: Mapping[str, str]) -> str:

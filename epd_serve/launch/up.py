@@ -24,6 +24,7 @@ from rich.text import Text
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, ShapeConfig, model_path
 from epd_serve.config.model_files import read_model_config
 from epd_serve.cost.shape import shape_of
+from epd_serve.launch.commands import mps_note
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessState
 from epd_serve.launch.processes.runtime import new_log_run
@@ -142,6 +143,8 @@ def _notes(config: DeploymentConfig) -> list[str]:
     notes += [f"roles.{role} has no effect: no instance has it" for role in config.roles if role not in roles]
     if isinstance(config.model, ShapeConfig):
         notes.append("the model has no weights: answers are made of hashes, times are those of emulated devices")
+    if note_on_mps := mps_note(config, os.environ):
+        notes.append(note_on_mps)
     if config.topology.text_only:
         notes.append(f"topology {config.topology} has no E, so requests with images will be refused")
     return notes

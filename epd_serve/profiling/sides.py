@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
+from device import mps
 from device.base import Device
 from device.registry import get_device
 from epd_serve.profiling.workloads import WORKLOADS, Call, Factory, Sizes
@@ -172,6 +173,8 @@ def _start(setting: Setting) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     if setting.threads is not None:
         environment["OMP_NUM_THREADS"] = str(setting.threads)
+    if setting.share is not None and setting.device.startswith("cuda"):
+        environment |= mps.share_variables(setting.share)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", _MODULE, msgspec.json.encode(setting).decode()],
         bufsize=0,

@@ -89,6 +89,7 @@ def test_every_setting_reaches_the_instance() -> None:
         if isinstance(field.default, int | float | None) and not isinstance(field.default, bool)
     }
     values |= {"memory_share": 0.25, "share": 0.5, "stream_priority": 3, "block_size": 32}
+    values |= {"tower_share": 0.75}
     values.pop("kv_cache_bytes", None)  # the same thing as num_blocks
     config = DeploymentConfig.model_validate(
         {"instances": {**values, "kv_transfer": {"transport": "shm", "group_layers": 4}}}

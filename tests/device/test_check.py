@@ -8,10 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from device.base import AttentionOps, AttentionPlan, EagerRunner, Event, GraphRunner, Partition, PartitionStrength
-from device.check.kernels import CheckResult, check_device, rate_text
+from device.base import (
+    AttentionOps,
+    AttentionPlan,
+    EagerRunner,
+    Event,
+    GraphRunner,
+    Partition,
+    PartitionStrength,
+    Stream,
+)
+from device.check.kernels import CheckResult, _shares, check_device, rate_text
 from device.cpu import CpuDevice
+from device.emulated.accelerator import EmulatedDevice
 from device.ops.cpu import CpuOps
+from device.registry import get_device
 
 
 def run(device: CpuDevice) -> dict[str, CheckResult]:
@@ -139,6 +150,18 @@ class DeadEvents(OneTypeCpu):
 )
 def test_other_faults_are_named(device: CpuDevice, check: str, detail: str) -> None:
     assert {name: result.detail for name, result in failed(device).items()} == {check: detail}
+
+
+class Unlimited(EmulatedDevice):
+    def stream(self, priority: int = 0, share: float | None = None) -> Stream:
+        return super().stream(priority)
+
+
+def test_a_share_of_a_stream_that_limits_nothing_is_found() -> None:
+    assert "an eighth of the arithmetic" in _shares(get_device("emulated:h100:15"))
+    assert "a CPU limits no stream to a share" in _shares(get_device("cpu"))
+    with pytest.raises(AssertionError, match=r"with an eighth of the arithmetic work takes [01]\.\d times"):
+        _shares(Unlimited("h100", 15))
 
 
 def test_checks_from_elsewhere_run_with_the_others() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from device import cuda, shares
+from device import cuda, mps
 from device.base import AttnMeta, DeviceUnavailable
-from device.cuda import make_ops
+from device.cuda import CudaDevice, make_ops
 from device.ops.varlen import adapt_varlen, find_varlen
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: no GPU on this machine")
@@ -153,27 +153,51 @@ def test_varlen_is_adapted_to_each_torch() -> None:
     ]
 
 
-def test_shares_go_through_mps_where_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "stopped"))
-    assert shares.share_environment(0.5) == {}
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert shares.share_environment(0.5) == {shares.MPS_SHARE: "50"}
-    assert shares.share_environment(1 / 3) == {shares.MPS_SHARE: "33.3333"}
-    with pytest.raises(ValueError, match="fractions of the device"):
-        shares.share_environment(1.5)
+def test_a_share_that_nothing_can_give_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = CudaDevice.__new__(CudaDevice)  # it is refused before a GPU is asked
+    device.type, device.index = "cuda", 0
+    monkeypatch.setenv(mps.PIPES, str(tmp_path))
+    monkeypatch.setenv(mps.SHARE, "50")
+    with pytest.raises(ValueError, match=r"share 0\.5 of cuda:0: no nvidia-cuda-mps-control runs, so processes"):
+        device.apply_share(0.5)
+    monkeypatch.delenv(mps.SHARE)
+    mps.pid_file({mps.PIPES: str(tmp_path)}).touch()
+    with pytest.raises(ValueError, match="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is not set"):
+        device.apply_share(0.5)
+    if not torch.cuda.green_contexts.SUPPORTED:
+        with pytest.raises(ValueError, match=r"makes no streams of green contexts.* leave tower_share out"):
+            device.stream(share=0.5)
 
 
 @ON_GPU
 def test_a_share_tells_what_limits_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = cuda.open_device(0)
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    monkeypatch.setenv(shares.MPS_SHARE, "50")
+    monkeypatch.setenv(mps.PIPES, str(tmp_path))
+    monkeypatch.setenv(mps.SHARE, "50")
+    mps.pid_file({mps.PIPES: str(tmp_path)}).touch()
     try:
         assert device.apply_share(0.5).mechanisms == ("memory fraction 0.5", "MPS, 50 % of the multiprocessors")
-        monkeypatch.delenv(shares.MPS_SHARE)
-        assert device.apply_share(0.5).mechanisms == ("memory fraction 0.5",)
     finally:
         device.set_memory_fraction(1.0)
+
+
+@ON_GPU
+def test_a_graph_is_captured_at_the_priority_of_its_stream() -> None:
+    device, data = cuda.open_device(0), torch.zeros(1 << 20, device="cuda")
+    seen: list[int] = []
+
+    def step() -> Tensor:
+        seen.append(torch.cuda.current_stream().priority)
+        return data.add_(1)
+
+    runner = device.graph_runner()
+    with device.stream(-1) as stream:
+        runner.capture(1, step)
+        data.zero_()
+        for _ in range(5):
+            runner.replay(1)
+        stream.synchronize()
+    assert set(seen) == {-1} and data.eq(5).all()
 
 
 @ON_GPU

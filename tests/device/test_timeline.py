@@ -106,6 +106,15 @@ def test_shares_and_priorities_and_measured_interference(tmp_path: Path) -> None
     # beside 0.8 of the arithmetic 0.2 is left, a quarter of what the other wants; then it is alone
     assert [_seconds(one) for one in operations] == pytest.approx([0.010, 0.0175])
 
+    eighth = half.stream(share=0.25)  # of the half
+    assert _seconds(eighth.launch(0.010, demand=Demand(compute=1.0, bandwidth=0.8))) == pytest.approx(0.080)
+    assert _seconds(eighth.launch(0.010, demand=DECODE)) == pytest.approx(0.010), "it wants less than it may have"
+    limited, free = whole.stream(share=0.2), whole.stream()
+    operations = limited.launch(0.010, demand=demand), free.launch(0.010, demand=demand)
+    assert [_seconds(one) for one in operations] == pytest.approx([0.040, 0.010]), "what it leaves is another's"
+    with pytest.raises(ValueError, match=r"share 1\.5 from 0"):
+        whole.stream(share=1.5)
+
     measured = timeline(clock, None, interference={("P", "D"): 0.25, ("D", "P"): 0.5})
     prefill = measured.stream().launch(0.005, demand=PREFILL)
     decode = measured.stream().launch(0.010, demand=DECODE)

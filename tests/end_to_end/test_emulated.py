@@ -21,6 +21,7 @@ from in_process import deployment
 from pictures import noise
 from reference import Reference
 
+from device.emulated.timeline import Operation, Timeline, TimelineStream
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.engine.device_features import Copies
@@ -82,6 +83,34 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: 
             moved = await figures(instance.url)
             if instance.options.role.decodes:
                 assert moved["kv_bytes_total"] > 3 * memory.region.nbytes
+
+
+async def test_the_language_model_s_work_goes_before_the_tower_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, [])]
+    reference = Reference(model)
+    seen: set[tuple[str, int, float | None]] = set()
+    begin = Timeline.begin
+
+    def watched(self: Timeline, operation: Operation, stream: TimelineStream) -> None:
+        seen.add((operation.demand.stage, stream.priority, stream.share))
+        begin(self, operation, stream)
+
+    monkeypatch.setattr(Timeline, "begin", watched)
+    options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "tower_share": 0.25}
+    async with deployment(model, "EPD", options=options, health=UNWATCHED) as one:
+        for text, images in asked:
+            fields = {"max_tokens": 6, "n": 2, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
+            status, answer = await one.post("/v1/chat/completions", chat(text, *images, temperature=0, **fields))
+            assert status == 200, answer
+            tokens = reference.generate(text, images, max_tokens=6)
+            for choice in answer["choices"]:  # they share a block in part, which is copied between steps
+                found = [bytes(token["bytes"]).decode(errors="replace") for token in choice["logprobs"]["content"]]
+                assert found == [reference.tokenizer.decode([token]) for token in tokens], text
+        await one.settle()
+    assert {one for one in seen if one[0]} == {("E", 0, 0.25), ("P", -1, None), ("D", -1, None)}
 
 
 @pytest.mark.parametrize(("mode", "roles"), [("grouped", ("E", "P", "D")), ("pull", ("EP", "D"))])

@@ -118,6 +118,11 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda model: change(model, {"intermediate_size": 513}),
         "@tp2 of p0: a width of 513 cannot be split over 2 devices; this model takes none",
     ),
+    "a part of a CPU's tower": (
+        "{model: MODEL, topology: EPD, instances: {tower_share: 0.3}}",
+        nothing,
+        "epd0: cpu limits no tower to a part of it; leave tower_share out",
+    ),
     "too little KV": (
         "{model: MODEL, topology: PD, instances: {kv_cache_bytes: 100KiB}}",
         nothing,

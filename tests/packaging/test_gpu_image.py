@@ -63,8 +63,8 @@ def test_it_says_which_wheels_it_lacks() -> None:
 
 @pytest.mark.slow
 def test_with_them_all_of_it_runs() -> None:
-    parts = "accelerator, engine_gpu, gpu_attention, gpu_memory, gpu_model, gpu_sampling, gpu_timing, handoff"
-    done = run(f"from benchmarks import {parts}")
+    parts = "colocation, engine_gpu, gpu_attention, gpu_memory, gpu_model, gpu_sampling, gpu_timing, handoff"
+    done = run(f"from benchmarks import accelerator, {parts}")
     assert done.returncode == 0, done.stderr
     options = ["tests/device", *PYTEST, "-m", "not slow", "-k", "registry"]
     done = run(

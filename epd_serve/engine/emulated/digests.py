@@ -128,6 +128,7 @@ class DigestMemory:
     ) -> None:
         self.layout, self.num_blocks = layout, num_blocks
         self._device, self._token_bytes = device, token_bytes
+        self._steps = device.current_stream()
         self.block_bytes = layout.num_layers * LAYER_BYTES
         self._held = Held(device, self.nbytes(layout.num_layers, num_blocks))
         block_nbytes = self.nbytes(layout.num_layers, 1)
@@ -152,7 +153,7 @@ class DigestMemory:
 
     def copy_block(self, source: int, target: int) -> None:
         layers = range(self.layout.num_layers)
-        self._device.current_stream().launch(0.0, lambda: self.write(target, self.read(source), layers))
+        self._steps.launch(0.0, lambda: self.write(target, self.read(source), layers))
 
     @property
     def staged_cells(self) -> int | None:

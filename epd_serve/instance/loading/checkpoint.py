@@ -106,7 +106,8 @@ class CheckpointModel:
         return encode_seconds(tower, self.family, num_images, encoding=self.encoding)
 
     def language(self, instance: Instance, *, at_once: bool) -> LanguageWeights:
-        return LanguageWeights(self, instance, at_once=at_once)
+        with instance.streams.language.loading():
+            return LanguageWeights(self, instance, at_once=at_once)
 
 
 def set_up(threads: int | None) -> None:

@@ -59,6 +59,7 @@ class ProcessSpec:
         label: a few words for the progress display.
         environment: all variables of the process.
         url: base URL of its HTTP server; "": it has none, and is ready once it has started.
+        ready_file: exists as long as it is ready, where it has no such server; the others start only then.
         first_health: path that is asked instead until it is ready for the first time.
         stops: its turn when the deployment ends; the processes of the turns before it have ended by then.
         grace_s: time that it may take to end; None: as others of its turn.
@@ -73,6 +74,7 @@ class ProcessSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
     url: str = ""
+    ready_file: Path | None = None
     first_health: str = "/health"
     stops: Literal["first", "then", "last"] = "then"
     grace_s: float | None = None
@@ -309,7 +311,7 @@ class ManagedProcess:
     async def _ask(self, timeout_s: float) -> int | None:
         """The status of ``GET /health``; 0 where there is no answer, None where nobody listens."""
         if not self.spec.url:
-            return 200
+            return 200 if self.spec.ready_file is None or self.spec.ready_file.exists() else None
         async with HttpPool(self.spec.name, self.spec.url, tls=tls_files(self.spec.environment)) as pool:
             call = HttpCall(pool, "GET", self._health)
             try:

@@ -22,6 +22,8 @@ GRACES_S = {"first": 5.5, "then": 3.5, "last": 0.5}
 
 
 _MAX_DOUBLINGS = 32
+#: Until a process is ready for which the others wait.
+_FIRST_S = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,8 +113,14 @@ class Supervisor:
         return tuple(self._processes)
 
     async def start(self) -> None:
-        """Start all processes but those that have to wait for their turn; returns before any is ready."""
-        groups = in_turns(self._specs)
+        """Start all processes but those that have to wait for their turn; returns before any of them is ready.
+
+        Those with a ``ready_file`` come first, and are ready. Raises ProcessDied or TimeoutError where one is not.
+        """
+        for spec in self._specs:
+            if spec.ready_file is not None:
+                await self.add(spec, _FIRST_S)
+        groups = in_turns([spec for spec in self._specs if spec.ready_file is None])
         starting = [
             asyncio.create_task(ManagedProcess.start(spec, self._log_dir, self._on_change, self._start))
             for spec, *_ in groups
@@ -124,8 +132,9 @@ class Supervisor:
             for task in starting:
                 task.cancel()
             results = await asyncio.gather(*starting, return_exceptions=True)
-            self._processes += [result for result in results if isinstance(result, ManagedProcess)]
-            for process in self._processes:
+            started = [result for result in results if isinstance(result, ManagedProcess)]
+            self._processes += started
+            for process in started:
                 self._watches[process.spec.name] = asyncio.create_task(self._watch(process))
         for task in starting:
             task.result()

@@ -24,7 +24,7 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import read_secret
 from epd_serve.config.keys import admin_headers, join_headers
 from epd_serve.config.load import placed_keys, with_placed_keys
-from epd_serve.launch.commands import with_trust
+from epd_serve.launch.commands import mps_note, with_mps, with_trust
 from epd_serve.launch.processes.logs import log_files, log_piece
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, spawn
@@ -75,6 +75,8 @@ async def run_agent(
             own = logging.FileHandler(log_dir / f"{host_of.name}-agent.log")
             own.setFormatter(logging.Formatter(_FORMAT))
             logging.getLogger().addHandler(own)
+        if note := mps_note(part.config, os.environ, part.names):
+            logger.info("%s", note)
         secret, tls = _cluster_key(part.config), part.config.read_tls()
         places = _Places(part, gateways, secret, tls)
         record = None if host_of is None else _record(part, host_of, host, directory)
@@ -114,7 +116,10 @@ async def run_agent(
 
 
 async def _run(supervisor: Supervisor) -> ProcessDied:
-    await supervisor.start()
+    try:
+        await supervisor.start()
+    except ProcessDied as death:  # MPS, which the others need
+        return death
     return await supervisor.wait_failure()
 
 
@@ -130,7 +135,9 @@ def _record(part: Part, host_of: HostOfFile, address: str, directory: Path) -> H
         config=config,
         role_config=config,
         ports=Ports(gateway=0, instances=()),
-        environment=with_trust(config, part_environment(part, os.environ)),
+        environment=with_mps(
+            config, with_trust(config, part_environment(part, os.environ)), directory, part.names
+        ),
         directory=directory,
         urls={},
         host=host_of.name,
@@ -249,7 +256,7 @@ class _Places:
         """A process has another state."""
         name = process.spec.name
         logger.info("%s %s", name, process.state)
-        if process.state is ProcessState.READY:
+        if process.state is ProcessState.READY and process.spec.url:
             joining = join_all(
                 self._gateways,
                 name,

@@ -10,7 +10,15 @@ from pathlib import Path
 from device.present import num_cores
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.role_files import write_role_settings
-from epd_serve.launch.commands import PreparedInstance, prepare_instances, spec_of, with_trust
+from epd_serve.launch.commands import (
+    PreparedInstance,
+    check_mps,
+    mps_spec,
+    prepare_instances,
+    spec_of,
+    with_mps,
+    with_trust,
+)
 from epd_serve.launch.deployment_record import DeploymentRecord, Prepared
 from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.processes.ports import Ports, ports_each
@@ -102,7 +110,7 @@ def _seen_from(config: DeploymentConfig, here: Sequence[str]) -> DeploymentConfi
 
 
 def part_specs(part: Part, host: str, environment: Mapping[str, str], directory: Path) -> tuple[ProcessSpec, ...]:
-    """The processes of a part, which listen on ``host``; ``directory`` takes their files.
+    """The processes of a part, which listen on ``host``, an MPS daemon first; ``directory`` takes their files.
 
     Raises ValueError where the model or a package is not there.
     """
@@ -110,6 +118,7 @@ def part_specs(part: Part, host: str, environment: Mapping[str, str], directory:
     if config.starts_master:
         raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
     environment = with_trust(config, part_environment(part, environment))
+    environment = with_mps(config, environment, directory, part.names)
     if (tls := config.read_tls()) is not None:
         tls.check(host)
     if config.engine == "vllm":
@@ -121,8 +130,10 @@ def part_specs(part: Part, host: str, environment: Mapping[str, str], directory:
     else:
         write_role_settings(directory, config)
         named = [spec_of(config, one, environment) for one in prepare_part(part, host, environment, directory)]
-    return tuple(
-        for_agent(config, one, str(placed.role)) for placed, one in zip(part.placement, named, strict=True)
+    daemon = mps_spec(environment, directory)
+    return (
+        *([] if daemon is None else [daemon]),
+        *(for_agent(config, one, str(placed.role)) for placed, one in zip(part.placement, named, strict=True)),
     )
 
 
@@ -170,6 +181,7 @@ class HostRecord(DeploymentRecord):
         if config.engine == "vllm":
             raise ValueError("vLLM's instances of a host follow no file; start its agent anew")
         part = host_part(config, self.host)
+        check_mps(part.config, self.environment, part.names)
         return prepare_part(part, config.instances.host, self.environment, self.directory)
 
     def elsewhere(self, config: DeploymentConfig) -> Counter[Stage]:

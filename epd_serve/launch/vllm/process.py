@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, cast
 from zlib import crc32
 
+from device import mps
 from device.ascend_limits import hccl_environment
 from device.present import visibility
-from device.shares import share_environment
 from epd_serve import lifeline
 from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of, environment_of, takes_features
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
@@ -142,7 +142,7 @@ def vllm_processes(
         if plugin_path and engine is not None and not engine.epd_serve:
             own["PYTHONPATH"] = plugin_path
         if share is not None and options.kind == "cuda":
-            own |= share_environment(share.share)
+            own |= mps.share_variables(share.share)
         processes.append(
             VllmProcess(
                 placement=instance,

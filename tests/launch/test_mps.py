@@ -1,0 +1,178 @@
+"""The MPS daemon of a deployment: started, watched, started again and ended, or another's used.
+
+NVIDIA's program is a stand-in (tests/support/fake_mps.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fake_mps import install
+
+from device import mps
+from epd_serve.config import DeploymentConfig, parse_config
+from epd_serve.launch import Backoff, ProcessDied
+from epd_serve.launch.commands import check_mps, instance_specs, mps_note, mps_spec, with_mps
+from epd_serve.launch.processes.ports import choose_ports
+from epd_serve.launch.processes.process import ProcessSpec
+from epd_serve.launch.processes.supervisor import Supervisor
+from epd_serve.launch.remote.part import part_specs, unit_part
+
+SHARED = "topology: (E-PD)\ndevices: [cuda:0]\nroles: {E: {share: 0.5}}\ngateway: {port: 0}\n"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    variables = {**os.environ, "PATH": install(tmp_path / "bin"), "CUDA_VISIBLE_DEVICES": "1"}
+    variables.pop(mps.PIPES, None)
+    yield variables
+    for file in tmp_path.glob(f"**/{mps.CONTROL}.pid"):  # of a test that failed
+        os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+@pytest.fixture
+def config() -> DeploymentConfig:
+    return parse_config(SHARED)
+
+
+def daemon(environment: dict[str, str]) -> int:
+    """The process number of the daemon; 0: there is none."""
+    file = mps.pid_file(environment)
+    return int(file.read_text() or 0) if file.exists() else 0
+
+
+def lives(pid: int) -> bool:
+    return mps._lives(pid)
+
+
+async def until(holds: Callable[[], object], timeout_s: float = 30.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < end_s, "it did not come about"
+        await asyncio.sleep(0.02)
+
+
+async def test_a_deployment_has_its_own_daemon_before_its_instances(
+    config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
+) -> None:
+    environment = with_mps(config, environment, tmp_path)
+    daemon_spec = mps_spec(environment, tmp_path)
+    assert daemon_spec is not None and daemon_spec.stops == "last"
+    encode, language = instance_specs(config, choose_ports(config), environment, tmp_path)
+    for spec in (encode, language):
+        assert spec.environment[mps.PIPES] == environment[mps.PIPES] == str(tmp_path / "mps")
+        assert spec.environment[mps.SHARE] == "50"
+    client = ProcessSpec(  # with an instance's variables, as there is no GPU
+        name="client",
+        label="",
+        command=(sys.executable, "-c", CLIENT),
+        environment=encode.environment,
+    )
+    supervisor = Supervisor([daemon_spec, client], tmp_path, backoff=lambda: Backoff(first_s=0.1))
+    try:
+        await supervisor.start()
+        await supervisor.wait_ready(30)
+        first = daemon(environment)
+        await until(lambda: "there" in (tmp_path / "client.log").read_text())
+        assert (tmp_path / "mps" / "control.log").read_text() == "visible: all\n", "numbers of GPUs are the same"
+
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: daemon(environment) not in (0, first))
+        second = daemon(environment)
+        assert supervisor.num_deaths == 1 and lives(second) and not lives(first)
+        await until(lambda: f"MPS runs, process {second}" in (tmp_path / "mps.log").read_text())
+        assert f"MPS is gone: its process {first} has ended" in (tmp_path / "mps.log").read_text()
+    finally:
+        await supervisor.stop()
+    assert not lives(second) and daemon(environment) == 0
+
+
+CLIENT = """
+import os, time
+assert os.path.exists(os.environ["CUDA_MPS_PIPE_DIRECTORY"] + "/control"), "it is ready before its clients start"
+print("there", flush=True)
+time.sleep(600)
+"""
+
+
+async def test_it_ends_with_the_process_that_keeps_it_however_that_ends(
+    config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
+) -> None:
+    environment = with_mps(config, environment, tmp_path)
+    command = [sys.executable, "-P", "-m", "device.mps", str(os.getpid())]
+    keeper = await asyncio.create_subprocess_exec(*command, env=environment)
+    await until(lambda: daemon(environment))
+    pid = daemon(environment)
+    keeper.kill()
+    await keeper.wait()
+    await until(lambda: not lives(pid))
+    assert daemon(environment) == 0
+
+
+async def test_a_daemon_of_somebody_else_is_used_and_not_ended(
+    config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
+) -> None:
+    theirs = environment | mps.own_daemon(tmp_path / "theirs", environment)
+    (tmp_path / "theirs").mkdir()
+    started = await asyncio.create_subprocess_exec(mps.CONTROL, "-d", env=theirs)
+    assert await started.wait() == 0
+    await until(lambda: daemon(theirs))
+    used = with_mps(config, theirs, tmp_path)
+    assert used == theirs and mps_spec(used, tmp_path) is None
+    assert mps_note(config, theirs).startswith(f"MPS: on, by the daemon of {tmp_path / 'theirs'}, which goes on")
+    assert lives(daemon(theirs))
+
+
+async def test_a_daemon_that_does_not_start_ends_the_deployment(
+    config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
+) -> None:
+    environment = with_mps(config, environment, tmp_path)
+    (tmp_path / "bin" / mps.CONTROL).write_text("#!/bin/sh\necho No GPU may be used\nexit 1\n")
+    spec = mps_spec(environment, tmp_path)
+    assert spec is not None
+    supervisor = Supervisor([spec], tmp_path)
+    with pytest.raises(ProcessDied, match=r"(?s)No GPU may be used.*mps-control -d does not run: exit code 1"):
+        await supervisor.start()
+    await supervisor.stop()
+
+
+def test_shares_without_mps_are_refused_and_no_shares_need_none(
+    config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
+) -> None:
+    bare = environment | {"PATH": str(tmp_path)}
+    with pytest.raises(ValueError, match="shares of a GPU need MPS, and there is no nvidia-cuda-mps-control"):
+        with_mps(config, bare, tmp_path)
+    plain = parse_config(SHARED.replace("share: 0.5", ""))
+    assert with_mps(plain, bare, tmp_path) == bare
+    assert mps_note(plain, bare).startswith("MPS: off, so the instances on cuda:0 take turns there; write shares")
+    assert mps_note(config, environment).startswith("MPS: comes with 'epd-serve up'")
+    assert mps_note(parse_config("topology: E-PD\ndevices: [cuda:0, cuda:1]"), environment) == ""
+    assert with_mps(parse_config(SHARED.replace("cuda:0", "cpu")), bare, tmp_path) == bare
+
+
+def test_a_running_deployment_gets_no_shares_that_nothing_would_give(
+    config: DeploymentConfig, environment: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="shares of a GPU need MPS, which does not run here"):
+        check_mps(config, environment)
+    check_mps(config, environment, names=["d0"])
+    running = environment | {mps.PIPES: str(tmp_path)}
+    mps.pid_file(running).touch()
+    check_mps(config, running)
+    mps.pid_file(running).unlink()
+
+
+def test_a_part_on_another_host_has_a_daemon_of_its_own(environment: dict[str, str], tmp_path: Path) -> None:
+    several = parse_config(SHARED.replace("(E-PD)", "(E-PD)-D").replace("[cuda:0]", "[cuda:0, cuda:1]"))
+    daemon_spec, *specs = part_specs(unit_part(several, 0, None), "127.0.0.1", environment, tmp_path)
+    assert daemon_spec.name == "mps" and [one.environment[mps.SHARE] for one in specs] == ["50", "50"]
+    assert mps_note(several, environment, ["d0"]) == "" != mps_note(several, environment, ["e0"])
+    [alone] = part_specs(unit_part(several, 1, None), "127.0.0.1", environment, tmp_path)
+    assert mps.PIPES not in alone.environment
