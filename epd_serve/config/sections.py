@@ -334,11 +334,6 @@ class InstanceSettings(Section):
         default=30.0,
         description="How long requests in progress may go on after SIGTERM; new ones are refused.",
     )
-    steals: Rebuild[bool] = Field(
-        default=False,
-        description="For EPD beside others: an encoder that, when it has nothing to encode, takes requests from a "
-        "long queue of theirs (gateway.stealing), and gets no other prompts.",
-    )
     engine_args: Restart[EngineArgs] = Field(
         default_factory=dict,
         description="Flags of vllm serve for engine: vllm, as in {enforce_eager: true, seed: 1}.",

@@ -20,7 +20,7 @@ from device.transport import TRANSPORTS
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
-from epd_serve.engine.dual_stream import DualStream, VisionHold
+from epd_serve.engine.dual_stream import DualStream
 from epd_serve.engine.pace.measurements import IMAGE_SIDE
 from epd_serve.engine.pace.step_limits import StepLimits
 from epd_serve.errors import DRAINING, ServeError, Unavailable
@@ -144,10 +144,6 @@ class Instance:
     async def _build(self) -> None:
         """The stages of the role, out of what is there of them."""
         options, role = self.options, self.options.role
-        encode = self.encode
-        self.streams.language.hold = (
-            VisionHold(lambda: encode.num_waiting, encode.reconsider) if options.steals else None
-        )
         self.limits = StepLimits(options, self.model.measurements())
         self.encode.serve(
             self.store,
@@ -270,7 +266,6 @@ class Instance:
             kv_token_bytes=language.kv_token_bytes if language else 0,
             tokens_per_pixel=self._tokens_per_pixel(),
             feature_token_bytes=self.model.feature_token_bytes,
-            steals=options.steals and str(machine.role) == "EPD",
             epoch=machine.epoch,
             state=machine.state,
             modalities=tuple(self.family.token_ids),

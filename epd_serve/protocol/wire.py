@@ -164,7 +164,6 @@ class InstanceInfo(Message, frozen=True):
         block_size: tokens per KV block; 0 where there is no KV cache.
         kv_token_bytes: bytes of one token's KV; 0 where there is no KV cache.
         tokens_per_pixel: of the model's features, about; a feature has ``feature_token_bytes`` for each token.
-        steals: it encodes, and gets prompts only by taking them from the queues of others.
         epoch: number of times that this process has changed its role and made its caches anew.
         state: of its role, see :class:`epd_serve.instance.lifecycle.SwitchState`.
         modalities: that the model's tower takes; a model of text alone has none.
@@ -194,7 +193,6 @@ class InstanceInfo(Message, frozen=True):
     kv_token_bytes: Count = 0
     tokens_per_pixel: Annotated[float, msgspec.Meta(ge=0, le=1e3)] = 0.0
     feature_token_bytes: Count = 0
-    steals: bool = False
     epoch: Count = 0
     state: Name = "SERVING"
     modalities: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ("image",)

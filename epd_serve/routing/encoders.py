@@ -158,28 +158,6 @@ class EncoderChoice(Protocol):
         """An instance for each of a request's distinct items; ``prefill`` itself where no other is left."""
 
 
-@dataclass(frozen=True)
-class Together:
-    """Takes a request's items for one item as large as all of them, which goes where ``encoders`` say."""
-
-    encoders: EncoderChoice
-
-    def choose_encoders(
-        self,
-        table: InstanceTable,
-        prefill: InstanceRecord,
-        items: Sequence[MediaRef],
-        *,
-        exclude: Collection[str] = (),
-    ) -> list[InstanceRecord]:
-        if not items:
-            return []
-        num_pixels = sum(item.num_pixels for item in items)
-        whole = MediaRef(mm_hash=items[0].mm_hash, width=num_pixels, height=1)
-        [encoder] = self.encoders.choose_encoders(table, prefill, [whole], exclude=exclude)
-        return [encoder] * len(items)
-
-
 def weight(key: str, name: str) -> bytes:
     """The weight of a name for a key; the key belongs to the name of the lowest weight (rendezvous hashing)."""
     return blake2b(f"{key} {name}".encode(), digest_size=8).digest()

@@ -15,7 +15,7 @@ import msgspec
 
 from epd_serve.cost.stages import NETWORK, NONE, SAME_DEVICE, SAME_HOST, Work, link_between
 from epd_serve.errors import Unavailable
-from epd_serve.routing.encoders import BoundedHash, EncoderChoice, Together, weight
+from epd_serve.routing.encoders import BoundedHash, EncoderChoice, weight
 from epd_serve.routing.table import PRIOR_TOKENS_PER_PIXEL, InstanceRecord, InstanceTable, tokens_per_character
 from epd_serve.types import Routing, Stage
 
@@ -469,15 +469,10 @@ class RouteChoice(Protocol):
 
 @dataclass(frozen=True)
 class Router:
-    """The choice of a request's P and D, and that of its encoders.
-
-    Attributes:
-        splits: whether several encoders may share a video.
-    """
+    """The choice of a request's P and D, and that of its encoders."""
 
     routes: RouteChoice = field(default_factory=LeastLoaded)
     encoders: EncoderChoice = field(default_factory=BoundedHash)
-    splits: bool = True
 
 
 _ROUTES: dict[Routing, Callable[[], RouteChoice]] = {
@@ -487,9 +482,6 @@ _ROUTES: dict[Routing, Callable[[], RouteChoice]] = {
 }
 
 
-def router_of(name: Routing, *, parallel_encode: bool = True) -> Router:
-    """The policy of a deployment. Items always go by :class:`BoundedHash`: each by itself, or unless
-    ``parallel_encode`` those of a request to one encoder.
-    """
-    encoders = BoundedHash() if parallel_encode else Together(BoundedHash())
-    return Router(_ROUTES[name](), encoders, splits=parallel_encode)
+def router_of(name: Routing) -> Router:
+    """The policy of a deployment. Items always go by :class:`BoundedHash`, each by itself."""
+    return Router(_ROUTES[name]())

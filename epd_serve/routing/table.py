@@ -38,7 +38,6 @@ class InstanceTable:
         if len(self._records) != len(instances):
             raise ValueError(f"instance names must be unique, got {[name for name, _ in instances]}")
         self.num_calls = 0
-        self.has_thieves = False
         self._models: dict[str, InstanceInfo] | None = None  # None: to be looked up
         self._last_models: dict[str, InstanceInfo] = {}
         self._peers: dict[frozenset[Stage], list[InstanceRecord]] = {}  # by their stages
@@ -95,7 +94,6 @@ class InstanceTable:
         record.info = info
         record._changed()
         record.place = Place(host_id=info.host_id, device=info.device)
-        self.has_thieves = any(one.steals for one in self)
         if contains is not None:
             received = [key for key, calls in record._unreported.items() for c in calls if c.number <= contains]
             self.report(name, Report(load=info.load, ready=info.ready, received=received, epoch=info.epoch))
@@ -156,8 +154,7 @@ class InstanceTable:
     def ready(self, stage: Stage, model: str | None = None) -> list[InstanceRecord]:
         """Ready instances that cover a stage (of one model, where given), in the order of the deployment.
 
-        Stale ones are among them only where there are no others, and for P and D thieves where there is nothing
-        else at all.
+        Stale ones are among them only where there are no others.
         """
         covering = self._covering.get((stage, model))
         if covering is None:
@@ -169,8 +166,6 @@ class InstanceTable:
             if covering:  # names of models that there are not could be any number
                 self._covering[stage, model] = covering
         up = [one for one in covering if one.ready and one.accepting]
-        if self.has_thieves and stage is not Stage.ENCODE:
-            up = [one for one in up if not one.steals] or up
         return [one for one in up if not one.is_stale] or up
 
     def models(self) -> dict[str, InstanceInfo]:
@@ -298,11 +293,6 @@ class InstanceRecord:
             left = self._reported if self._ended is NONE else self._reported - self._ended
             self._pending = left if self._own is NONE else left + self._own
         return self._pending
-
-    @property
-    def steals(self) -> bool:
-        """Whether language work comes to it by stealing alone (:mod:`epd_serve.flow.stealing`)."""
-        return self.info is not None and self.info.steals
 
     @property
     def encode_s(self) -> float:

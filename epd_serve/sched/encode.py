@@ -1,4 +1,4 @@
-"""Encodes: batches under an image budget, steps that wait for them, and features that are handed on together."""
+"""Encodes: batches under an image budget, and features that are handed on together."""
 
 from __future__ import annotations
 
@@ -24,30 +24,6 @@ def schedule_encodes(waiting: Iterable[ItemT], max_num_pixels: int) -> list[Item
         batch.append(item)
         pixels += item.num_pixels
     return batch
-
-
-class VisionFirst:
-    """Holds steps of the language model back while anything waits for the tower or is in it.
-
-    Stolen sequences would never end where images never stop coming. So one step is let through after each
-    ``patience_s`` of waiting; an encode waits for stealing that one step at most. ``now`` is in seconds.
-    """
-
-    def __init__(self, *, patience_s: float = 1.0) -> None:
-        self._patience_s = patience_s
-        self._held_since: float | None = None
-
-    def may_step(self, now: float, num_items: int) -> bool:
-        """Whether the language model may take a step now; the caller asks again until it may."""
-        if not num_items:
-            self._held_since = None
-            return True
-        if self._held_since is None:
-            self._held_since = now
-        if now - self._held_since < self._patience_s:
-            return False
-        self._held_since = now
-        return True
 
 
 class HandoffBatcher:

@@ -11,7 +11,7 @@ from typing import Any
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.cost.stages import Link
 from epd_serve.protocol.wire import InstanceInfo, Load, Report
-from epd_serve.sched.encode import HandoffBatcher, VisionFirst, schedule_encodes
+from epd_serve.sched.encode import HandoffBatcher, schedule_encodes
 from epd_serve.sequence import Sequence
 from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.language import LanguageSide
@@ -57,8 +57,7 @@ class SimInstance:
         self.pid = 1
         self.features: FeatureCache[int] = FeatureCache(spec.feature_bytes, IDLE_FEATURES)
         self.language: LanguageSide | None = None
-        self._takes_turns = takes_turns = not spec.dual_stream or spec.steals
-        first = VisionFirst()
+        self._takes_turns = takes_turns = not spec.dual_stream
         self.tower = TowerSide(
             clock,
             device,
@@ -76,10 +75,7 @@ class SimInstance:
                 on_end=self._ended,
                 on_tokens=on_tokens,
                 on_free=self._grant,
-                may_start=lambda: (
-                    not (takes_turns and self.tower.is_busy)
-                    and (not spec.steals or first.may_step(clock.now, self.tower.num_waiting))
-                ),
+                may_start=lambda: not (takes_turns and self.tower.is_busy),
                 on_step=self.tower.kick if takes_turns else lambda: None,
             )
         self.handed = HandoffBatcher(spec.feature_batch, spec.feature_batch_s, clock.after)
@@ -118,7 +114,6 @@ class SimInstance:
             kv_token_bytes=profile.kv_token_bytes,
             tokens_per_pixel=1 / profile.pixels_per_token if profile.pixels_per_token else 0.0,
             feature_token_bytes=profile.feature_token_bytes,
-            steals=spec.steals,
             splits_videos=True,
         )
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
-from epd_serve.flow.stealing import DEFAULT_RULE, StealRule
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.sequence import Sequence as SequenceOfTokens
 from epd_serve.sim.device import Clock, FluidSharing, MeasuredSharing, Sharing, SimDevice
@@ -43,15 +42,11 @@ class SimDeployment:
 
     Attributes:
         sharing: of a device, by its name; fluid where none is named.
-        steal: by what rule instances that steal do so.
-        parallel_encode: False: all images of a request go to one encoder.
         network: between hosts. Within one, devices are as far apart as the sender's profile says.
     """
 
     instances: tuple[SimInstanceSpec, ...]
     routing: Routing = "least_loaded"
-    parallel_encode: bool = True
-    steal: StealRule = DEFAULT_RULE
     sharing: dict[str, Sharing] = field(default_factory=dict)
     network: Link = NETWORK
     label: str = ""
@@ -161,8 +156,8 @@ def simulate(
     for spec in deployment.instances:
         start(spec)
     gateways = [
-        SimGateway(clock, instances, router, link=link, on_done=lambda job: end(job), steal=deployment.steal)
-        for router in routers or [router_of(deployment.routing, parallel_encode=deployment.parallel_encode)]
+        SimGateway(clock, instances, router, link=link, on_done=lambda job: end(job))
+        for router in routers or [router_of(deployment.routing)]
     ]
 
     def gateway_of(sequence: SequenceOfTokens) -> SimGateway:
@@ -279,8 +274,6 @@ def build(
     *,
     batching: Batching | Callable[[Role], Batching] = DEFAULT,
     routing: Routing = "least_loaded",
-    parallel_encode: bool = True,
-    steals: bool = False,
     host_of: Callable[[str], str] = lambda device: "host0",
     block_size: int | None = None,
     num_blocks: int | None = None,
@@ -291,7 +284,6 @@ def build(
 
     Memory of a device is shared by the language models on it, in equal parts. A CPU has cores for all instances
     but those that the notation puts on one device.
-    ``steals``: EPD instances do.
     """
     placed = place(topology, devices)
     specs: list[SimInstanceSpec] = []
@@ -312,7 +304,6 @@ def build(
             batching=batching(one.role) if callable(batching) else batching,
             dual_stream=dual_stream,
             runs_ahead=device != CPU,
-            steals=steals and str(one.role) == "EPD",
             is_grouped=is_grouped,
         )
         if num_blocks is None:
@@ -325,7 +316,6 @@ def build(
     return SimDeployment(
         instances=tuple(specs),
         routing=routing,
-        parallel_encode=parallel_encode,
         sharing=sharing,
         label=str(topology),
     )

@@ -1,4 +1,4 @@
-"""Batches that fill or run out of time, and whose turn it is beside encodes."""
+"""Batches that fill or run out of time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.sched.encode import HandoffBatcher, VisionFirst
+from epd_serve.sched.encode import HandoffBatcher
 from epd_serve.sim.device import Clock
 
 
@@ -68,15 +68,3 @@ def test_everybody_goes_once_within_the_time(size: int, joins: list[tuple[str, f
 def test_a_batch_of_nothing_is_refused(wrong: tuple[int, float]) -> None:
     with pytest.raises(ValueError, match="no batch"):
         HandoffBatcher(*wrong, Clock().after)
-
-
-def test_language_waits_for_vision_but_not_for_ever() -> None:
-    first = VisionFirst(patience_s=1.0)
-    assert first.may_step(0.0, 0)
-    assert not first.may_step(0.1, 3)
-    assert not first.may_step(1.0, 1)
-    assert first.may_step(1.1, 1), "one step"
-    assert not first.may_step(1.2, 1)
-    assert first.may_step(1.3, 0) and not first.may_step(1.4, 1), "its patience begins anew"
-    assert not first.may_step(2.3, 1)
-    assert first.may_step(2.4, 1)
