@@ -53,6 +53,8 @@ _WORDS = {
 REMOVED = {
     "stealing": "no instance takes requests from the others' queue; leave it out",
     "steals": "no instance takes requests from the others' queue; leave it out, and write 2E-2PD for 2EPD-2PD",
+    "feature_batch": "an encoder hands each feature over at once; leave it out",
+    "feature_batch_ms": "an encoder hands each feature over at once; leave it out",
     "parallel_encode": "media of a request always go to several encoders at once; leave it out",
 }
 

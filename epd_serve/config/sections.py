@@ -289,18 +289,6 @@ class InstanceSettings(Section):
         description="Fetched encoder output that P keeps on its device; null: by the device's memory, 256MiB on a "
         "CPU.",
     )
-    feature_batch: Rebuild[int] = Field(
-        default=1,
-        ge=1,
-        description="Encoder output that E hands to one P together, so that P's prompts fill its steps; "
-        "1: each at once. HeteroServe hands over 32.",
-    )
-    feature_batch_ms: Rebuild[float] = Field(
-        default=500.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="How long E waits for such a batch to fill.",
-    )
     media_cpu_s: Restart[Seconds] = Field(
         default=2.0,
         description="CPU time that decoding one picture may take; one that takes more is refused.",

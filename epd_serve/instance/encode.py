@@ -30,7 +30,7 @@ from epd_serve.instance.figures.parity import fixed_inputs, sample_of
 from epd_serve.instance.http import Peers
 from epd_serve.instance.text.request_processor import S_PER_PIXEL, Place, RequestProcessor
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, FeatureEvent, MediaRef, ParitySample
-from epd_serve.sched.encode import HandoffBatcher, schedule_encodes
+from epd_serve.sched.schedule import schedule_encodes
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 from epd_serve.types import PLURALS, AudioFacts
@@ -213,18 +213,15 @@ class EncodeService:
         deliver_here: Callable[[str, MediaRef, Any], Awaitable[None]] | None,
         *,
         image_budget_pixels: int,
-        feature_batch: tuple[int, float],
     ) -> None:
         """From now on, in a role of the instance. Nothing may be under way.
 
         Args:
             deliver_here: gives a feature to the consumer in this instance, by request id; None: there is none.
-            feature_batch: features that a consumer is told of together, and for how many seconds they wait.
         """
         assert not self._waiters, "something is being encoded"
         self._off_device: set[str] = set()
         self._store, self._deliver_here, self._budget = store, deliver_here, image_budget_pixels
-        self.aligned = HandoffBatcher(*feature_batch, self._loop.call_later)
 
     def unload(self) -> None:
         """Give the tower's memory back; it is loaded again when it is needed."""
@@ -316,7 +313,6 @@ class EncodeService:
                 encoded = await self._encoded(request)
                 batch = encoded.batch_s
                 feature = await self._put(ref.mm_hash, encoded.feature, owner)
-            await self._align(request.announce_to)
             await self._announce(request, feature)
         finally:
             self._store.release(owner, ref.mm_hash)
@@ -365,17 +361,6 @@ class EncodeService:
         tower = self._loaded_tower()
         with self._stream.encoding(num_pixels), self._encoding([num_pixels]):
             return tower.encode([inputs])[0]
-
-    async def _align(self, consumer: str) -> None:
-        """Wait for the others of the batch that the consumer gets together."""
-        if consumer == self._url or self.aligned.size == 1:
-            return
-        complete = asyncio.Event()
-        ticket = self.aligned.join(consumer, complete.set)
-        try:
-            await complete.wait()
-        finally:
-            self.aligned.leave(consumer, ticket)
 
     async def _encoded(self, request: EncodeRequest) -> _Encoded:
         """The item's feature; requests for one item share one encode, which ends when nobody wants it any more."""

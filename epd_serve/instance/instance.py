@@ -149,7 +149,6 @@ class Instance:
             self.store,
             self._deliver_here if role.has_language_model else None,
             image_budget_pixels=options.image_budget_pixels,
-            feature_batch=(options.feature_batch, options.feature_batch_ms / 1000),
         )
         if role.encodes and self.family.token_ids:
             await self.encode.warm_up(self._find_image_budget)

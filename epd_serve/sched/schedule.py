@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Protocol, TypeVar
 
 from epd_serve.sched.step_cost import Meter, StepPace, Unmetered
 from epd_serve.sequence import Sequence
@@ -194,3 +195,23 @@ def _uncut(sequence: Sequence, start: int, end: int, *, grows: bool) -> int:
         if first < end < behind:
             return behind if grows and first <= start else max(first, start)
     return end
+
+
+class Encodable(Protocol):
+    @property
+    def num_pixels(self) -> int: ...
+
+
+ItemT = TypeVar("ItemT", bound=Encodable)
+
+
+def schedule_encodes(waiting: Iterable[ItemT], max_num_pixels: int) -> list[ItemT]:
+    """The longest prefix of ``waiting`` within the budget, in pixels; one item at least, however large."""
+    batch: list[ItemT] = []
+    pixels = 0
+    for item in waiting:
+        if batch and pixels + item.num_pixels > max_num_pixels:
+            break
+        batch.append(item)
+        pixels += item.num_pixels
+    return batch

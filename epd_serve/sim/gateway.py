@@ -256,7 +256,7 @@ class SimGateway:
                 arrived()
             else:
                 seconds = self._link(instance, prefill).seconds(nbytes) + profile.feature_s
-                instance.handed.join(prefill.spec.name, lambda: self._clock.after(seconds, arrived))
+                self._clock.after(seconds, arrived)
 
         if prefill.features.acquire(ref.mm_hash, attempt.id) is None:
             instance.tower.encode(ref.mm_hash, pixels, encoded)

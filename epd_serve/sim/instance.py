@@ -11,7 +11,7 @@ from typing import Any
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.cost.stages import Link
 from epd_serve.protocol.wire import InstanceInfo, Load, Report
-from epd_serve.sched.encode import HandoffBatcher, schedule_encodes
+from epd_serve.sched.schedule import schedule_encodes
 from epd_serve.sequence import Sequence
 from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.language import LanguageSide
@@ -78,7 +78,6 @@ class SimInstance:
                 may_start=lambda: not (takes_turns and self.tower.is_busy),
                 on_step=self.tower.kick if takes_turns else lambda: None,
             )
-        self.handed = HandoffBatcher(spec.feature_batch, spec.feature_batch_s, clock.after)
         self._waiting: deque[Reservation] = deque()
         self._granting = False
         self.num_expected = 0

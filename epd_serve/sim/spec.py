@@ -43,7 +43,6 @@ class SimInstanceSpec:
         runs_ahead: its next step is planned when one begins.
         kv_mode: whether KV goes out in groups of layers while the prompt is computed, or all of it afterwards.
         feature_bytes: of the features that an encoder keeps.
-        feature_batch, feature_batch_s: features that it hands over together, and how long it collects them.
     """
 
     name: str
@@ -58,8 +57,6 @@ class SimInstanceSpec:
     runs_ahead: bool = False
     is_grouped: bool = True
     feature_bytes: int = 256 << 20
-    feature_batch: int = 1
-    feature_batch_s: float = 0.5
 
     @property
     def on_cpu(self) -> bool:
