@@ -27,8 +27,8 @@ from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
 from epd_serve.flow.events import Progress
 from epd_serve.flow.failures import HeldKV, ItemEncode, TryHistory, blamed, is_planned, leaver, may_help
+from epd_serve.routing.encoders import in_segments
 from epd_serve.routing.routes import Demand, Route, Router
-from epd_serve.routing.segments import in_segments
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from epd_serve.errors import ServeError
-from epd_serve.instance.figures.metrics import CONTENT_TYPE
 from epd_serve.instance.http import JSON, Handler, Reply
+from epd_serve.instance.metrics import CONTENT_TYPE
 from epd_serve.protocol import wire
 from epd_serve.types import Stage
 

@@ -26,8 +26,8 @@ from epd_serve.errors import (
     InvalidRequest,
     ServeError,
 )
-from epd_serve.instance.figures.parity import fixed_inputs, sample_of
 from epd_serve.instance.http import Peers
+from epd_serve.instance.parity import fixed_inputs, sample_of
 from epd_serve.instance.text.request_processor import S_PER_PIXEL, Place, RequestProcessor
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, FeatureEvent, MediaRef, ParitySample
 from epd_serve.sched.schedule import schedule_encodes

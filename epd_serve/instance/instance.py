@@ -27,14 +27,13 @@ from epd_serve.errors import DRAINING, ServeError, Unavailable
 from epd_serve.factories import as_it_is, factory
 from epd_serve.instance.calls import ControlCalls
 from epd_serve.instance.encode import EncodeService
-from epd_serve.instance.figures.metrics import InstanceMetrics
-from epd_serve.instance.figures.parity import ParityGate
-from epd_serve.instance.figures.rates import StageRates
-from epd_serve.instance.figures.reports import Reporter
 from epd_serve.instance.http import Peers
 from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, SwitchState, left
 from epd_serve.instance.loading.model import Language, open_device, open_model
+from epd_serve.instance.metrics import InstanceMetrics
+from epd_serve.instance.parity import ParityGate
+from epd_serve.instance.reports import Reporter, StageRates
 from epd_serve.instance.text.request_processor import RequestProcessor, num_media_threads
 from epd_serve.protocol import wire
 from epd_serve.protocol.addresses import url_of

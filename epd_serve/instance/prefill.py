@@ -13,10 +13,10 @@ from epd_serve.engine.hooks import EngineEvent, FailureEvent, PromptEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, check_constraint
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.figures.rates import StageRates
 from epd_serve.instance.http import JSON, Reply
 from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, reserve_request
 from epd_serve.instance.lifecycle import Refusals, moved
+from epd_serve.instance.reports import StageRates
 from epd_serve.instance.text.prompt import Prompt, PromptProcessor
 from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor, Wanted
 from epd_serve.protocol import frames, wire

@@ -491,7 +491,7 @@ class FeatureEvent(Message, frozen=True):
             (:mod:`epd_serve.engine.device_features`); 0 where it lies in the region itself.
         store: name of the store that has it under ``mm_hash``; "" where there is a region.
         item: that was encoded; P knows from it how long the feature must be. None: E does not know.
-        producer: kind of device and operators that made it (``instance/figures/parity.py``); "": unknown.
+        producer: kind of device and operators that made it (``instance/parity.py``); "": unknown.
     """
 
     request_id: str

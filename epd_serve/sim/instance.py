@@ -19,7 +19,7 @@ from epd_serve.sim.spec import SimInstanceSpec, find_image_budget
 from epd_serve.transfer.grouping import seconds_until_sent, smallest_hidden_group
 from epd_serve.types import Stage, StageRate
 
-#: Of a new answer in the mean of lengths, as instances keep it (instance/figures/rates.py).
+#: Of a new answer in the mean of lengths, as instances keep it (instance/reports.py).
 _GAIN = 0.05
 
 

@@ -22,7 +22,7 @@ from epd_serve.topology import Topology, place
 from epd_serve.topology.placement import CPU
 from epd_serve.types import Role, Routing
 
-#: As instances report (instance/figures/reports.py).
+#: As instances report (instance/reports.py).
 REPORT_S = 0.18
 _COLLECT = 200_000, 20, 20
 

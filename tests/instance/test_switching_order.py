@@ -11,8 +11,8 @@ import pytest
 
 from epd_serve.config import InstanceOptions
 from epd_serve.errors import Conflict
-from epd_serve.instance.figures.reports import Reporter
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle
+from epd_serve.instance.reports import Reporter
 from epd_serve.protocol import wire
 from epd_serve.types import Role
 

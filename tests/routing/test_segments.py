@@ -3,8 +3,8 @@
 from msgspec.structs import replace
 
 from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.encoders import in_segments
 from epd_serve.routing.routes import router_of
-from epd_serve.routing.segments import in_segments
 from epd_serve.types import StageRate
 
 RATE = StageRate(0.0, 1e-6)

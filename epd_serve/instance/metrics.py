@@ -207,7 +207,7 @@ class InstanceMetrics:
             self._feature_recomputes.inc()
 
     def feature_came(self, producer: str, admitted: bool) -> None:
-        """A feature was announced; see :class:`epd_serve.instance.figures.parity.ParityGate`."""
+        """A feature was announced; see :class:`epd_serve.instance.parity.ParityGate`."""
         self._feature_producers.labels(producer, str(admitted).lower()).inc()
 
     def store_did(self, store: str, operation: str, nbytes: int = 0, seconds: float = 0.0) -> None:
