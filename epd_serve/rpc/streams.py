@@ -116,7 +116,7 @@ class StreamCall(RemoteCall):
         except Exception as error:  # noqa: BLE001 - the one who waits in forward() gets it
             self._failure = error
         self._write = None
-        self._wake()
+        self._news.set()
 
     def _break_off(self) -> None:
         if self.connection is not None:

@@ -24,7 +24,7 @@ from proxy.admission.control import AdmissionControl, Visit
 from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN, estimate_tokens
 from proxy.api.payloads import parsed_body
 from proxy.dispatch.dispatcher import Dispatcher
-from proxy.dispatch.interruption import Deadline, Deadlines, TimeLimit
+from proxy.dispatch.interruption import Deadline, Deadlines, Interruption
 from proxy.dispatch.job import Job
 from proxy.dispatch.strands import stream_several, whole_several
 from proxy.fleet.poller import Poller
@@ -152,7 +152,7 @@ class Endpoint:
         length = exchange.headers.get(b"content-length", b"")
         declared = int(length) if length.isdigit() else None
         limit_s, reason = self._arrival.time_for_body(declared), self._arrival.too_slow(declared)
-        with TimeLimit(client.loop, limit_s, reason):
+        with Interruption(client.loop, limit_s, reason):
             return await client.body(self.max_body_bytes)
 
     async def _answer(self, exchange: Exchange, body: bytearray) -> None:

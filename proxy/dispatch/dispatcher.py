@@ -21,7 +21,7 @@ from epd_serve.routing.table import InstanceRecord, OpenCall
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Stage
 from proxy.dispatch.forwarding import Forwarding, Progress, Streamed, Whole
-from proxy.dispatch.interruption import Interruption, TimeLimit
+from proxy.dispatch.interruption import Interruption
 from proxy.dispatch.job import Instances, Job, beginnings, prompt_pieces
 from proxy.dispatch.strands import stream_choices
 from proxy.http.client import EventSink
@@ -449,7 +449,7 @@ class Dispatch:
             if calls is None:
                 raise _left(encoder)
             with instances.table.encoding(encoder, action.ref, action.request_id) as encoding:
-                with TimeLimit(self._job.loop, action.patience_s, TimeoutError()):
+                with Interruption(self._job.loop, action.patience_s, TimeoutError()):
                     reply = await calls.encode(request, trace_id=self._job.trace_id)
                 encoding.was_cached = reply.cached
             computed = ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED

@@ -11,15 +11,21 @@ from typing import Self
 class Interruption:
     """A block that other code can end with an exception of its choice, by :meth:`fire`.
 
-    Like ``asyncio.timeout``, without a timer of its own: the task is cancelled, and the cancellation leaves the
-    block as the reason. A cancellation from elsewhere stays one.
+    As in ``asyncio.timeout``, the task is cancelled, and the cancellation leaves the block as the reason. A
+    cancellation from elsewhere stays one.
     """
 
-    __slots__ = ("_loop", "_num_cancels", "_reason", "_task")
+    __slots__ = ("_late", "_loop", "_num_cancels", "_reason", "_seconds", "_task", "_timer")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """``loop`` is the running one: asyncio would look it up with a system call each time (CPython 3.11)."""
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, seconds: float | None = None, late: Exception | None = None
+    ) -> None:
+        """``loop`` is the running one: asyncio would look it up with a system call each time (CPython 3.11).
+        The block ends with ``late`` after ``seconds``; None: no limit."""
         self._loop = loop
+        self._seconds = seconds
+        self._late = late
+        self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[object] | None = None
         self._reason: Exception | None = None
         self._num_cancels = 0
@@ -39,11 +45,15 @@ class Interruption:
         self._task = asyncio.current_task(self._loop)
         assert self._task is not None
         self._num_cancels = self._task.cancelling()
+        if self._seconds is not None and self._late is not None:
+            self._timer = self._loop.call_later(self._seconds, self.fire, self._late)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         task, self._task = self._task, None
         assert task is not None
         if (
@@ -53,30 +63,6 @@ class Interruption:
             and issubclass(kind, asyncio.CancelledError)
         ):
             raise self._reason from error
-
-
-class TimeLimit(Interruption):
-    """A block that ends with ``reason`` after ``seconds``; None: no limit."""
-
-    __slots__ = ("_late", "_seconds", "_timer")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float | None, reason: Exception) -> None:
-        super().__init__(loop)
-        self._seconds = seconds
-        self._late = reason
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __enter__(self) -> Self:
-        if self._seconds is not None:
-            self._timer = self._loop.call_later(self._seconds, self.fire, self._late)
-        return super().__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        super().__exit__(kind, error, trace)
 
 
 class Deadlines:
