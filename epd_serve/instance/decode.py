@@ -46,13 +46,9 @@ class _Waiting:
 
     reservation: Reservation
     request: wire.ReserveRequest
+    asker: Asker
     arrival_s: float
     turn: asyncio.Future[None]
-
-    @property
-    def asker(self) -> Asker:
-        request = self.request
-        return Asker(request.key, request.group or request.request_id, request.priority)
 
     def end(self, error: Exception | None) -> None:
         if self.turn.done():
@@ -220,7 +216,8 @@ class DecodeService:
     async def _granted(self, reservation: Reservation, request: wire.ReserveRequest) -> None:
         """Return when it is no longer PENDING."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(reservation, request, time.monotonic(), turn)
+        asker = Asker(request.key, request.group or request.request_id, request.priority)
+        waiting = _Waiting(reservation, request, asker, time.monotonic(), turn)
         self._waiting.append(waiting)
         self._grant()
         try:

@@ -29,7 +29,7 @@ from epd_serve.errors import (
 from epd_serve.instance.http import Peers
 from epd_serve.instance.parity import fixed_inputs, sample_of
 from epd_serve.instance.text.request_processor import S_PER_PIXEL, Place, RequestProcessor
-from epd_serve.protocol.wire import EncodeReply, EncodeRequest, FeatureEvent, MediaRef, ParitySample
+from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef, ParitySample
 from epd_serve.sched.schedule import schedule_encodes
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
@@ -320,27 +320,25 @@ class EncodeService:
 
     async def _announce(self, request: EncodeRequest, feature: StoredFeature) -> None:
         """Tell the consumer of a feature; where it does not reach this device, of a copy on the host."""
-        mm_hash, owner, consumer = request.ref.mm_hash, request.request_id, request.announce_to
-
-        async def tell(feature: StoredFeature) -> None:
-            event = msgspec.structs.replace(
-                self._store.event(mm_hash, feature, owner),
-                item=request.ref,
-                producer=feature.producer or self._producer,
-            )
-            await self._tell(consumer, event)
-
-        on_host = partial(self._store.on_host, mm_hash, feature, owner)
+        consumer = request.announce_to
+        on_host = partial(self._store.on_host, request.ref.mm_hash, feature, request.request_id)
         try:
-            await tell(await self._with_room(on_host) if consumer in self._off_device else feature)
+            here = await self._with_room(on_host) if consumer in self._off_device else feature
+            await self._tell(request, here)
         except ServeError as error:
             if error.code != NOT_MAPPED:
                 raise
             self._off_device.add(consumer)
-            await tell(await self._with_room(on_host))
+            await self._tell(request, await self._with_room(on_host))
 
-    async def _tell(self, consumer: str, event: FeatureEvent) -> None:
+    async def _tell(self, request: EncodeRequest, feature: StoredFeature) -> None:
         """Tell the consumer of a feature; where it does not know what this encoder makes, show it first."""
+        consumer = request.announce_to
+        event = msgspec.structs.replace(
+            self._store.event(request.ref.mm_hash, feature, request.request_id),
+            item=request.ref,
+            producer=feature.producer or self._producer,
+        )
         try:
             await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
         except ServeError as error:

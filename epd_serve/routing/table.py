@@ -112,19 +112,15 @@ class InstanceTable:
         for mm_hash in report.encoded:
             record.features.add(mm_hash)
         assert record.info is not None and record.role is not None
-        others = [one.load for one in self._peers_of(record.role) if one is not record]
+        stages = record.role.stages
+        if (peers := self._peers.get(stages)) is None:
+            peers = [one for one in self if one.role is not None and one.role.stages == stages]
+            self._peers[stages] = peers
+        others = [one.load for one in peers if one is not record]
         record.costs = resolve_costs(report.load, record.info.budgets, others)
         record._changed()
         record.is_stale = False
         self._set_ready(record, report.ready)
-
-    def _peers_of(self, role: Role) -> list[InstanceRecord]:
-        """All instances with the stages of one role."""
-        known = self._peers.get(role.stages)
-        if known is None:
-            known = [one for one in self if one.role is not None and one.role.stages == role.stages]
-            self._peers[role.stages] = known
-        return known
 
     def _set_ready(self, record: InstanceRecord, ready: bool) -> None:
         if ready and not record.ready:
@@ -342,7 +338,12 @@ class InstanceRecord:
 
     def _take_over(self, load: Load, received: Iterable[str]) -> None:
         self.load = load
-        self._reported, self._ended = work_of(load), NONE
+        self._reported = Work(  # KV that is held or reserved is not in free_blocks any more
+            num_pixels=load.num_waiting_pixels,
+            num_tokens=load.num_waiting_tokens,
+            num_sequences=load.num_running + load.num_waiting + load.num_expected,
+        )
+        self._ended = NONE
         for key in received:
             if calls := self._unreported.get(key):
                 call = calls.pop(0)
@@ -497,15 +498,6 @@ _LIKE = 2.0
 _PRIORS = {Stage.ENCODE: PRIOR_ENCODE, Stage.PREFILL: PRIOR_PREFILL, Stage.DECODE: PRIOR_DECODE}
 
 
-def work_of(load: Load) -> Work:
-    """The work in an instance's report. KV that is held or reserved is not in ``free_blocks`` any more."""
-    return Work(
-        num_pixels=load.num_waiting_pixels,
-        num_tokens=load.num_waiting_tokens,
-        num_sequences=load.num_running + load.num_waiting + load.num_expected,
-    )
-
-
 def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load]) -> StageCosts:
     """An instance's costs: as it and its peers of one role measured them lately, else as it once did.
 
@@ -532,13 +524,15 @@ def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load
         is_like = own_s < _LIKE * middle_s and middle_s < _LIKE * own_s
         return middle if is_like else own
 
+    # Over all instances: one that has seen few answers end would be avoided, or get all requests, for these alone.
+    lengths = [one.mean_output_tokens for one in (load, *peers) if one.mean_output_tokens]
     return StageCosts(
         encode=rate(Stage.ENCODE),
         prefill=rate(Stage.PREFILL),
         decode=rate(Stage.DECODE),
         max_batch_pixels=budgets.get("image_budget_pixels") or MAX_BATCH_PIXELS,
         max_batch_tokens=budgets.get("max_num_batched_tokens") or MAX_BATCH_TOKENS,
-        mean_output_tokens=_mean_output_tokens([load, *peers]),
+        mean_output_tokens=median(lengths) if lengths else PRIOR_OUTPUT_TOKENS,
     )
 
 
@@ -548,13 +542,3 @@ def tokens_per_character(loads: Iterable[Load]) -> float:
     if len(known) < 3:  # as it mostly is; median() takes its time
         return sum(known) / len(known) if known else PRIOR_TOKENS_PER_CHARACTER
     return median(known)
-
-
-def _mean_output_tokens(loads: Sequence[Load]) -> float:
-    """The median over all instances.
-
-    An instance that has seen few answers end would be avoided, or get all requests, for the lengths of these
-    alone.
-    """
-    known = [load.mean_output_tokens for load in loads if load.mean_output_tokens]
-    return median(known) if known else PRIOR_OUTPUT_TOKENS

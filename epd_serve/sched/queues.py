@@ -89,6 +89,11 @@ ANYBODY = Asker()
 Order = Callable[[AbstractSequence[Sequence], float], list[Sequence]]
 
 
+_PRIORITY = attrgetter("sampling.priority")
+#: A sort key: the most urgent first, and of these the oldest.
+_AGE = attrgetter("sampling.priority", "arrival_s", "index")
+
+
 class SteadyDecodes:
     """Steps of the same decodes, one after another: what each of them needs is known beforehand.
 
@@ -212,7 +217,7 @@ class Queues:
 
     def run(self, sequence: Sequence) -> None:
         """Let a RUNNING sequence, which has its blocks, take part in steps."""
-        insort(self._running, sequence, key=_age)
+        insort(self._running, sequence, key=_AGE)
         self._turns = None
 
     def stop(self, sequence: Sequence) -> bool:
@@ -422,7 +427,7 @@ class Queues:
             return [s for s in turns if s in before]
         keys, is_grouped = {s.sampling.key for s in new}, any(s.sampling.group for s in new)
         if not self._preempted and not is_grouped and len(keys) < 2:
-            return sorted(new, key=_priority)
+            return sorted(new, key=_PRIORITY)
         return self._waiting_in_turn([(_asker(s), s) for s in new])
 
     def _places(self, waiting: AbstractSequence[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
@@ -430,7 +435,7 @@ class Queues:
         if self._turns is None and len(self._running) < 2:
             self._turns = list(self._running)
         elif self._turns is None:
-            self._turns = sorted(sequences_in_turn(self._running), key=_priority)
+            self._turns = sorted(sequences_in_turn(self._running), key=_PRIORITY)
         most, turns = self._budget.max_num_seqs, self._turns
         if not self._num_over and (len(turns) + len(waiting) <= most or self._are_older(turns, waiting[:most])):
             return turns, []
@@ -496,7 +501,7 @@ class Queues:
         self._running.remove(sequence)
         self._turns = None
         sequence.move_to(SequenceState.WAITING)
-        insort(self._preempted, sequence, key=_age)
+        insort(self._preempted, sequence, key=_AGE)
 
     def _guard(self, move: Callable[[Sequence], None], sequence: Sequence) -> None:
         """KV that cannot be saved or brought back fails its request, and no other."""
@@ -551,26 +556,13 @@ def sequences_in_turn(sequences: AbstractSequence[Sequence]) -> list[Sequence]:
     return [claim.item for claim in in_turn(map(_claim, sequences))]
 
 
-def _priority(sequence: Sequence) -> int:
-    return sequence.sampling.priority
-
-
-def _age(sequence: Sequence) -> tuple[int, float, int]:
-    """A sort key: the most urgent first, and of these the oldest."""
-    return sequence.sampling.priority, sequence.arrival_s, sequence.index
-
-
 #: A sequence that has waited for so many times TTFT_max goes before all that have not.
 PATIENCE = 4.0
 
 
-def was_preempted(sequence: Sequence) -> bool:
-    return bool(sequence.output_ids)
-
-
 def fcfs(waiting: AbstractSequence[Sequence], now: float) -> list[Sequence]:
-    """First come, first served."""
-    return sorted(waiting, key=lambda sequence: (not was_preempted(sequence), sequence.arrival_s))
+    """First come, first served; in all orders, behind those that have output, as they were preempted."""
+    return sorted(waiting, key=lambda sequence: (not sequence.output_ids, sequence.arrival_s))
 
 
 def sjf(
@@ -579,7 +571,7 @@ def sjf(
     """Shortest job first, by the prompt tokens that no cached prefix holds. Long prompts can starve under it."""
 
     def key(sequence: Sequence) -> tuple[bool, float]:
-        if was_preempted(sequence):
+        if sequence.output_ids:
             return False, sequence.arrival_s
         return True, uncached_tokens(sequence)
 
@@ -597,7 +589,7 @@ def slack(
 
     def key(sequence: Sequence) -> tuple[int, float]:
         waited = now - sequence.arrival_s
-        if was_preempted(sequence):
+        if sequence.output_ids:
             return 0, sequence.arrival_s
         if waited >= PATIENCE * ttft_s:
             return 1, sequence.arrival_s

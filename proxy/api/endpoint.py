@@ -112,7 +112,7 @@ class Endpoint:
             visit = self._admission.enter(headers.get(b"authorization"))
         except ServeError as error:
             await send_error(client, error, record)
-            self._count(record, error.status, error)
+            self._observer.finish(record, error.status, error)
             return
         record.key = visit.client.name
         exchange = Exchange(client, headers, record, visit)
@@ -121,17 +121,17 @@ class Endpoint:
                 body = await self._receive(exchange)
             except ServeError as error:
                 await send_error(client, error, record)
-                self._count(record, error.status, error)
+                self._observer.finish(record, error.status, error)
                 return
             except ClientLeft:
-                self._count(record, CLIENT_LEFT)
+                self._observer.finish(record, CLIENT_LEFT)
                 return
             exchange.watch()
             await self._answer(exchange, body)
         except asyncio.CancelledError:
             if not exchange.is_left_alone():
                 raise
-            self._count(record, CLIENT_LEFT)
+            self._observer.finish(record, CLIENT_LEFT)
         finally:
             client.close()
             exchange.leave()
@@ -184,7 +184,7 @@ class Endpoint:
             raise
         finally:
             if exchange.answered:
-                self._count(record, status, failure)
+                self._observer.finish(record, status, failure)
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
@@ -217,9 +217,6 @@ class Endpoint:
             known = ", ".join(repr(name) for name in models)
             raise ModelNotFound(f"there is no model {wanted[:100]!r}; served here: {known}", param="model")
         return wanted
-
-    def _count(self, record: RequestRecord, status: int, error: ServeError | None = None) -> None:
-        self._observer.finish(record, status, "" if error is None else error.code or error.type)
 
 
 def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
