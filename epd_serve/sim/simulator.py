@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
@@ -16,7 +17,6 @@ from epd_serve.sim.gateway import Job, SimGateway
 from epd_serve.sim.instance import SimInstance
 from epd_serve.sim.language import LanguageSide
 from epd_serve.sim.spec import Batching, SimInstanceSpec, with_memory
-from epd_serve.sim.switching import Switching
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import Topology, place
 from epd_serve.topology.placement import CPU
@@ -97,6 +97,22 @@ def _seldom_collecting() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+class Operator(Protocol):
+    """Changes instances while a simulation runs."""
+
+    def begin(
+        self,
+        clock: Clock,
+        gateway: SimGateway,
+        instances: dict[str, SimInstance],
+        start: Callable[[SimInstanceSpec, int], None],
+    ) -> None:
+        """``start`` puts an instance, with its process's number, in the place of the one of its name."""
+
+    def tick(self) -> None:
+        """Called behind each round of reports."""
+
+
 def simulate(
     deployment: SimDeployment,
     requests: Sequence[SimRequest],
@@ -107,7 +123,7 @@ def simulate(
     progress: Callable[[int], None] | None = None,
     until_s: float = float("inf"),
     concurrency: int | None = None,
-    switching: Switching | None = None,
+    operator: Operator | None = None,
     routers: Sequence[Router] = (),
 ) -> Outcome:
     """Run all requests to their ends. The same arguments give the same outcome.
@@ -118,7 +134,7 @@ def simulate(
         progress: told how many requests have ended.
         until_s: the run ends there whatever is under way.
         concurrency: so many requests at a time, whatever their times are: the next is sent as one ends.
-        switching: changes the roles of instances, each alone on its device.
+        operator: changes instances, each alone on its device.
         routers: those of several gateways, to which requests go in turn; else one has the deployment's.
     """
     clock = Clock()
@@ -192,8 +208,8 @@ def simulate(
                 told = instance.report()
                 for gateway in gateways:
                     gateway.table.report(name, told)
-        if switching is not None:
-            switching.tick()
+        if operator is not None:
+            operator.tick()
         if not clock.has_events and len(done) < len(jobs):
             raise RuntimeError(f"at {clock.now:.3f} s {len(jobs) - len(done)} requests wait for nothing")
         if progress is not None:
@@ -214,8 +230,8 @@ def simulate(
         for gateway in gateways:
             gateway.table.update(instance.spec.name, instance.info(), contains=0)
 
-    if switching is not None:
-        switching.begin(clock, gateways[0], instances, start)
+    if operator is not None:
+        operator.begin(clock, gateways[0], instances, start)
     for _ in range(concurrency or 0):
         clock.at(0.0, send)
     if jobs and concurrency is None:

@@ -12,7 +12,7 @@ from benchmarks.elastic.simulated import DECODERS, LIMITS, START, figures, oppos
 from epd_serve.autoscale.controller import Controller, Decision, Kind, Order
 from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.config.elastic import ElasticConfig
-from epd_serve.sim.switching import Switching
+from benchmarks.elastic.switching import Switching
 from epd_serve.types import Role, Stage
 
 
