@@ -11,13 +11,13 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from benchmarks.elastic.switching import RoleSpan, Switching
 from epd_serve.autoscale.controller import Controller
 from epd_serve.autoscale.pressure import Limits
 from epd_serve.config.elastic import ElasticConfig
 from epd_serve.cost.profile import EncodeLine, Line, Profile
 from epd_serve.sim.simulator import Outcome, build, check_books, simulate
 from epd_serve.sim.spec import Batching
-from benchmarks.elastic.switching import RoleSpan, Switching
 from epd_serve.sim.workloads import SimRequest, WorkloadShape
 from epd_serve.topology import parse_topology
 

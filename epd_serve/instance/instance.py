@@ -35,7 +35,7 @@ from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.parity import ParityGate
 from epd_serve.instance.reports import Reporter, StageRates
 from epd_serve.instance.text.request_processor import RequestProcessor, num_media_threads
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state, wire
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.tls import tls_files
@@ -235,12 +235,12 @@ class Instance:
             self.check_device()
             raise
 
-    def info(self) -> wire.InstanceInfo:
+    def info(self) -> instance_state.InstanceInfo:
         """Describe the instance, and its work. Raises Unavailable while it is loading."""
         self.check_started()
         options, machine, language = self.options, self.lifecycle.machine, self.language
         longest = options.max_model_len or self.model.max_positions
-        return wire.InstanceInfo(
+        return instance_state.InstanceInfo(
             name=options.name,
             role=str(machine.role),
             url=self.url,
@@ -278,14 +278,14 @@ class Instance:
         item = self.family.typical
         return self.family.num_tokens(item) / item.num_pixels
 
-    def _usage(self) -> wire.Usage:
+    def _usage(self) -> instance_state.Usage:
         """This process's and its device's."""
         times = os.times()
         total = free = 0
         if self.device.type != "cpu":
             with suppress(RuntimeError):  # a device that has failed: the probe says so
                 total, free = self.device.memory()
-        return wire.Usage(
+        return instance_state.Usage(
             at_s=time.monotonic(),
             cpu_s=times.user + times.system,
             memory_bytes=psutil.Process().memory_info().rss,
@@ -294,10 +294,10 @@ class Instance:
             busy_s=dict(self.rates.busy_s),
         )
 
-    def load(self) -> wire.Load:
+    def load(self) -> instance_state.Load:
         """As of now. The instance must be ready."""
         return msgspec.structs.replace(
-            self.language.load() if self.language else wire.Load(),
+            self.language.load() if self.language else instance_state.Load(),
             num_waiting_encodes=self.encode.num_waiting,
             num_waiting_pixels=self.encode.num_waiting_pixels,
             mean_output_tokens=self.rates.mean_output_tokens,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from epd_serve.instance.http import Handler, Reply
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sequence import SequenceState
 from epd_serve.types import Stage, StageRate
@@ -41,7 +41,7 @@ class _Listener:
 
 
 class Reporter:
-    """Writes :class:`~epd_serve.protocol.wire.Report` to each caller of ``/reports``. For the event loop's thread.
+    """Writes an instance's reports to each caller of ``/reports``. For the event loop's thread.
 
     Args:
         load: the instance's as of now.
@@ -51,7 +51,7 @@ class Reporter:
 
     def __init__(
         self,
-        load: Callable[[], wire.Load],
+        load: Callable[[], instance_state.Load],
         check_ready: Callable[[], None],
         *,
         state: Callable[[], tuple[bool, int]] = lambda: (True, 0),
@@ -139,7 +139,7 @@ class Reporter:
                 listener.num_changes = 0
                 listener.much_changed.clear()
                 ready, epoch = self._state()
-                report = wire.Report(
+                report = instance_state.Report(
                     load=self._load(),
                     ready=ready and not self._is_closed,
                     received=received,
@@ -168,7 +168,7 @@ _GAIN = 0.05
 
 
 class StageRates:
-    """Rates of the stages and lengths of answers and prompts, for :class:`~epd_serve.protocol.wire.Load`.
+    """Rates of the stages and lengths of answers and prompts.
 
     Each method is called on one thread only; readers may see a value that is one batch old.
 

@@ -22,7 +22,8 @@ from epd_serve.cost.stages import (
     StageCosts,
     Work,
 )
-from epd_serve.protocol.wire import InstanceInfo, Load, MediaRef, Report
+from epd_serve.protocol.instance_state import InstanceInfo, Load, Report
+from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import Role, Stage, StageRate
 
 #: What an encode weighs in ``recent_pixels`` after the next one: about the last 200 count.
@@ -101,7 +102,7 @@ class InstanceTable:
             self._set_ready(record, info.ready)
 
     def epoch(self, name: str) -> int:
-        """The epoch in the last info of an instance; see :class:`~epd_serve.protocol.wire.InstanceInfo`."""
+        """The epoch in the last :class:`InstanceInfo` of an instance."""
         info = self._records[name].info
         return 0 if info is None else info.epoch
 

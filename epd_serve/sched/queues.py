@@ -22,7 +22,7 @@ from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.protocol.wire import Load
+from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.block_tables import BlockMemory, BlockTables
 from epd_serve.sched.schedule import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
 from epd_serve.sequence import Sequence, SequenceState

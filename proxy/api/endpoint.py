@@ -14,9 +14,10 @@ from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
+from epd_serve.protocol.instance_state import InstanceInfo
 from epd_serve.protocol.openai.generation import GenerationRequest
 from epd_serve.protocol.openai.messages import MediaSource
-from epd_serve.protocol.wire import REQUEST_ID_HEADER, InstanceInfo
+from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.span import random_block
 from epd_serve.types import PLURALS

@@ -26,7 +26,7 @@ from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.http import Peers
 from epd_serve.instance.instance import Instance
 from epd_serve.instance.lifecycle import SwitchState
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import frames, instance_state, wire
 from epd_serve.types import Role, SamplingParams, Stage
 
 MAX_TOKENS = 400
@@ -54,8 +54,8 @@ def request(
     )
 
 
-def order(role: str, **limits: Any) -> wire.RoleOrder:
-    return wire.RoleOrder(role=role, **limits)
+def order(role: str, **limits: Any) -> instance_state.RoleOrder:
+    return instance_state.RoleOrder(role=role, **limits)
 
 
 async def read(answer: httpx.Response) -> list[tuple[int, list[int], bytes]]:
