@@ -27,7 +27,7 @@ from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.http import Reply
 from epd_serve.instance.text.detokenizer import Vocabulary
 from epd_serve.protocol import wire
-from epd_serve.sched.queues import Asker
+from epd_serve.sched.turns import Asker
 from epd_serve.sequence import Sequence
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
