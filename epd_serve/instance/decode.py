@@ -308,7 +308,17 @@ class DecodeService:
         self.generations[handoff.request_id] = generation
         self._listen(handoff.request_id, generation.feed)
         self._engine.resume(
-            _sequence(handoff, reservation, constraint),
+            Sequence(
+                request_id=handoff.request_id,
+                prompt_ids=handoff.prompt_ids,
+                sampling=handoff.sampling,
+                max_tokens=handoff.max_tokens,
+                positions=None,  # the prompt was computed elsewhere
+                position_delta=handoff.position_delta,
+                block_hashes=reservation.block_hashes,
+                constraint=constraint,
+                output_ids=list(handoff.generated),
+            ),
             reservation.blocks,
             [(first.token_id, answer.is_finished(index)) for index, first in enumerate(handoff.first)],
         )
@@ -392,20 +402,6 @@ def read_offered(
         start = time.monotonic()
         transport.read(offer.region, pieces)
         return time.monotonic() - start
-
-
-def _sequence(handoff: wire.Handoff, reservation: Reservation, constraint: Constraint | None) -> Sequence:
-    return Sequence(
-        request_id=handoff.request_id,
-        prompt_ids=handoff.prompt_ids,
-        sampling=handoff.sampling,
-        max_tokens=handoff.max_tokens,
-        positions=None,  # the prompt was computed elsewhere
-        position_delta=handoff.position_delta,
-        block_hashes=reservation.block_hashes,
-        constraint=constraint,
-        output_ids=list(handoff.generated),
-    )
 
 
 def _ended(request_id: str) -> Unavailable:

@@ -261,18 +261,12 @@ class Queues:
 
     def _has_turn(self, claims: list[Claim]) -> bool:
         """Whether these may decode in place of others that are here."""
-        places = in_turn([*self._claims(), *claims])
-        return set(map(id, claims)) <= set(map(id, places[: self._num_places(places)]))
-
-    def _num_places(self, claims: AbstractSequence[Claim]) -> int:
-        """How many of these, in this order, a step takes."""
-        pace, most = self._budget.pace, min(len(claims), self._budget.max_num_seqs)
-        return most if pace is None else min(most, pace.num_decodes([claim.num_tokens for claim in claims]))
-
-    def _claims(self) -> list[Claim]:
-        """The claims of all sequences that decode here, or will."""
-        here = (s for s in chain(self._running, self._preempted) if not s.hand_off)
-        return [*map(claim_of, here), *chain.from_iterable(self._reserved.values())]
+        here = [claim_of(s) for s in chain(self._running, self._preempted) if not s.hand_off]
+        places = in_turn([*here, *chain.from_iterable(self._reserved.values()), *claims])
+        pace, most = self._budget.pace, self._budget.max_num_seqs
+        if pace is not None:
+            most = min(most, pace.num_decodes([claim.num_tokens for claim in places]))
+        return set(map(id, claims)) <= set(map(id, places[:most]))
 
     def _waiting_in_turn(self, new: Iterable[tuple[Asker, T]]) -> list[T | Sequence]:
         """Preempted sequences and ``new`` ones, given in their order of arrival, as their turns come.
