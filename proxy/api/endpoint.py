@@ -25,7 +25,7 @@ from proxy.admission.control import AdmissionControl, Visit
 from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN, estimate_tokens
 from proxy.api.payloads import parsed_body
 from proxy.dispatch.dispatcher import Dispatcher
-from proxy.dispatch.interruption import Deadline, Deadlines, Interruption
+from proxy.dispatch.interruption import Interruption
 from proxy.dispatch.job import Job
 from proxy.dispatch.strands import stream_several, whole_several
 from proxy.fleet.poller import Poller
@@ -83,20 +83,10 @@ class Endpoint:
         self._observer = observer
         self._arrival = arrival
         self._settings = settings
-        self._timeouts: Deadlines | None = None
 
     @property
     def max_body_bytes(self) -> int:
         return self._settings.now.gateway.max_body_bytes
-
-    @property
-    def _deadlines(self) -> Deadlines:
-        """With the time limit of now."""
-        timeout_s = self._settings.now.gateway.request_timeout_s
-        if self._timeouts is None or self._timeouts.seconds != timeout_s:
-            late = f"the request took longer than {timeout_s:g} s, this gateway's limit"
-            self._timeouts = Deadlines(timeout_s, lambda: StageTimeout(late))
-        return self._timeouts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As an ASGI application."""
@@ -159,9 +149,11 @@ class Endpoint:
     async def _answer(self, exchange: Exchange, body: bytearray) -> None:
         client, record = exchange.client, exchange.record
         sink = EventSink(client, record, self._observer.first_token)
+        limit_s = self._settings.now.gateway.request_timeout_s
+        late = StageTimeout(f"the request took longer than {limit_s:g} s, this gateway's limit")
         status, failure = 200, None
         try:
-            with Deadline(client.loop, self._deadlines):
+            with Interruption(client.loop, limit_s, late):
                 await self._generate(exchange, body, sink)
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -63,52 +62,3 @@ class Interruption:
             and issubclass(kind, asyncio.CancelledError)
         ):
             raise self._reason from error
-
-
-class Deadlines:
-    """Blocks (:class:`Deadline`) that all may take the same time: one timer for the first of them, however many
-    begin and end."""
-
-    def __init__(self, seconds: float, reason: Callable[[], Exception]) -> None:
-        self.seconds = seconds
-        self.open: dict[Deadline, float] = {}  # the oldest first
-        self._reason = reason
-        self.is_watching = False
-
-    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Look after the open ones."""
-        self.is_watching = True
-        loop.call_later(self.seconds, self._look, loop)
-
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        now_s = loop.time()
-        for deadline, end_s in list(self.open.items()):
-            if end_s > now_s:
-                loop.call_later(end_s - now_s, self._look, loop)
-                return
-            del self.open[deadline]
-            deadline.fire(self._reason())
-        self.is_watching = False
-
-
-class Deadline(Interruption):
-    """A block that ends with the reason of ``deadlines`` when its time is over."""
-
-    __slots__ = ("_deadlines",)
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, deadlines: Deadlines) -> None:
-        super().__init__(loop)
-        self._deadlines = deadlines
-
-    def __enter__(self) -> Self:
-        deadlines = self._deadlines
-        deadlines.open[self] = self._loop.time() + deadlines.seconds
-        if not deadlines.is_watching:
-            deadlines.watch(self._loop)
-        return super().__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._deadlines.open.pop(self, None)
-        super().__exit__(kind, error, trace)
