@@ -1,4 +1,4 @@
-"""EPD (001): time to first token with the images of a request on one encoder, and shared out over two and four.
+"""EPD (001): time to first token with the frames or images of a request shared out over encoders.
 
 Table 1: the frames of a video, eight to 64, against monolithic (vLLM) and prefill-decode (DistServe) instances,
 on A100s by their data sheet. Table 4: two to eight pictures of ten slices each, by the data sheet and with the

@@ -88,17 +88,14 @@ class NativeConnections:
 class _StageCall(StreamCall):
     """:class:`epd_serve.backends.base.StageCall`, and the Answer that it opens with."""
 
-    @property
-    def decode_follows(self) -> bool:
-        return self.headers.get(_NEXT) == b"decode"
+    decode_follows = framed = False
+    prompt_note = ""
 
-    @property
-    def framed(self) -> bool:
-        return self.headers.get(b"content-type") == _FRAMES
-
-    @property
-    def prompt_note(self) -> str:
-        return self.headers.get(_NOTE, b"").decode("latin-1")
+    def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
+        self.decode_follows = headers.get(_NEXT) == b"decode"
+        self.framed = headers.get(b"content-type") == _FRAMES
+        self.prompt_note = headers.get(_NOTE, b"").decode("latin-1")
+        super().begin(status, headers)
 
 
 class NativeInstance:

@@ -60,7 +60,7 @@ class Cancel(Message, frozen=True, tag=2):
 
 
 class Head(Message, frozen=True, tag=0):
-    """Status and headers of an answer."""
+    """Status and headers of an answer, their names in lower case."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
