@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -142,18 +143,18 @@ class Endpoint:
             return await client.body(self.max_body_bytes)
         length = exchange.headers.get(b"content-length", b"")
         declared = int(length) if length.isdigit() else None
-        limit_s, reason = self._arrival.time_for_body(declared), self._arrival.too_slow(declared)
-        with Interruption(client.loop, limit_s, reason):
+        limit_s = self._arrival.time_for_body(declared)
+        with Interruption(client.loop, limit_s, partial(self._arrival.too_slow, declared)):
             return await client.body(self.max_body_bytes)
 
     async def _answer(self, exchange: Exchange, body: bytearray) -> None:
         client, record = exchange.client, exchange.record
         sink = EventSink(client, record, self._observer.first_token)
         limit_s = self._settings.now.gateway.request_timeout_s
-        late = StageTimeout(f"the request took longer than {limit_s:g} s, this gateway's limit")
+        late = f"the request took longer than {limit_s:g} s, this gateway's limit"
         status, failure = 200, None
         try:
-            with Interruption(client.loop, limit_s, late):
+            with Interruption(client.loop, limit_s, partial(StageTimeout, late)):
                 await self._generate(exchange, body, sink)
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error

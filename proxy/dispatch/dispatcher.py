@@ -449,7 +449,7 @@ class Dispatch:
             if calls is None:
                 raise _left(encoder)
             with instances.table.encoding(encoder, action.ref, action.request_id) as encoding:
-                with Interruption(self._job.loop, action.patience_s, TimeoutError()):
+                with Interruption(self._job.loop, action.patience_s):
                     reply = await calls.encode(request, trace_id=self._job.trace_id)
                 encoding.was_cached = reply.cached
             computed = ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED

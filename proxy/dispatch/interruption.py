@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -17,10 +18,13 @@ class Interruption:
     __slots__ = ("_late", "_loop", "_num_cancels", "_reason", "_seconds", "_task", "_timer")
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, seconds: float | None = None, late: Exception | None = None
+        self,
+        loop: asyncio.AbstractEventLoop,
+        seconds: float | None = None,
+        late: Callable[[], Exception] = TimeoutError,
     ) -> None:
         """``loop`` is the running one: asyncio would look it up with a system call each time (CPython 3.11).
-        The block ends with ``late`` after ``seconds``; None: no limit."""
+        The block ends with what ``late`` makes after ``seconds``; None: no limit."""
         self._loop = loop
         self._seconds = seconds
         self._late = late
@@ -40,12 +44,15 @@ class Interruption:
             assert self._task is not None
             self._task.cancel()
 
+    def _run_out(self) -> None:
+        self.fire(self._late())
+
     def __enter__(self) -> Self:
         self._task = asyncio.current_task(self._loop)
         assert self._task is not None
         self._num_cancels = self._task.cancelling()
-        if self._seconds is not None and self._late is not None:
-            self._timer = self._loop.call_later(self._seconds, self.fire, self._late)
+        if self._seconds is not None:
+            self._timer = self._loop.call_later(self._seconds, self._run_out)
         return self
 
     def __exit__(

@@ -17,11 +17,11 @@ async def test_each_block_ends_at_its_own_time_and_no_other_does():
 
     async def one(number: int) -> None:
         began_s = loop.time()
-        with pytest.raises(Late), Interruption(loop, 0.2, Late()):
+        with pytest.raises(Late), Interruption(loop, 0.2, Late):
             await asyncio.Event().wait()
         ended.append((number, loop.time() - began_s))
 
-    with Interruption(loop, 0.01, Late()):
+    with Interruption(loop, 0.01, Late):
         pass  # its timer must not end what follows
     tasks = []
     for number in range(3):
@@ -34,7 +34,7 @@ async def test_each_block_ends_at_its_own_time_and_no_other_does():
 
 async def test_the_first_reason_ends_the_block():
     loop = asyncio.get_running_loop()
-    with pytest.raises(Late, match="first"), Interruption(loop, 60.0, Late("last")) as interruption:
+    with pytest.raises(Late, match="first"), Interruption(loop, 60.0, Late) as interruption:
         loop.call_soon(interruption.fire, Late("first"))
         loop.call_soon(interruption.fire, Late("second"))
         await asyncio.Event().wait()
@@ -42,7 +42,7 @@ async def test_the_first_reason_ends_the_block():
 
 async def test_a_cancellation_from_elsewhere_stays_one():
     async def wait() -> None:
-        with Interruption(asyncio.get_running_loop(), 60.0, Late()):
+        with Interruption(asyncio.get_running_loop(), 60.0, Late):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(wait())
