@@ -179,7 +179,7 @@ def _vision_call(device: Device, ops: AttentionOps, patches: int, head_dim: int)
 def measure_parity(device: Device) -> tuple[dict[str, Any], list[Target]]:
     """Compare this device's features with a CPU's, as P does."""
     from epd_serve.demo import weights_dir
-    from epd_serve.instance.figures.parity import difference, fixed_inputs, sample_of
+    from epd_serve.instance.parity import difference, fixed_inputs, sample_of
     from epd_serve.models.loader import load_family
     from epd_serve.models.tower import Tower
 

@@ -15,7 +15,6 @@ from starlette.routing import Route
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.native import NativeConnections
-from epd_serve.flow.stealing import steal_rule
 from epd_serve.protocol.openai.generation import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -43,9 +42,8 @@ from proxy.api.openapi import openapi_router
 from proxy.api.tokenizing import TokenizingEndpoint
 from proxy.api.translations import ResponsesEndpoint, TranscriptionEndpoint
 from proxy.api.views import health_router, home_router, models_router
-from proxy.dispatch.dispatcher import Dispatch, Dispatcher
+from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.job import Instances
-from proxy.dispatch.stealing import Stealing
 from proxy.fleet.health import Health, Pairs
 from proxy.fleet.leases import Leases, leases_router
 from proxy.fleet.members import Members, connector, vllm_targets
@@ -96,18 +94,16 @@ def create_app(
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, current)
     poller.on_process, poller.on_silent, poller.on_gone = health.met, health.probe_now, health.losses.report
-    stealing = Stealing[Dispatch](table, steal_rule(gateway.stealing))
     dispatcher = Dispatcher(
         Instances(
             table=table,
             calls=calls,
-            router=router or router_of(gateway.routing, parallel_encode=gateway.parallel_encode),
+            router=router or router_of(gateway.routing),
             poller=poller,
             metrics=metrics,
             health=health,
             pairs=Pairs(),
             settings=current,
-            stealing=stealing,
         )
     )
     switches, hold = Switches(table, calls, health, crew), Hold()
@@ -148,7 +144,7 @@ def create_app(
                 admin = create_admin_app(table, admission, None, crew, [*routers, *orders], engine=engine)
                 await stack.enter_async_context(running_on_path(admin, app.state.admin_path))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
-            loops = [poller.run(), health.run(), leases.run(), stealing.run(), give_back()]
+            loops = [poller.run(), health.run(), leases.run(), give_back()]
             polling = asyncio.gather(*reloading, *loops)
             polling.add_done_callback(partial(_end_after, app))
             try:

@@ -11,13 +11,13 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from benchmarks.elastic.switching import RoleSpan, Switching
 from epd_serve.autoscale.controller import Controller
 from epd_serve.autoscale.pressure import Limits
 from epd_serve.config.elastic import ElasticConfig
 from epd_serve.cost.profile import EncodeLine, Line, Profile
 from epd_serve.sim.simulator import Outcome, build, check_books, simulate
 from epd_serve.sim.spec import Batching
-from epd_serve.sim.switching import RoleSpan, Switching
 from epd_serve.sim.workloads import SimRequest, WorkloadShape
 from epd_serve.topology import parse_topology
 
@@ -69,7 +69,7 @@ def run(topology: str, every: Sequence[SimRequest], switching: Switching | None)
         batching=Batching(policy="unlimited", max_num_seqs=128, ttft_s=LIMITS.ttft_s, tpot_s=LIMITS.tpot_s),
         num_blocks=1 << 14,
     )
-    outcome = simulate(deployment, every, switching=switching)
+    outcome = simulate(deployment, every, operator=switching)
     check_books(outcome)
     return outcome
 

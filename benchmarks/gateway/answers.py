@@ -11,7 +11,7 @@ import msgspec
 from PIL import Image
 
 from benchmarks.common import data_url, encoded, user_message
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import frames, instance_state, wire
 from epd_serve.protocol.openai import chunks
 from epd_serve.rpc import streams
 
@@ -200,8 +200,8 @@ def _whole(more: dict[str, object]) -> dict[str, object]:
     return {**_WHOLE, "choices": [choice], "usage": _USAGE, **more}
 
 
-def _info(role: str, port: int) -> wire.InstanceInfo:
-    return wire.InstanceInfo(
+def _info(role: str, port: int) -> instance_state.InstanceInfo:
+    return instance_state.InstanceInfo(
         name=f"{role.lower()}{port}",
         role=role,
         url=f"http://127.0.0.1:{port}",
@@ -213,7 +213,7 @@ def _info(role: str, port: int) -> wire.InstanceInfo:
         dtype="float32",
         pid=1,
         ready=True,
-        load=wire.Load(),
+        load=instance_state.Load(),
     )
 
 

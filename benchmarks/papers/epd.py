@@ -1,4 +1,4 @@
-"""EPD (001): time to first token with the images of a request on one encoder, and shared out over two and four.
+"""EPD (001): time to first token with the frames or images of a request shared out over encoders.
 
 Table 1: the frames of a video, eight to 64, against monolithic (vLLM) and prefill-decode (DistServe) instances,
 on A100s by their data sheet. Table 4: two to eight pictures of ten slices each, by the data sheet and with the
@@ -41,8 +41,6 @@ NUM_IMAGES = (2, 4, 6, 8)
 #: 4032x3024 pixels, prompts of 22 tokens (sections 4 and 4.2).
 TABLE_4 = {"parallel": (0.92, 1.02, 1.14, 1.74), "together": (1.46, 2.47, 3.37, 4.27)}
 NUM_TEXT_TOKENS, NUM_OUTPUT_TOKENS = 22, 10
-#: All pictures of a request go to one encoder, whichever has least to do.
-TOGETHER = "4E-P-D, together"
 SHEET, IMPLIED = "data sheet", "times of the paper"
 NUM_REQUESTS = 3
 #: A frame is one slice of 448 pixels square, a picture of 4032x3024 pixels ten: 64 tokens each. In Qwen2-VL a
@@ -99,9 +97,7 @@ def data_sheet(num_tokens: int) -> Profile:
     return analytic_profile(shape, replace(spec_of("a100"), launch_s=0.0))
 
 
-def _deployment(
-    name: str, topology: str, profile: Profile, loads: Sequence[Load], slowness: float, *, parallel: bool = True
-) -> Deployment:
+def _deployment(name: str, topology: str, profile: Profile, loads: Sequence[Load], slowness: float) -> Deployment:
     return Deployment(
         name=name,
         topology=topology,
@@ -109,7 +105,6 @@ def _deployment(
         shape=SHAPE,
         slowness=slowness,
         loads=tuple(loads),
-        options={"gateway": {"parallel_encode": parallel}},
     )
 
 
@@ -133,8 +128,6 @@ def deployments() -> list[Deployment]:
     for times, profile, slowness in ((SHEET, data_sheet(PICTURE), SLOWNESS), (IMPLIED, paper_profile(), 1.0)):
         for line in ENCODERS:
             found.append(_deployment(f"{times}: {line}", line, profile, pictures, slowness))
-        name = f"{times}: {TOGETHER}"
-        found.append(_deployment(name, ENCODERS[-1], profile, pictures, slowness, parallel=False))
     return found
 
 
@@ -174,7 +167,7 @@ def report(rows: Rows) -> str:
     lines = [
         [f"`{line}`, {times}", *seconds(f"{times}: {line}", NUM_IMAGES)]
         for times in (SHEET, IMPLIED)
-        for line in (*ENCODERS, TOGETHER)
+        for line in ENCODERS
     ]
     for name, label in (("parallel", "EPD, paper"), ("together", "EPD without IRP, paper")):
         lines.append([label, *(f"{value:.2f}" for value in TABLE_4[name]), "-"])

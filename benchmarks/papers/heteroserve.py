@@ -3,7 +3,7 @@
 Tokens a second of requests that are all there at once: one image of COCO's size and 128 tokens of answer each.
 GPUs that share out the layers of a language model are one device with the times of all of them. What the paper's
 engine gains over vLLM's by its kernels (table 7) is not in data sheets: the rows for vLLM have tower and language
-model take turns.
+model take turns. The paper's work stealing is not part of the system.
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ LOAD = Load(
     num_requests=NUM_REQUESTS,
     clients=NUM_REQUESTS,
 )
-#: Section 5.3.4: sequences of a thief.
-STEALING = {"roles": {"EPD": {"steals": True, "max_num_seqs": 16}}}
-#: The paper's name, its tokens/s, the topology, (kind, width) of each device, whether stages take turns, options.
+#: The paper's name, its tokens/s, the topology, (kind, width) of each device, whether stages take turns.
 TABLE_4 = (
-    ("vLLM, 4 A100", 3886, "4EPD", ((DATA_CENTER, 1),) * 4, True, {}),
-    ("Homo, 4 A100", 5986, "4EPD", ((DATA_CENTER, 1),) * 4, False, {}),
-    ("Hetero, without stealing", 2793, "2E-2PD", ((CONSUMER, 1),) * 2 + ((DATA_CENTER, 1),) * 2, False, {}),
-    ("Hetero, with stealing", 3156, "2EPD-2PD", ((CONSUMER, 1),) * 2 + ((DATA_CENTER, 1),) * 2, False, STEALING),
+    ("vLLM, 4 A100", 3886, "4EPD", ((DATA_CENTER, 1),) * 4, True),
+    ("Homo, 4 A100", 5986, "4EPD", ((DATA_CENTER, 1),) * 4, False),
+    ("Hetero, without stealing", 2793, "2E-2PD", ((CONSUMER, 1),) * 2 + ((DATA_CENTER, 1),) * 2, False),
 )
 TABLE_5 = (
-    ("vLLM, TP2", 2768, "EPD", ((DATA_CENTER, 2),), True, {}),
-    ("vLLM, TP4", 3619, "EPD", ((DATA_CENTER, 4),), True, {}),
-    ("Cfg1: 4090 + A100 x 2", 3252, "E-PD", ((CONSUMER, 1), (DATA_CENTER, 2)), False, {}),
-    ("Cfg2: 4090 x 2 + A100 x 2", 3269, "2E-PD", ((CONSUMER, 1),) * 2 + ((DATA_CENTER, 2),), False, {}),
-    ("Cfg3: A100 x 2", 3351, "EPD", ((DATA_CENTER, 2),), False, {}),
-    ("Cfg4: A100 x 4", 4633, "EPD", ((DATA_CENTER, 4),), False, {}),
+    ("vLLM, TP2", 2768, "EPD", ((DATA_CENTER, 2),), True),
+    ("vLLM, TP4", 3619, "EPD", ((DATA_CENTER, 4),), True),
+    ("Cfg1: 4090 + A100 x 2", 3252, "E-PD", ((CONSUMER, 1), (DATA_CENTER, 2)), False),
+    ("Cfg2: 4090 x 2 + A100 x 2", 3269, "2E-PD", ((CONSUMER, 1),) * 2 + ((DATA_CENTER, 2),), False),
+    ("Cfg3: A100 x 2", 3351, "EPD", ((DATA_CENTER, 2),), False),
+    ("Cfg4: A100 x 4", 4633, "EPD", ((DATA_CENTER, 4),), False),
 )
 TABLES = (("table 4", LLAVA, TABLE_4), ("table 5", QWEN, TABLE_5))
 
@@ -49,7 +46,7 @@ def _cost(devices: tuple[tuple[str, int], ...]) -> float:
 def deployments() -> list[Deployment]:
     found = []
     for table, shape, entries in TABLES:
-        for name, _, topology, devices, turns, options in entries:
+        for name, _, topology, devices, turns in entries:
             profiles: tuple[Profile, ...] = tuple(
                 sheet(shape, kind, width, turns=turns) for kind, width in devices
             )
@@ -61,7 +58,6 @@ def deployments() -> list[Deployment]:
                     shape=shape,
                     slowness=SLOWNESS,
                     loads=(LOAD,),
-                    options=options,
                 )
             )
     return found
@@ -72,7 +68,7 @@ def report(rows: Rows) -> str:
     for table, shape, entries in TABLES:
         first = entries[0]
         lines = []
-        for name, paper, topology, devices, _, _ in entries:
+        for name, paper, topology, devices, _ in entries:
             if (row := rows.get((f"{table}: {name}", LOAD.name))) is None:
                 continue
             tokens, cost = row["throughput"] * sum(width for _, width in devices), _cost(devices)

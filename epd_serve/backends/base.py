@@ -6,19 +6,14 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Protocol
 
+from epd_serve.protocol.instance_state import InstanceInfo, LeaveOrder, Left, Report, RoleChanged, RoleOrder
 from epd_serve.protocol.wire import (
     DecodeRequest,
     DetokenizeReply,
     DetokenizeRequest,
     EncodeReply,
     EncodeRequest,
-    InstanceInfo,
-    LeaveOrder,
-    Left,
     PrefillRequest,
-    Report,
-    RoleChanged,
-    RoleOrder,
     TokenizeReply,
     TokenizeRequest,
 )

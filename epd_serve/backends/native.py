@@ -15,7 +15,7 @@ from weakref import WeakSet
 import msgspec
 
 from epd_serve.errors import InstanceLost, InstanceUntrusted, InvalidRequest, StageTimeout
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import frames, instance_state, wire
 from epd_serve.protocol.wire import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -88,17 +88,14 @@ class NativeConnections:
 class _StageCall(StreamCall):
     """:class:`epd_serve.backends.base.StageCall`, and the Answer that it opens with."""
 
-    @property
-    def decode_follows(self) -> bool:
-        return self.headers.get(_NEXT) == b"decode"
+    decode_follows = framed = False
+    prompt_note = ""
 
-    @property
-    def framed(self) -> bool:
-        return self.headers.get(b"content-type") == _FRAMES
-
-    @property
-    def prompt_note(self) -> str:
-        return self.headers.get(_NOTE, b"").decode("latin-1")
+    def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
+        self.decode_follows = headers.get(_NEXT) == b"decode"
+        self.framed = headers.get(b"content-type") == _FRAMES
+        self.prompt_note = headers.get(_NOTE, b"").decode("latin-1")
+        super().begin(status, headers)
 
 
 class NativeInstance:
@@ -110,7 +107,7 @@ class NativeInstance:
         self.name = name
         self.url = self._pool.url
 
-    async def info(self, *, doubted: bool = False) -> wire.InstanceInfo:
+    async def info(self, *, doubted: bool = False) -> instance_state.InstanceInfo:
         """Ask for the info.
 
         Raises InstanceLost also for an answer that is none, or that takes over INFO_TIMEOUT_S.
@@ -118,7 +115,7 @@ class NativeInstance:
         try:
             async with asyncio.timeout(INFO_TIMEOUT_S):
                 body = await HttpCall(self._pool, "GET", "/info", on_new_connection=True).ask(MAX_NOTE_BYTES)
-            return msgspec.json.decode(body, type=wire.InstanceInfo)
+            return msgspec.json.decode(body, type=instance_state.InstanceInfo)
         except TimeoutError as error:
             raise InstanceLost(
                 f"instance {self.name} at {self.url} said nothing in {INFO_TIMEOUT_S:g} s"
@@ -130,7 +127,7 @@ class NativeInstance:
         """Have the instance compute something. One that does not know the call passes. Raises ServeError."""
         try:
             async with asyncio.timeout(timeout_s + PROBE_MARGIN_S):
-                body = [wire.encode(wire.ProbeRequest(timeout_s))]
+                body = [wire.encode(instance_state.ProbeRequest(timeout_s))]
                 await HttpCall(
                     self._pool, "POST", "/probe", f"{_HEADERS}probe\r\n", body, on_new_connection=True
                 ).ask(MAX_NOTE_BYTES)
@@ -139,18 +136,18 @@ class NativeInstance:
         except TimeoutError as error:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
 
-    async def switch(self, order: wire.RoleOrder) -> wire.RoleChanged:
+    async def switch(self, order: instance_state.RoleOrder) -> instance_state.RoleChanged:
         """Order a role; return when the instance serves it. Raises the ServeError that it answers with."""
-        return await self._ask("/role", [wire.encode(order)], wire.RoleChanged, "switch")
+        return await self._ask("/role", [wire.encode(order)], instance_state.RoleChanged, "switch")
 
-    async def leave(self, order: wire.LeaveOrder) -> wire.Left:
+    async def leave(self, order: instance_state.LeaveOrder) -> instance_state.Left:
         """Order the instance to leave; return when nothing is left there.
 
         Raises the ServeError that it answers with.
         """
-        return await self._ask("/leave", [wire.encode(order)], wire.Left, "leave")
+        return await self._ask("/leave", [wire.encode(order)], instance_state.Left, "leave")
 
-    async def reports(self) -> AsyncGenerator[wire.Report, None]:
+    async def reports(self) -> AsyncGenerator[instance_state.Report, None]:
         call = HttpCall(self._pool, "GET", "/reports")
         call.send()
         line = b""
@@ -161,7 +158,7 @@ class NativeInstance:
                 if len(line) > _MAX_REPORT_BYTES:
                     raise ValueError(f"a line of more than {_MAX_REPORT_BYTES} bytes")
                 for one in lines:
-                    yield msgspec.json.decode(one, type=wire.Report)
+                    yield msgspec.json.decode(one, type=instance_state.Report)
         except ValueError as error:  # of msgspec's too
             raise InstanceUntrusted(f"{self.url}/reports are no reports of an instance ({error})") from error
         finally:

@@ -29,7 +29,7 @@ from epd_serve.backends.vllm_stream import (
     rest_of,
 )
 from epd_serve.errors import Conflict, InstanceFailed, InstanceLost, InvalidRequest, StageTimeout
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state, wire
 from epd_serve.protocol.engine_notices import WITH_PIXELS, FeatureWithdrawn, KVUnwanted
 from epd_serve.rpc.http import HttpPool
 from epd_serve.topology.remembered import remember_role, remembered_role
@@ -129,7 +129,7 @@ class VllmInstance(VllmServer):
         self._warm: float | None = None
         self._model = ""
         self._seen: VllmFigures | None = None
-        self._info: wire.InstanceInfo | None = None
+        self._info: instance_state.InstanceInfo | None = None
         self._info_at = self._heard_at = 0.0
         self._num_decodes = 0
         self._engine = EngineWatch(name)
@@ -142,7 +142,7 @@ class VllmInstance(VllmServer):
 
     # ------------------------------------------------------------------ how it is
 
-    async def info(self, *, doubted: bool = False) -> wire.InstanceInfo:
+    async def info(self, *, doubted: bool = False) -> instance_state.InstanceInfo:
         """The instance's info.
 
         The first call to a process warms it up. Raises InstanceLost also for other servers' answers.
@@ -169,7 +169,7 @@ class VllmInstance(VllmServer):
         self._model, self._seen = name, figures
         target = self.target
         self._info_at = self._heard_at = now
-        self._info = wire.InstanceInfo(
+        self._info = instance_state.InstanceInfo(
             name=self.name,
             role=str(target.role),
             url=self.url,
@@ -227,7 +227,7 @@ class VllmInstance(VllmServer):
         if not doubted and self._seen is not None and self._model:
             self._engine.look(self._seen, asyncio.get_running_loop().time(), lambda: self.trial(self._model))
 
-    async def switch(self, order: wire.RoleOrder) -> wire.RoleChanged:
+    async def switch(self, order: instance_state.RoleOrder) -> instance_state.RoleChanged:
         """Use it in another role, once it is empty where the two have no stage in common; its process goes on."""
         began, old, role = asyncio.get_running_loop().time(), self.target.role, Role.parse(order.role)
         if role not in self.target.roles:
@@ -243,7 +243,7 @@ class VllmInstance(VllmServer):
         if self._others.directory is not None:
             remember_role(self._others.directory, self.name, role)
         seconds = asyncio.get_running_loop().time() - began
-        return wire.RoleChanged(str(old), str(role), 0, seconds, seconds)
+        return instance_state.RoleChanged(str(old), str(role), 0, seconds, seconds)
 
     def _keeps_its_role(self, role: Role) -> str:
         possible = sorted(str(one) for one in self.target.roles - {self.target.role})
@@ -262,10 +262,10 @@ class VllmInstance(VllmServer):
         self.target = replace(self.target, role=role)
         self._ordered, self._info = role, None
 
-    async def leave(self, order: wire.LeaveOrder) -> wire.Left:
+    async def leave(self, order: instance_state.LeaveOrder) -> instance_state.Left:
         began = asyncio.get_running_loop().time()
         await self._is_empty(order.deadline_s, self._ordered)
-        return wire.Left(asyncio.get_running_loop().time() - began)
+        return instance_state.Left(asyncio.get_running_loop().time() - began)
 
     async def _is_empty(self, deadline_s: float, ordered: Role) -> None:
         """Return when it has no request and no block. Raises Conflict where it is called back meanwhile."""
@@ -283,11 +283,11 @@ class VllmInstance(VllmServer):
                 f"instance {self.name} still had requests after {deadline_s:g} s; it serves {self.target.role}"
             ) from error
 
-    async def reports(self) -> AsyncGenerator[wire.Report, None]:
+    async def reports(self) -> AsyncGenerator[instance_state.Report, None]:
         """Raise InvalidRequest: vLLM makes no reports, so the caller asks for its info instead."""
         if self.url:
             raise InvalidRequest(f"instance {self.name} makes no reports")
-        yield wire.Report(load=wire.Load())
+        yield instance_state.Report(load=instance_state.Load())
 
     # ------------------------------------------------------------------ the stages
 

@@ -70,7 +70,8 @@ class VllmCall(HttpCall):
         while len(told := b"".join(self._pieces)) < len(_ERROR) and not self._complete:
             if self._failure is not None:
                 raise self._failure
-            await self._wait()
+            self._news.clear()
+            await self._news.wait()
         if told.startswith(_ERROR):
             event, _, _ = (await self.read()).partition(END_OF_EVENT)
             raise error_of(500, event.removeprefix(DATA), self._pool.name)

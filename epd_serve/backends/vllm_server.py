@@ -20,7 +20,8 @@ from epd_serve.backends.vllm_command import Connectors, roles_of
 from epd_serve.errors import InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import wire
 from epd_serve.protocol.engine_notices import LENGTH, Notice, pack
-from epd_serve.protocol.wire import DetokenizeReply, DetokenizeRequest, Load, TokenizeReply, TokenizeRequest
+from epd_serve.protocol.instance_state import Load
+from epd_serve.protocol.wire import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 from epd_serve.rpc.http import HttpPool
 from epd_serve.rpc.sockets import connect
 from epd_serve.types import Modality, Role, SamplingParams

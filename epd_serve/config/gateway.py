@@ -1,10 +1,9 @@
-"""The gateway's section of the deployment file: server, keys, limits, media, failover, health, stealing."""
+"""The gateway's section of the deployment file: server, keys, limits, media, failover, health."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,53 +20,10 @@ from pydantic import (
 )
 
 from epd_serve.config.applied import Anew, Hot, Section
-from epd_serve.config.sections import InstanceSettings, Port, Seconds
+from epd_serve.config.sections import Port, Seconds
 from epd_serve.config.sizes import Bytes, BytesPerSecond
 from epd_serve.protocol.addresses import is_loopback
-from epd_serve.topology import InstancePlacement
 from epd_serve.types import Routing
-
-
-class StealingConfig(Section):
-    """Instances with ``steals: true`` take requests from the others' queue (HeteroServe, section 5.3)."""
-
-    threshold: Anew[int] = Field(
-        default=16,
-        ge=0,
-        description="Nothing is taken while no more requests wait for a language model.",
-    )
-    batch: Anew[int] = Field(
-        default=16, ge=2, description="Sequences that a thief has at most; it takes half as many at a time."
-    )
-    collect_ms: Anew[float] = Field(
-        default=100.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="How long it may go on to fill such a half while fewer wait than the threshold.",
-    )
-
-
-def check_thieves(
-    engine: str, placement: Sequence[InstancePlacement], settings: Mapping[str, InstanceSettings]
-) -> None:
-    """Raises ValueError for roles that cannot steal, and where there is nobody to be stolen from."""
-    thieves = {str(one.role) for one in placement if settings[str(one.role)].steals}
-    if not thieves:
-        return
-    if engine == "vllm":
-        raise ValueError("steals is for engine: native; vLLM's instances take what they are given")
-    if wrong := sorted(thieves - {"EPD"}):
-        raise ValueError(
-            f"steals is set for {', '.join(wrong)}, which lacks a stage: a thief encodes, and prefills and "
-            "decodes what it takes; write EPD in the topology and steals: true under roles: EPD, as in 2EPD-2PD"
-        )
-    stages = {stage for one in placement if str(one.role) not in thieves for stage in str(one.role)}
-    if not {"P", "D"} <= stages:
-        raise ValueError(
-            "every instance with a language model steals, so there is nobody to steal from; add PD, or P and D, "
-            "as in 2EPD-2PD"
-        )
-
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -419,12 +375,6 @@ class GatewayConfig(Section):
         "prefix_affinity: the cheapest, where a beginning of the prompt that P has computed before costs nothing. "
         "round_robin: in turn. Images always go where equal ones went, unless that encoder has too much to do.",
     )
-    parallel_encode: Anew[bool] = Field(
-        default=True,
-        description="Media of one request, and segments of a video, go to several encoders at once. false: to one "
-        "encoder, one after the other or in batches there.",
-    )
-    stealing: StealingConfig = StealingConfig()
     instances: Hot[dict[InstanceName, InstanceUrl] | None] = Field(
         default=None,
         description="Control URLs of instances that were started elsewhere, by name; null: those of the topology. "

@@ -49,6 +49,14 @@ _WORDS = {
     "too_short": "{min_length} or more of them",
     "too_long": "{max_length} of them at most",
 }
+#: Options that earlier versions had, and what to do without them.
+REMOVED = {
+    "stealing": "no instance takes requests from the others' queue; leave it out",
+    "steals": "no instance takes requests from the others' queue; leave it out, and write 2E-2PD for 2EPD-2PD",
+    "feature_batch": "an encoder hands each feature over at once; leave it out",
+    "feature_batch_ms": "an encoder hands each feature over at once; leave it out",
+    "parallel_encode": "media of a request always go to several encoders at once; leave it out",
+}
 
 
 class ConfigError(ValueError):
@@ -283,6 +291,8 @@ def _words(fault: ErrorDetails) -> str | None:
 
 def _unknown_key(key: str, parent: Location) -> str:
     """Suggest the key that was meant: one spelt alike in the same place, the same one elsewhere, or any."""
+    if why := REMOVED.get(key):
+        return f"this option was removed: {why}"
     known = list(_keys_at(parent))
     if alike := difflib.get_close_matches(key, known, n=1):
         return f"unknown key; did you mean {alike[0]!r}?"

@@ -22,7 +22,7 @@ from pydantic import (
 from device.datasheets import emulated_kind, is_measured, spec_of
 from epd_serve.config.applied import Anew, Hot, Rebuild, Restart, Section
 from epd_serve.config.elastic import ElasticConfig, RoleName
-from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, check_thieves, read_secret
+from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, read_secret
 from epd_serve.config.model_files import HubModel
 from epd_serve.config.options import InstanceOptions
 from epd_serve.config.sections import (
@@ -279,13 +279,6 @@ class DeploymentConfig(SharedConfig):
             raise ValueError(
                 f"topology: {self.topology} has E by itself, and {self.model.shape_of} takes text alone"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _thieves_can(self) -> DeploymentConfig:
-        placement = self.placement()
-        settings = {str(one.role): self.settings_for(str(one.role)) for one in placement}
-        check_thieves(self.engine, placement, settings)
         return self
 
     @model_validator(mode="after")

@@ -295,18 +295,6 @@ class InstanceSettings(Section):
         description="Fetched encoder output that P keeps on its device; null: by the device's memory, 256MiB on a "
         "CPU.",
     )
-    feature_batch: Rebuild[int] = Field(
-        default=1,
-        ge=1,
-        description="Encoder output that E hands to one P together, so that P's prompts fill its steps; "
-        "1: each at once. HeteroServe hands over 32.",
-    )
-    feature_batch_ms: Rebuild[float] = Field(
-        default=500.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="How long E waits for such a batch to fill.",
-    )
     media_cpu_s: Restart[Seconds] = Field(
         default=2.0,
         description="CPU time that decoding one picture may take; one that takes more is refused.",
@@ -339,11 +327,6 @@ class InstanceSettings(Section):
     drain_s: Rebuild[Seconds] = Field(
         default=30.0,
         description="How long requests in progress may go on after SIGTERM; new ones are refused.",
-    )
-    steals: Rebuild[bool] = Field(
-        default=False,
-        description="For EPD beside others: an encoder that, when it has nothing to encode, takes requests from a "
-        "long queue of theirs (gateway.stealing), and gets no other prompts.",
     )
     engine_args: Restart[EngineArgs] = Field(
         default_factory=dict,

@@ -1,4 +1,4 @@
-"""The built-in demo model: a tiny vision-language model and the scripts that make and measure it."""
+"""The built-in demo model: a tiny vision-language model, made and measured by ``benchmarks/demo``."""
 
 from pathlib import Path
 

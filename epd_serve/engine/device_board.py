@@ -9,7 +9,7 @@ from pathlib import Path
 
 from device.base import BareDevice
 from epd_serve.config import InstanceOptions
-from epd_serve.protocol.wire import AppliedShare
+from epd_serve.protocol.instance_state import AppliedShare
 from epd_serve.sched.token_time import Slack
 
 _SLOTS, _FIELDS, _DOUBLE = 64, 8, 8

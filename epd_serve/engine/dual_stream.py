@@ -17,7 +17,6 @@ from pathlib import Path
 from device.base import BareDevice, Stream
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.device_board import DeviceBoard, apply_share, rank_share
-from epd_serve.sched.encode import VisionFirst
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.token_time import Slack, TokenTimeAccount, pause_s
 
@@ -167,7 +166,6 @@ class LanguageStream:
         stream: on which it is loaded and computed, by one thread at a time.
         is_busy: whether a step runs, or one that ran just now has decodes to go on with.
         on_pause: called when no step follows, after all: one has failed, or nothing can be computed.
-        hold: returns when a step may be computed; None: at once.
 
     Args:
         limit_s: limit on the time per token; None: encodes run as they like.
@@ -193,7 +191,6 @@ class LanguageStream:
         self._encoded_s = 0.0
         self.is_busy = False
         self.on_pause: Callable[[], None] = lambda: None
-        self.hold: Callable[[], None] | None = None
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -204,9 +201,6 @@ class LanguageStream:
     @contextmanager
     def step(self) -> Iterator[None]:
         """A context in which a step is computed; :meth:`stepped` follows unless it fails."""
-        if self.hold is not None:
-            self.is_busy = False
-            self.hold()
         self.is_busy = True
         if self._threads is not None:
             self._device.set_threads(self._threads[0 if self._board.encodes_here else 1])
@@ -301,40 +295,3 @@ def _parted(threads: int | None) -> tuple[int, int] | None:
 
 def _smooth(mean: float | None, value: float) -> float:
     return value if mean is None else mean + _SMOOTHING * (value - mean)
-
-
-_LOOK_AGAIN_S = 0.002
-
-
-class VisionHold:
-    """Called on the engine's thread before each step; returns when the step may be computed.
-
-    Args:
-        num_items: number of items that wait for the tower or are in it.
-        on_hold: called when a step has to wait; the tower need not wait for the language model then.
-    """
-
-    def __init__(
-        self,
-        num_items: Callable[[], int],
-        on_hold: Callable[[], None],
-        *,
-        rule: VisionFirst | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._num_items = num_items
-        self._on_hold = on_hold
-        self._rule = rule or VisionFirst()
-        self._clock = clock
-        self._sleep = sleep
-        self.held_s = 0.0
-
-    def __call__(self) -> None:
-        if self._rule.may_step(self._clock(), self._num_items()):
-            return
-        began_s = self._clock()
-        self._on_hold()
-        while not self._rule.may_step(self._clock(), self._num_items()):
-            self._sleep(_LOOK_AGAIN_S)
-        self.held_s += self._clock() - began_s

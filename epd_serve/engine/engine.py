@@ -12,10 +12,11 @@ from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.engine.computing import NO_TOKEN, SampledToken, StepResult
 from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, PromptEvent, TokenEvent
 from epd_serve.errors import ServeError
-from epd_serve.protocol.wire import Load
+from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.block_tables import BlockMemory
-from epd_serve.sched.queues import ANYBODY, Asker, Order, Queues
+from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sched.turns import ANYBODY, Asker, Order
 from epd_serve.sequence import PLACEHOLDER, Sequence, SequenceState
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 

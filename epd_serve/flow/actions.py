@@ -28,7 +28,7 @@ class Name(Struct, frozen=True, gc=False):
 
 
 #: A try after the first: "again" where the client has nothing yet, else "continued" behind what it has.
-Kind = Literal["again", "continued", "stolen"]
+Kind = Literal["again", "continued"]
 
 
 class Try(Struct, frozen=True, gc=False):

@@ -9,7 +9,6 @@ from msgspec import Struct
 
 from epd_serve.errors import ServeError
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
 
 
@@ -115,16 +114,10 @@ class Silent(Struct, frozen=True, gc=False):
     """The instance that may know why another has failed has said nothing in the time that it was given."""
 
 
-class Stolen(Struct, frozen=True, gc=False):
-    """An idle instance takes the request."""
-
-    thief: InstanceRecord
-
-
 class Abandoned(Struct, frozen=True, gc=False):
     """The client is gone, or the request's time is over."""
 
 
 #: Events of a try whose calls have been made.
-Sent = Opened | Refused | Ended | Broke | Encoded | EncodeFailed | EncodeLate | Lost | Silent | Stolen
+Sent = Opened | Refused | Ended | Broke | Encoded | EncodeFailed | EncodeLate | Lost | Silent
 Event = Look | Named | Sent | Abandoned

@@ -27,9 +27,9 @@ from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
 from epd_serve.flow.events import Progress
 from epd_serve.flow.failures import HeldKV, ItemEncode, TryHistory, blamed, is_planned, leaver, may_help
+from epd_serve.routing.encoders import in_segments
 from epd_serve.routing.routes import Demand, Route, Router
-from epd_serve.routing.segments import in_segments
-from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
 
 _P, _D = Stage.PREFILL, Stage.DECODE
@@ -142,7 +142,6 @@ class RequestFlow:
 
     Attributes:
         state: what it waits for.
-        thief: the instance that has taken the request.
     """
 
     __slots__ = (
@@ -162,7 +161,6 @@ class RequestFlow:
         "fleet",
         "progress",
         "state",
-        "thief",
     )
 
     def __init__(self, fleet: Fleet, asked: Asked, progress: Progress, history: TryHistory | None = None) -> None:
@@ -172,7 +170,6 @@ class RequestFlow:
         self.asked = asked
         self.progress = progress
         self.state = State.ROUTING
-        self.thief: InstanceRecord | None = None
         self._was_split = history is not None
         self._history = history or TryHistory(fleet.table)
         self._generated = asked.generated
@@ -190,28 +187,6 @@ class RequestFlow:
     def route(self) -> Route:
         """The route of the try under way."""
         return self._attempt.route
-
-    @property
-    def is_queued(self) -> bool:
-        """Whether it waits for a language model, and for no feature any more, and may be stolen."""
-        return (
-            self.state is State.SENT
-            and not self._attempt.encodes
-            and self.thief is None
-            and self._attempt.held is None
-            and not self._generated
-            and not self.route.prefill.steals
-        )
-
-    @property
-    def model(self) -> str:
-        return self.asked.model
-
-    @property
-    def max_model_len(self) -> int:
-        """The shorter context of the two instances of the route."""
-        lengths = [one.info.max_model_len for one in (self.route.prefill, self.route.decode) if one.info]
-        return min(lengths, default=0)
 
     def tell(self, event: on.Event) -> list[do.Action]:
         """The actions that follow from an event. One that comes too late has none."""
@@ -310,7 +285,7 @@ class RequestFlow:
         """Everything at once: nobody waits for encoders before calling P."""
         attempt, act, fleet = self._attempt, self._actions.append, self.fleet
         route, request_id, router = attempt.route, attempt.request_id, fleet.router
-        refs = in_segments(fleet.table, route.prefill, media.refs) if router.splits else media.refs
+        refs = in_segments(fleet.table, route.prefill, media.refs)
         self._enter(State.SENT)
         attempt.is_expected = not route.fused
         if attempt.held is None:
@@ -328,15 +303,6 @@ class RequestFlow:
             place, part = parts[item]
             encode = ItemEncode(part, place, media.params[place], encoder, fleet.encode_timeout_s)
             self._encode(item, encode, again=False)
-
-    def _on_stolen(self, event: on.Stolen) -> None:
-        """All that instances have of it is taken back, and the thief gets the whole request."""
-        assert self.is_queued, "nothing else is stolen, and nothing twice"
-        before, thief = self.route, event.thief
-        self.thief = thief
-        self._end_try(before.names)
-        work = before.prefill_work + before.decode_work
-        self._begin_try(Route(prefill=thief, decode=thief, prefill_work=work), "stolen")
 
     # ------------------------------------------------------------------ P and D
 
@@ -571,7 +537,6 @@ _EVENTS: dict[type, Callable[[RequestFlow, Any], None]] = {
     on.EncodeLate: RequestFlow._on_encode_late,
     on.Lost: RequestFlow._on_lost,
     on.Silent: RequestFlow._on_silent,
-    on.Stolen: RequestFlow._on_stolen,
     on.Abandoned: RequestFlow._on_abandoned,
 }
 

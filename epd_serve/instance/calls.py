@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from epd_serve.errors import ServeError
-from epd_serve.instance.figures.metrics import CONTENT_TYPE
 from epd_serve.instance.http import JSON, Handler, Reply
-from epd_serve.protocol import wire
+from epd_serve.instance.metrics import CONTENT_TYPE
+from epd_serve.protocol import instance_state, wire
 from epd_serve.types import Stage
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class ControlCalls:
     async def _probe(self, body: bytes) -> Reply:
         """Compute something; 500 where that does not come to pass."""
         self._instance.check_ready()
-        await self._instance.probe(wire.decode(body, wire.ProbeRequest).timeout_s)
+        await self._instance.probe(wire.decode(body, instance_state.ProbeRequest).timeout_s)
         return Reply(status=204)
 
     async def _metrics(self, body: bytes) -> Reply:

@@ -27,7 +27,7 @@ from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.http import Reply
 from epd_serve.instance.text.detokenizer import Vocabulary
 from epd_serve.protocol import wire
-from epd_serve.sched.queues import Asker
+from epd_serve.sched.turns import Asker
 from epd_serve.sequence import Sequence
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
@@ -46,13 +46,9 @@ class _Waiting:
 
     reservation: Reservation
     request: wire.ReserveRequest
+    asker: Asker
     arrival_s: float
     turn: asyncio.Future[None]
-
-    @property
-    def asker(self) -> Asker:
-        request = self.request
-        return Asker(request.key, request.group or request.request_id, request.priority)
 
     def end(self, error: Exception | None) -> None:
         if self.turn.done():
@@ -220,7 +216,8 @@ class DecodeService:
     async def _granted(self, reservation: Reservation, request: wire.ReserveRequest) -> None:
         """Return when it is no longer PENDING."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(reservation, request, time.monotonic(), turn)
+        asker = Asker(request.key, request.group or request.request_id, request.priority)
+        waiting = _Waiting(reservation, request, asker, time.monotonic(), turn)
         self._waiting.append(waiting)
         self._grant()
         try:
@@ -311,7 +308,17 @@ class DecodeService:
         self.generations[handoff.request_id] = generation
         self._listen(handoff.request_id, generation.feed)
         self._engine.resume(
-            _sequence(handoff, reservation, constraint),
+            Sequence(
+                request_id=handoff.request_id,
+                prompt_ids=handoff.prompt_ids,
+                sampling=handoff.sampling,
+                max_tokens=handoff.max_tokens,
+                positions=None,  # the prompt was computed elsewhere
+                position_delta=handoff.position_delta,
+                block_hashes=reservation.block_hashes,
+                constraint=constraint,
+                output_ids=list(handoff.generated),
+            ),
             reservation.blocks,
             [(first.token_id, answer.is_finished(index)) for index, first in enumerate(handoff.first)],
         )
@@ -395,20 +402,6 @@ def read_offered(
         start = time.monotonic()
         transport.read(offer.region, pieces)
         return time.monotonic() - start
-
-
-def _sequence(handoff: wire.Handoff, reservation: Reservation, constraint: Constraint | None) -> Sequence:
-    return Sequence(
-        request_id=handoff.request_id,
-        prompt_ids=handoff.prompt_ids,
-        sampling=handoff.sampling,
-        max_tokens=handoff.max_tokens,
-        positions=None,  # the prompt was computed elsewhere
-        position_delta=handoff.position_delta,
-        block_hashes=reservation.block_hashes,
-        constraint=constraint,
-        output_ids=list(handoff.generated),
-    )
 
 
 def _ended(request_id: str) -> Unavailable:

@@ -26,11 +26,11 @@ from epd_serve.errors import (
     InvalidRequest,
     ServeError,
 )
-from epd_serve.instance.figures.parity import fixed_inputs, sample_of
 from epd_serve.instance.http import Peers
+from epd_serve.instance.parity import fixed_inputs, sample_of
 from epd_serve.instance.text.request_processor import S_PER_PIXEL, Place, RequestProcessor
-from epd_serve.protocol.wire import EncodeReply, EncodeRequest, FeatureEvent, MediaRef, ParitySample
-from epd_serve.sched.encode import HandoffBatcher, schedule_encodes
+from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef, ParitySample
+from epd_serve.sched.schedule import schedule_encodes
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 from epd_serve.types import PLURALS, AudioFacts
@@ -213,18 +213,15 @@ class EncodeService:
         deliver_here: Callable[[str, MediaRef, Any], Awaitable[None]] | None,
         *,
         image_budget_pixels: int,
-        feature_batch: tuple[int, float],
     ) -> None:
         """From now on, in a role of the instance. Nothing may be under way.
 
         Args:
             deliver_here: gives a feature to the consumer in this instance, by request id; None: there is none.
-            feature_batch: features that a consumer is told of together, and for how many seconds they wait.
         """
         assert not self._waiters, "something is being encoded"
         self._off_device: set[str] = set()
         self._store, self._deliver_here, self._budget = store, deliver_here, image_budget_pixels
-        self.aligned = HandoffBatcher(*feature_batch, self._loop.call_later)
 
     def unload(self) -> None:
         """Give the tower's memory back; it is loaded again when it is needed."""
@@ -316,7 +313,6 @@ class EncodeService:
                 encoded = await self._encoded(request)
                 batch = encoded.batch_s
                 feature = await self._put(ref.mm_hash, encoded.feature, owner)
-            await self._align(request.announce_to)
             await self._announce(request, feature)
         finally:
             self._store.release(owner, ref.mm_hash)
@@ -324,27 +320,25 @@ class EncodeService:
 
     async def _announce(self, request: EncodeRequest, feature: StoredFeature) -> None:
         """Tell the consumer of a feature; where it does not reach this device, of a copy on the host."""
-        mm_hash, owner, consumer = request.ref.mm_hash, request.request_id, request.announce_to
-
-        async def tell(feature: StoredFeature) -> None:
-            event = msgspec.structs.replace(
-                self._store.event(mm_hash, feature, owner),
-                item=request.ref,
-                producer=feature.producer or self._producer,
-            )
-            await self._tell(consumer, event)
-
-        on_host = partial(self._store.on_host, mm_hash, feature, owner)
+        consumer = request.announce_to
+        on_host = partial(self._store.on_host, request.ref.mm_hash, feature, request.request_id)
         try:
-            await tell(await self._with_room(on_host) if consumer in self._off_device else feature)
+            here = await self._with_room(on_host) if consumer in self._off_device else feature
+            await self._tell(request, here)
         except ServeError as error:
             if error.code != NOT_MAPPED:
                 raise
             self._off_device.add(consumer)
-            await tell(await self._with_room(on_host))
+            await self._tell(request, await self._with_room(on_host))
 
-    async def _tell(self, consumer: str, event: FeatureEvent) -> None:
+    async def _tell(self, request: EncodeRequest, feature: StoredFeature) -> None:
         """Tell the consumer of a feature; where it does not know what this encoder makes, show it first."""
+        consumer = request.announce_to
+        event = msgspec.structs.replace(
+            self._store.event(request.ref.mm_hash, feature, request.request_id),
+            item=request.ref,
+            producer=feature.producer or self._producer,
+        )
         try:
             await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
         except ServeError as error:
@@ -365,17 +359,6 @@ class EncodeService:
         tower = self._loaded_tower()
         with self._stream.encoding(num_pixels), self._encoding([num_pixels]):
             return tower.encode([inputs])[0]
-
-    async def _align(self, consumer: str) -> None:
-        """Wait for the others of the batch that the consumer gets together."""
-        if consumer == self._url or self.aligned.size == 1:
-            return
-        complete = asyncio.Event()
-        ticket = self.aligned.join(consumer, complete.set)
-        try:
-            await complete.wait()
-        finally:
-            self.aligned.leave(consumer, ticket)
 
     async def _encoded(self, request: EncodeRequest) -> _Encoded:
         """The item's feature; requests for one item share one encode, which ends when nobody wants it any more."""

@@ -38,7 +38,7 @@ class Pieces:
     def __init__(self) -> None:
         self._held: list[bytes] = []
         self._write: Callable[[bytes], None] | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()  # cleared by the one who waits for it
         self._is_over = False
         self._error: Exception | None = None
         self.has_begun = False
@@ -50,18 +50,19 @@ class Pieces:
             self._write(piece)
         elif not self._is_over:
             self._held.append(piece)
-            self._wake()
+            self._news.set()
 
     def end(self, error: Exception | None = None) -> None:
         """Let the reader have what there is, then ``error`` if there is one. Only the first end counts."""
         if not self._is_over:
             self._is_over, self._error, self._write = True, error, None
-            self._wake()
+            self._news.set()
 
     async def wait(self) -> None:
         """Return when there is something to read. Raises the error of an answer that has nothing else."""
         while not self._held and not self._is_over:
-            await self._sleep()
+            self._news.clear()
+            await self._news.wait()
         if not self._held and self._error is not None:
             raise self._error
 
@@ -73,7 +74,8 @@ class Pieces:
         if not self._is_over:
             self._write = write
             try:
-                await self._sleep()
+                self._news.clear()
+                await self._news.wait()
             finally:
                 self._write = None
         if self._error is not None:
@@ -90,17 +92,6 @@ class Pieces:
                 return
             for piece in held:
                 yield piece
-
-    async def _sleep(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,23 +20,22 @@ from device.transport import TRANSPORTS
 from epd_serve.config import InstanceOptions
 from epd_serve.config.role_files import in_role, remember
 from epd_serve.config.sections import MIN_SEGMENT_BYTES
-from epd_serve.engine.dual_stream import DualStream, VisionHold
+from epd_serve.engine.dual_stream import DualStream
 from epd_serve.engine.pace.measurements import IMAGE_SIDE
 from epd_serve.engine.pace.step_limits import StepLimits
 from epd_serve.errors import DRAINING, ServeError, Unavailable
 from epd_serve.factories import as_it_is, factory
 from epd_serve.instance.calls import ControlCalls
 from epd_serve.instance.encode import EncodeService
-from epd_serve.instance.figures.metrics import InstanceMetrics
-from epd_serve.instance.figures.parity import ParityGate
-from epd_serve.instance.figures.rates import StageRates
-from epd_serve.instance.figures.reports import Reporter
 from epd_serve.instance.http import Peers
 from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, SwitchState, left
 from epd_serve.instance.loading.model import Language, open_device, open_model
+from epd_serve.instance.metrics import InstanceMetrics
+from epd_serve.instance.parity import ParityGate
+from epd_serve.instance.reports import Reporter, StageRates
 from epd_serve.instance.text.request_processor import RequestProcessor, num_media_threads
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state, wire
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.tls import tls_files
@@ -144,16 +143,11 @@ class Instance:
     async def _build(self) -> None:
         """The stages of the role, out of what is there of them."""
         options, role = self.options, self.options.role
-        encode = self.encode
-        self.streams.language.hold = (
-            VisionHold(lambda: encode.num_waiting, encode.reconsider) if options.steals else None
-        )
         self.limits = StepLimits(options, self.model.measurements())
         self.encode.serve(
             self.store,
             self._deliver_here if role.has_language_model else None,
             image_budget_pixels=options.image_budget_pixels,
-            feature_batch=(options.feature_batch, options.feature_batch_ms / 1000),
         )
         if role.encodes and self.family.token_ids:
             await self.encode.warm_up(self._find_image_budget)
@@ -241,12 +235,12 @@ class Instance:
             self.check_device()
             raise
 
-    def info(self) -> wire.InstanceInfo:
+    def info(self) -> instance_state.InstanceInfo:
         """Describe the instance, and its work. Raises Unavailable while it is loading."""
         self.check_started()
         options, machine, language = self.options, self.lifecycle.machine, self.language
         longest = options.max_model_len or self.model.max_positions
-        return wire.InstanceInfo(
+        return instance_state.InstanceInfo(
             name=options.name,
             role=str(machine.role),
             url=self.url,
@@ -270,7 +264,6 @@ class Instance:
             kv_token_bytes=language.kv_token_bytes if language else 0,
             tokens_per_pixel=self._tokens_per_pixel(),
             feature_token_bytes=self.model.feature_token_bytes,
-            steals=options.steals and str(machine.role) == "EPD",
             epoch=machine.epoch,
             state=machine.state,
             modalities=tuple(self.family.token_ids),
@@ -285,14 +278,14 @@ class Instance:
         item = self.family.typical
         return self.family.num_tokens(item) / item.num_pixels
 
-    def _usage(self) -> wire.Usage:
+    def _usage(self) -> instance_state.Usage:
         """This process's and its device's."""
         times = os.times()
         total = free = 0
         if self.device.type != "cpu":
             with suppress(RuntimeError):  # a device that has failed: the probe says so
                 total, free = self.device.memory()
-        return wire.Usage(
+        return instance_state.Usage(
             at_s=time.monotonic(),
             cpu_s=times.user + times.system,
             memory_bytes=psutil.Process().memory_info().rss,
@@ -301,10 +294,10 @@ class Instance:
             busy_s=dict(self.rates.busy_s),
         )
 
-    def load(self) -> wire.Load:
+    def load(self) -> instance_state.Load:
         """As of now. The instance must be ready."""
         return msgspec.structs.replace(
-            self.language.load() if self.language else wire.Load(),
+            self.language.load() if self.language else instance_state.Load(),
             num_waiting_encodes=self.encode.num_waiting,
             num_waiting_pixels=self.encode.num_waiting_pixels,
             mean_output_tokens=self.rates.mean_output_tokens,

@@ -26,7 +26,7 @@ from epd_serve.instance.kv_delivery import Delivery, PullDelivery, PushDelivery
 from epd_serve.instance.loading.model import Language
 from epd_serve.instance.migration import Migrations
 from epd_serve.instance.prefill import PrefillService
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state, wire
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.telemetry.span import Span, Value
@@ -154,7 +154,7 @@ class LanguageEngine(EngineHooks):
     def kv_token_bytes(self) -> int:
         return self.weights.block_nbytes // self._layout.block_size
 
-    def load(self) -> wire.Load:
+    def load(self) -> instance_state.Load:
         """The engine's, with what has not come to it yet."""
         load = self.engine.load()
         return msgspec.structs.replace(

@@ -25,7 +25,7 @@ from epd_serve.errors import (
     Unavailable,
 )
 from epd_serve.instance.http import Handler, Reply
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state, wire
 from epd_serve.types import Role
 
 if TYPE_CHECKING:
@@ -206,16 +206,16 @@ class Lifecycle:
         return [("POST", "/role", self._role), ("POST", "/leave", self._leave)]
 
     async def _role(self, body: bytes) -> Reply:
-        return Reply(body=wire.encode(await self.switch(wire.decode(body, wire.RoleOrder))))
+        return Reply(body=wire.encode(await self.switch(wire.decode(body, instance_state.RoleOrder))))
 
     async def _leave(self, body: bytes) -> Reply:
-        return Reply(body=wire.encode(await self.leave(wire.decode(body, wire.LeaveOrder))))
+        return Reply(body=wire.encode(await self.leave(wire.decode(body, instance_state.LeaveOrder))))
 
     async def settled(self) -> None:
         """Return when no switch is under way."""
         await self._settled.wait()
 
-    async def switch(self, order: wire.RoleOrder) -> wire.RoleChanged:
+    async def switch(self, order: instance_state.RoleOrder) -> instance_state.RoleChanged:
         """Return when the instance serves the role. Cancelled while it drains, it goes on in its old one.
 
         Raises:
@@ -232,7 +232,7 @@ class Lifecycle:
                 await self._settled.wait()
             elif not machine.is_serving:
                 raise Conflict(f"the stages of role {machine.wanted} are being made; wait for them")
-            return wire.RoleChanged(str(role), str(role), machine.epoch, self._clock() - began)
+            return instance_state.RoleChanged(str(role), str(role), machine.epoch, self._clock() - began)
         if not machine.is_serving:
             raise Conflict(f"it is {machine.state} on its way from {machine.role} to {machine.wanted}")
         if self.is_leaving:
@@ -260,9 +260,9 @@ class Lifecycle:
                 self._settle()
         seconds = self._clock() - began
         logger.info("role %s → %s in %.3f s, %.3f s of it to drain", old, role, seconds, drain_s)
-        return wire.RoleChanged(str(old), str(role), machine.epoch, seconds, drain_s)
+        return instance_state.RoleChanged(str(old), str(role), machine.epoch, seconds, drain_s)
 
-    async def leave(self, order: wire.LeaveOrder) -> wire.Left:
+    async def leave(self, order: instance_state.LeaveOrder) -> instance_state.Left:
         """Return when nothing is left. Cancelled before, it serves on; not stopped afterwards, it serves again.
 
         Raises:
@@ -285,7 +285,7 @@ class Lifecycle:
             raise
         self._empty = asyncio.get_running_loop().call_later(_EMPTY_S, self._stay)
         logger.info("leaving: empty after %.3f s", seconds)
-        return wire.Left(seconds)
+        return instance_state.Left(seconds)
 
     def _stay(self) -> None:
         logger.info("leaving: it stays")

@@ -13,12 +13,12 @@ from epd_serve.engine.hooks import EngineEvent, FailureEvent, PromptEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, check_constraint
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.figures.rates import StageRates
 from epd_serve.instance.http import JSON, Reply
 from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, reserve_request
 from epd_serve.instance.lifecycle import Refusals, moved
+from epd_serve.instance.reports import StageRates
 from epd_serve.instance.text.prompt import Prompt, PromptProcessor
-from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor, Wanted
+from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor, wanted
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.openai import chunks
 from epd_serve.rpc.stream_server import BrokenStream
@@ -148,9 +148,9 @@ class PrefillService:
             )
             features = asyncio.create_task(self._features(request_id, items))
             try:
-                with Wanted() as wanted:
+                with wanted() as check:
                     prompt, answer = await self._processor.run(
-                        "text", self._prompts.cost_s(request), self._prepare, request, wanted
+                        "text", self._prompts.cost_s(request), self._prepare, request, check
                     )
                 if prompt.sampling.grammar is not None:
                     prompt = replace(prompt, constraint=await self._compile(prompt.sampling.grammar))
@@ -172,8 +172,8 @@ class PrefillService:
         """The tokens of a chat or prompt. Raises InvalidRequest as :meth:`prefill` would."""
         self._prompts.check_size(request)
         cost_s = self._prompts.cost_s(request)
-        with Wanted() as wanted:
-            return await self._processor.run("text", cost_s, self._prompts.tokenize, request, wanted.check)
+        with wanted() as check:
+            return await self._processor.run("text", cost_s, self._prompts.tokenize, request, check)
 
     async def detokenize(self, request: wire.DetokenizeRequest) -> wire.DetokenizeReply:
         """The text of tokens. Raises InvalidRequest for those that are none."""
@@ -182,9 +182,9 @@ class PrefillService:
             await self._processor.run("text", cost_s, self._prompts.detokenize, request.tokens)
         )
 
-    def _prepare(self, request: wire.PrefillRequest, wanted: Wanted) -> tuple[Prompt, Answer]:
+    def _prepare(self, request: wire.PrefillRequest, check: Callable[[], None]) -> tuple[Prompt, Answer]:
         """The prompt, and the answer as far as the client has it. Runs on a thread."""
-        prompt = self._prompts.process(request, wanted.check)
+        prompt = self._prompts.process(request, check)
         if request.generated and request.sampling.n > 1:
             raise InvalidRequest("an answer of several choices cannot go on from its middle", param="generated")
         answer = Answer(self._prompts.vocabulary, request.output, prompt.sampling, prompt.ids)

@@ -1,4 +1,4 @@
-"""Ways to choose the instance that encodes an item, each one small pure class."""
+"""The choice of the instances that encode a request's items, and of the segments in which a video is encoded."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
+
+from msgspec.structs import replace
 
 from epd_serve.cost.stages import link_between
 from epd_serve.protocol.wire import MediaRef
@@ -158,28 +160,44 @@ class EncoderChoice(Protocol):
         """An instance for each of a request's distinct items; ``prefill`` itself where no other is left."""
 
 
-@dataclass(frozen=True)
-class Together:
-    """Takes a request's items for one item as large as all of them, which goes where ``encoders`` say."""
-
-    encoders: EncoderChoice
-
-    def choose_encoders(
-        self,
-        table: InstanceTable,
-        prefill: InstanceRecord,
-        items: Sequence[MediaRef],
-        *,
-        exclude: Collection[str] = (),
-    ) -> list[InstanceRecord]:
-        if not items:
-            return []
-        num_pixels = sum(item.num_pixels for item in items)
-        whole = MediaRef(mm_hash=items[0].mm_hash, width=num_pixels, height=1)
-        [encoder] = self.encoders.choose_encoders(table, prefill, [whole], exclude=exclude)
-        return [encoder] * len(items)
-
-
 def weight(key: str, name: str) -> bytes:
     """The weight of a name for a key; the key belongs to the name of the lowest weight (rendezvous hashing)."""
     return blake2b(f"{key} {name}".encode(), digest_size=8).digest()
+
+
+#: Seconds of a call and of finding a segment in its file, beside a batch of the encoder.
+_CALL_S = 0.005
+
+
+def in_segments(table: InstanceTable, prefill: InstanceRecord, items: Sequence[MediaRef]) -> list[MediaRef]:
+    """The items of a request, videos with the number of segments that each is to be encoded in."""
+    if all(item.modality != "video" for item in items):
+        return list(items)
+    able = [one for one in encoders(table, prefill, ()) if one.info is not None and one.info.splits_videos]
+    num_free = sum(not one.pending.num_pixels for one in able) // len({item.mm_hash for item in items})
+    return [
+        replace(item, num_segments=_num_segments(able, num_free, item)) if item.modality == "video" else item
+        for item in items
+    ]
+
+
+def _num_segments(able: Sequence[InstanceRecord], num_free: int, item: MediaRef) -> int:
+    """Those of which the features are there, or are being made; else one for each of ``num_free`` encoders, as
+    long as one more saves the request as many seconds as it costs the encoders."""
+    most = min(len(able), item.num_pictures)
+    for count in range(1, most + 1):
+        if all(
+            any(part.mm_hash in one.features or part.mm_hash in one.encoding for one in able)
+            for part in replace(item, num_segments=count).segments
+        ):
+            return count
+
+    def seconds(num_pixels: float) -> float:
+        return sum(one.costs.encode_s(num_pixels) for one in able) / len(able)
+
+    count, cost_s = 1, _CALL_S + (sum(one.costs.encode.base_s for one in able) / len(able) if able else 0.0)
+    while count < min(num_free, most):
+        if seconds(item.num_pixels / count) - seconds(item.num_pixels / (count + 1)) < cost_s:
+            break
+        count += 1
+    return count

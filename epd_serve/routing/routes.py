@@ -15,7 +15,7 @@ import msgspec
 
 from epd_serve.cost.stages import NETWORK, NONE, SAME_DEVICE, SAME_HOST, Work, link_between
 from epd_serve.errors import Unavailable
-from epd_serve.routing.encoders import BoundedHash, EncoderChoice, Together, weight
+from epd_serve.routing.encoders import BoundedHash, EncoderChoice, weight
 from epd_serve.routing.table import PRIOR_TOKENS_PER_PIXEL, InstanceRecord, InstanceTable, tokens_per_character
 from epd_serve.types import Routing, Stage
 
@@ -117,14 +117,17 @@ def route_parts(table: InstanceTable, model: str, exclude: Collection[str], dema
     """
     prefills = ready(table, Stage.PREFILL, model, exclude)
     decodes = ready(table, Stage.DECODE, model, exclude)
-    num_tokens = _num_tokens(table, prefills, demand)
+    info = prefills[0].info
+    per_pixel = (info.tokens_per_pixel if info is not None else 0.0) or PRIOR_TOKENS_PER_PIXEL
+    text = demand.num_characters * tokens_per_character([one.load for one in prefills])
+    num_tokens = demand.num_tokens + text + demand.num_pixels * per_pixel
     return Parts(
         prefills=prefills,
         decodes=[one for one in decodes if one.info is None or num_tokens < one.info.max_model_len] or decodes,
         num_tokens=num_tokens,
         prompt=Work(num_tokens=max(num_tokens, 1)),
         answer=Work(num_sequences=demand.num_sequences, num_kv_tokens=num_tokens),
-        prefix=tuple(digest for _, digest in demand.prefix),
+        prefix=tuple(digest for _, digest in demand.prefix) if demand.prefix else (),
     )
 
 
@@ -192,13 +195,6 @@ def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[st
         detail = f"waiting for {', '.join(known)}" if known else "the deployment has none"
         raise Unavailable(f"no instance for {_STAGE_NAMES[stage]} ({stage}) is ready: {detail}; try again shortly")
     return records
-
-
-def _num_tokens(table: InstanceTable, prefills: Sequence[InstanceRecord], demand: Demand) -> float:
-    info = prefills[0].info
-    per_pixel = (info.tokens_per_pixel if info is not None else 0.0) or PRIOR_TOKENS_PER_PIXEL
-    text = demand.num_characters * tokens_per_character([one.load for one in prefills])
-    return demand.num_tokens + text + demand.num_pixels * per_pixel
 
 
 def _cached_part(record: InstanceRecord, demand: Demand) -> float:
@@ -469,15 +465,10 @@ class RouteChoice(Protocol):
 
 @dataclass(frozen=True)
 class Router:
-    """The choice of a request's P and D, and that of its encoders.
-
-    Attributes:
-        splits: whether several encoders may share a video.
-    """
+    """The choice of a request's P and D, and that of its encoders."""
 
     routes: RouteChoice = field(default_factory=LeastLoaded)
     encoders: EncoderChoice = field(default_factory=BoundedHash)
-    splits: bool = True
 
 
 _ROUTES: dict[Routing, Callable[[], RouteChoice]] = {
@@ -487,9 +478,6 @@ _ROUTES: dict[Routing, Callable[[], RouteChoice]] = {
 }
 
 
-def router_of(name: Routing, *, parallel_encode: bool = True) -> Router:
-    """The policy of a deployment. Items always go by :class:`BoundedHash`: each by itself, or unless
-    ``parallel_encode`` those of a request to one encoder.
-    """
-    encoders = BoundedHash() if parallel_encode else Together(BoundedHash())
-    return Router(_ROUTES[name](), encoders, splits=parallel_encode)
+def router_of(name: Routing) -> Router:
+    """The policy of a deployment. Items always go by :class:`BoundedHash`, each by itself."""
+    return Router(_ROUTES[name]())

@@ -22,7 +22,8 @@ from epd_serve.cost.stages import (
     StageCosts,
     Work,
 )
-from epd_serve.protocol.wire import InstanceInfo, Load, MediaRef, Report
+from epd_serve.protocol.instance_state import InstanceInfo, Load, Report
+from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import Role, Stage, StageRate
 
 #: What an encode weighs in ``recent_pixels`` after the next one: about the last 200 count.
@@ -38,7 +39,6 @@ class InstanceTable:
         if len(self._records) != len(instances):
             raise ValueError(f"instance names must be unique, got {[name for name, _ in instances]}")
         self.num_calls = 0
-        self.has_thieves = False
         self._models: dict[str, InstanceInfo] | None = None  # None: to be looked up
         self._last_models: dict[str, InstanceInfo] = {}
         self._peers: dict[frozenset[Stage], list[InstanceRecord]] = {}  # by their stages
@@ -95,7 +95,6 @@ class InstanceTable:
         record.info = info
         record._changed()
         record.place = Place(host_id=info.host_id, device=info.device)
-        self.has_thieves = any(one.steals for one in self)
         if contains is not None:
             received = [key for key, calls in record._unreported.items() for c in calls if c.number <= contains]
             self.report(name, Report(load=info.load, ready=info.ready, received=received, epoch=info.epoch))
@@ -103,7 +102,7 @@ class InstanceTable:
             self._set_ready(record, info.ready)
 
     def epoch(self, name: str) -> int:
-        """The epoch in the last info of an instance; see :class:`~epd_serve.protocol.wire.InstanceInfo`."""
+        """The epoch in the last :class:`InstanceInfo` of an instance."""
         info = self._records[name].info
         return 0 if info is None else info.epoch
 
@@ -114,19 +113,15 @@ class InstanceTable:
         for mm_hash in report.encoded:
             record.features.add(mm_hash)
         assert record.info is not None and record.role is not None
-        others = [one.load for one in self._peers_of(record.role) if one is not record]
+        stages = record.role.stages
+        if (peers := self._peers.get(stages)) is None:
+            peers = [one for one in self if one.role is not None and one.role.stages == stages]
+            self._peers[stages] = peers
+        others = [one.load for one in peers if one is not record]
         record.costs = resolve_costs(report.load, record.info.budgets, others)
         record._changed()
         record.is_stale = False
         self._set_ready(record, report.ready)
-
-    def _peers_of(self, role: Role) -> list[InstanceRecord]:
-        """All instances with the stages of one role."""
-        known = self._peers.get(role.stages)
-        if known is None:
-            known = [one for one in self if one.role is not None and one.role.stages == role.stages]
-            self._peers[role.stages] = known
-        return known
 
     def _set_ready(self, record: InstanceRecord, ready: bool) -> None:
         if ready and not record.ready:
@@ -156,8 +151,7 @@ class InstanceTable:
     def ready(self, stage: Stage, model: str | None = None) -> list[InstanceRecord]:
         """Ready instances that cover a stage (of one model, where given), in the order of the deployment.
 
-        Stale ones are among them only where there are no others, and for P and D thieves where there is nothing
-        else at all.
+        Stale ones are among them only where there are no others.
         """
         covering = self._covering.get((stage, model))
         if covering is None:
@@ -169,8 +163,6 @@ class InstanceTable:
             if covering:  # names of models that there are not could be any number
                 self._covering[stage, model] = covering
         up = [one for one in covering if one.ready and one.accepting]
-        if self.has_thieves and stage is not Stage.ENCODE:
-            up = [one for one in up if not one.steals] or up
         return [one for one in up if not one.is_stale] or up
 
     def models(self) -> dict[str, InstanceInfo]:
@@ -300,11 +292,6 @@ class InstanceRecord:
         return self._pending
 
     @property
-    def steals(self) -> bool:
-        """Whether language work comes to it by stealing alone (:mod:`epd_serve.flow.stealing`)."""
-        return self.info is not None and self.info.steals
-
-    @property
     def encode_s(self) -> float:
         """Seconds of encoding to do."""
         if not self.pending.num_pixels:
@@ -352,7 +339,12 @@ class InstanceRecord:
 
     def _take_over(self, load: Load, received: Iterable[str]) -> None:
         self.load = load
-        self._reported, self._ended = work_of(load), NONE
+        self._reported = Work(  # KV that is held or reserved is not in free_blocks any more
+            num_pixels=load.num_waiting_pixels,
+            num_tokens=load.num_waiting_tokens,
+            num_sequences=load.num_running + load.num_waiting + load.num_expected,
+        )
+        self._ended = NONE
         for key in received:
             if calls := self._unreported.get(key):
                 call = calls.pop(0)
@@ -507,15 +499,6 @@ _LIKE = 2.0
 _PRIORS = {Stage.ENCODE: PRIOR_ENCODE, Stage.PREFILL: PRIOR_PREFILL, Stage.DECODE: PRIOR_DECODE}
 
 
-def work_of(load: Load) -> Work:
-    """The work in an instance's report. KV that is held or reserved is not in ``free_blocks`` any more."""
-    return Work(
-        num_pixels=load.num_waiting_pixels,
-        num_tokens=load.num_waiting_tokens,
-        num_sequences=load.num_running + load.num_waiting + load.num_expected,
-    )
-
-
 def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load]) -> StageCosts:
     """An instance's costs: as it and its peers of one role measured them lately, else as it once did.
 
@@ -542,13 +525,15 @@ def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load
         is_like = own_s < _LIKE * middle_s and middle_s < _LIKE * own_s
         return middle if is_like else own
 
+    # Over all instances: one that has seen few answers end would be avoided, or get all requests, for these alone.
+    lengths = [one.mean_output_tokens for one in (load, *peers) if one.mean_output_tokens]
     return StageCosts(
         encode=rate(Stage.ENCODE),
         prefill=rate(Stage.PREFILL),
         decode=rate(Stage.DECODE),
         max_batch_pixels=budgets.get("image_budget_pixels") or MAX_BATCH_PIXELS,
         max_batch_tokens=budgets.get("max_num_batched_tokens") or MAX_BATCH_TOKENS,
-        mean_output_tokens=_mean_output_tokens([load, *peers]),
+        mean_output_tokens=median(lengths) if lengths else PRIOR_OUTPUT_TOKENS,
     )
 
 
@@ -558,13 +543,3 @@ def tokens_per_character(loads: Iterable[Load]) -> float:
     if len(known) < 3:  # as it mostly is; median() takes its time
         return sum(known) / len(known) if known else PRIOR_TOKENS_PER_CHARACTER
     return median(known)
-
-
-def _mean_output_tokens(loads: Sequence[Load]) -> float:
-    """The median over all instances.
-
-    An instance that has seen few answers end would be avoided, or get all requests, for the lengths of these
-    alone.
-    """
-    known = [load.mean_output_tokens for load in loads if load.mean_output_tokens]
-    return median(known) if known else PRIOR_OUTPUT_TOKENS

@@ -49,7 +49,7 @@ class RemoteCall:
         self._pieces: list[bytes] = []
         self._unread_bytes = 0
         self._write: Callable[[bytes], bool] | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()  # cleared by the one who waits for it
 
     async def read(self, max_bytes: int = MAX_BODY_BYTES) -> bytes:
         """The whole body. Raises InstanceLost where it breaks off, or has more than ``max_bytes``."""
@@ -63,7 +63,8 @@ class RemoteCall:
             if self._failure is not None:
                 raise self._failure
             self._go_on()
-            await self._wait()
+            self._news.clear()
+            await self._news.wait()
         if num_bytes > max_bytes:
             self.close()
             raise InstanceLost(f"instance {self._pool.name} answered with more than {max_bytes} bytes")
@@ -81,7 +82,8 @@ class RemoteCall:
         while not self._pieces and not self._complete:
             if self._failure is not None:
                 raise self._failure
-            await self._wait()
+            self._news.clear()
+            await self._news.wait()
         chunk = self._take()
         if not chunk:
             raise StopAsyncIteration
@@ -100,7 +102,8 @@ class RemoteCall:
             self._write = write
             self._go_on()
             try:
-                await self._wait()
+                self._news.clear()
+                await self._news.wait()
             finally:
                 self._write = None
         if self._failure is not None and not self._pieces:
@@ -148,7 +151,7 @@ class RemoteCall:
                 self._failure = error
             if not more:
                 self._write = None
-                self._wake()
+                self._news.set()
             return
         self._unread_bytes += len(data)
         self._pieces.append(data)
@@ -156,7 +159,7 @@ class RemoteCall:
             self.opened.set_exception(self.error(self._take()[:MAX_NOTE_BYTES]))
             self.close()
             return
-        self._wake()
+        self._news.set()
         if self._unread_bytes > MAX_UNREAD_BYTES:
             self._hold_back()
 
@@ -165,7 +168,7 @@ class RemoteCall:
         self._complete = True
         if self.status >= 400 and not self.opened.done():
             self.opened.set_exception(self.error(self._take()))
-        self._wake()
+        self._news.set()
 
     def error(self, body: bytes) -> Exception:
         """The error that an answer with status 400 or above stands for."""
@@ -178,7 +181,7 @@ class RemoteCall:
         self._failure = error
         if not self.opened.done():
             self.opened.set_exception(error)
-        self._wake()
+        self._news.set()
 
     # What a connection of each kind does in its own way.
 
@@ -193,17 +196,6 @@ class RemoteCall:
     def _go_on(self) -> None:
         """All that had come was taken: the instance may go on."""
         raise NotImplementedError
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def _wait(self) -> None:
-        self._waiter = self._pool.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
 
     def _take(self) -> bytes:
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)

@@ -129,7 +129,7 @@ class StreamServer(asyncio.Protocol):
             if self._is_stopping:
                 self.put(Cut(number))
                 return
-            exchange = self._exchanges[number] = Exchange(self, message, self._loop)
+            exchange = self._exchanges[number] = Exchange(self, message)
             task = self._loop.create_task(self._serve(exchange, message))
             self._state.tasks.add(task)
             task.add_done_callback(self._state.tasks.discard)
@@ -188,22 +188,22 @@ class Exchange:
         is_over: whether the answer is complete, or the caller does not want it.
     """
 
-    def __init__(self, server: StreamServer, call: Call, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, server: StreamServer, call: Call) -> None:
         self.is_over = False
         self._server = server
         self._number = call.stream
         self._body: bytes | None = call.body
-        self._loop = loop
         self._room_bytes = streams.WINDOW_BYTES
         self._held = bytearray()  # for which the reader has no room
-        self._waiters: list[asyncio.Future[None]] = []
+        self._news = asyncio.Event()  # cleared by those who wait for it
 
     async def receive(self) -> Event:
         body, self._body = self._body, None
         if body is not None:
             return {"type": "http.request", "body": body, "more_body": False}
         while not self.is_over:
-            await self._wait()
+            self._news.clear()
+            await self._news.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, event: Event) -> None:
@@ -215,11 +215,12 @@ class Exchange:
         if body := event.get("body", b""):
             self.write(body)
         while self._held and not self.is_over:
-            await self._wait()
+            self._news.clear()
+            await self._news.wait()
         if not event.get("more_body", False) and not self.is_over:
             self.is_over = True
             self._server.put(End(self._number))
-            self._wake()
+            self._news.set()
 
     def write(self, body: bytes) -> None:
         """Send a piece of the answer's body now, or as its reader gets room."""
@@ -239,13 +240,13 @@ class Exchange:
             raise LinkClosed(f"the reader of stream {self._number} takes more than there was")
         self._send_held()
         if not self._held:
-            self._wake()
+            self._news.set()
 
     def left(self) -> None:
         """The caller does not want the rest."""
         self.is_over = True
         self._held.clear()
-        self._wake()
+        self._news.set()
 
     def _send_held(self) -> None:
         piece = bytes(self._held[: self._room_bytes])
@@ -253,18 +254,3 @@ class Exchange:
             del self._held[: len(piece)]
             self._room_bytes -= len(piece)
             self._server.put(Data(self._number, piece), len(piece))
-
-    async def _wait(self) -> None:
-        waiter = self._loop.create_future()
-        self._waiters.append(waiter)
-        try:
-            await waiter
-        finally:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)

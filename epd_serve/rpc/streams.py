@@ -60,7 +60,7 @@ class Cancel(Message, frozen=True, tag=2):
 
 
 class Head(Message, frozen=True, tag=0):
-    """Status and headers of an answer."""
+    """Status and headers of an answer, their names in lower case."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -116,7 +116,7 @@ class StreamCall(RemoteCall):
         except Exception as error:  # noqa: BLE001 - the one who waits in forward() gets it
             self._failure = error
         self._write = None
-        self._wake()
+        self._news.set()
 
     def _break_off(self) -> None:
         if self.connection is not None:

@@ -1,10 +1,6 @@
 """The sequences of an engine between its steps: the waiting and the running ones, and who gives up blocks.
 
 While there are too few places and blocks, keys take turns, the requests of a key, and the choices of a request.
-
-The order in which waiting sequences are admitted is a pure function of the queue and the time that returns a
-permutation of ``waiting``. Preempted sequences come first in all of them, oldest first: clients have seen the
-beginning of their answers. Among equals the order of the queue stays.
 """
 
 from __future__ import annotations
@@ -15,78 +11,37 @@ from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.protocol.wire import Load
+from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.block_tables import BlockMemory, BlockTables
 from epd_serve.sched.schedule import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
+from epd_serve.sched.turns import (
+    ANYBODY,
+    Asker,
+    Claim,
+    Order,
+    asker_of,
+    claim_of,
+    has_each_a_turn,
+    in_turn,
+    sequences_in_turn,
+)
 from epd_serve.sequence import Sequence, SequenceState
-
-
-@dataclass(frozen=True, slots=True)
-class Asker:
-    """Who a sequence is computed for.
-
-    Attributes:
-        key: stands for the API key, opaque; "" where there are none.
-        request_id: of the client's request, which may be several here.
-        priority: as in vLLM, a lower number is more urgent.
-    """
-
-    key: str = ""
-    request_id: str = ""
-    priority: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A sequence's claim to a place among those that decode.
-
-    Attributes:
-        age: the smaller, the older.
-        num_tokens: that it reads when it decodes.
-        item: the sequence; None for one that is still to come.
-    """
-
-    asker: Asker
-    age: tuple[float, int]
-    num_tokens: int
-    item: Any = None
-
-
-def in_turn(claims: Iterable[Claim]) -> list[Claim]:
-    """The keys take turns, the requests of a key, and the choices of a request, each the oldest first.
-
-    So each key has as many of the first places as any other that could use more, and so has each request of a key.
-    """
-    of_requests = _numbered(sorted(claims, key=attrgetter("age")), attrgetter("asker.key", "asker.request_id"))
-    return _numbered(of_requests, attrgetter("asker.key"))
-
-
-def _numbered(claims: list[Claim], party: Callable[[Claim], Any]) -> list[Claim]:
-    """Each party's first, then each party's second ..."""
-    counts: Counter[Any] = Counter()
-    numbered = []
-    for claim in claims:
-        number = counts[party(claim)] = counts[party(claim)] + 1
-        numbered.append((number, claim))
-    return [claim for _, claim in sorted(numbered, key=itemgetter(0))]
-
 
 T = TypeVar("T")
 
 
 logger = logging.getLogger(__name__)
 
-ANYBODY = Asker()
-
-#: The waiting sequences in the order in which they are to be admitted, at a time (monotonic seconds). Pure.
-Order = Callable[[AbstractSequence[Sequence], float], list[Sequence]]
+_PRIORITY = attrgetter("sampling.priority")
+#: A sort key: the most urgent first, and of these the oldest.
+_AGE = attrgetter("sampling.priority", "arrival_s", "index")
 
 
 class SteadyDecodes:
@@ -212,7 +167,7 @@ class Queues:
 
     def run(self, sequence: Sequence) -> None:
         """Let a RUNNING sequence, which has its blocks, take part in steps."""
-        insort(self._running, sequence, key=_age)
+        insort(self._running, sequence, key=_AGE)
         self._turns = None
 
     def stop(self, sequence: Sequence) -> bool:
@@ -306,29 +261,23 @@ class Queues:
 
     def _has_turn(self, claims: list[Claim]) -> bool:
         """Whether these may decode in place of others that are here."""
-        places = in_turn([*self._claims(), *claims])
-        return set(map(id, claims)) <= set(map(id, places[: self._num_places(places)]))
-
-    def _num_places(self, claims: AbstractSequence[Claim]) -> int:
-        """How many of these, in this order, a step takes."""
-        pace, most = self._budget.pace, min(len(claims), self._budget.max_num_seqs)
-        return most if pace is None else min(most, pace.num_decodes([claim.num_tokens for claim in claims]))
-
-    def _claims(self) -> list[Claim]:
-        """The claims of all sequences that decode here, or will."""
-        here = (s for s in chain(self._running, self._preempted) if not s.hand_off)
-        return [*map(_claim, here), *chain.from_iterable(self._reserved.values())]
+        here = [claim_of(s) for s in chain(self._running, self._preempted) if not s.hand_off]
+        places = in_turn([*here, *chain.from_iterable(self._reserved.values()), *claims])
+        pace, most = self._budget.pace, self._budget.max_num_seqs
+        if pace is not None:
+            most = min(most, pace.num_decodes([claim.num_tokens for claim in places]))
+        return set(map(id, claims)) <= set(map(id, places[:most]))
 
     def _waiting_in_turn(self, new: Iterable[tuple[Asker, T]]) -> list[T | Sequence]:
         """Preempted sequences and ``new`` ones, given in their order of arrival, as their turns come.
 
         The most urgent come first; of these the keys take turns, and have had those of requests that are not over.
         """
-        begun = [*map(_asker, self._running), *(claims[0].asker for claims in self._reserved.values())]
+        begun = [*map(asker_of, self._running), *(claims[0].asker for claims in self._reserved.values())]
         num_requests = Counter(key for key, _ in {(asker.key, asker.request_id) for asker in begun})
         num_choices = Counter((asker.key, asker.request_id) for asker in begun)
         waiting: list[tuple[int, Asker, T | Sequence]] = []
-        all_waiting: list[tuple[Asker, T | Sequence]] = [(_asker(s), s) for s in self._preempted]
+        all_waiting: list[tuple[Asker, T | Sequence]] = [(asker_of(s), s) for s in self._preempted]
         all_waiting += new
         for asker, one in all_waiting:
             waiting.append((num_choices[asker.key, asker.request_id], asker, one))
@@ -346,7 +295,7 @@ class Queues:
         if not self._waiting and not self._preempted:
             return []
         new: list[tuple[float, Asker, Sequence | None]] = [(arrival_s, asker, None)]
-        new += [(s.arrival_s, _asker(s), s) for s in self._waiting if self._ready_tokens(s)]
+        new += [(s.arrival_s, asker_of(s), s) for s in self._waiting if self._ready_tokens(s)]
         new.sort(key=itemgetter(0))
         turns = self._waiting_in_turn([(asker, one) for _, asker, one in new])
         return [one for one in turns[: turns.index(None)] if one is not None]
@@ -418,19 +367,19 @@ class Queues:
             return new
         if self._reserving is not None:
             before = set(self._waiting_before(*self._reserving[:2]))
-            turns = self._waiting_in_turn([(_asker(s), s) for s in new])
+            turns = self._waiting_in_turn([(asker_of(s), s) for s in new])
             return [s for s in turns if s in before]
         keys, is_grouped = {s.sampling.key for s in new}, any(s.sampling.group for s in new)
         if not self._preempted and not is_grouped and len(keys) < 2:
-            return sorted(new, key=_priority)
-        return self._waiting_in_turn([(_asker(s), s) for s in new])
+            return sorted(new, key=_PRIORITY)
+        return self._waiting_in_turn([(asker_of(s), s) for s in new])
 
     def _places(self, waiting: AbstractSequence[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
         """The running sequences that have a place in the next step, and the others; the last ones in turn last."""
         if self._turns is None and len(self._running) < 2:
             self._turns = list(self._running)
         elif self._turns is None:
-            self._turns = sorted(sequences_in_turn(self._running), key=_priority)
+            self._turns = sorted(sequences_in_turn(self._running), key=_PRIORITY)
         most, turns = self._budget.max_num_seqs, self._turns
         if not self._num_over and (len(turns) + len(waiting) <= most or self._are_older(turns, waiting[:most])):
             return turns, []
@@ -450,7 +399,7 @@ class Queues:
 
     def _are_older(self, turns: list[Sequence], waiting: AbstractSequence[Sequence]) -> bool:
         """Whether all of ``turns`` have places, before any of ``waiting`` has one: none has to rest."""
-        if len(turns) > self._budget.max_num_seqs or not _has_each_a_turn([*turns, *waiting]):
+        if len(turns) > self._budget.max_num_seqs or not has_each_a_turn([*turns, *waiting]):
             return False
         newest_s = max((s.arrival_s for s in turns), default=-math.inf)
         return all(s.arrival_s > newest_s for s in waiting)
@@ -463,7 +412,7 @@ class Queues:
         parties = {(s.sampling.key, s.sampling.group or s.request_id) for s in self._running}
         if len(parties) == len(self._running) and all(key == asker.key for key, _ in parties):
             return []  # all have had one turn, and it has none before theirs
-        claims = in_turn([*map(_claim, self._running), Claim(asker, (math.inf, 0), 0)])
+        claims = in_turn([*map(claim_of, self._running), Claim(asker, (math.inf, 0), 0)])
         victims: list[Sequence] = []
         free = self._pool.num_free
         for claim in reversed(claims):
@@ -496,7 +445,7 @@ class Queues:
         self._running.remove(sequence)
         self._turns = None
         sequence.move_to(SequenceState.WAITING)
-        insort(self._preempted, sequence, key=_age)
+        insort(self._preempted, sequence, key=_AGE)
 
     def _guard(self, move: Callable[[Sequence], None], sequence: Sequence) -> None:
         """KV that cannot be saved or brought back fails its request, and no other."""
@@ -526,82 +475,3 @@ class Queues:
         if span.start <= computed:
             self._on_starved(span.mm_hash)
         return max(span.start, computed)
-
-
-def _asker(sequence: Sequence) -> Asker:
-    sampling = sequence.sampling
-    return Asker(sampling.key, sampling.group or sequence.request_id, sampling.priority)
-
-
-def _claim(sequence: Sequence) -> Claim:
-    return Claim(_asker(sequence), (sequence.arrival_s, sequence.index), sequence.num_tokens, sequence)
-
-
-def _has_each_a_turn(sequences: AbstractSequence[Sequence]) -> bool:
-    """Whether all are of one key and each of a request of its own: in turn is by age then."""
-    if len({s.sampling.key for s in sequences}) > 1:
-        return False
-    return len({s.sampling.group or s.request_id for s in sequences}) == len(sequences)
-
-
-def sequences_in_turn(sequences: AbstractSequence[Sequence]) -> list[Sequence]:
-    """See :func:`in_turn`."""
-    if _has_each_a_turn(sequences):
-        return sorted(sequences, key=attrgetter("arrival_s", "index"))
-    return [claim.item for claim in in_turn(map(_claim, sequences))]
-
-
-def _priority(sequence: Sequence) -> int:
-    return sequence.sampling.priority
-
-
-def _age(sequence: Sequence) -> tuple[int, float, int]:
-    """A sort key: the most urgent first, and of these the oldest."""
-    return sequence.sampling.priority, sequence.arrival_s, sequence.index
-
-
-#: A sequence that has waited for so many times TTFT_max goes before all that have not.
-PATIENCE = 4.0
-
-
-def was_preempted(sequence: Sequence) -> bool:
-    return bool(sequence.output_ids)
-
-
-def fcfs(waiting: AbstractSequence[Sequence], now: float) -> list[Sequence]:
-    """First come, first served."""
-    return sorted(waiting, key=lambda sequence: (not was_preempted(sequence), sequence.arrival_s))
-
-
-def sjf(
-    waiting: AbstractSequence[Sequence], now: float, *, uncached_tokens: Callable[[Sequence], int]
-) -> list[Sequence]:
-    """Shortest job first, by the prompt tokens that no cached prefix holds. Long prompts can starve under it."""
-
-    def key(sequence: Sequence) -> tuple[bool, float]:
-        if was_preempted(sequence):
-            return False, sequence.arrival_s
-        return True, uncached_tokens(sequence)
-
-    return sorted(waiting, key=key)
-
-
-def slack(
-    waiting: AbstractSequence[Sequence], now: float, *, ttft_s: float, prefill_s: Callable[[Sequence], float]
-) -> list[Sequence]:
-    """Least slack first: what is left of TTFT_max when ``prefill_s``, a sequence's own prefill, is taken off it.
-
-    Those whose slack is used up come last, oldest first: one that is too late anyway shall not make others late.
-    No one starves: who has waited ``PATIENCE * ttft_s`` comes before all but those who arrived still earlier.
-    """
-
-    def key(sequence: Sequence) -> tuple[int, float]:
-        waited = now - sequence.arrival_s
-        if was_preempted(sequence):
-            return 0, sequence.arrival_s
-        if waited >= PATIENCE * ttft_s:
-            return 1, sequence.arrival_s
-        left = ttft_s - waited - prefill_s(sequence)
-        return (2, left) if left >= 0 else (3, sequence.arrival_s)
-
-    return sorted(waiting, key=key)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Protocol, TypeVar
 
-from epd_serve.sched.step_cost import Meter, StepPace, Unmetered
+from epd_serve.sched.step_cost import StepPace
 from epd_serve.sequence import Sequence
 from epd_serve.types import MediaSpan
 
@@ -85,7 +86,7 @@ def schedule(
     """
     tokens, seqs = budget.max_num_tokens, budget.max_num_seqs
     pace = budget.pace
-    meter: Meter = pace.meter() if pace else Unmetered()
+    meter = None if pace is None else pace.meter()
     output = ScheduleOutput()
     unfinished: list[Sequence] = []
     last = chain(reversed(resting), reversed(running))
@@ -103,7 +104,8 @@ def schedule(
             if needed <= free_blocks:
                 free_blocks -= needed
                 output.decodes.append(sequence)
-                meter.take_decode(sequence.num_tokens)
+                if meter is not None:
+                    meter.take_decode(sequence.num_tokens)
                 tokens -= 1
                 seqs -= 1
     for sequence in unfinished:
@@ -112,7 +114,7 @@ def schedule(
         if sequence in output.preempted:
             continue
         count = min(tokens, ready_tokens(sequence) - sequence.num_computed)
-        if count > 0:
+        if count > 0 and meter is not None:
             count = meter.take_chunk(sequence.num_computed, count)
         if count > 0:
             output.prefills.append((sequence, count))
@@ -135,14 +137,18 @@ def schedule(
                 num_decodes, context = _decodes((*running, *output.admitted))
             if not pace.has_room(num_decodes, context, sequence.num_tokens):
                 break
-        count = 1
         if sequence.is_decoding:  # it was preempted and its KV saved
-            meter.take_decode(sequence.num_tokens)
+            count = 1
+            if meter is not None:
+                meter.take_decode(sequence.num_tokens)
             output.decodes.append(sequence)
-        elif count := meter.take_chunk(sequence.num_computed, min(tokens, ready)):
-            output.prefills.append((sequence, count))
         else:
-            break
+            count = min(tokens, ready)
+            if meter is not None:
+                count = meter.take_chunk(sequence.num_computed, count)
+            if not count:
+                break
+            output.prefills.append((sequence, count))
         output.admitted.append(sequence)
         if num_decodes >= 0 and not sequence.hand_off:
             num_decodes, context = num_decodes + 1, context + sequence.num_tokens
@@ -194,3 +200,23 @@ def _uncut(sequence: Sequence, start: int, end: int, *, grows: bool) -> int:
         if first < end < behind:
             return behind if grows and first <= start else max(first, start)
     return end
+
+
+class Encodable(Protocol):
+    @property
+    def num_pixels(self) -> int: ...
+
+
+ItemT = TypeVar("ItemT", bound=Encodable)
+
+
+def schedule_encodes(waiting: Iterable[ItemT], max_num_pixels: int) -> list[ItemT]:
+    """The longest prefix of ``waiting`` within the budget, in pixels; one item at least, however large."""
+    batch: list[ItemT] = []
+    pixels = 0
+    for item in waiting:
+        if batch and pixels + item.num_pixels > max_num_pixels:
+            break
+        batch.append(item)
+        pixels += item.num_pixels
+    return batch

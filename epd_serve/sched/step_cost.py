@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -180,16 +179,6 @@ class StepPace:
             self._ratio += _GAIN * (ratio - self._ratio)
 
 
-class Meter(Protocol):
-    """The room that is left in one step while it is put together."""
-
-    def take_decode(self, context: int) -> None: ...
-
-    def take_chunk(self, start: int, count: int) -> int:
-        """Take a chunk of up to ``count`` tokens from ``start`` on; return the number of tokens that had room."""
-        ...
-
-
 class StepMeter:
     """The seconds of one step. Decodes always fit; the first chunk gets its share even if they leave less."""
 
@@ -203,21 +192,12 @@ class StepMeter:
         self._left_s -= self._cost.decode_s(context)
 
     def take_chunk(self, start: int, count: int) -> int:
+        """Take a chunk of up to ``count`` tokens from ``start`` on; return the number of tokens that had room."""
         seconds = max(self._left_s, self._share_s)
         count = min(count, max(self._least, int(min(self._cost.tokens_within(seconds, start), count))))
         if count:
             self._left_s = seconds - self._cost.chunk_s(start, count)
             self._share_s, self._least = 0.0, 0
-        return count
-
-
-class Unmetered:
-    """A step that may take as long as it likes."""
-
-    def take_decode(self, context: int) -> None:
-        pass
-
-    def take_chunk(self, start: int, count: int) -> int:
         return count
 
 

@@ -14,7 +14,6 @@ from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
 from epd_serve.flow.events import Event
 from epd_serve.flow.request import Asked, Fleet, RequestFlow
-from epd_serve.flow.stealing import StealQueue, StealRule
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.routes import Demand, Route, Router
 from epd_serve.routing.table import Encoding, InstanceTable, OpenCall
@@ -40,7 +39,6 @@ class Job:
     token_times_s: list[float] = field(default_factory=list)
     failure: str = ""
     num_retries: int = 0
-    encoded_s: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +101,6 @@ class SimGateway:
         *,
         link: Callable[[SimInstance, SimInstance], Link],
         on_done: Callable[[Job], None],
-        steal: StealRule | None = None,
     ) -> None:
         self._clock = clock
         self._instances = instances
@@ -121,11 +118,6 @@ class SimGateway:
         )
         self._attempts: dict[str, Attempt] = {}
         self._looking: list[SimRun] | None = None  # while an instance dies
-        self.stealing: StealQueue[SimRun] | None = None
-        self._polls_at_s: float | None = None
-        self._is_polling = False
-        if steal is not None and any(one.spec.steals for one in instances.values()):
-            self.stealing = StealQueue(self.table, steal)
 
     @property
     def num_open(self) -> int:
@@ -158,7 +150,7 @@ class SimGateway:
         run.events.append(event)
         if run.is_feeding:
             return
-        run.is_feeding, has_sent = True, False
+        run.is_feeding = True
         while run.events:
             sent: Attempt | None = None
             for action in run.flow.tell(run.events.pop(0)):
@@ -172,12 +164,7 @@ class SimGateway:
                     self._do(run, action)
             if sent is not None:
                 self._prefill(sent)
-                has_sent = True
         run.is_feeding = False
-        if self.stealing is not None:
-            self.stealing.see(run)
-            if has_sent:
-                self._poll()
 
     def _send(self, run: SimRun, action: do.CallPrefill) -> Attempt:
         """Raises InvalidRequest as instances do, for what could not come to its end with all of the pool."""
@@ -200,8 +187,8 @@ class SimGateway:
             case do.Name():
                 refs = job.request.media
                 run.events.append(on.Named(refs, [None] * len(refs)))
-            case do.Try(kind):
-                job.num_retries += kind != "stolen"
+            case do.Try():
+                job.num_retries += 1
             case do.Wait():
                 if self._looking is None:
                     run.events.append(on.Look(self._clock.now))
@@ -264,14 +251,12 @@ class SimGateway:
             call.was_cached = cached
             attempt.encodes.pop(action.item).__exit__(None, None, None)
             instance.is_changed = True
-            attempt.run.job.encoded_s = self._clock.now
             self._feed(attempt.run, on.Encoded(action.item))
-            self._poll()
             if instance is prefill:
                 arrived()
             else:
                 seconds = self._link(instance, prefill).seconds(nbytes) + profile.feature_s
-                instance.handed.join(prefill.spec.name, lambda: self._clock.after(seconds, arrived))
+                self._clock.after(seconds, arrived)
 
         if prefill.features.acquire(ref.mm_hash, attempt.id) is None:
             instance.tower.encode(ref.mm_hash, pixels, encoded)
@@ -342,24 +327,7 @@ class SimGateway:
             job.last_token_s = now
         else:
             job.failure = last.failure.message
-        if self.stealing is not None:
-            self.stealing.ended(run)
-            self._poll()
         self._on_done(job)
-
-    def _poll(self) -> None:
-        """Let thieves take what they may now."""
-        stealing, now = self.stealing, self._clock.now
-        if stealing is None or self._is_polling:
-            return  # what moves is counted when all of it has moved
-        self._is_polling = True
-        for run, thief in stealing.take(now):
-            self._feed(run, on.Stolen(thief))
-        self._is_polling = False
-        until_s = stealing.thieves.collect_until_s(now)
-        if until_s is not None and until_s != self._polls_at_s:
-            self._polls_at_s = until_s
-            self._clock.at(until_s, self._poll)
 
     # ------------------------------------------------------------------ what instances tell
 

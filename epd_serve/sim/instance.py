@@ -10,8 +10,8 @@ from typing import Any
 
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.cost.stages import Link
-from epd_serve.protocol.wire import InstanceInfo, Load, Report
-from epd_serve.sched.encode import HandoffBatcher, VisionFirst, schedule_encodes
+from epd_serve.protocol.instance_state import InstanceInfo, Load, Report
+from epd_serve.sched.schedule import schedule_encodes
 from epd_serve.sequence import Sequence
 from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.language import LanguageSide
@@ -19,7 +19,7 @@ from epd_serve.sim.spec import SimInstanceSpec, find_image_budget
 from epd_serve.transfer.grouping import seconds_until_sent, smallest_hidden_group
 from epd_serve.types import Stage, StageRate
 
-#: Of a new answer in the mean of lengths, as instances keep it (instance/figures/rates.py).
+#: Of a new answer in the mean of lengths, as instances keep it (instance/reports.py).
 _GAIN = 0.05
 
 
@@ -57,8 +57,7 @@ class SimInstance:
         self.pid = 1
         self.features: FeatureCache[int] = FeatureCache(spec.feature_bytes, IDLE_FEATURES)
         self.language: LanguageSide | None = None
-        self._takes_turns = takes_turns = not spec.dual_stream or spec.steals
-        first = VisionFirst()
+        self._takes_turns = takes_turns = not spec.dual_stream
         self.tower = TowerSide(
             clock,
             device,
@@ -76,13 +75,9 @@ class SimInstance:
                 on_end=self._ended,
                 on_tokens=on_tokens,
                 on_free=self._grant,
-                may_start=lambda: (
-                    not (takes_turns and self.tower.is_busy)
-                    and (not spec.steals or first.may_step(clock.now, self.tower.num_waiting))
-                ),
+                may_start=lambda: not (takes_turns and self.tower.is_busy),
                 on_step=self.tower.kick if takes_turns else lambda: None,
             )
-        self.handed = HandoffBatcher(spec.feature_batch, spec.feature_batch_s, clock.after)
         self._waiting: deque[Reservation] = deque()
         self._granting = False
         self.num_expected = 0
@@ -118,7 +113,6 @@ class SimInstance:
             kv_token_bytes=profile.kv_token_bytes,
             tokens_per_pixel=1 / profile.pixels_per_token if profile.pixels_per_token else 0.0,
             feature_token_bytes=profile.feature_token_bytes,
-            steals=spec.steals,
             splits_videos=True,
         )
 

@@ -6,10 +6,10 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
-from epd_serve.flow.stealing import DEFAULT_RULE, StealRule
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.sequence import Sequence as SequenceOfTokens
 from epd_serve.sim.device import Clock, FluidSharing, MeasuredSharing, Sharing, SimDevice
@@ -17,13 +17,12 @@ from epd_serve.sim.gateway import Job, SimGateway
 from epd_serve.sim.instance import SimInstance
 from epd_serve.sim.language import LanguageSide
 from epd_serve.sim.spec import Batching, SimInstanceSpec, with_memory
-from epd_serve.sim.switching import Switching
 from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import Topology, place
 from epd_serve.topology.placement import CPU
 from epd_serve.types import Role, Routing
 
-#: As instances report (instance/figures/reports.py).
+#: As instances report (instance/reports.py).
 REPORT_S = 0.18
 _COLLECT = 200_000, 20, 20
 
@@ -43,15 +42,11 @@ class SimDeployment:
 
     Attributes:
         sharing: of a device, by its name; fluid where none is named.
-        steal: by what rule instances that steal do so.
-        parallel_encode: False: all images of a request go to one encoder.
         network: between hosts. Within one, devices are as far apart as the sender's profile says.
     """
 
     instances: tuple[SimInstanceSpec, ...]
     routing: Routing = "least_loaded"
-    parallel_encode: bool = True
-    steal: StealRule = DEFAULT_RULE
     sharing: dict[str, Sharing] = field(default_factory=dict)
     network: Link = NETWORK
     label: str = ""
@@ -102,6 +97,22 @@ def _seldom_collecting() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
+class Operator(Protocol):
+    """Changes instances while a simulation runs."""
+
+    def begin(
+        self,
+        clock: Clock,
+        gateway: SimGateway,
+        instances: dict[str, SimInstance],
+        start: Callable[[SimInstanceSpec, int], None],
+    ) -> None:
+        """``start`` puts an instance, with its process's number, in the place of the one of its name."""
+
+    def tick(self) -> None:
+        """Called behind each round of reports."""
+
+
 def simulate(
     deployment: SimDeployment,
     requests: Sequence[SimRequest],
@@ -112,7 +123,7 @@ def simulate(
     progress: Callable[[int], None] | None = None,
     until_s: float = float("inf"),
     concurrency: int | None = None,
-    switching: Switching | None = None,
+    operator: Operator | None = None,
     routers: Sequence[Router] = (),
 ) -> Outcome:
     """Run all requests to their ends. The same arguments give the same outcome.
@@ -123,7 +134,7 @@ def simulate(
         progress: told how many requests have ended.
         until_s: the run ends there whatever is under way.
         concurrency: so many requests at a time, whatever their times are: the next is sent as one ends.
-        switching: changes the roles of instances, each alone on its device.
+        operator: changes instances, each alone on its device.
         routers: those of several gateways, to which requests go in turn; else one has the deployment's.
     """
     clock = Clock()
@@ -161,8 +172,8 @@ def simulate(
     for spec in deployment.instances:
         start(spec)
     gateways = [
-        SimGateway(clock, instances, router, link=link, on_done=lambda job: end(job), steal=deployment.steal)
-        for router in routers or [router_of(deployment.routing, parallel_encode=deployment.parallel_encode)]
+        SimGateway(clock, instances, router, link=link, on_done=lambda job: end(job))
+        for router in routers or [router_of(deployment.routing)]
     ]
 
     def gateway_of(sequence: SequenceOfTokens) -> SimGateway:
@@ -197,8 +208,8 @@ def simulate(
                 told = instance.report()
                 for gateway in gateways:
                     gateway.table.report(name, told)
-        if switching is not None:
-            switching.tick()
+        if operator is not None:
+            operator.tick()
         if not clock.has_events and len(done) < len(jobs):
             raise RuntimeError(f"at {clock.now:.3f} s {len(jobs) - len(done)} requests wait for nothing")
         if progress is not None:
@@ -219,8 +230,8 @@ def simulate(
         for gateway in gateways:
             gateway.table.update(instance.spec.name, instance.info(), contains=0)
 
-    if switching is not None:
-        switching.begin(clock, gateways[0], instances, start)
+    if operator is not None:
+        operator.begin(clock, gateways[0], instances, start)
     for _ in range(concurrency or 0):
         clock.at(0.0, send)
     if jobs and concurrency is None:
@@ -279,8 +290,6 @@ def build(
     *,
     batching: Batching | Callable[[Role], Batching] = DEFAULT,
     routing: Routing = "least_loaded",
-    parallel_encode: bool = True,
-    steals: bool = False,
     host_of: Callable[[str], str] = lambda device: "host0",
     block_size: int | None = None,
     num_blocks: int | None = None,
@@ -291,7 +300,6 @@ def build(
 
     Memory of a device is shared by the language models on it, in equal parts. A CPU has cores for all instances
     but those that the notation puts on one device.
-    ``steals``: EPD instances do.
     """
     placed = place(topology, devices)
     specs: list[SimInstanceSpec] = []
@@ -312,7 +320,6 @@ def build(
             batching=batching(one.role) if callable(batching) else batching,
             dual_stream=dual_stream,
             runs_ahead=device != CPU,
-            steals=steals and str(one.role) == "EPD",
             is_grouped=is_grouped,
         )
         if num_blocks is None:
@@ -325,7 +332,6 @@ def build(
     return SimDeployment(
         instances=tuple(specs),
         routing=routing,
-        parallel_encode=parallel_encode,
         sharing=sharing,
         label=str(topology),
     )

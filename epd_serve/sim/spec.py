@@ -41,10 +41,8 @@ class SimInstanceSpec:
         host, device: instances of one device slow each other down.
         dual_stream: False: tower and language model of this instance take turns, as in a monolithic engine.
         runs_ahead: its next step is planned when one begins.
-        steals: it encodes first, and gets prompts only by taking them from others.
         kv_mode: whether KV goes out in groups of layers while the prompt is computed, or all of it afterwards.
         feature_bytes: of the features that an encoder keeps.
-        feature_batch, feature_batch_s: features that it hands over together, and how long it collects them.
     """
 
     name: str
@@ -57,11 +55,8 @@ class SimInstanceSpec:
     batching: Batching = Batching()
     dual_stream: bool = True
     runs_ahead: bool = False
-    steals: bool = False
     is_grouped: bool = True
     feature_bytes: int = 256 << 20
-    feature_batch: int = 1
-    feature_batch_s: float = 0.5
 
     @property
     def on_cpu(self) -> bool:

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from epd_serve.backends.base import StageCalls
 from epd_serve.config import DeploymentConfig
 from epd_serve.errors import InvalidRequest, StageTimeout
-from epd_serve.protocol.wire import LeaveOrder
+from epd_serve.protocol.instance_state import LeaveOrder
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.switches import Hold, Switches, decoded
 from proxy.workers.crew import Crew

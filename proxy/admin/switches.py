@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.vllm import VllmInstance
 from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError, StageTimeout
-from epd_serve.protocol.wire import RoleChanged, RoleOrder
+from epd_serve.protocol.instance_state import RoleChanged, RoleOrder
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage
 from proxy.fleet.health import Health

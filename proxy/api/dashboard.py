@@ -17,7 +17,7 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from epd_serve.config.sections import SLOConfig
 from epd_serve.protocol.addresses import cross_site
-from epd_serve.protocol.wire import Usage
+from epd_serve.protocol.instance_state import Usage
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.topology.draw import sends_features, sends_kv
 from epd_serve.topology.notation import Topology

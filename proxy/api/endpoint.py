@@ -8,15 +8,17 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
+from epd_serve.protocol.instance_state import InstanceInfo
 from epd_serve.protocol.openai.generation import GenerationRequest
 from epd_serve.protocol.openai.messages import MediaSource
-from epd_serve.protocol.wire import REQUEST_ID_HEADER, InstanceInfo
+from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.span import random_block
 from epd_serve.types import PLURALS
@@ -24,7 +26,7 @@ from proxy.admission.control import AdmissionControl, Visit
 from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN, estimate_tokens
 from proxy.api.payloads import parsed_body
 from proxy.dispatch.dispatcher import Dispatcher
-from proxy.dispatch.interruption import Deadline, Deadlines, TimeLimit
+from proxy.dispatch.interruption import Interruption
 from proxy.dispatch.job import Job
 from proxy.dispatch.strands import stream_several, whole_several
 from proxy.fleet.poller import Poller
@@ -82,20 +84,10 @@ class Endpoint:
         self._observer = observer
         self._arrival = arrival
         self._settings = settings
-        self._timeouts: Deadlines | None = None
 
     @property
     def max_body_bytes(self) -> int:
         return self._settings.now.gateway.max_body_bytes
-
-    @property
-    def _deadlines(self) -> Deadlines:
-        """With the time limit of now."""
-        timeout_s = self._settings.now.gateway.request_timeout_s
-        if self._timeouts is None or self._timeouts.seconds != timeout_s:
-            late = f"the request took longer than {timeout_s:g} s, this gateway's limit"
-            self._timeouts = Deadlines(timeout_s, lambda: StageTimeout(late))
-        return self._timeouts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As an ASGI application."""
@@ -112,7 +104,7 @@ class Endpoint:
             visit = self._admission.enter(headers.get(b"authorization"))
         except ServeError as error:
             await send_error(client, error, record)
-            self._count(record, error.status, error)
+            self._observer.finish(record, error.status, error)
             return
         record.key = visit.client.name
         exchange = Exchange(client, headers, record, visit)
@@ -121,17 +113,17 @@ class Endpoint:
                 body = await self._receive(exchange)
             except ServeError as error:
                 await send_error(client, error, record)
-                self._count(record, error.status, error)
+                self._observer.finish(record, error.status, error)
                 return
             except ClientLeft:
-                self._count(record, CLIENT_LEFT)
+                self._observer.finish(record, CLIENT_LEFT)
                 return
             exchange.watch()
             await self._answer(exchange, body)
         except asyncio.CancelledError:
             if not exchange.is_left_alone():
                 raise
-            self._count(record, CLIENT_LEFT)
+            self._observer.finish(record, CLIENT_LEFT)
         finally:
             client.close()
             exchange.leave()
@@ -151,16 +143,18 @@ class Endpoint:
             return await client.body(self.max_body_bytes)
         length = exchange.headers.get(b"content-length", b"")
         declared = int(length) if length.isdigit() else None
-        limit_s, reason = self._arrival.time_for_body(declared), self._arrival.too_slow(declared)
-        with TimeLimit(client.loop, limit_s, reason):
+        limit_s = self._arrival.time_for_body(declared)
+        with Interruption(client.loop, limit_s, partial(self._arrival.too_slow, declared)):
             return await client.body(self.max_body_bytes)
 
     async def _answer(self, exchange: Exchange, body: bytearray) -> None:
         client, record = exchange.client, exchange.record
         sink = EventSink(client, record, self._observer.first_token)
+        limit_s = self._settings.now.gateway.request_timeout_s
+        late = f"the request took longer than {limit_s:g} s, this gateway's limit"
         status, failure = 200, None
         try:
-            with Deadline(client.loop, self._deadlines):
+            with Interruption(client.loop, limit_s, partial(StageTimeout, late)):
                 await self._generate(exchange, body, sink)
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error
@@ -184,7 +178,7 @@ class Endpoint:
             raise
         finally:
             if exchange.answered:
-                self._count(record, status, failure)
+                self._observer.finish(record, status, failure)
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
@@ -217,9 +211,6 @@ class Endpoint:
             known = ", ".join(repr(name) for name in models)
             raise ModelNotFound(f"there is no model {wanted[:100]!r}; served here: {known}", param="model")
         return wanted
-
-    def _count(self, record: RequestRecord, status: int, error: ServeError | None = None) -> None:
-        self._observer.finish(record, status, "" if error is None else error.code or error.type)
 
 
 def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:

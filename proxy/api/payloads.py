@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.generation import GenerationRequest
 from epd_serve.protocol.openai.messages import MediaSource
-from epd_serve.protocol.strict_json import MAX_TEXT_BYTES
+from epd_serve.protocol.openai.strict_json import MAX_TEXT_BYTES
 from proxy.fair_threads import FairThreads
 
 _MARK = re.compile(rb';base64,|"data"\s{0,8}:\s{0,8}"')

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse
 
 from epd_serve.config import GatewayConfig
 from epd_serve.errors import InvalidRequest, ModelNotFound, Unavailable
-from epd_serve.protocol.wire import InstanceInfo
+from epd_serve.protocol.instance_state import InstanceInfo
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage
 from proxy.admission.keys import Authenticator, Unauthorized

@@ -21,7 +21,7 @@ from epd_serve.routing.table import InstanceRecord, OpenCall
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Stage
 from proxy.dispatch.forwarding import Forwarding, Progress, Streamed, Whole
-from proxy.dispatch.interruption import Interruption, TimeLimit
+from proxy.dispatch.interruption import Interruption
 from proxy.dispatch.job import Instances, Job, beginnings, prompt_pieces
 from proxy.dispatch.strands import stream_choices
 from proxy.http.client import EventSink
@@ -135,7 +135,7 @@ class Dispatch:
     async def run(self, generated: list[int], history: TryHistory | None = None) -> do.Done | do.SplitUp:
         """Until it is over. Raises ServeError."""
         instances, job = self._instances, self._job
-        losses, stealing, num_choices = instances.health.losses, instances.stealing, job.sampling.n
+        losses, num_choices = instances.health.losses, job.sampling.n
         pieces = await prompt_pieces(job, instances.table) if instances.router.routes.uses_prefix else ()
         asked = Asked(
             id=job.id,
@@ -180,8 +180,6 @@ class Dispatch:
             losses.discard(self)
             if self.flow.state is not State.OVER:
                 self.feed(on.Abandoned())
-            if stealing.queued or self.flow.thief is not None:
-                stealing.ended(self)
             if self._cancelled:
                 await self._settle()
 
@@ -216,8 +214,6 @@ class Dispatch:
             self._crashed(error)
         finally:
             self._is_feeding = False
-        if self._instances.table.has_thieves:
-            self._instances.stealing.see(self)
 
     def _look(self) -> None:
         health = self._instances.health
@@ -290,12 +286,9 @@ class Dispatch:
     def _begin(self, action: do.Try) -> None:
         record, metrics = self._job.record, self._instances.metrics
         record.attempt_failed(self._request_id)
-        if action.kind == "stolen":
-            metrics.requests_stolen.inc()
-        else:
-            continued = action.kind == "continued"
-            record.again(continued=continued)
-            (metrics.request_continuations if continued else metrics.request_retries).inc()
+        continued = action.kind == "continued"
+        record.again(continued=continued)
+        (metrics.request_continuations if continued else metrics.request_retries).inc()
 
     def _call_both(self, action: do.CallPrefill | do.CallMove) -> None:
         """Call P, or the instance in its place, and D unless it is the same one."""
@@ -456,7 +449,7 @@ class Dispatch:
             if calls is None:
                 raise _left(encoder)
             with instances.table.encoding(encoder, action.ref, action.request_id) as encoding:
-                with TimeLimit(self._job.loop, action.patience_s, TimeoutError()):
+                with Interruption(self._job.loop, action.patience_s):
                     reply = await calls.encode(request, trace_id=self._job.trace_id)
                 encoding.was_cached = reply.cached
             computed = ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED

@@ -11,15 +11,24 @@ from typing import Self
 class Interruption:
     """A block that other code can end with an exception of its choice, by :meth:`fire`.
 
-    Like ``asyncio.timeout``, without a timer of its own: the task is cancelled, and the cancellation leaves the
-    block as the reason. A cancellation from elsewhere stays one.
+    As in ``asyncio.timeout``, the task is cancelled, and the cancellation leaves the block as the reason. A
+    cancellation from elsewhere stays one.
     """
 
-    __slots__ = ("_loop", "_num_cancels", "_reason", "_task")
+    __slots__ = ("_late", "_loop", "_num_cancels", "_reason", "_seconds", "_task", "_timer")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """``loop`` is the running one: asyncio would look it up with a system call each time (CPython 3.11)."""
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        seconds: float | None = None,
+        late: Callable[[], Exception] = TimeoutError,
+    ) -> None:
+        """``loop`` is the running one: asyncio would look it up with a system call each time (CPython 3.11).
+        The block ends with what ``late`` makes after ``seconds``; None: no limit."""
         self._loop = loop
+        self._seconds = seconds
+        self._late = late
+        self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[object] | None = None
         self._reason: Exception | None = None
         self._num_cancels = 0
@@ -35,15 +44,22 @@ class Interruption:
             assert self._task is not None
             self._task.cancel()
 
+    def _run_out(self) -> None:
+        self.fire(self._late())
+
     def __enter__(self) -> Self:
         self._task = asyncio.current_task(self._loop)
         assert self._task is not None
         self._num_cancels = self._task.cancelling()
+        if self._seconds is not None:
+            self._timer = self._loop.call_later(self._seconds, self._run_out)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         task, self._task = self._task, None
         assert task is not None
         if (
@@ -53,76 +69,3 @@ class Interruption:
             and issubclass(kind, asyncio.CancelledError)
         ):
             raise self._reason from error
-
-
-class TimeLimit(Interruption):
-    """A block that ends with ``reason`` after ``seconds``; None: no limit."""
-
-    __slots__ = ("_late", "_seconds", "_timer")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float | None, reason: Exception) -> None:
-        super().__init__(loop)
-        self._seconds = seconds
-        self._late = reason
-        self._timer: asyncio.TimerHandle | None = None
-
-    def __enter__(self) -> Self:
-        if self._seconds is not None:
-            self._timer = self._loop.call_later(self._seconds, self.fire, self._late)
-        return super().__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        super().__exit__(kind, error, trace)
-
-
-class Deadlines:
-    """Blocks (:class:`Deadline`) that all may take the same time: one timer for the first of them, however many
-    begin and end."""
-
-    def __init__(self, seconds: float, reason: Callable[[], Exception]) -> None:
-        self.seconds = seconds
-        self.open: dict[Deadline, float] = {}  # the oldest first
-        self._reason = reason
-        self.is_watching = False
-
-    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Look after the open ones."""
-        self.is_watching = True
-        loop.call_later(self.seconds, self._look, loop)
-
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        now_s = loop.time()
-        for deadline, end_s in list(self.open.items()):
-            if end_s > now_s:
-                loop.call_later(end_s - now_s, self._look, loop)
-                return
-            del self.open[deadline]
-            deadline.fire(self._reason())
-        self.is_watching = False
-
-
-class Deadline(Interruption):
-    """A block that ends with the reason of ``deadlines`` when its time is over."""
-
-    __slots__ = ("_deadlines",)
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, deadlines: Deadlines) -> None:
-        super().__init__(loop)
-        self._deadlines = deadlines
-
-    def __enter__(self) -> Self:
-        deadlines = self._deadlines
-        deadlines.open[self] = self._loop.time() + deadlines.seconds
-        if not deadlines.is_watching:
-            deadlines.watch(self._loop)
-        return super().__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._deadlines.open.pop(self, None)
-        super().__exit__(kind, error, trace)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,16 +14,12 @@ from epd_serve.protocol.wire import ChatMessage, OutputOptions, PromptOptions
 from epd_serve.routing.routes import Router
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import SamplingParams
-from proxy.dispatch.stealing import Stealing
 from proxy.fleet.health import Health, Pairs
 from proxy.fleet.poller import Poller
 from proxy.media.loader import MediaItem
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.record import RequestRecord
 from proxy.settings import Current
-
-if TYPE_CHECKING:
-    from proxy.dispatch.dispatcher import Dispatch
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +54,6 @@ class Instances:
     health: Health
     pairs: Pairs
     settings: Current
-    stealing: Stealing[Dispatch]
 
 
 #: Beginnings of a prompt are hashed at this many characters and at each doubling: a match is at least half of

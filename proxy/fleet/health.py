@@ -228,17 +228,15 @@ class Health:
                 if not self._table.missing_stages():
                     self.was_complete_at = now
                 for record in list(self._table):
-                    if self._is_due(record):
-                        watched = self._of(record.name)
+                    watched = self._of(record.name)
+                    if not record.ready or watched.probing or now < watched.probe_at:
+                        continue
+                    is_closed = watched.breaker.state is BreakerState.CLOSED
+                    is_wanted = self._options.probe_interval_s is not None or not is_closed
+                    if is_wanted and watched.breaker.may_probe(now):
                         watched.probing = True
                         probes.create_task(self._probe(record, watched))
                 await asyncio.sleep(_TICK_S)
-
-    def _is_due(self, record: InstanceRecord) -> bool:
-        watched, now = self._of(record.name), self._clock()
-        if not record.ready or watched.probing or now < watched.probe_at or not watched.breaker.may_probe(now):
-            return False
-        return self._options.probe_interval_s is not None or watched.breaker.state is not BreakerState.CLOSED
 
     async def _probe(self, record: InstanceRecord, watched: _Watched) -> None:
         name, was_closed = record.name, watched.breaker.state is BreakerState.CLOSED

@@ -14,7 +14,7 @@ import msgspec
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.errors import InstanceUnreachable, InstanceUntrusted, InvalidRequest, ServeError
-from epd_serve.protocol.wire import InstanceInfo
+from epd_serve.protocol.instance_state import InstanceInfo
 from epd_serve.routing.table import InstanceTable
 
 logger = logging.getLogger(__name__)

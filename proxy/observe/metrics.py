@@ -143,9 +143,6 @@ class GatewayMetrics:
         self.request_retries = self._plain(
             "request_retries", "Requests that were sent to other instances after a failure before the first token"
         )
-        self.requests_stolen = self._plain(
-            "requests_stolen", "Requests that an idle encoder with language weights took from the queue"
-        )
         self.request_continuations = self._plain(
             "request_continuations",
             "Streamed answers that went on at other instances after a failure",

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.sections import SLOConfig
+from epd_serve.errors import ServeError
 from epd_serve.telemetry.otel import SpanExport, span_export
 from epd_serve.telemetry.span import (
     TRACEPARENT_HEADER,
@@ -101,9 +102,9 @@ class Observer:
         record.first_s = time.monotonic()
         self.metrics.ttft.observe(record.first_s - record.arrived_s, record.endpoint, record.modality)
 
-    def finish(self, record: RequestRecord, status: int, error: str = "") -> None:
+    def finish(self, record: RequestRecord, status: int, error: ServeError | None = None) -> None:
         """It is over, however it went."""
-        record.finish(status, error)
+        record.finish(status, "" if error is None else error.code or error.type)
         if not self._finished:
             loop = asyncio.get_running_loop()
             loop.call_later(_LATER_S, self._take_some, loop)

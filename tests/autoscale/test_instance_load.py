@@ -10,7 +10,8 @@ from instance_info import instance_info
 
 from epd_serve.autoscale.instance_load import instance_loads
 from epd_serve.cost.stages import Work
-from epd_serve.protocol.wire import Load, MediaRef
+from epd_serve.protocol.instance_state import Load
+from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage, StageRate
 

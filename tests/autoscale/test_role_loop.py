@@ -20,7 +20,7 @@ from epd_serve.autoscale.instance_load import InstanceLoad, from_json, instance_
 from epd_serve.autoscale.role_loop import GiveOrder, Look, RoleLoop
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import load_config
-from epd_serve.protocol.wire import InstanceInfo, Load
+from epd_serve.protocol.instance_state import InstanceInfo, Load
 from epd_serve.routing.table import InstanceTable
 from epd_serve.rpc.admin import AdminRefused, AdminUnreachable
 from epd_serve.types import StageRate

@@ -20,15 +20,8 @@ from epd_serve.backends.vllm_command import KV_PORT
 from epd_serve.backends.vllm_server import IDLE_S, STUCK_S, EngineWatch, VllmFigures, VllmTarget
 from epd_serve.errors import Conflict, InstanceFailed, InvalidRequest, StageTimeout, Unavailable
 from epd_serve.protocol.engine_notices import LENGTH, KVUnwanted, unpack
-from epd_serve.protocol.wire import (
-    ChatMessage,
-    DecodeRequest,
-    LeaveOrder,
-    OutputOptions,
-    Part,
-    PrefillRequest,
-    RoleOrder,
-)
+from epd_serve.protocol.instance_state import LeaveOrder, RoleOrder
+from epd_serve.protocol.wire import ChatMessage, DecodeRequest, OutputOptions, Part, PrefillRequest
 from epd_serve.types import Role, SamplingParams
 
 PROMPT_S = 20

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from benchmarks.demo.evaluate import DemoModel, image_items, text_items
+from benchmarks.demo.questions import IMAGE_KINDS, image_question_of
+from benchmarks.demo.scenes import draw_scene
+from benchmarks.demo.train import Budget, train
+from benchmarks.demo.wordings import IMAGE_WORDINGS
 from epd_serve.demo import weights_dir
-from epd_serve.demo.evaluate import DemoModel, image_items, text_items
-from epd_serve.demo.questions import IMAGE_KINDS, image_question_of
-from epd_serve.demo.scenes import draw_scene
-from epd_serve.demo.train import Budget, train
-from epd_serve.demo.wordings import IMAGE_WORDINGS
 
 MEGABYTE = 1_000_000
 
@@ -26,7 +26,7 @@ def test_the_packaged_weights_are_small() -> None:
 
 @pytest.mark.parametrize("held_out", [False, True], ids=["known-wordings", "new-wordings"])
 def test_held_out_questions_are_answered(held_out: bool) -> None:
-    """A small sample; ``python -m epd_serve.demo.evaluate`` measures each type."""
+    """A small sample; ``python -m benchmarks.demo.evaluate`` measures each type."""
     rng = random.Random(4711 + held_out)
     items = [*image_items(rng, 8, held_out=held_out), *text_items(rng, 4, held_out=held_out)]
     answers = DemoModel(weights_dir()).answer(items)

@@ -27,7 +27,7 @@ from epd_serve.instance.http import Reply
 from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.launch import Backoff, LocalDeployment
 from epd_serve.launch.processes.ports import free_port
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state, wire
 from epd_serve.transfer.kv_sender import Part
 from epd_serve.transfer.shared_memory import is_being_written
 
@@ -114,12 +114,12 @@ async def test_streams_and_whole_answers_move_with_their_kv(
             ]
             while not mover.in_use()["sequences"] and not all(answer.done() for _, answer in asked):  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            await mover.lifecycle.switch(wire.RoleOrder(role="P", patience_s=0))
+            await mover.lifecycle.switch(instance_state.RoleOrder(role="P", patience_s=0))
             assert not any(mover.in_use().values())
             for text, answer in asked:
                 assert await answer == text
             moved = (await counted(here))["moved"]
-            await mover.lifecycle.switch(wire.RoleOrder(role="D"))
+            await mover.lifecycle.switch(instance_state.RoleOrder(role="D"))
         await here.settle()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import tiny_models
 from chat import chat
-from fleet import Books, figures, gateway
+from fleet import Books, figures
 from pictures import noise
 from PIL import Image
 from reference import Reference
@@ -29,20 +29,12 @@ def orders(seed: int) -> list[list[Image.Image]]:
 async def test_images_of_a_request_are_encoded_in_several_places_and_stay_in_order(tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     reference = Reference(model)
-    #: Of one round in parallel and one together, of which the encoders have seen no picture.
-    rounds = {True: orders(100), False: orders(200)}
-    expected = {
-        is_parallel: [
-            [
-                reference.tokenizer.decode([token])
-                for token in reference.generate(TEXT, order, max_tokens=MAX_TOKENS)
-            ]
-            for order in asked
-        ]
-        for is_parallel, asked in rounds.items()
-    }
-    for answers in expected.values():
-        assert len(set(map(tuple, answers))) == 3, "the model tells the pictures and their places apart"
+    asked = orders(100)
+    expected = [
+        [reference.tokenizer.decode([token]) for token in reference.generate(TEXT, order, max_tokens=MAX_TOKENS)]
+        for order in asked
+    ]
+    assert len(set(map(tuple, expected))) == 3, "the model tells the pictures and their places apart"
     config = DeploymentConfig(
         topology="3E-P-D",
         model=str(model),
@@ -65,20 +57,16 @@ async def test_images_of_a_request_are_encoded_in_several_places_and_stay_in_ord
             """Counted before a feature leaves."""
             return [(await figures(url))["tower_images_total"] for url in encoders]
 
-        for is_parallel, asked in rounds.items():
-            config = {"gateway": {"parallel_encode": is_parallel}}
-            async with gateway(urls, config=config) as url, httpx.AsyncClient(base_url=url, timeout=150) as client:
-                before = await num_encoded()
-                bodies = [chat(TEXT, *order, **fields) for order in asked]
-                first = await client.post("/v1/chat/completions", json=bodies[0])
-                shares = [now - then for then, now in zip(before, await num_encoded(), strict=True)]
-                assert sum(shares) == len(SIZES)
-                assert sum(share > 0 for share in shares) > 1 if is_parallel else max(shares) == len(SIZES)
-                others = await asyncio.gather(
-                    *(client.post("/v1/chat/completions", json=body) for body in bodies[1:])
-                )
-                for answer, tokens in zip([first, *others], expected[is_parallel], strict=True):
-                    assert answer.status_code == 200, answer.text
-                    content = answer.json()["choices"][0]["logprobs"]["content"]
-                    assert [bytes(token["bytes"]).decode(errors="replace") for token in content] == tokens
+        async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+            before = await num_encoded()
+            bodies = [chat(TEXT, *order, **fields) for order in asked]
+            first = await client.post("/v1/chat/completions", json=bodies[0])
+            shares = [now - then for then, now in zip(before, await num_encoded(), strict=True)]
+            assert sum(shares) == len(SIZES)
+            assert sum(share > 0 for share in shares) > 1
+            others = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for body in bodies[1:]))
+            for answer, tokens in zip([first, *others], expected, strict=True):
+                assert answer.status_code == 200, answer.text
+                content = answer.json()["choices"][0]["logprobs"]["content"]
+                assert [bytes(token["bytes"]).decode(errors="replace") for token in content] == tokens
         await Books(urls).check()

@@ -10,7 +10,7 @@ import tiny_models
 from fleet import gateway
 from identity import QUESTIONS, start_fleet
 
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state, wire
 
 PICTURED = next(question for question in QUESTIONS if question.images)
 
@@ -30,7 +30,7 @@ async def test_tokens_equal_generate_and_images_are_refused(kind: str, tmp_path:
         async with gateway(fleet.urls) as url, httpx.AsyncClient(base_url=url, timeout=150) as client:
             refused = await client.post("/v1/chat/completions", json=PICTURED.body(stream=False, ignore_eos=True))
             switched = await client.post(
-                f"{fleet.urls['epd0']}/role", content=wire.encode(wire.RoleOrder(role="E"))
+                f"{fleet.urls['epd0']}/role", content=wire.encode(instance_state.RoleOrder(role="E"))
             )
             clip = {"type": "video_url", "video_url": {"url": "https://127.0.0.1/never-fetched.mp4"}}
             body = {"messages": [{"role": "user", "content": [clip]}]}

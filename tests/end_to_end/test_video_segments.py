@@ -21,7 +21,7 @@ from reference import Reference
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch import LocalDeployment
-from epd_serve.routing import segments
+from epd_serve.routing import encoders
 
 KINDS = ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_5_vl", "gemma4"))]
 
@@ -29,7 +29,7 @@ KINDS = ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("
 @pytest.fixture(autouse=True)
 def _split_whatever_it_costs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Videos of tests are so short that it would not pay."""
-    monkeypatch.setattr(segments, "_CALL_S", float("-inf"))
+    monkeypatch.setattr(encoders, "_CALL_S", float("-inf"))
     yield
 
 

@@ -25,7 +25,7 @@ from epd_serve.config import DeploymentConfig, ShapeConfig
 from epd_serve.engine.emulated.digests import DigestMemory
 from epd_serve.launch import Backoff, LocalDeployment
 from epd_serve.launch.processes.ports import free_port
-from epd_serve.routing import segments
+from epd_serve.routing import encoders
 
 SHAPE = ShapeConfig(shape_of="qwen2.5-vl-7b")
 OPTIONS: dict[str, Any] = {"dtype": "auto", "device": "emulated:h200:0", "num_blocks": 2048, "max_model_len": 8192}
@@ -117,7 +117,7 @@ async def test_tokens_are_the_same_in_every_topology(roles: str, expected: list[
 
 async def test_tokens_are_the_same_however_many_encoders_share_a_video(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated features are made of the segments' names; tokens are not, nor are the names of prefixes."""
-    monkeypatch.setattr(segments, "_CALL_S", float("-inf"))
+    monkeypatch.setattr(encoders, "_CALL_S", float("-inf"))
     frames = ",".join(data_url(png(picture(number))).partition(",")[2] for number in [1] * 9)
     video = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{frames}"}}
     body = chat("What happens?", model="demo", max_tokens=20, ignore_eos=True)

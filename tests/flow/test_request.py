@@ -217,8 +217,6 @@ class World:
         may += [partial(self._answer, stage) for stage, how in self.calls.items() if how == "sent"]
         if self.listens:
             may.append(self._fall_silent)
-        if self.flow.is_queued:
-            may.append(self._steal)
         self.pick(*may, self._change_table)()
 
     def _failure(self) -> ServeError:
@@ -313,11 +311,6 @@ class World:
     def _fall_silent(self) -> None:
         self.listens = False
         self.tell(on.Silent())
-
-    def _steal(self) -> None:
-        assert self.flow.thief is None and not self.begun
-        self.num_free += 1
-        self.tell(on.Stolen(self.table["a0"]))
 
 
 def _places(refs: list[MediaRef]) -> list[int]:

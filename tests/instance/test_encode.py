@@ -25,7 +25,6 @@ from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
-from epd_serve.sched.encode import HandoffBatcher
 from epd_serve.telemetry.span import Span
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
@@ -152,7 +151,7 @@ class Bench:
             url=HERE,
             **settings,
         )
-        service.serve(store, deliver_here, image_budget_pixels=image_budget_pixels, feature_batch=(1, 1.0))
+        service.serve(store, deliver_here, image_budget_pixels=image_budget_pixels)
         self.services.append(service)
         return service, store
 
@@ -334,35 +333,6 @@ async def test_a_guard_that_fails_does_not_end_the_encoder(bench: Bench) -> None
     tower.go.set()
     service, _ = bench.service(tower, Peers(), may_start=may_start)
     assert (await asyncio.wait_for(service.encode(request("r")), 300)).num_tokens == 2
-
-
-async def test_features_are_announced_in_aligned_batches(bench: Bench) -> None:
-    """Each consumer's when there are as many, or when the time is over; who gives up is not waited for."""
-    peers, late = Peers(), []
-    service, store = bench.service(ReadyTower(), peers)
-    aligned = service.aligned = HandoffBatcher(2, 0.5, lambda seconds, run: late.append(run))
-
-    async def encode(name: str, announce_to: str) -> None:
-        ref = wire.MediaRef(name * 64, *PICTURE.size)
-        await service.encode(wire.EncodeRequest(name, ref, png(PICTURE), announce_to))
-
-    tasks = [asyncio.create_task(encode(name, url)) for name, url in (("a", "http://p"), ("b", "http://q"))]
-    while aligned.num_waiting < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    assert not peers.events and store.num_owners == 2
-    await encode("c", "http://p")
-    await tasks[0]
-    assert {event.request_id for event in peers.events} == {"a", "c"}
-    for run in late:
-        run()
-    await tasks[1]
-    assert [event.request_id for event in peers.events[2:]] == ["b"]
-    gone = asyncio.create_task(encode("d", "http://p"))
-    while not aligned.num_waiting:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    gone.cancel()
-    await asyncio.gather(gone, return_exceptions=True)
-    assert aligned.num_waiting == store.num_owners == 0 and len(peers.events) == 3
 
 
 class ReadyTower:

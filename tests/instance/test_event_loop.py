@@ -141,7 +141,7 @@ async def test_a_4k_image(model: Path) -> None:
         feature_timeout_s=300,
         stream=stream,
     )
-    service.serve(store, None, image_budget_pixels=1, feature_batch=(1, 1.0))
+    service.serve(store, None, image_budget_pixels=1)
 
     async def encode(received: bytes) -> Reply:
         return Reply(body=wire.encode(await service.encode(wire.decode(received, wire.EncodeRequest))))

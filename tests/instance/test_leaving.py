@@ -14,7 +14,7 @@ from services import answering, held, serving
 
 from epd_serve.errors import Conflict, ServeError, StageTimeout
 from epd_serve.instance import lifecycle as lifecycle_module
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state, wire
 from epd_serve.types import SamplingParams
 
 MAX_TOKENS = 400
@@ -60,28 +60,28 @@ async def test_what_has_begun_goes_on_elsewhere_or_keeps_it_here(tmp_path: Path)
         lifecycle = instance.lifecycle
         async with answering(instance, request("two", can_move=False)) as answer, held(instance):
             with pytest.raises(StageTimeout, match="still something to do"):
-                await lifecycle.leave(wire.LeaveOrder(deadline_s=0.05))
+                await lifecycle.leave(instance_state.LeaveOrder(deadline_s=0.05))
             assert instance.info().ready, "it serves on"
-            cancelled = asyncio.create_task(lifecycle.leave(wire.LeaveOrder()))
+            cancelled = asyncio.create_task(lifecycle.leave(instance_state.LeaveOrder()))
             while not instance.lifecycle.is_leaving:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             with pytest.raises(Conflict, match="leaving already"):
-                await lifecycle.leave(wire.LeaveOrder())
+                await lifecycle.leave(instance_state.LeaveOrder())
             with pytest.raises(Conflict, match="leaving"):
-                await instance.lifecycle.switch(wire.RoleOrder(role="P"))
+                await instance.lifecycle.switch(instance_state.RoleOrder(role="P"))
             assert instance.lifecycle.is_leaving
             cancelled.cancel()
             await asyncio.gather(cancelled, return_exceptions=True)
             assert instance.info().ready, "whoever ordered it is gone"
             assert await num_tokens(answer) == 2 * MAX_TOKENS
         async with answering(instance, request("one", can_move=True)) as answer:
-            left = await lifecycle.leave(wire.LeaveOrder(patience_s=0))
+            left = await lifecycle.leave(instance_state.LeaveOrder(patience_s=0))
             assert 0 < await num_tokens(answer) < MAX_TOKENS
         assert left.seconds < 30 and not instance.info().ready
         with pytest.raises(ServeError) as refused:
             instance.check_accepting()
         assert refused.value.code == "draining"
-        assert (await lifecycle.leave(wire.LeaveOrder())).seconds < 30, "it is empty already"
+        assert (await lifecycle.leave(instance_state.LeaveOrder())).seconds < 30, "it is empty already"
         await Books({"i": instance.url}).check()
 
 
@@ -89,11 +89,11 @@ async def test_one_that_changes_its_role_stays(tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("llava", tmp_path / "model")
     async with serving(model, "PD", num_blocks=100) as instance:
         async with held(instance):
-            ordered = asyncio.create_task(instance.lifecycle.switch(wire.RoleOrder(role="P")))
+            ordered = asyncio.create_task(instance.lifecycle.switch(instance_state.RoleOrder(role="P")))
             while instance.lifecycle.machine.is_serving:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             with pytest.raises(Conflict, match="another role"):
-                await instance.lifecycle.leave(wire.LeaveOrder())
+                await instance.lifecycle.leave(instance_state.LeaveOrder())
             ordered.cancel()
             await asyncio.gather(ordered, return_exceptions=True)
         assert instance.info().ready
@@ -103,12 +103,12 @@ async def test_one_that_nobody_ends_serves_again(tmp_path: Path, monkeypatch: py
     model = tiny_models.make_tiny_model("llava", tmp_path / "model")
     monkeypatch.setattr(lifecycle_module, "_EMPTY_S", 0.05)
     async with serving(model, "PD", num_blocks=100) as instance, asyncio.timeout(300):
-        await instance.lifecycle.leave(wire.LeaveOrder())
+        await instance.lifecycle.leave(instance_state.LeaveOrder())
         assert not instance.info().ready
         while not instance.info().ready:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         instance.check_accepting()
-        await instance.lifecycle.leave(wire.LeaveOrder())
+        await instance.lifecycle.leave(instance_state.LeaveOrder())
         await instance.drained()
         while instance.lifecycle._empty is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

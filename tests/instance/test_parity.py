@@ -18,11 +18,10 @@ from device.cpu import CpuDevice
 from device.ops.cpu import CpuOps
 from device.ops.plain import PlainOps
 from epd_serve.errors import InstanceFailed, ServeError
-from epd_serve.instance import encode
-from epd_serve.instance.figures import parity
-from epd_serve.instance.figures.parity import BOUNDS, difference, fixed_inputs, sample_of
+from epd_serve.instance import encode, parity
 from epd_serve.instance.http import Peers
 from epd_serve.instance.instance import Instance
+from epd_serve.instance.parity import BOUNDS, difference, fixed_inputs, sample_of
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire

@@ -15,10 +15,10 @@ from epd_serve.engine.computing import SampledToken
 from epd_serve.engine.hooks import EngineEvent, PromptEvent
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
-from epd_serve.instance.figures.rates import StageRates
 from epd_serve.instance.kv_delivery import PushDelivery
 from epd_serve.instance.lifecycle import Refusals
 from epd_serve.instance.prefill import PrefillService
+from epd_serve.instance.reports import StageRates
 from epd_serve.instance.text.prompt import Prompt
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.protocol import wire

@@ -16,7 +16,7 @@ from fleet import Books, wait_until
 from services import serving
 
 from epd_serve.errors import WEDGED, ServeError
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state, wire
 from epd_serve.protocol.frames import END, pack
 
 
@@ -28,7 +28,9 @@ async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> Non
         await instance.probe(60)
         assert engine.num_steps > before
         async with httpx.AsyncClient(timeout=150) as client:
-            asked = await client.post(f"{instance.url}/probe", content=wire.encode(wire.ProbeRequest(60.0)))
+            asked = await client.post(
+                f"{instance.url}/probe", content=wire.encode(instance_state.ProbeRequest(60.0))
+            )
         assert asked.status_code == 204
         let_go = threading.Event()
         language = instance.language

@@ -11,9 +11,9 @@ import pytest
 
 from epd_serve.config import InstanceOptions
 from epd_serve.errors import Conflict
-from epd_serve.instance.figures.reports import Reporter
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle
-from epd_serve.protocol import wire
+from epd_serve.instance.reports import Reporter
+from epd_serve.protocol import instance_state
 from epd_serve.types import Role
 
 
@@ -22,7 +22,7 @@ class Stages:
 
     def __init__(self, when_asked: Callable[[], object]) -> None:
         self.options = InstanceOptions(name="p0", role=Role.parse("P"), model=Path("m"), served_model_name="m")
-        self.reports = Reporter(wire.Load, lambda: None)
+        self.reports = Reporter(instance_state.Load, lambda: None)
         self.when_asked = when_asked
         self.num_asked = 0
         self.rebuilt: list[str] = []
@@ -48,16 +48,16 @@ class Stages:
 
 async def test_a_call_back_in_the_moment_that_the_last_work_ends_is_heard() -> None:
     """The loop stands still until its tick is over; then come the call-back and the tick, in this order."""
-    loop, calls = asyncio.get_running_loop(), list[asyncio.Task[wire.RoleChanged]]()
+    loop, calls = asyncio.get_running_loop(), list[asyncio.Task[instance_state.RoleChanged]]()
 
     def stand_still() -> None:
         time.sleep(0.05)
-        calls.append(loop.create_task(lifecycle.switch(wire.RoleOrder(role="P"))))
+        calls.append(loop.create_task(lifecycle.switch(instance_state.RoleOrder(role="P"))))
 
     stages = Stages(lambda: loop.call_soon(stand_still))
     lifecycle = Lifecycle(stages, stages.options.role)
     with pytest.raises(Conflict, match="called back"):
-        await lifecycle.switch(wire.RoleOrder(role="D"))
+        await lifecycle.switch(instance_state.RoleOrder(role="D"))
     back = await calls[0]
     assert (back.old, back.new) == ("P", "P")
     assert stages.rebuilt == [] and str(lifecycle.machine.role) == "P" and lifecycle.machine.is_serving
@@ -68,7 +68,7 @@ async def test_one_that_leaves_takes_no_other_role() -> None:
     lifecycle = Lifecycle(stages, stages.options.role)
     lifecycle._draining.add(DrainReason.END)
     with pytest.raises(Conflict, match="leaving"):
-        await lifecycle.switch(wire.RoleOrder(role="D"))
+        await lifecycle.switch(instance_state.RoleOrder(role="D"))
     assert lifecycle.machine.is_serving and stages.num_asked == 0
     lifecycle._draining.clear()
-    assert (await lifecycle.switch(wire.RoleOrder(role="D"))).new == "D"
+    assert (await lifecycle.switch(instance_state.RoleOrder(role="D"))).new == "D"

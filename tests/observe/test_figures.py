@@ -6,7 +6,7 @@ import pytest
 from instance_info import instance_info
 
 from epd_serve.config.sections import SLOConfig
-from epd_serve.protocol.wire import Load, Usage
+from epd_serve.protocol.instance_state import Load, Usage
 from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.span import join
 from proxy.api.dashboard import bottleneck

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from epd_serve.protocol import strict_json
-from epd_serve.protocol.strict_json import MAX_CONTAINERS, MAX_DEPTH, JSONRefused, JSONTooLarge, check_size, decode
+from epd_serve.protocol.openai import strict_json
+from epd_serve.protocol.openai.strict_json import (
+    MAX_CONTAINERS,
+    MAX_DEPTH,
+    JSONRefused,
+    JSONTooLarge,
+    check_size,
+    decode,
+)
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
     ['":', '\\":', ":", '"data:x', "[{", "\\"]

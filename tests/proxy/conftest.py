@@ -23,7 +23,7 @@ from instance_info import instance_info
 from PIL import Image
 from servers import QuietServer
 
-from epd_serve.protocol import frames, wire
+from epd_serve.protocol import frames, instance_state, wire
 from epd_serve.rpc import streams
 from epd_serve.rpc.stream_server import Exchange, UpgradableHttp, upgrade
 from proxy.app import create_app
@@ -33,8 +33,8 @@ MESSAGES: dict[str, type[wire.Message]] = {
     "/stage/encode": wire.EncodeRequest,
     "/stage/prefill": wire.PrefillRequest,
     "/stage/decode": wire.DecodeRequest,
-    "/role": wire.RoleOrder,
-    "/leave": wire.LeaveOrder,
+    "/role": instance_state.RoleOrder,
+    "/leave": instance_state.LeaveOrder,
     "/prompt/tokenize": wire.TokenizeRequest,
 }
 
@@ -85,7 +85,7 @@ class FakeInstance:
         self.hangs = False
         self.num_hung = 0
         self.num_probes = 0
-        self.report: Callable[[], wire.Report] | None = None
+        self.report: Callable[[], instance_state.Report] | None = None
         self.scripts: dict[str, Callable[[Any], Script]] = {}
         self.calls: list[tuple[str, Any]] = []
         self.cancelled: list[tuple[str, Any]] = []
@@ -181,7 +181,7 @@ class FakeInstance:
             return [0.01, start, FIRST] if follows else [0.01, start, FIRST, REST, DONE]
         return [0.01, start] if follows else [0.01, start, WHOLE]
 
-    def _info(self) -> wire.InstanceInfo:
+    def _info(self) -> instance_state.InstanceInfo:
         values: dict[str, Any] = {
             "url": self.url,
             "model": "demo",
@@ -306,7 +306,7 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
             for fake in fakes:
                 fake.loading = loading
                 if reporting:
-                    fake.report = lambda: wire.Report(load=wire.Load())
+                    fake.report = lambda: instance_state.Report(load=instance_state.Load())
             chosen = gateway_settings(**settings)
             app = create_app(chosen, [(fake.name, fake.url) for fake in fakes], router=router)
             url = await servers.add(new_server(app, "127.0.0.1", 0))

@@ -12,7 +12,7 @@ from gateway_settings import gateway_settings
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key, new_key
 from epd_serve.errors import Overloaded
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state
 from proxy.admission.control import AdmissionControl, Shedding
 from proxy.admission.keys import Authenticator, Client, KeyLimits, Unauthorized
 from proxy.admission.queue import AdmissionQueue
@@ -333,7 +333,7 @@ async def test_a_visit_that_leaves_while_it_is_let_in_gives_its_place_back():
 
 
 async def test_a_gateway_sheds_by_what_its_instances_report(start, kit):
-    idle, busy = wire.Load(), wire.Load(num_waiting=90, num_waiting_tokens=9_000_000)
+    idle, busy = instance_state.Load(), instance_state.Load(num_waiting=90, num_waiting_tokens=9_000_000)
     gateway = await start("p0:P", "d0:D", shed=True, slo={"ttft_ms": 5000})
     assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     gateway["p0"].info["load"] = busy

@@ -19,7 +19,7 @@ from epd_serve.backends.vllm import VllmInstances
 from epd_serve.backends.vllm_server import VllmTarget
 from epd_serve.config import GatewayConfig
 from epd_serve.errors import StageTimeout
-from epd_serve.protocol.wire import RoleOrder
+from epd_serve.protocol.instance_state import RoleOrder
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Role
 from proxy.admin.plane import create_admin_app

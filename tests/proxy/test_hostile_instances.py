@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from instance_info import instance_info
 
-from epd_serve.protocol import wire
+from epd_serve.protocol import instance_state
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import StageRate
 
@@ -25,16 +25,16 @@ PIECE = b"x" * 65536
 @pytest.mark.parametrize(
     "load",
     [
-        wire.Load(tokens_per_character=1e308),
-        wire.Load(num_waiting_tokens=-1),
-        wire.Load(rates={"P": StageRate(1e300, 1e300)}),
-        wire.Load(rates={"P": StageRate(-1.0, 0.0)}),
-        wire.Load(free_blocks=10**18),
+        instance_state.Load(tokens_per_character=1e308),
+        instance_state.Load(num_waiting_tokens=-1),
+        instance_state.Load(rates={"P": StageRate(1e300, 1e300)}),
+        instance_state.Load(rates={"P": StageRate(-1.0, 0.0)}),
+        instance_state.Load(free_blocks=10**18),
     ],
 )
 async def test_a_poisoned_report_costs_the_one_that_makes_it_its_work_and_no_client_an_answer(start, kit, load):
     gateway = await start("p0:P", "p1:P", "d0:D", reporting=True)
-    gateway["p1"].report = lambda: wire.Report(load=load)
+    gateway["p1"].report = lambda: instance_state.Report(load=load)
     await gateway.until(lambda: not gateway.table["p1"].ready)
     gateway["p1"].calls.clear()
     for _ in range(12):
@@ -42,7 +42,7 @@ async def test_a_poisoned_report_costs_the_one_that_makes_it_its_work_and_no_cli
         assert status == 200
         await asyncio.sleep(0.06)  # a poll's time: it says that it is ready each time that it is asked
     assert not gateway["p1"].got("/stage/prefill")
-    gateway["p1"].report = lambda: wire.Report(load=wire.Load())
+    gateway["p1"].report = lambda: instance_state.Report(load=instance_state.Load())
     await gateway.until(lambda: gateway.table["p1"].ready)
 
 
@@ -100,7 +100,7 @@ NUMBERS = st.one_of(
 
 @example({"total_blocks": 1}, {}, "E")  # no block is free, and nobody holds one
 @given(
-    st.dictionaries(st.sampled_from(wire.Load.__struct_fields__[:-1]), NUMBERS, max_size=6),
+    st.dictionaries(st.sampled_from(instance_state.Load.__struct_fields__[:-1]), NUMBERS, max_size=6),
     st.dictionaries(
         st.sampled_from("EPD"),
         st.fixed_dictionaries({"base_s": NUMBERS, "unit_s": NUMBERS}, optional={"is_fresh": st.booleans()}),
@@ -111,7 +111,7 @@ NUMBERS = st.one_of(
 def test_whatever_is_read_of_a_report_routing_computes_with_it(load, rates, role) -> None:
     text = json.dumps({"load": {**load, "rates": rates}}).encode()
     try:
-        report = msgspec.json.decode(text, type=wire.Report)
+        report = msgspec.json.decode(text, type=instance_state.Report)
     except msgspec.MsgspecError:
         return
     table = InstanceTable([("x0", "http://a:1"), ("y0", "http://a:2")])

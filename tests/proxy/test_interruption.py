@@ -1,10 +1,10 @@
-"""Blocks that end when their time is over: all of them by one timer."""
+"""Blocks that end when their time is over, or when other code says so."""
 
 import asyncio
 
 import pytest
 
-from proxy.dispatch.interruption import Deadline, Deadlines
+from proxy.dispatch.interruption import Interruption
 
 
 class Late(Exception):
@@ -13,17 +13,16 @@ class Late(Exception):
 
 async def test_each_block_ends_at_its_own_time_and_no_other_does():
     loop = asyncio.get_running_loop()
-    deadlines = Deadlines(0.2, Late)
     ended: list[tuple[int, float]] = []
 
     async def one(number: int) -> None:
         began_s = loop.time()
-        with pytest.raises(Late), Deadline(loop, deadlines):
+        with pytest.raises(Late), Interruption(loop, 0.2, Late):
             await asyncio.Event().wait()
         ended.append((number, loop.time() - began_s))
 
-    with Deadline(loop, deadlines):
-        pass  # its timer must not end the next ones early
+    with Interruption(loop, 0.01, Late):
+        pass  # its timer must not end what follows
     tasks = []
     for number in range(3):
         await asyncio.sleep(0.05)
@@ -31,17 +30,19 @@ async def test_each_block_ends_at_its_own_time_and_no_other_does():
     await asyncio.gather(*tasks)
     assert [number for number, _ in ended] == [0, 1, 2]
     assert all(seconds > 0.19 for _, seconds in ended)
-    with Deadline(loop, deadlines):  # the timer runs again where there was none left
-        await asyncio.sleep(0)
-    with pytest.raises(Late), Deadline(loop, deadlines):
+
+
+async def test_the_first_reason_ends_the_block():
+    loop = asyncio.get_running_loop()
+    with pytest.raises(Late, match="first"), Interruption(loop, 60.0, Late) as interruption:
+        loop.call_soon(interruption.fire, Late("first"))
+        loop.call_soon(interruption.fire, Late("second"))
         await asyncio.Event().wait()
 
 
 async def test_a_cancellation_from_elsewhere_stays_one():
-    deadlines = Deadlines(60.0, Late)
-
     async def wait() -> None:
-        with Deadline(asyncio.get_running_loop(), deadlines):
+        with Interruption(asyncio.get_running_loop(), 60.0, Late):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(wait())

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from epd_serve.protocol.wire import Load, Report
+from epd_serve.protocol.instance_state import Load, Report
 from epd_serve.types import Stage
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from epd_serve.errors import Conflict
 from epd_serve.launch.rollout import Deadline, GatewayOrders, OrderRefused
-from epd_serve.protocol import wire
-from epd_serve.protocol.wire import Left
+from epd_serve.protocol import instance_state, wire
+from epd_serve.protocol.instance_state import Left
 from epd_serve.rpc.admin import AdminClient, AdminUnreachable
 from epd_serve.types import Stage
 from proxy.admin.plane import create_admin_app, running_on_path
@@ -54,7 +54,7 @@ class Launched:
 def leaves(instance: Any, when: asyncio.Event | None = None) -> None:
     """As one that is empty at once, or then."""
 
-    def script(order: wire.LeaveOrder) -> list[Any]:
+    def script(order: instance_state.LeaveOrder) -> list[Any]:
         instance.info["ready"] = False
         return [*([] if when is None else [when.wait]), (200, {}), wire.encode(Left(0.25))]
 
@@ -80,10 +80,10 @@ async def test_an_instance_leaves_unless_it_is_the_last_of_its_stage(launched: L
     leaves(gateway["p1"])
     answer = await orders.give("POST", "/instances/p1/leave", {"deadline_s": 5, "patience_s": 0}, Deadline(600))
     assert answer == {"instance": "p1", "seconds": 0.25}
-    assert gateway["p1"].got("/leave") == [wire.LeaveOrder(deadline_s=5, patience_s=0)]
+    assert gateway["p1"].got("/leave") == [instance_state.LeaveOrder(deadline_s=5, patience_s=0)]
     assert ready(gateway) == ["p0"]
     with pytest.raises(Conflict, match="the only one that is ready for stage D"):
-        await launched.departures.leave("d0", wire.LeaveOrder())
+        await launched.departures.leave("d0", instance_state.LeaveOrder())
     assert gateway.table["d0"].accepting
     with pytest.raises(OrderRefused, match="there are: p0, p1, d0"):
         await orders.give("POST", "/instances/x9/leave", {}, Deadline(10))
@@ -92,7 +92,7 @@ async def test_an_instance_leaves_unless_it_is_the_last_of_its_stage(launched: L
 async def test_one_that_left_and_is_not_ended_gets_work_again(launched: Launched) -> None:
     gateway = launched.gateway
     leaves(gateway["p1"])
-    await launched.departures.leave("p1", wire.LeaveOrder())
+    await launched.departures.leave("p1", instance_state.LeaveOrder())
     assert ready(gateway) == ["p0"]
     gateway["p1"].info["ready"] = True  # whoever had it leave is gone
     await gateway.until(lambda: ready(gateway) == ["p0", "p1"])
@@ -144,11 +144,15 @@ async def test_what_an_instance_is_told_ends_before_nobody_waits_for_it(launched
 async def test_an_instance_has_one_order_at_a_time(launched: Launched, kit: Any) -> None:
     gateway, departures, switches = launched.gateway, launched.departures, launched.gateway.app.state.switches
     p1, record, go_on = gateway["p1"], gateway.table["p1"], asyncio.Event()
-    p1.scripts["/role"] = lambda _: [go_on.wait, (200, {}), wire.encode(wire.RoleChanged("P", "P", 0, 0.1))]
-    switching = asyncio.create_task(switches.order("p1", wire.RoleOrder(role="D")))
+    p1.scripts["/role"] = lambda _: [
+        go_on.wait,
+        (200, {}),
+        wire.encode(instance_state.RoleChanged("P", "P", 0, 0.1)),
+    ]
+    switching = asyncio.create_task(switches.order("p1", instance_state.RoleOrder(role="D")))
     await gateway.until(lambda: bool(p1.got("/role")))
     with pytest.raises(Conflict, match="on its way from P to D"):
-        await departures.leave("p1", wire.LeaveOrder())
+        await departures.leave("p1", instance_state.LeaveOrder())
     assert not record.accepting, "the switch goes on"
     go_on.set()
     await switching
@@ -156,12 +160,12 @@ async def test_an_instance_has_one_order_at_a_time(launched: Launched, kit: Any)
 
     go_on.clear()
     leaves(p1, go_on)
-    leaving = asyncio.create_task(departures.leave("p1", wire.LeaveOrder()))
+    leaving = asyncio.create_task(departures.leave("p1", instance_state.LeaveOrder()))
     await gateway.until(lambda: bool(p1.got("/leave")))
     with pytest.raises(Conflict, match="is leaving"):
-        await switches.order("p1", wire.RoleOrder(role="D"))
+        await switches.order("p1", instance_state.RoleOrder(role="D"))
     with pytest.raises(Conflict, match="is leaving"):
-        await departures.leave("p1", wire.LeaveOrder())
+        await departures.leave("p1", instance_state.LeaveOrder())
     assert not record.accepting, "it leaves on"
     go_on.set()
     assert await leaving == 0.25 and not record.ready
@@ -187,7 +191,7 @@ async def test_files_and_the_controller(launched: Launched) -> None:
     with pytest.raises(Conflict, match="epd-serve apply"):
         launched.hold.check()
     p1 = launched.gateway["p1"]
-    p1.scripts["/role"] = lambda _: [(200, {}), wire.encode(wire.RoleChanged("P", "D", 0, 0.1))]
+    p1.scripts["/role"] = lambda _: [(200, {}), wire.encode(instance_state.RoleChanged("P", "D", 0, 0.1))]
     order = {"role": "D", "deadline_s": 5}
     with pytest.raises(OrderRefused, match="epd-serve apply"):
         await orders.give("POST", "/instances/p1/role", {**order, "automatic": True}, Deadline(0.3))

@@ -10,7 +10,7 @@ from gateway_settings import admin_plane
 
 from epd_serve.cli.switch import switch
 from epd_serve.protocol import frames, wire
-from epd_serve.protocol.wire import Load, Report, RoleChanged
+from epd_serve.protocol.instance_state import Load, Report, RoleChanged
 
 KEY = {"authorization": "Bearer secret"}
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from instance_info import instance_info
 
-from epd_serve.protocol.wire import InstanceInfo, Load, MediaRef
+from epd_serve.protocol.instance_state import InstanceInfo, Load
+from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import StageRate
 

@@ -10,8 +10,7 @@ from device.datasheets import spec_of
 from epd_serve.cost.profile import EncodeLine
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
-from epd_serve.cost.stages import Work
-from epd_serve.routing.encoders import BOUND, BoundedHash, Together
+from epd_serve.routing.encoders import BOUND, BoundedHash
 from epd_serve.sim.simulator import build as build_sim
 from epd_serve.sim.simulator import check_books, simulate
 from epd_serve.sim.workloads import SimRequest
@@ -172,32 +171,18 @@ def test_over_time_all_get_about_the_same(build):
         assert max(got.values()) * 4 / sum(got.values()) <= most
 
 
-def test_items_of_one_request_stay_together_where_they_shall(build):
-    table = build("e0:E", "e1:E:pixels=9000", "e2:E", "p0:P")
-    items = [build.item(f"item {number}") for number in range(5)]
-    policy = Together(POLICY)
-    [home, *others] = chosen(table, *items, policy=policy)
-    assert set(others) == {home} and home != "e1"
-    assert len(set(chosen(table, *items, exclude={home}, policy=policy)) - {home}) == 1
-    assert chosen(table, policy=policy) == []
-    with table.in_flight(table[home], Stage.ENCODE, work=Work(num_pixels=50_000)):
-        [other] = set(chosen(table, *items, policy=policy))
-    assert other not in (home, "e1"), "all of them count as one item, which goes where there is less to do"
-
-
 def test_several_encoders_halve_the_time_to_first_token():
     """EPD, Table 4, in a small way: there an image takes about 0.4 s."""
     data_sheet = analytic_profile(shape_of("llava-1.5-7b"), spec_of("a100"))
     profile = replace(data_sheet, encode=(EncodeLine(image_s=0.4),))
-    line = parse_topology("4E-P-D")
     images = tuple((f"image {number}", 2016 * 1512) for number in range(8))
     request = SimRequest(at_s=0.0, num_text_tokens=22, num_output_tokens=2, images=images)
 
-    def first_token_s(parallel: bool) -> float:
+    def first_token_s(line: str) -> float:
         names = [f"cuda:{number}" for number in range(6)]
-        outcome = simulate(build_sim(line, names, lambda *_: profile, parallel_encode=parallel), [request])
+        outcome = simulate(build_sim(parse_topology(line), names, lambda *_: profile), [request])
         check_books(outcome)
         assert outcome.jobs[0].first_token_s is not None
         return outcome.jobs[0].first_token_s
 
-    assert first_token_s(False) > 2 * first_token_s(True)
+    assert first_token_s("E-P-D") > 2 * first_token_s("4E-P-D")

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from instance_info import instance_info
 
-from epd_serve.protocol.wire import InstanceInfo, Load, Report
+from epd_serve.protocol.instance_state import InstanceInfo, Load, Report
 from epd_serve.routing.routes import Demand, cheapest_of_few, cheapest_pair, in_turn, near_best, possible_routes
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage, StageRate

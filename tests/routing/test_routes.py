@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.ablations.routing import RandomOfTwo
 from epd_serve.errors import Unavailable
-from epd_serve.protocol.wire import Load
+from epd_serve.protocol.instance_state import Load
 from epd_serve.routing.routes import Demand, LeastLoaded, PrefixAffinity, RoundRobin, router_of
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage, StageRate

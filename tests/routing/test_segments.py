@@ -3,8 +3,8 @@
 from msgspec.structs import replace
 
 from epd_serve.protocol.wire import MediaRef
+from epd_serve.routing.encoders import in_segments
 from epd_serve.routing.routes import router_of
-from epd_serve.routing.segments import in_segments
 from epd_serve.types import StageRate
 
 RATE = StageRate(0.0, 1e-6)
@@ -44,7 +44,6 @@ def test_each_free_encoder_has_a_segment(build):
 
 def test_towers_that_mix_frames_get_all_of_them(build):
     assert counts(fleet(build, *ENCODERS, splits_videos=False), video()) == [1]
-    assert not router_of("least_loaded", parallel_encode=False).splits
 
 
 def test_one_more_encoder_must_save_what_it_costs(build):

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from instance_info import instance_info
 
 from epd_serve.cost.stages import NONE, Work
-from epd_serve.protocol.wire import Load, Report
+from epd_serve.protocol.instance_state import Load, Report
 from epd_serve.routing.table import InstanceTable, Recent
 from epd_serve.types import Stage
 

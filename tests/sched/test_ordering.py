@@ -5,7 +5,7 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd_serve.sched.queues import PATIENCE, Order, fcfs, sjf, slack
+from epd_serve.sched.turns import PATIENCE, Order, fcfs, sjf, slack
 from epd_serve.sequence import Sequence
 from epd_serve.types import SamplingParams
 

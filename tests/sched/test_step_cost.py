@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.sched.queues import Asker, Queues
+from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput, schedule
 from epd_serve.sched.step_cost import (
     MIN_CHUNK,
@@ -19,6 +19,7 @@ from epd_serve.sched.step_cost import (
     search_budget,
     work_done,
 )
+from epd_serve.sched.turns import Asker
 from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import Role, SamplingParams
 

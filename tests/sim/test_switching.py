@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.elastic.simulated import DECODERS, LIMITS, START, figures, opposite, requests, run, str_of
+from benchmarks.elastic.switching import Switching
 from epd_serve.autoscale.controller import Controller, Decision, Kind, Order
 from epd_serve.autoscale.instance_load import InstanceLoad
 from epd_serve.config.elastic import ElasticConfig
-from epd_serve.sim.switching import Switching
 from epd_serve.types import Role, Stage
 
 

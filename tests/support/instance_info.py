@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from epd_serve.protocol.wire import InstanceInfo, Load
+from epd_serve.protocol.instance_state import InstanceInfo, Load
 
 
 def instance_info(name: str = "p0", role: str | None = None, **fields: Any) -> InstanceInfo:

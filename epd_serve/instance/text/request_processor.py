@@ -6,11 +6,11 @@ import asyncio
 import heapq
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from itertools import count
-from typing import Literal, ParamSpec, Self, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 from device.present import num_cores
 from epd_serve.errors import PREPARATION_FULL, Unavailable
@@ -124,24 +124,19 @@ def num_media_threads(compute_threads: int | None) -> int:
     return min(compute_threads or max(1, num_cores() // 2), _MAX_MEDIA_THREADS)
 
 
-class Wanted:
-    """Whether somebody still waits for the result of a block's work, for a thread to look at."""
+@contextmanager
+def wanted() -> Iterator[Callable[[], None]]:
+    """For a thread that works while somebody waits in the block: raises CancelledError once nobody does."""
+    is_over = False
 
-    __slots__ = ("_is_over",)
-
-    def __init__(self) -> None:
-        self._is_over = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over = True
-
-    def check(self) -> None:
-        """Raises CancelledError once nobody does."""
-        if self._is_over:
+    def check() -> None:
+        if is_over:
             raise CancelledError
+
+    try:
+        yield check
+    finally:
+        is_over = True
 
 
 class RequestProcessor:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.protocol import strict_json
+from epd_serve.protocol.openai import strict_json
 
 MAX_STOP_STRINGS = 16
 #: Characters of a field's name that are shown, and looked at.

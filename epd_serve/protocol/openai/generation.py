@@ -98,6 +98,8 @@ class GenerationRequest(RequestModel):
 
     #: Whether an answer of a given structure is over where that is.
     ends_with_structure: ClassVar[bool] = True
+    kind: ClassVar[Literal["chat", "completion"]]
+    id_prefix: ClassVar[str]
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
@@ -193,9 +195,18 @@ class GenerationRequest(RequestModel):
         """The prompts of a completion."""
         return []
 
-    @abstractmethod
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
         """The shape of the answer; ``created`` is in seconds since the epoch."""
+        options = self.stream_options or StreamOptions()
+        return OutputOptions(
+            kind=self.kind,
+            id=f"{self.id_prefix}-{id}",
+            created=created,
+            model=model,
+            stream=bool(self.stream),
+            include_usage=bool(options.include_usage),
+            continuous_usage=bool(options.continuous_usage_stats),
+        )
 
     def prompting(self) -> PromptOptions:
         """The options by which the prompt is turned into tokens."""
@@ -207,6 +218,11 @@ class GenerationRequest(RequestModel):
 
     def sampling(self, seed: int) -> SamplingParams:
         """Sampling parameters with the API's defaults filled in; ``seed`` is used where the request has none."""
+        neutral = []
+        for name in self.model_fields_set & SAMPLING_DEFAULTS.keys():
+            value = getattr(self, name)
+            if value is not None and (value == SAMPLING_DEFAULTS[name] or (name == "top_k" and value < 1)):
+                neutral.append(name)
         return SamplingParams(
             seed=self.seed if self.seed is not None else seed,
             max_tokens=self.token_limit(),
@@ -217,18 +233,9 @@ class GenerationRequest(RequestModel):
             n=self.n or 1,
             grammar=self.grammar(),
             priority=self.priority or 0,
-            neutral=self._neutral(),
+            neutral=tuple(sorted(neutral)),
             **({} if _RARE.isdisjoint(self.model_fields_set) else self._rare_sampling()),
         )
-
-    def _neutral(self) -> tuple[str, ...]:
-        """See :class:`~epd_serve.types.SamplingParams`."""
-        neutral = []
-        for name in self.model_fields_set & SAMPLING_DEFAULTS.keys():
-            value = getattr(self, name)
-            if value is not None and (value == SAMPLING_DEFAULTS[name] or (name == "top_k" and value < 1)):
-                neutral.append(name)
-        return tuple(sorted(neutral))
 
     def _rare_sampling(self) -> dict[str, Any]:
         """The fields of :meth:`sampling` that few requests set.
@@ -251,21 +258,12 @@ class GenerationRequest(RequestModel):
             "bad_words": tuple(self.bad_words or ()),
         }
 
-    def _output(self, kind: Literal["chat", "completion"], id: str, created: int, model: str) -> OutputOptions:
-        options = self.stream_options or StreamOptions()
-        return OutputOptions(
-            kind=kind,
-            id=id,
-            created=created,
-            model=model,
-            stream=bool(self.stream),
-            include_usage=bool(options.include_usage),
-            continuous_usage=bool(options.continuous_usage_stats),
-        )
-
 
 class ChatCompletionRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
+
+    kind: ClassVar[Literal["chat", "completion"]] = "chat"
+    id_prefix: ClassVar[str] = "chatcmpl"
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
@@ -353,9 +351,6 @@ class ChatCompletionRequest(GenerationRequest):
     def chat(self) -> list[ChatMessage]:
         return wire_messages(self.messages)
 
-    def output(self, *, id: str, created: int, model: str) -> OutputOptions:
-        return self._output("chat", f"chatcmpl-{id}", created, model)
-
 
 def _as_prompts(value: Any) -> Any:
     """One prompt becomes a list of it."""
@@ -368,6 +363,9 @@ OnePrompt = Annotated[str | TokenIds, Field(min_length=1)]
 
 class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``: a prompt as text or as token ids, or a list of these."""
+
+    kind: ClassVar[Literal["chat", "completion"]] = "completion"
+    id_prefix: ClassVar[str] = "cmpl"
 
     prompt: Annotated[
         Annotated[list[OnePrompt], Field(fail_fast=True)],
@@ -417,7 +415,7 @@ class CompletionRequest(GenerationRequest):
         return self.prompt
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
-        options = self._output("completion", f"cmpl-{id}", created, model)
+        options = super().output(id=id, created=created, model=model)
         return msgspec.structs.replace(options, echo=bool(self.echo)) if self.echo else options
 
 
@@ -445,8 +443,8 @@ class VllmFields(GenerationRequest):
     return_token_ids: bool | None = None
     prompt_logprobs: int | None = Field(None, ge=-1, le=1 << 20)
 
-    def _output(self, kind: Literal["chat", "completion"], id: str, created: int, model: str) -> OutputOptions:
-        options = super()._output(kind, id, created, model)
+    def output(self, *, id: str, created: int, model: str) -> OutputOptions:
+        options = super().output(id=id, created=created, model=model)
         own = self.model_dump(include=self._own_fields, exclude_none=True)
         return msgspec.structs.replace(options, for_vllm=msgspec.json.encode(own).decode()) if own else options
 

@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BeforeValidator, ConfigDict, Field
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.protocol import strict_json
+from epd_serve.protocol.openai import strict_json
 from epd_serve.protocol.openai.fields import RequestModel
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
 from epd_serve.types import AS_THE_MODEL, Modality, VideoSampling

@@ -8,7 +8,7 @@ import msgspec
 from pydantic import AfterValidator, ConfigDict, Field
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.protocol import strict_json
+from epd_serve.protocol.openai import strict_json
 from epd_serve.protocol.openai.fields import RequestModel
 from epd_serve.types import Grammar, ToolSchema
 

@@ -1,4 +1,4 @@
-"""Trains the demo model from scratch: `python -m epd_serve.demo.train --cpu-minutes 50 --out DIR`.
+"""Trains the demo model from scratch: `python -m benchmarks.demo.train --cpu-minutes 50 --out DIR`.
 
 `--resume DIR` continues from saved weights, at lower rates and without the auxiliary loss.
 """
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen3VLForConditionalGeneration
 from transformers.utils.logging import disable_progress_bar
 
-from epd_serve.demo.architecture import HIDDEN, PROCESSOR_FILES, build_model, encode_images, prepare_for_training
-from epd_serve.demo.batches import IGNORE, IMAGE_ROWS, Batch, BatchMaker
-from epd_serve.demo.scenes import COLORS, SHAPES
-from epd_serve.demo.tokenizer import load_tokenizer, train_tokenizer
+from benchmarks.demo.architecture import HIDDEN, PROCESSOR_FILES, build_model, encode_images, prepare_for_training
+from benchmarks.demo.batches import IGNORE, IMAGE_ROWS, Batch, BatchMaker
+from benchmarks.demo.scenes import COLORS, SHAPES
+from benchmarks.demo.tokenizer import load_tokenizer, train_tokenizer
 
 MARKS = {"shape": len(SHAPES) + 1, "color": len(COLORS) + 1, "row": 3, "column": 3}
 EMPTY_WEIGHT = 0.15

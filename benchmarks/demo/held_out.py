@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epd_serve.demo.wordings import Wordings
+from benchmarks.demo.wordings import Wordings
 
 HELD_OUT_WORDINGS: Wordings = {
     "color": (

@@ -77,7 +77,10 @@ def decode(text: bytes | bytearray) -> Any:
         value = _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise JSONRefused(_why(text) or str(error)) from error
-    if num_brackets <= MAX_DEPTH and len(text) <= _LONG and _says_all(text, value):
+    # Written again, it has as many colons as the text: then no key was repeated, which is one more colon there.
+    # Strings have the same number in both where no character is written by its number.
+    is_plain = num_brackets <= MAX_DEPTH and len(text) <= _LONG and text.find(b"\\u") < 0
+    if is_plain and _encoder.encode(value).count(b":") == text.count(b":"):
         return value
     num_keys = _count_keys(value)
     if outline.count(b":") == num_keys:  # no string has one: there are as many keys in the text
@@ -139,15 +142,6 @@ def _without_escapes(text: bytes | bytearray) -> bytes | bytearray:
         start += len(piece)
         pieces.append(piece.replace(rb"\\", b"").replace(rb"\"", b""))
     return b"".join(pieces)
-
-
-def _says_all(text: bytes | bytearray, value: Any) -> bool:
-    """Whether ``value``, written again, has as many colons as the text from which it was read.
-
-    Then no key was repeated: a repeated key is one more colon in the text. Strings have the same number of colons
-    in both where no character is written by its number; False where one is, as the answer is not known then.
-    """
-    return text.find(b"\\u") < 0 and _encoder.encode(value).count(b":") == text.count(b":")
 
 
 def _without_data_urls(text: bytes | bytearray) -> bytes | bytearray:

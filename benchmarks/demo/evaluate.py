@@ -1,4 +1,4 @@
-"""Measures the demo model on fresh scenes: `python -m epd_serve.demo.evaluate [--weights DIR]`."""
+"""Measures the demo model on fresh scenes: `python -m benchmarks.demo.evaluate [--weights DIR]`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.demo.held_out import HELD_OUT_WORDINGS
+from benchmarks.demo.questions import IMAGE_KINDS, Question, image_question_of
+from benchmarks.demo.scenes import draw_scene
+from benchmarks.demo.text_questions import TEXT_KINDS, text_question_of
+from benchmarks.demo.tokenizer import IMAGE
+from benchmarks.demo.wordings import IMAGE_WORDINGS
 from epd_serve.demo import weights_dir
-from epd_serve.demo.held_out import HELD_OUT_WORDINGS
-from epd_serve.demo.questions import IMAGE_KINDS, Question, image_question_of
-from epd_serve.demo.scenes import draw_scene
-from epd_serve.demo.text_questions import TEXT_KINDS, text_question_of
-from epd_serve.demo.tokenizer import IMAGE
-from epd_serve.demo.wordings import IMAGE_WORDINGS
 
 SEED = 987_654_321  # training draws from small seeds
 SIZES = (

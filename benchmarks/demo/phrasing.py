@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from epd_serve.demo.scenes import Shape
-from epd_serve.demo.wordings import PICTURES
+from benchmarks.demo.scenes import Shape
+from benchmarks.demo.wordings import PICTURES
 
 ONE_WORD = ("color", "shape", "shape at", "count", "count some", "exists", "is color", "background")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from epd_serve.demo.tokenizer import IMAGE
+from benchmarks.demo.tokenizer import IMAGE
 
 PATCH = 16
 MERGE = 2

@@ -11,7 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from epd_serve.config.sections import FeatureStoreKind
 from epd_serve.instance.feature_receiver import FetchTiming
 from epd_serve.instance.text.request_processor import Kind
-from epd_serve.protocol.wire import Load
+from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.token_time import Slack
 from epd_serve.telemetry.metrics import VllmNames
 from epd_serve.telemetry.span import Span
@@ -207,7 +207,7 @@ class InstanceMetrics:
             self._feature_recomputes.inc()
 
     def feature_came(self, producer: str, admitted: bool) -> None:
-        """A feature was announced; see :class:`epd_serve.instance.figures.parity.ParityGate`."""
+        """A feature was announced; see :class:`epd_serve.instance.parity.ParityGate`."""
         self._feature_producers.labels(producer, str(admitted).lower()).inc()
 
     def store_did(self, store: str, operation: str, nbytes: int = 0, seconds: float = 0.0) -> None:

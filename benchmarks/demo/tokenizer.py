@@ -9,9 +9,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from epd_serve.demo.questions import image_question
-from epd_serve.demo.scenes import random_layout
-from epd_serve.demo.text_questions import text_question
+from benchmarks.demo.questions import image_question
+from benchmarks.demo.scenes import random_layout
+from benchmarks.demo.text_questions import text_question
 
 VOCABULARY_SIZE = 768
 PAD, EOS, IMAGE = "<|endoftext|>", "<|im_end|>", "<|image_pad|>"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from epd_serve.demo.held_out import HELD_OUT_WORDINGS
-from epd_serve.demo.phrasing import fill, plain, style
-from epd_serve.demo.questions import Question
-from epd_serve.demo.scenes import SHAPES
-from epd_serve.demo.wordings import IMAGE_WORDINGS, Wordings
+from benchmarks.demo.held_out import HELD_OUT_WORDINGS
+from benchmarks.demo.phrasing import fill, plain, style
+from benchmarks.demo.questions import Question
+from benchmarks.demo.scenes import SHAPES
+from benchmarks.demo.wordings import IMAGE_WORDINGS, Wordings
 
 IDENTITY = "I am a tiny demo model that ships with epd-serve."
 GREETING = "Hello! Ask me about a picture of shapes."

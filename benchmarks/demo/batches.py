@@ -13,11 +13,11 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from epd_serve.demo.architecture import TOKEN_PIXELS
-from epd_serve.demo.questions import Question, image_question
-from epd_serve.demo.scenes import COLORS, SHAPES, Scene, draw_scene
-from epd_serve.demo.text_questions import GREETING, text_question
-from epd_serve.demo.tokenizer import IMAGE
+from benchmarks.demo.architecture import TOKEN_PIXELS
+from benchmarks.demo.questions import Question, image_question
+from benchmarks.demo.scenes import COLORS, SHAPES, Scene, draw_scene
+from benchmarks.demo.text_questions import GREETING, text_question
+from benchmarks.demo.tokenizer import IMAGE
 
 IGNORE = -100
 IMAGE_ROWS, TEXT_ROWS = 30, 6

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from epd_serve.demo.phrasing import at, describe, fill, style, with_article
-from epd_serve.demo.scenes import COLORS, POSITIONS, SHAPES, Layout, Shape
-from epd_serve.demo.wordings import IMAGE_WORDINGS, Wordings
+from benchmarks.demo.phrasing import at, describe, fill, style, with_article
+from benchmarks.demo.scenes import COLORS, POSITIONS, SHAPES, Layout, Shape
+from benchmarks.demo.wordings import IMAGE_WORDINGS, Wordings
 
 IMAGE_KINDS = {
     "color": 5,

@@ -1,1 +1,0 @@
-"""An instance's figures: metrics, rates, reports of load, parity of features."""

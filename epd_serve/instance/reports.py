@@ -1,0 +1,283 @@
+"""Reports of an instance's load to whoever listens: several times a second, and at once when much changes; and the
+seconds that its stages take, fitted to their batches while they work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from epd_serve.instance.http import Handler, Reply
+from epd_serve.protocol import instance_state
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sequence import SequenceState
+from epd_serve.types import Stage, StageRate
+
+#: Gateways expect five reports a second and take an instance without any for stalled (proxy/fleet/poller.py).
+INTERVAL_S = 0.18
+#: Between two reports to one caller, however much changes.
+_LEAST_INTERVAL_S = 0.02
+#: Calls that came or went since the last report, of which one more is "much": so many, or this part of all.
+_MANY, _MANY_PART = 4, 0.25
+#: Names of calls and of features in one report; the next one has the rest.
+_MAX_NAMES = 300
+#: Features that a new listener is told of.
+_MAX_ENCODED = 4096
+
+NDJSON = (b"content-type", b"application/x-ndjson")
+
+
+class _Listener:
+    def __init__(self, received: list[str], encoded: list[str]) -> None:
+        self.received = received
+        self.encoded = encoded
+        self.num_changes = 0
+        self.much_changed = asyncio.Event()
+
+
+class Reporter:
+    """Writes an instance's reports to each caller of ``/reports``. For the event loop's thread.
+
+    Args:
+        load: the instance's as of now.
+        check_ready: raises Unavailable while there is nothing to report.
+        state: whether the instance takes work, and its epoch.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], instance_state.Load],
+        check_ready: Callable[[], None],
+        *,
+        state: Callable[[], tuple[bool, int]] = lambda: (True, 0),
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._state = state
+        self._load = load
+        self._check_ready = check_ready
+        self._is_closed = False
+        self._interval_s = interval_s
+        self._open: Counter[str] = Counter()
+        self._encoded: OrderedDict[str, None] = OrderedDict()
+        self._listeners: set[_Listener] = set()
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        """(method, path, handler)."""
+        return [("GET", "/reports", self._reports)]
+
+    @contextmanager
+    def call(self, stage: Stage, request_id: str) -> Iterator[None]:
+        """A stage call that has just come, until it is answered or its answer has begun."""
+        key = stage.value + request_id
+        self._open[key] += 1
+        self._changed(key)
+        try:
+            yield
+        finally:
+            self._open[key] -= 1
+            if not self._open[key]:
+                del self._open[key]
+            self._changed(None)
+
+    def _changed(self, received: str | None) -> None:
+        much = max(_MANY, _MANY_PART * len(self._open))
+        is_turn = len(self._open) <= 1  # from idle to busy, or back
+        for listener in self._listeners:
+            if received is not None:
+                listener.received.append(received)
+            listener.num_changes += 1
+            if is_turn or listener.num_changes >= much:
+                listener.much_changed.set()
+
+    def will_have(self, mm_hash: str) -> bool:
+        """A feature is here, or is being made: it is best asked for here. False where that was said before."""
+        if mm_hash in self._encoded:
+            self._encoded.move_to_end(mm_hash)
+            return False
+        self.has_again(mm_hash)
+        return True
+
+    def will_not_have(self, mm_hash: str) -> None:
+        """It could not be made. Who was told otherwise finds out by asking."""
+        self._encoded.pop(mm_hash, None)
+
+    def has_again(self, mm_hash: str) -> None:
+        """It had been evicted meanwhile."""
+        self._encoded[mm_hash] = None
+        if len(self._encoded) > _MAX_ENCODED:
+            self._encoded.popitem(last=False)
+        for listener in self._listeners:
+            listener.encoded.append(mm_hash)
+
+    def state_changed(self) -> None:
+        """Tell all listeners now."""
+        for listener in self._listeners:
+            listener.much_changed.set()
+
+    def close(self) -> None:
+        """End all streams, each with a last report that says so."""
+        self._is_closed = True
+        self.state_changed()
+
+    async def _reports(self, body: bytes) -> Reply:
+        self._check_ready()
+        return Reply(headers=(NDJSON,), stream=self._stream())
+
+    async def _stream(self) -> AsyncGenerator[bytes, None]:
+        listener = _Listener(list(self._open.elements()), list(self._encoded))
+        self._listeners.add(listener)
+        try:
+            while True:
+                received, listener.received = listener.received[:_MAX_NAMES], listener.received[_MAX_NAMES:]
+                encoded, listener.encoded = listener.encoded[:_MAX_NAMES], listener.encoded[_MAX_NAMES:]
+                has_more = bool(listener.received or listener.encoded)
+                listener.num_changes = 0
+                listener.much_changed.clear()
+                ready, epoch = self._state()
+                report = instance_state.Report(
+                    load=self._load(),
+                    ready=ready and not self._is_closed,
+                    received=received,
+                    encoded=encoded,
+                    epoch=epoch,
+                )
+                yield msgspec.json.encode(report) + b"\n"
+                if self._is_closed:
+                    return
+                await asyncio.sleep(_LEAST_INTERVAL_S)
+                if not has_more:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(self._interval_s - _LEAST_INTERVAL_S):
+                            await listener.much_changed.wait()
+        finally:
+            self._listeners.discard(listener)
+
+
+#: After so many seconds without work a rate is old: the machine may be another by now.
+_FRESH_S = 60.0
+#: With fewer prompt tokens a step's time is its own, not that of the tokens: a probe's, or that of what the cache
+#: does not hold of a prompt.
+_FEWEST_TOKENS = 16
+#: Of a new sequence in the mean of output lengths, of a new prompt in that of tokens per character.
+_GAIN = 0.05
+
+
+class StageRates:
+    """Rates of the stages and lengths of answers and prompts.
+
+    Each method is called on one thread only; readers may see a value that is one batch old.
+
+    Attributes:
+        mean_output_tokens: of sequences that ended here; 0: none has.
+        tokens_per_character: of prompts, media apart; 0: there was none.
+        busy_s: seconds that each stage has computed, by its letter; a step with prompts counts as prefill.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._fits = {stage: RateFit() for stage in Stage}
+        self._measured_s = dict.fromkeys(Stage, 0.0)
+        self.mean_output_tokens = 0.0
+        self.tokens_per_character = 0.0
+        self.busy_s = {stage.value: 0.0 for stage in Stage}
+
+    def report(self) -> dict[str, StageRate]:
+        """By stage, without those that have not worked."""
+        now = self._clock()
+        return {
+            stage.value: StageRate(fit.base_s, fit.unit_s, is_fresh=now - self._measured_s[stage] < _FRESH_S)
+            for stage, fit in self._fits.items()
+            if fit.is_known
+        }
+
+    def encoded(self, num_pixels: int, seconds: float) -> None:
+        """A batch of images kept the encoder busy, on the tower's thread."""
+        self.busy_s[Stage.ENCODE] += seconds
+        self._observe(Stage.ENCODE, num_pixels, seconds)
+
+    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        """A step that has just ended, on the engine's thread.
+
+        A step without prompts is one of decodes; of a mixed one, what its decodes take is not the prompts'.
+        """
+        num_decodes = len(output.decodes)
+        self.busy_s[Stage.PREFILL if output.prefills else Stage.DECODE] += seconds
+        if output.prefills:
+            num_tokens = output.num_tokens - num_decodes
+            if num_tokens >= _FEWEST_TOKENS:
+                seconds -= self._fits[Stage.DECODE].unit_s * num_decodes
+                self._observe(Stage.PREFILL, num_tokens, seconds)
+        else:
+            self._observe(Stage.DECODE, num_decodes, seconds)
+        for sequence in output.decodes:
+            if sequence.state is SequenceState.FINISHED:
+                self.mean_output_tokens = _towards(self.mean_output_tokens, len(sequence.output_ids))
+
+    def prompted(self, num_characters: int, num_tokens: int) -> None:
+        """A prompt's text became so many tokens, media apart, on the thread that tokenises."""
+        if num_characters:
+            self.tokens_per_character = _towards(self.tokens_per_character, num_tokens / num_characters)
+
+    def _observe(self, stage: Stage, units: int, seconds: float) -> None:
+        self._fits[stage].observe(units, seconds)
+        self._measured_s[stage] = self._clock()
+
+
+def _towards(mean: float, value: float) -> float:
+    return mean + _GAIN * (value - mean) if mean else float(value)
+
+
+#: What a batch weighs after the next one: about the last twenty count.
+_MEMORY = 0.95
+#: A batch counts as so many times longer or shorter than expected at most: what else a machine does is noise.
+_OUTLIER = 4.0
+#: Relative spread of sizes below which they cannot tell the two parts of a rate apart.
+_SPREAD = 0.05
+#: The least part of a batch's time that goes by its size.
+_LEAST_UNIT_SHARE = 0.02
+
+
+@dataclass(slots=True)
+class RateFit:
+    """``seconds = base_s + unit_s * units`` by least squares over batches, older ones counting less.
+
+    Neither part is negative. Where all batches are of one size, the base stays as it was; the rest goes by size.
+    """
+
+    base_s: float = 0.0
+    unit_s: float = 0.0
+    _weight: float = 0.0
+    _units: float = 0.0
+    _seconds: float = 0.0
+    _squares: float = 0.0
+    _products: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return self._weight > 0
+
+    def observe(self, units: float, seconds: float) -> None:
+        """One batch of ``units`` > 0 took ``seconds`` > 0; others are ignored."""
+        if units <= 0 or seconds <= 0:
+            return
+        if self._weight > 2:
+            expected = self.base_s + self.unit_s * units
+            seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
+        self._weight = _MEMORY * self._weight + 1
+        self._units = _MEMORY * self._units + units
+        self._seconds = _MEMORY * self._seconds + seconds
+        self._squares = _MEMORY * self._squares + units * units
+        self._products = _MEMORY * self._products + units * seconds
+        mean_units, mean_s = self._units / self._weight, self._seconds / self._weight
+        variance = self._squares / self._weight - mean_units**2
+        if variance > (_SPREAD * mean_units) ** 2:
+            slope = (self._products / self._weight - mean_units * mean_s) / variance
+        else:
+            slope = (mean_s - self.base_s) / mean_units
+        self.unit_s = min(max(slope, _LEAST_UNIT_SHARE * mean_s / mean_units), mean_s / mean_units)
+        self.base_s = max(mean_s - self.unit_s * mean_units, 0.0)
