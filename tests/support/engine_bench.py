@@ -88,6 +88,7 @@ class EngineBench(EngineHooks):
             memory.tensor,
             num_position_axes=self.family.num_position_axes,
             graph_sizes=decode_graph_sizes(self.budget.max_num_seqs),
+            max_num_seqs=self.budget.max_num_seqs,
             max_model_len=language.max_model_len,
             emulation=self.emulation,
         )

@@ -16,7 +16,7 @@ from device.emulated.tensors import COPYING
 from epd_serve.config import InstanceOptions
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.shape import shape_of
-from epd_serve.engine.step_inputs import StepInputs, integers
+from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.sched.step_cost import StepWork
 from epd_serve.transfer.shaped import over_emulated_links
 from epd_serve.transfer.transport import Transport
@@ -64,14 +64,15 @@ class Emulation:
         return self._time.profile.feature_token_bytes / (shape_of(str(model)).language.hidden * value_bytes)
 
     @contextmanager
-    def step(self, inputs: StepInputs, kv: Tensor, num_parts: int) -> Iterator[Callable[[], None]]:
+    def step(self, inputs: StepInputs, kv: Tensor, places: Tensor, num_parts: int) -> Iterator[Callable[[], None]]:
         """A context in which a step is launched; as :meth:`~device.emulated.accelerator.EmulatedDevice.timed`.
 
         Args:
             kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim], of which what the step writes is unknown
                 until it has.
+            places: the slots [tokens] that it writes.
         """
-        slots, places = kv.flatten(2, 3), integers(inputs.slots, kv.device)
+        slots = kv.flatten(2, 3)
         slots.index_fill_(2, places, math.nan)
         chunks = zip(inputs.prefill_query_lens, inputs.prefill_context_lens, strict=True)
         work = StepWork.of(inputs.decode_context_lens, [(end - count, count) for count, end in chunks])
