@@ -162,7 +162,7 @@ class StepExecutor:
                 states=to_device(torch.tensor(inputs.states), target) if inputs.states else None,
             ),
             integers(inputs.rows, target),
-            None if features is None else features.to(target),
+            None if features is None else to_device(features, target),
             None if features is None else integers(inputs.feature_rows, target),
             logprobs,
         )
