@@ -302,7 +302,7 @@ def _recording() -> list[Callable[[], None]] | None:
 def never_waiting() -> Iterator[None]:
     """A context in which this thread may not wait for a device, nor copy to one from memory that is not pinned.
 
-    Like ``torch.cuda.set_sync_debug_mode("error")`` on a GPU, but for waits of every kind: they raise RuntimeError.
+    Waits raise RuntimeError, as with ``torch.cuda.set_sync_debug_mode("error")`` on a GPU, but of every kind.
     """
     before, _LOCAL.never_waits = getattr(_LOCAL, "never_waits", False), True
     try:

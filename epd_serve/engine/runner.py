@@ -43,6 +43,7 @@ class LanguageRunner:
         self._num_position_axes = num_position_axes
         self._followers = followers
         self._tables = DecodeTables(block_size, executor.num_seats)
+        self._decoding = SampledRows([])
 
     def activate(self) -> None:
         """Make its device that of this thread, which is to launch steps."""
@@ -82,7 +83,10 @@ class LanguageRunner:
             logits = self._executor.compute(inputs, on_layer, fed, logprobs)
         finished = [s for s, count in output.prefills if s.num_computed + count == s.num_tokens]
         scored = None if logprobs is None else Scored(logprobs, batch.scored)
-        return LaunchedStep(self._sampler, logits, [*output.decodes, *finished], scored)
+        if not finished and output.decodes != self._decoding.sequences:
+            self._decoding = SampledRows(output.decodes)
+        sampled = SampledRows([*output.decodes, *finished]) if finished else self._decoding
+        return LaunchedStep(self._sampler, logits, sampled, scored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +102,31 @@ class Scored:
             sequence.logprobs[index] = msgspec.structs.replace(logprob, top=logprob.top[:wanted])
 
 
+class SampledRows:
+    """The sequences of a step that get tokens; the same ones as long as they decode.
+
+    Attributes:
+        rows: one for each token. by_row: the sequence of each.
+        decoding: whether a sequence gets one token, and not its first ones.
+    """
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.rows = [Row(s, index) for s in sequences for index in range(s.index, s.index + s.num_sampled)]
+        self.by_row = [row.sequence for row in self.rows]
+        self.decoding = [bool(sequence.output_ids) for sequence in sequences]
+
+
 class LaunchedStep:
     """A step that the device computes: :meth:`sample`, then :meth:`read`."""
 
     def __init__(
-        self, sampler: Sampler, logits: Tensor, sampled: list[Sequence], scored: Scored | None = None
+        self, sampler: Sampler, logits: Tensor, sampled: SampledRows, scored: Scored | None = None
     ) -> None:
         self._scored = scored
         self._sampler = sampler
         self._logits = logits
-        self._decoding = [bool(sequence.output_ids) for sequence in sampled]
         self._sampled = sampled
-        self._rows = [Row(s, index) for s in sampled for index in range(s.index, s.index + s.num_sampled)]
-        self._places = {row.sequence: place for place, row in enumerate(self._rows)}
         self._sampling: Sampling | None = None
         self._computed: Readback | None = None
 
@@ -118,20 +134,24 @@ class LaunchedStep:
         """Let the device choose the tokens; those before them must be known."""
         if self._scored is not None:
             self._scored.logprobs.send()
-        if not self._rows:
+        rows, sequences = self._sampled.rows, self._sampled.sequences
+        if not rows:
             self._computed = Readback(self._logits)  # of no rows: its end is that of the step
             return
         logits = self._logits
-        if len(self._rows) > len(self._sampled):
-            place = {sequence: i for i, sequence in enumerate(self._sampled)}
-            logits = logits[on_device(logits, [place[row.sequence] for row in self._rows])]
-        self._sampling = self._sampler.sample(logits, self._rows)
+        if len(rows) > len(sequences):
+            place = {sequence: i for i, sequence in enumerate(sequences)}
+            logits = logits[on_device(logits, [place[sequence] for sequence in self._sampled.by_row])]
+        self._sampling = self._sampler.sample(logits, rows)
 
     def tokens_of(self, sequences: list[Sequence]) -> Tensor:
         """[len(sequences)] on the device, which may not have chosen them yet."""
         assert self._sampling is not None, "sample() comes first"
         tokens = self._sampling.tokens
-        return tokens.index_select(0, on_device(tokens, [self._places[sequence] for sequence in sequences]))
+        if sequences == self._sampled.by_row:
+            return tokens
+        places = {sequence: place for place, sequence in enumerate(self._sampled.by_row)}
+        return tokens.index_select(0, on_device(tokens, [places[sequence] for sequence in sequences]))
 
     def read(self) -> StepResult:
         """Wait for the end of the step, and hand each sequence the log-probabilities of its known tokens."""
@@ -141,7 +161,7 @@ class LaunchedStep:
             self._scored.hand_out()
         tokens = iter([] if self._sampling is None else self._sampling.read())
         result = StepResult([], [])
-        for sequence, is_decoding in zip(self._sampled, self._decoding, strict=True):
+        for sequence, is_decoding in zip(self._sampled.sequences, self._sampled.decoding, strict=True):
             if is_decoding:
                 result.decoded.append((sequence, next(tokens)))
             else:

@@ -233,19 +233,26 @@ class Sampler:
         self._scores = torch.empty(0, 0)
         self._drawer: RowDrawer | None = None
         self._ends: Tensor | None = None
+        self._rows: AbstractSequence[Row] = ()
+        self._asking: list[int] = []
+        self._counts: dict[int, int] = {}
 
     def sample(self, logits: Tensor, rows: AbstractSequence[Row]) -> Sampling:
         """Choose tokens from ``logits`` [len(rows), vocab]; does not wait for the device.
 
-        The largest is sought in the logits' own dtype; what is computed from them is float32.
+        ``rows`` never change, and may be given again. The largest is sought in the logits' own dtype; what is
+        computed from them is float32.
         """
+        if rows is not self._rows:  # a step often has those of the step before
+            self._rows = rows
+            self._asking = [i for i, row in enumerate(rows) if _may_be_worked(row)]
+            self._counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
         # what was given up has no rules any more, and may lack the tokens that they are about
-        ruled = [i for i, row in enumerate(rows) if row.sequence.goes_on]
+        ruled = [i for i in self._asking if rows[i].sequence.goes_on]
         worked = [i for i in ruled if not rows[i].sampling.greedy or _is_constrained(rows[i])]
         tokens = self._work(logits, rows, worked) if worked else self._ops.argmax(logits)
-        counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
-        if counts:
-            return _with_logprobs(logits, tokens, counts)
+        if self._counts:
+            return _with_logprobs(logits, tokens, self._counts)
         ids = Readback(_marked(logits, tokens))
         return Sampling(tokens, lambda: [SampledToken(token) for token in _known(ids.wait().tolist())])
 
@@ -318,6 +325,13 @@ class Sampler:
         if len(self._scores) < len(some) or self._scores.shape[1:] != logits.shape[1:]:
             self._scores = torch.empty(some.shape)
         return self._scores[: len(some)].copy_(some)
+
+
+def _may_be_worked(row: Row) -> bool:
+    """Whether a row is more than greedy in some of its steps."""
+    sampling = row.sampling
+    is_ruled = sampling.has_token_lists or sampling.min_tokens or row.sequence.constraint is not None
+    return bool(not sampling.greedy or sampling.penalised or is_ruled)
 
 
 def _is_held_back(row: Row) -> bool:
