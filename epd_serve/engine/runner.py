@@ -217,9 +217,9 @@ class _Batch:
             index = torch.arange(max(start, length), end) + sequence.position_delta
             self._positions.append(index.expand(len(sequence.positions), -1))
             self._mark_fed(sequence)
-        index, first = np.arange(start, end), start // self._block_size
+        tokens, first = np.arange(start, end), start // self._block_size
         own = np.array(sequence.blocks[first : -(-end // self._block_size)])
-        slots = own[index // self._block_size - first] * self._block_size + index % self._block_size
+        slots = own[tokens // self._block_size - first] * self._block_size + tokens % self._block_size
         self._slots += slots.tolist()
         self._prefills.append((sequence, end))
         if end == sequence.num_tokens:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny_models
 import torch
+from engine_bench import EngineBench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device.base import Device
+from device.emulated import tensors
 from device.registry import get_device
 from epd_serve.engine.decode_tables import DecodeTables, DeviceTables
+from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sequence import Sequence
 
 SIZE, SEATS, MAX_BLOCKS = 4, 5, 40
 EVENTS = ["come", "go", "move", "rest", "back", "same", "same", "same"]
@@ -74,6 +81,47 @@ def test_inputs_are_those_of_the_sequences(name: str, events: list[tuple[str, in
             assert row[:used] == one.blocks[:used]
         assert not table[len(batch) :].cpu().any()
         assert positions.tolist()[: len(batch)] == [one.length - 1 + one.delta for one in batch]
+
+
+class UploadBench(EngineBench):
+    """Counts the bytes that go to the device between the ends of two steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.num_bytes, self.steps = 0, list[tuple[list[Sequence], int]]()
+        super().__init__(*args, **kwargs)
+
+    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        self.steps.append((output.sequences, self.num_bytes))
+        self.num_bytes = 0
+        super().stepped(output, seconds)
+
+
+def test_an_ordinary_step_uploads_new_blocks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    budget = Budget(max_num_tokens=512, max_num_seqs=4)
+    bench = UploadBench(model, budget, device=device("emulated:h200:0"), runs_ahead=True)
+    pinned = tensors.pinned
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        bench.num_bytes += tensor.nbytes
+        return pinned(tensor)
+
+    monkeypatch.setattr(tensors, "pinned", counted)
+    try:
+        for number in range(4):
+            bench.engine.submit(bench.sequence(str(number), "hello " * 30, [], max_tokens=30))
+        bench.collect(4)
+    finally:
+        bench.close()
+    ordinary = [
+        num_bytes
+        for (first, _), (second, _), (third, num_bytes) in zip(
+            bench.steps, bench.steps[1:], bench.steps[2:], strict=False
+        )
+        if len(first) == 4 and first == second == third
+    ]
+    # a place and a block for each of the four, all of whose contexts fill a block at once
+    assert len(ordinary) > 20 and set(ordinary) == {0, 4 * 2 * 8}
 
 
 def test_an_ordinary_step_names_new_blocks_alone() -> None:
