@@ -537,7 +537,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         chip.launch(lambda: goal.copy_(raw), (target, source))
     else:
         # The host reads ordinary memory before it goes on, as a driver does; the device reads pinned memory.
-        if non_blocking and is_pinned(source):
+        if non_blocking and (is_pinned(source) or not source.nbytes):
             raw = source
         else:
             _check_may_wait()

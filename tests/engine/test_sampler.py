@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from device.emulated.tensors import never_waiting
 from device.registry import get_device
 from epd_serve.engine.computing import NO_TOKEN, SampledToken
-from epd_serve.engine.sampling.sampler import Row, RowDrawer, Sampler, draw_from_largest, largest
+from epd_serve.engine.sampling.sampler import DrawNumbers, Row, RowDrawer, Sampler, draw_from_largest, largest
 from epd_serve.engine.sampling.sampler import draw as draw_sorted
 from epd_serve.sequence import Sequence
 from epd_serve.types import SamplingParams
@@ -85,6 +85,19 @@ def test_the_host_waits_for_no_device_before_it_reads(logits: torch.Tensor) -> N
         sampling = Sampler(device.ops, frozenset({2})).sample(many, rows)
     assert [one.token_id for one in sampling.read()] == [one.token_id for one in expected]
     assert [expected[place].token_id for place in (0, 1, 5)] == [7, 3, 5]
+
+
+def test_numbers_of_draws_are_those_of_the_rows_however_they_go_on() -> None:
+    kept, device = DrawNumbers(), torch.device("cpu")
+    rows = [
+        Row(sequence([0] * n, seed=n << 63, temperature=0.1 * n, top_k=n), index) for n, index in ((1, 0), (0, 2))
+    ]
+    for tokens, chosen in ((1, rows), (1, rows), (0, rows), (2, rows), (1, rows[:1]), (1, rows[1:])):
+        for row in rows:
+            row.sequence.output_ids.extend([0] * tokens)
+        counters, limits = kept.of(chosen, device)
+        assert counters.numpy().view(np.uint64).tolist() == [list(row.counters) for row in chosen]
+        assert limits[:, 3].tolist() == [row.sampling.top_k for row in chosen] and limits[:, 0].min() > 0
 
 
 def test_greedy_and_drawn_rows_share_a_batch(logits: torch.Tensor) -> None:

@@ -210,6 +210,28 @@ def _column(like: Tensor, values: list[float]) -> Tensor:
     return on_device(like, values, torch.float32).unsqueeze(1)
 
 
+class DrawNumbers:
+    """The counters and limits of :class:`device.base.Draw`. They stay on the device while the rows are the same."""
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+        self._positions = np.zeros(0, np.int64)
+        self._numbers: tuple[Tensor, Tensor]
+
+    def of(self, rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Those of the rows' next tokens; they hold until the next call."""
+        positions = np.array([len(row.sequence.output_ids) for row in rows])
+        if rows == self._rows and np.array_equal(positions, self._positions + 1):
+            self._numbers[0][:, 2] += 1
+        else:
+            counters = np.array([row.counters for row in rows], dtype=np.uint64).view(np.int64)
+            limits = torch.tensor([(p.temperature, p.min_p, p.top_p, p.top_k) for p in (r.sampling for r in rows)])
+            limits[:, 0].clamp_(min=_MIN_TEMPERATURE)
+            self._numbers = to_device(torch.from_numpy(counters), device), to_device(limits, device)
+        self._rows, self._positions = rows, positions
+        return self._numbers
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Tokens that the device chooses.
@@ -230,6 +252,7 @@ class Sampler:
         self._ops = ops
         self._eos_token_ids = eos_token_ids
         self._penalties = Penalties()
+        self._numbers = DrawNumbers()
         self._scores = torch.empty(0, 0)
         self._drawer: RowDrawer | None = None
         self._ends: Tensor | None = None
@@ -289,11 +312,7 @@ class Sampler:
 
     def _draw_unsorted(self, scores: Tensor, rows: list[Row]) -> Tensor:
         assert self._ops.draw is not None
-        counters = np.array([row.counters for row in rows], dtype=np.uint64).view(np.int64)
-        limits = [(p.temperature, p.min_p, p.top_p, p.top_k) for p in (row.sampling for row in rows)]
-        numbers = torch.from_numpy(counters), torch.tensor(limits, dtype=torch.float32)
-        numbers[1][:, 0].clamp_(min=_MIN_TEMPERATURE)
-        return self._ops.draw(scores, *(to_device(one, scores.device) for one in numbers))
+        return self._ops.draw(scores, *self._numbers.of(rows, scores.device))
 
     def _draw_rows(self, scores: Tensor | list[Tensor], rows: list[Row]) -> Tensor:
         if self._drawer is None or self._drawer.width != len(scores[0]):
