@@ -211,7 +211,7 @@ def _column(like: Tensor, values: list[float]) -> Tensor:
 
 
 class DrawNumbers:
-    """The counters and limits of :class:`device.base.Draw`. They stay on the device while the rows are the same."""
+    """Counters and limits of :class:`device.base.Draw`, which stay on the device while the rows are the same."""
 
     def __init__(self) -> None:
         self._rows: list[Row] = []
