@@ -258,6 +258,7 @@ class Sampler:
         self._ends: Tensor | None = None
         self._rows: AbstractSequence[Row] = ()
         self._asking: list[int] = []
+        self._bound: set[int] = set()
         self._counts: dict[int, int] = {}
 
     def sample(self, logits: Tensor, rows: AbstractSequence[Row]) -> Sampling:
@@ -268,11 +269,14 @@ class Sampler:
         """
         if rows is not self._rows:  # a step often has those of the step before
             self._rows = rows
-            self._asking = [i for i, row in enumerate(rows) if _may_be_worked(row)]
+            self._bound = {i for i, row in enumerate(rows) if _may_be_constrained(row)}
+            self._asking = [i for i, row in enumerate(rows) if i in self._bound or not row.sampling.greedy]
             self._counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
         # what was given up has no rules any more, and may lack the tokens that they are about
         ruled = [i for i in self._asking if rows[i].sequence.goes_on]
-        worked = [i for i in ruled if not rows[i].sampling.greedy or _is_constrained(rows[i])]
+        worked = [
+            i for i in ruled if i not in self._bound or not rows[i].sampling.greedy or _is_constrained(rows[i])
+        ]
         tokens = self._work(logits, rows, worked) if worked else self._ops.argmax(logits)
         if self._counts:
             return _with_logprobs(logits, tokens, self._counts)
@@ -285,8 +289,8 @@ class Sampler:
             tokens = self._ops.argmax(logits)
         else:
             tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
-        by_rows = [i for i in worked if logits.device.type == "cpu" and _is_plain(rows[i])]
-        copied = [i for i in worked if i not in by_rows]
+        by_rows = [i for i in worked if _is_plain(rows[i])] if logits.device.type == "cpu" else []
+        copied = sorted({*worked} - {*by_rows}) if by_rows else worked
         scores = self._constrained(logits, rows, copied) if copied else logits
         ways: dict[Callable[[Tensor, list[Row]], Tensor], list[int]] = {}
         for place, i in enumerate(copied):
@@ -294,6 +298,8 @@ class Sampler:
         for way, places in ways.items():
             some = scores if len(places) == len(copied) else scores[on_device(scores, places)]
             chosen = way(some, [rows[copied[place]] for place in places])
+            if len(places) == len(rows):
+                return chosen
             tokens = tokens.index_copy(0, on_device(tokens, [copied[place] for place in places]), chosen)
         if by_rows:
             drawn = self._draw_rows([logits[i] for i in by_rows], [rows[i] for i in by_rows])
@@ -321,8 +327,10 @@ class Sampler:
 
     def _constrained(self, logits: Tensor, rows: AbstractSequence[Row], which: list[int]) -> Tensor:
         """Rows in float32 with penalties, min_tokens and what requests forbid, [len(which), vocab]."""
-        some = [rows[i] for i in which]
         scores = self._copy(logits, which)
+        if self._bound.isdisjoint(which):
+            return scores
+        some = [rows[i] for i in which]
         self._penalties.apply(scores, some)
         for values, row in zip(scores, some, strict=True):
             if _is_held_back(row):
@@ -346,11 +354,9 @@ class Sampler:
         return self._scores[: len(some)].copy_(some)
 
 
-def _may_be_worked(row: Row) -> bool:
-    """Whether a row is more than greedy in some of its steps."""
-    sampling = row.sampling
-    is_ruled = sampling.has_token_lists or sampling.min_tokens or row.sequence.constraint is not None
-    return bool(not sampling.greedy or sampling.penalised or is_ruled)
+def _may_be_constrained(row: Row) -> bool:
+    """Whether :func:`_is_constrained` may say so in some step."""
+    return row.sampling.min_tokens > 0 or _is_constrained(row)
 
 
 def _is_held_back(row: Row) -> bool:
