@@ -257,8 +257,9 @@ class Sampler:
         self._drawer: RowDrawer | None = None
         self._ends: Tensor | None = None
         self._rows: AbstractSequence[Row] = ()
-        self._asking: list[int] = []
-        self._bound: set[int] = set()
+        self._asking: list[int] = []  # rows that may be more than greedy
+        self._bound: set[int] = set()  # rows of which something may be required or forbidden
+        self._ways: dict[int, Callable[[Tensor, list[Row]], Tensor]] = {}
         self._counts: dict[int, int] = {}
 
     def sample(self, logits: Tensor, rows: AbstractSequence[Row]) -> Sampling:
@@ -271,6 +272,7 @@ class Sampler:
             self._rows = rows
             self._bound = {i for i, row in enumerate(rows) if _may_be_constrained(row)}
             self._asking = [i for i, row in enumerate(rows) if i in self._bound or not row.sampling.greedy]
+            self._ways = {i: self._way(rows[i], logits.device.type) for i in self._asking}
             self._counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
         # what was given up has no rules any more, and may lack the tokens that they are about
         ruled = [i for i in self._asking if rows[i].sequence.goes_on]
@@ -294,7 +296,7 @@ class Sampler:
         scores = self._constrained(logits, rows, copied) if copied else logits
         ways: dict[Callable[[Tensor, list[Row]], Tensor], list[int]] = {}
         for place, i in enumerate(copied):
-            ways.setdefault(self._way(rows[i], logits.device.type), []).append(place)
+            ways.setdefault(self._ways[i], []).append(place)
         for way, places in ways.items():
             some = scores if len(places) == len(copied) else scores[on_device(scores, places)]
             chosen = way(some, [rows[copied[place]] for place in places])
