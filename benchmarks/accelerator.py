@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,19 @@ def empty_cache(device: Device) -> None:
     gc.collect()
     if device.type in ("cuda", "npu"):
         torch.get_device_module(device.type).empty_cache()
+
+
+@contextmanager
+def never_waiting(device: Device) -> Iterator[None]:
+    """A context in which torch refuses what would let the host wait for a GPU; nothing on other devices."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def run_parts(device: Device, result: dict[str, Any], parts: Mapping[str, Part], chosen: Collection[str]) -> bool:

@@ -39,7 +39,7 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
 
 BLOCK_SIZE = 16
-MAX_TOKENS_PER_STEP = 4096
+MAX_TOKENS_PER_STEP, MAX_NUM_SEQS = 4096, 256
 
 
 class TimedExecutor(StepExecutor):
@@ -89,6 +89,7 @@ class NativeEngine(EngineHooks):
             kv,
             num_position_axes=self._axes,
             graph_sizes=graph_sizes,
+            max_num_seqs=MAX_NUM_SEQS,
             max_model_len=model.max_model_len,
         )
         runner = LanguageRunner(
@@ -102,7 +103,7 @@ class NativeEngine(EngineHooks):
         self._engine = Engine(
             BlockPool(num_blocks, BLOCK_SIZE),
             memory,
-            Budget(max_num_tokens=MAX_TOKENS_PER_STEP, max_num_seqs=256),
+            Budget(max_num_tokens=MAX_TOKENS_PER_STEP, max_num_seqs=MAX_NUM_SEQS),
             self,
             eos_token_ids=frozenset(),
         )

@@ -70,7 +70,7 @@ class _Prefill:
         blocks = sum(contexts) // BLOCK_SIZE
         shape = (2, blocks + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
         self.kv_layer = torch.randn(shape, dtype=torch.bfloat16, device=where)
-        self.table = torch.randperm(blocks, device=where).view(len(contexts), -1) + 1
+        self.table = torch.randperm(blocks, device=where, dtype=torch.int32).view(len(contexts), -1) + 1
         slots = (self.table[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=where)).flatten(1)
         self.slots = slots[:, contexts[0] - queries[0] :].flatten()
         stored = self.kv_layer.view(2, -1, KV_HEADS, HEAD_DIM)
@@ -83,7 +83,7 @@ class _Prefill:
             slot_mapping=self.slots,
             num_decodes=0,
             decode_block_table=self.table[:0],
-            decode_context_lens=self.table.new_zeros(0),
+            decode_context_lens=self.table.new_zeros(0, dtype=torch.int64),
             decode_context_lens_host=[],
             prefill_query_lens=self.queries,
             prefill_context_lens=self.contexts,

@@ -98,7 +98,7 @@ class _Inputs:
         shape = (LAYERS, 2, blocks + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
         self.kv = torch.empty(shape, dtype=torch.bfloat16, device=where).normal_()
         self.ids = torch.randint(VOCABULARY, (batch,), device=where)
-        self.table = torch.randperm(blocks, device=where).view(batch, -1) + 1
+        self.table = torch.randperm(blocks, device=where, dtype=torch.int32).view(batch, -1) + 1
         self.lengths = torch.full((batch,), context, dtype=torch.int64, device=where)
         self.slots = torch.empty_like(self.lengths)
         self.positions = torch.empty(3, batch, dtype=torch.int64, device=where)

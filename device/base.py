@@ -36,9 +36,10 @@ class AttnMeta:
     the tokens in the sequence up to and including this step's, so a chunk starts at ``context - query``. A chunk
     has at least one token; decodes, chunks or both may be missing.
 
-    Block 0 belongs to no sequence: it pads the tables and takes the padding's K/V. A row of padding, as a graph
-    larger than its batch has, is a decode of context 1 with a slot of block 0 and a table of zeros; its output is
-    finite and read by nobody. Tables have at least one column, and their rows may lie apart.
+    Block 0 belongs to no sequence and takes the padding's K/V. A row of padding, as a graph larger than its batch
+    has, is a decode of context 1 with a slot of block 0 and a table of zeros; its output is finite and read by
+    nobody. Tables are int32 and have at least one column; their rows may lie apart. Behind the blocks of a context
+    its row names any blocks, whose numbers may be no numbers.
     """
 
     block_size: int
@@ -46,14 +47,19 @@ class AttnMeta:
     """[num_tokens] int64: block * block_size + offset where each token's K/V goes."""
     num_decodes: int
     decode_block_table: Tensor
-    """[num_decodes, max_blocks] int64, padded with 0."""
+    """[num_decodes, max_blocks] int32."""
     decode_context_lens: Tensor
     """[num_decodes] int64."""
     decode_context_lens_host: list[int]
     prefill_query_lens: list[int]
     prefill_context_lens: list[int]
     prefill_block_table: Tensor
-    """[num_prefills, max_blocks] int64, padded with 0."""
+    """[num_prefills, max_blocks] int32."""
+
+    def __post_init__(self) -> None:
+        for table in (self.decode_block_table, self.prefill_block_table):
+            if str(table.dtype) != "torch.int32":  # compiled kernels would read something else
+                raise TypeError(f"a block table of {table.dtype}: int32 is due")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

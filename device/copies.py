@@ -11,8 +11,8 @@ from device import base
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device; itself on a CPU."""
-    if device.type == "cpu":
+    """A host tensor on the device, or one that is there already; itself on a CPU."""
+    if device.type == "cpu" or tensor.device == device:
         return tensor
     if device.type == "emulated":
         from device.emulated.tensors import pinned

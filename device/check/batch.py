@@ -79,9 +79,9 @@ class Batch:
         self.scale = head_dim**-0.5
         width = max(num_blocks, default=0) + max(1, spare_columns)
         # A step's tables are often slices of larger static ones: rows need not lie side by side.
-        table = torch.zeros(len(num_blocks), width + 3, dtype=torch.int64)
+        table = torch.zeros(len(num_blocks), width + 3, dtype=torch.int32)
         for row, blocks in zip(table, self.blocks, strict=True):
-            row[: len(blocks)] = torch.tensor(blocks, dtype=torch.int64)
+            row[: len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
         table = table[:, :width]
         contexts = [context for _, context in self.sequences[: len(decodes) + padding]]
         self.meta = AttnMeta(

@@ -264,7 +264,7 @@ class Stream:
         self._error = self._error or error
 
     def synchronize(self) -> None:
-        _check_not_recording()
+        _check_may_wait()
         self.record_event().synchronize()
         self.check()
 
@@ -298,9 +298,24 @@ def _recording() -> list[Callable[[], None]] | None:
     return getattr(_LOCAL, "recording", None)
 
 
-def _check_not_recording() -> None:
+@contextmanager
+def never_waiting() -> Iterator[None]:
+    """A context in which this thread may not wait for a device, nor copy to one from memory that is not pinned.
+
+    Waits raise RuntimeError, as with ``torch.cuda.set_sync_debug_mode("error")`` on a GPU, but of every kind.
+    """
+    before, _LOCAL.never_waits = getattr(_LOCAL, "never_waits", False), True
+    try:
+        yield
+    finally:
+        _LOCAL.never_waits = before
+
+
+def _check_may_wait() -> None:
     if _recording() is not None:
         raise RuntimeError("a step that is captured reads nothing back and waits for nothing")
+    if getattr(_LOCAL, "never_waits", False):
+        raise RuntimeError("the host waits for the device where it should not: copy through pinned memory")
 
 
 def _work(work: queue.SimpleQueue[Callable[[], None] | None], stream: weakref.ref[Stream]) -> None:
@@ -344,7 +359,7 @@ class Event:
         return self._done is None or self._done.is_set()
 
     def synchronize(self) -> None:
-        _check_not_recording()
+        _check_may_wait()
         if self._done is not None and self._stream is not None:
             self._done.wait()
             self._stream.check()
@@ -522,7 +537,11 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         chip.launch(lambda: goal.copy_(raw), (target, source))
     else:
         # The host reads ordinary memory before it goes on, as a driver does; the device reads pinned memory.
-        raw = source if non_blocking and is_pinned(source) else source.detach().clone()
+        if non_blocking and (is_pinned(source) or not source.nbytes):
+            raw = source
+        else:
+            _check_may_wait()
+            raw = source.detach().clone()
         chip.copy(lambda: goal.copy_(raw), (target, source), goal.nbytes)
         if not non_blocking:
             chip.current().synchronize()

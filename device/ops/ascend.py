@@ -124,7 +124,7 @@ class AscendOps:
         self._masks: dict[torch.device, Tensor] = {}
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AscendPlan:
-        """Int32 tables, host lists, the mask. Raises ValueError for a block size or dtype that no kernel takes."""
+        """Host lists, the mask. Raises ValueError for a block size or dtype that no kernel takes."""
         _check_block_size(meta.block_size, has_chunks=bool(meta.prefill_query_lens))
         if dtype == torch.float32 and meta.slot_mapping.device.type == "npu":
             raise ValueError("attention in float32: an NPU's takes bfloat16, and with BSND float16")
@@ -308,7 +308,7 @@ def _call(
         batch=len(query_lens),
         query_lens=list(accumulate(query_lens)) if layout == "TND" else query_lens,
         context_lens=context_lens,
-        block_table=table.to(torch.int32).contiguous(),
+        block_table=table.contiguous(),
         mask=mask,
     )
 

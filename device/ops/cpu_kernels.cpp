@@ -203,7 +203,8 @@ void epd_rotary(const bf16* states, int64_t stride, const float* cos, const floa
 
 struct Decode {
     const bf16 *query, *keys, *values;  // [batch, query_heads, dim]; [blocks, block_size, kv_heads, dim]
-    const int64_t *tables, *lengths;    // [batch, table_stride], [batch]
+    const int32_t* tables;              // [batch, table_stride]
+    const int64_t* lengths;             // [batch]
     bf16* out;                          // [batch, query_heads, dim]
     int64_t query_stride, table_stride, batch, query_heads, kv_heads, dim, block_size;
     float scale;
@@ -218,7 +219,7 @@ void epd_decode(const Decode* p) {
 #pragma omp parallel for num_threads(p->threads) schedule(dynamic)
     for (int64_t item = 0; item < p->batch * p->kv_heads; item++) {
         const int64_t sequence = item / p->kv_heads, head = item % p->kv_heads, length = p->lengths[sequence];
-        const int64_t* table = p->tables + sequence * p->table_stride;
+        const int32_t* table = p->tables + sequence * p->table_stride;
         alignas(64) uint32_t lanes[kMaxDim / 2][kLanes] = {};  // pairs of dimensions of all queries
         alignas(64) float scores[kChunk][kLanes], sums[kLanes][kMaxDim] = {}, factors[kLanes];
         for (int64_t g = 0; g < group; g++) {

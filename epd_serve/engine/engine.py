@@ -280,9 +280,9 @@ class Engine:
 
     def _fail_without_token(self, result: StepResult) -> list[EngineEvent]:
         """End requests for which no token can be chosen; those beside them go on."""
-        sampled = [*((one, [token]) for one, token in result.decoded), *result.first]
-        lacking = [
-            one for one, tokens in sampled if one.goes_on and any(each.token_id == NO_TOKEN for each in tokens)
+        lacking = [one for one, token in result.decoded if token.token_id == NO_TOKEN and one.goes_on]
+        lacking += [
+            one for one, tokens in result.first if one.goes_on and any(t.token_id == NO_TOKEN for t in tokens)
         ]
         if not lacking:
             return []

@@ -34,7 +34,6 @@ from epd_serve.engine.commands import (
 from epd_serve.engine.device_board import apply_share
 from epd_serve.engine.dual_stream import language_stream
 from epd_serve.engine.kv_memory import KVCache
-from epd_serve.engine.runner import FollowedTables
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.models.language import LanguageModel
@@ -71,7 +70,7 @@ class Follower:
             case CreateCache():
                 self._create(command)
             case StepInputs():
-                self._executor.compute(self._tables.whole(command), self._progress.passed)
+                self._executor.compute(command, self._progress.passed)
             case CopyBlock():
                 self._cache.copy_block(command.source, command.target)
             case CopyCells():
@@ -90,7 +89,6 @@ class Follower:
     def _create(self, command: CreateCache) -> None:
         heads, slab = self._model.kv_heads, map_region(command.slab)
         self._cache = KVCache(command.layout, command.num_blocks, self._device, slab, heads)
-        self._tables = FollowedTables()
         self._executor = StepExecutor.for_cache(self._model, self._device, self._cache.tensor, command)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from device.base import AttnMeta, Device, GraphRunner
 from device.copies import to_device
 from epd_serve.engine.commands import CreateCache
+from epd_serve.engine.decode_tables import DeviceTables
 from epd_serve.engine.sampling.sampler import PromptLogprobs
-from epd_serve.engine.step_inputs import Fed, StepInputs, integers
+from epd_serve.engine.step_inputs import Fed, StepInputs, block_table, integers
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 
@@ -26,8 +27,12 @@ class StepExecutor:
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
         graph_sizes: decode batch sizes to capture, where the device can; empty: none.
-        max_model_len: longest context of a captured step.
+        max_num_seqs: decodes of a step at most.
+        max_model_len: longest context of a sequence that decodes.
         emulation: the time of steps on an emulated device; None: as long as they take.
+
+    Attributes:
+        num_seats: rows of the block tables of decodes.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class StepExecutor:
         *,
         num_position_axes: int,
         graph_sizes: Sequence[int],
+        max_num_seqs: int,
         max_model_len: int,
         emulation: Emulation | None = None,
     ) -> None:
@@ -47,6 +53,13 @@ class StepExecutor:
         self._device = device
         self.device = device.torch_device
         self._kv = kv
+        self.num_seats = max([max_num_seqs, *graph_sizes])
+        self._tables = DeviceTables(
+            self.device,
+            num_seats=self.num_seats,
+            max_blocks=-(-max_model_len // kv.shape[3]),
+            block_size=kv.shape[3],
+        )
         self._graphs: DecodeGraphs | None = None
         graphs = device.graph_runner()
         if graph_sizes and graphs.captures and model.capturable:
@@ -55,9 +68,9 @@ class StepExecutor:
                 device,
                 graphs,
                 kv,
+                self._tables,
                 num_position_axes=num_position_axes,
                 sizes=graph_sizes,
-                max_blocks=-(-max_model_len // kv.shape[3]),
             )
 
     @classmethod
@@ -76,6 +89,7 @@ class StepExecutor:
             kv,
             num_position_axes=cache.num_position_axes,
             graph_sizes=cache.graph_sizes,
+            max_num_seqs=cache.max_num_seqs,
             max_model_len=cache.max_model_len,
             emulation=emulation,
         )
@@ -97,13 +111,17 @@ class StepExecutor:
             fed: the tokens of the inputs' ``fed_rows``, on the first rank's device; others have them from there.
             logprobs: takes those of the inputs' ``scored_rows``, which all ranks compute.
         """
+        self._tables.update(inputs.decodes, inputs.decode_context_lens)
         if self._emulation is None:
             return self._compute(inputs, on_layer, fed, logprobs)
+        slots = integers(inputs.slots, self.device)
+        if count := len(inputs.decode_context_lens):
+            slots = torch.cat([self._tables.next_slots(count), slots])
         if on_layer is None:
-            with self._emulation.step(inputs, self._kv, 1):
+            with self._emulation.step(inputs, self._kv, slots, 1):
                 return self._compute(inputs, None, fed, logprobs)
         tell = on_layer
-        with self._emulation.step(inputs, self._kv, self._model.num_layers + 1) as next_part:
+        with self._emulation.step(inputs, self._kv, slots, self._model.num_layers + 1) as next_part:
 
             def after_layer(layer: int) -> None:
                 next_part()
@@ -126,7 +144,8 @@ class StepExecutor:
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs.run(inputs, fed)
         target = self.device
-        plan = self._device.ops.prepare(inputs.meta(self._kv.shape[3], target), self._model.dtype)
+        meta, positions = self._pack(inputs)
+        plan = self._device.ops.prepare(meta, self._model.dtype)
         features, ids = inputs.features, integers(inputs.ids, target)
         if fed is not None:
             fed.put(ids)
@@ -134,7 +153,7 @@ class StepExecutor:
             logprobs = PromptLogprobs(inputs, target)
         return self._model.forward(
             ids,
-            to_device(inputs.positions, target),
+            positions,
             StepContext(
                 plan=plan,
                 kv=self._kv,
@@ -143,23 +162,43 @@ class StepExecutor:
                 states=to_device(torch.tensor(inputs.states), target) if inputs.states else None,
             ),
             integers(inputs.rows, target),
-            None if features is None else features.to(target),
+            None if features is None else to_device(features, target),
             None if features is None else integers(inputs.feature_rows, target),
             logprobs,
         )
+
+    def _pack(self, inputs: StepInputs) -> tuple[AttnMeta, Tensor]:
+        """The sequences of a step that is computed eagerly, and the positions [axes, T] of its tokens."""
+        target, count = self.device, len(inputs.decode_context_lens)
+        slots, positions = integers(inputs.slots, target), to_device(inputs.positions, target)
+        prefills = to_device(block_table(inputs.prefill_blocks), target)
+        decodes, lens = prefills[:0], slots[:0]
+        if count:
+            width = -(-max(inputs.decode_context_lens) // self._kv.shape[3])
+            own_slots, own_positions, decodes, lens = self._tables.advance(count, width)
+            slots = torch.cat([own_slots, slots])
+            positions = torch.cat([own_positions.expand(len(positions), -1), positions], dim=1)
+        meta = AttnMeta(
+            block_size=self._kv.shape[3],
+            slot_mapping=slots,
+            num_decodes=count,
+            decode_block_table=decodes,
+            decode_context_lens=lens,
+            decode_context_lens_host=inputs.decode_context_lens,
+            prefill_query_lens=inputs.prefill_query_lens,
+            prefill_context_lens=inputs.prefill_context_lens,
+            prefill_block_table=prefills,
+        )
+        return meta, positions
 
 
 class DecodeGraphs:
     """Captures the model's decode step at its making; the steps read their inputs from buffers that stay.
 
-    Rows beyond a batch write into block 0, which belongs to no sequence, and see one token. Each has a slot of its
-    own there as long as there are some: an NPU's write says nothing of slots that are written twice.
-
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
         num_position_axes: rows of the rotary positions.
         sizes: sizes of the batches to capture, ascending; larger ones do not run here.
-        max_blocks: longest context, in blocks.
     """
 
     def __init__(
@@ -168,74 +207,50 @@ class DecodeGraphs:
         device: Device,
         graphs: GraphRunner,
         kv: Tensor,
+        tables: DeviceTables,
         *,
         num_position_axes: int,
         sizes: Sequence[int],
-        max_blocks: int,
     ) -> None:
         self._model = model
         self._device = device
         self._graphs = graphs
         self._kv = kv
-        self._max_blocks = max_blocks
+        self._tables = tables
+        self._num_position_axes = num_position_axes
         self._sizes = sizes
-        max_size = sizes[-1]
-        target = device.torch_device
-        self._ids = torch.zeros(max_size, dtype=torch.long, device=target)
-        self._positions = torch.zeros(num_position_axes, max_size, dtype=torch.long, device=target)
-        self._slots = torch.tensor(self._spare_slots(max_size), dtype=torch.long, device=target)
-        self._table = torch.zeros(max_size, max_blocks, dtype=torch.long, device=target)
-        self._context_lens = torch.ones(max_size, dtype=torch.long, device=target)
+        self._ids = torch.zeros(sizes[-1], dtype=torch.long, device=device.torch_device)
         for size in reversed(self._sizes):  # the largest first: its memory pool serves the others
             graphs.capture(size, lambda size=size: self._step(size))  # type: ignore[misc]
 
     def fits(self, inputs: StepInputs) -> bool:
         """Whether the step consists of decodes alone and is not too large."""
-        return (
-            not inputs.prefill_query_lens
-            and 0 < len(inputs.ids) <= self._sizes[-1]
-            and inputs.decode_blocks.shape[1] <= self._max_blocks
-        )
+        return not inputs.prefill_query_lens and 0 < len(inputs.ids) <= self._sizes[-1]
 
     def run(self, inputs: StepInputs, fed: Fed | None = None) -> Tensor:
         """Logits [decodes, vocab]; overwritten by the next run."""
         count = len(inputs.ids)
         size = next(size for size in self._sizes if size >= count)
-        padding = [0] * (size - count)
-        context_lens = inputs.decode_context_lens + [1] * (size - count)
-        self._fill(self._ids[:size], inputs.ids + padding)
+        if len(inputs.fed_rows) < count:
+            self._ids[:count].copy_(integers(inputs.ids, self._ids.device))
         if fed is not None:
             fed.put(self._ids)
-        self._fill(self._slots[:size], inputs.slots + self._spare_slots(size - count))
-        self._fill(self._context_lens[:size], context_lens)
-        self._positions[:, :count].copy_(inputs.positions, non_blocking=True)
-        width = inputs.decode_blocks.shape[1]
-        blocks = self._device.pin_memory(inputs.decode_blocks)
-        self._table[:count, :width].copy_(blocks, non_blocking=True)
-        self._table[count:size, :width].zero_()
-        self._graphs.update(size, context_lens)
+        self._graphs.update(size, inputs.decode_context_lens + [1] * (size - count))
         return self._graphs.replay(size)[:count]
 
-    def _spare_slots(self, count: int) -> list[int]:
-        """Slots of block 0."""
-        return [row % self._kv.shape[3] for row in range(count)]
-
-    def _fill(self, buffer: Tensor, values: list[int]) -> None:
-        buffer.copy_(self._device.pin_memory(torch.tensor(values, dtype=torch.long)), non_blocking=True)
-
     def _step(self, size: int) -> Tensor:
-        empty = torch.empty(0, self._max_blocks, dtype=torch.long, device=self._device.torch_device)
+        slots, positions, table, context_lens = self._tables.advance(size, self._tables.max_blocks)
         meta = AttnMeta(
             block_size=self._kv.shape[3],
-            slot_mapping=self._slots[:size],
+            slot_mapping=slots,
             num_decodes=size,
-            decode_block_table=self._table[:size],
-            decode_context_lens=self._context_lens[:size],
+            decode_block_table=table,
+            decode_context_lens=context_lens,
             decode_context_lens_host=[1] * size,
             prefill_query_lens=[],
             prefill_context_lens=[],
-            prefill_block_table=empty,
+            prefill_block_table=table[:0],
         )
         plan = self._device.ops.prepare(meta, self._model.dtype)
         context = StepContext(plan=plan, kv=self._kv)
-        return self._model.forward(self._ids[:size], self._positions[:, :size], context)
+        return self._model.forward(self._ids[:size], positions.expand(self._num_position_axes, -1), context)

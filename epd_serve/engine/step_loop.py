@@ -54,6 +54,7 @@ class StepLoop:
         self._clock = clock
         self._in_flight: InFlightStep | None = None  # launched, its tokens unknown
         self._landed_s = 0.0
+        self._events: list[EngineEvent] = []  # of steps that have ended, not yet emitted
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -87,7 +88,10 @@ class StepLoop:
             self._hooks.died()
 
     def _advance(self, output: ScheduleOutput) -> None:
-        """Launch a step and end the one in flight before it; end both unless the loop runs ahead."""
+        """Launch a step and end the one in flight before it; end both unless the loop runs ahead.
+
+        Events are emitted when the device has its work: who takes them may take the interpreter's lock as well.
+        """
         before, self._in_flight = self._in_flight, None
         step: InFlightStep | None = None
         if output:
@@ -104,6 +108,12 @@ class StepLoop:
         if not self._runs_ahead and (step := self._in_flight) is not None:
             self._in_flight = None
             self._land(step, None)
+        self._emit()
+
+    def _emit(self) -> None:
+        events, self._events = self._events, []
+        if events:
+            self._hooks.emit(events)
 
     def _launch(self, output: ScheduleOutput, before: InFlightStep | None) -> InFlightStep:
         """Give a step to the device, as far as its features can be had."""
@@ -131,16 +141,13 @@ class StepLoop:
 
     def _land(self, step: InFlightStep, after: InFlightStep | None) -> None:
         """Wait for a step's tokens and give them to the engine; ``after`` is the step that was launched since."""
-        events: list[EngineEvent] = []
         with self._failing(step.output, after):
             result = StepResult([], []) if step.launched is None else step.launched.read()
             if step.groups is not None:
                 step.groups.on_computed()
-            events = self._engine.finish(result, step.output, after.output if after else None)
+            self._events += self._engine.finish(result, step.output, after.output if after else None)
             self._account(step)
             self._engine.num_steps += 1  # one that failed is no sign of life
-        if events:
-            self._hooks.emit(events)
 
     def _account(self, step: InFlightStep) -> None:
         """Tell of the time that a step took. A failure here must not take the step's tokens along."""
@@ -161,6 +168,7 @@ class StepLoop:
             yield
         except Exception as error:
             logger.exception("a step of %d tokens failed", output.num_tokens)
+            self._emit()  # tokens come before the failure of their request
             self._hooks.failed()
             self._hooks.idle()
             self._engine.fail(output, other.output if other else None, error)

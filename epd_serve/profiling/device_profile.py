@@ -231,6 +231,7 @@ def step_timer(
             KVMemory(layout, options.num_blocks + state_blocks, device, transport).tensor.zero_(),
             num_position_axes=family.num_position_axes,
             graph_sizes=decode_graph_sizes(max(DECODES)),
+            max_num_seqs=max(DECODES),
             max_model_len=min(language.max_model_len, (options.num_blocks - 1) * options.block_size),
         )
         runner = LanguageRunner(

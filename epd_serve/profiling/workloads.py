@@ -171,14 +171,14 @@ class Factory:
         size = self._block_size
         lengths = [self._sizes.context] * decodes if decodes else [prefill]
         per_sequence = -(-max(lengths) // size)
-        table = 1 + torch.arange(len(lengths) * per_sequence).view(len(lengths), per_sequence)
+        table = 1 + torch.arange(len(lengths) * per_sequence, dtype=torch.int32).view(len(lengths), per_sequence)
         first = [0] if prefill else [length - 1 for length in lengths]
         slots = [
             int(row[position // size]) * size + position % size
             for row, start, length in zip(table, first, lengths, strict=True)
             for position in range(start, length)
         ]
-        empty, target = torch.zeros(0, 1, dtype=torch.long), self._device.torch_device
+        empty, target = torch.zeros(0, 1, dtype=torch.int32), self._device.torch_device
         return AttnMeta(
             block_size=size,
             slot_mapping=torch.tensor(slots).to(target),

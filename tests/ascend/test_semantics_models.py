@@ -26,8 +26,9 @@ from device.base import (  # noqa: E402
 )
 from device.cpu import CpuDevice  # noqa: E402
 from device.ops.ascend import AscendOps, Layout  # noqa: E402
+from epd_serve.engine.decode_tables import DecodeTables  # noqa: E402
 from epd_serve.engine.step import StepExecutor  # noqa: E402
-from epd_serve.engine.step_inputs import StepInputs, block_table  # noqa: E402
+from epd_serve.engine.step_inputs import StepInputs  # noqa: E402
 from epd_serve.models.family import picture  # noqa: E402
 from epd_serve.models.language import LanguageModel  # noqa: E402
 from epd_serve.models.loader import load_family  # noqa: E402
@@ -92,8 +93,10 @@ class Instance:
             torch.zeros(kv_shape),
             num_position_axes=self.family.num_position_axes,
             graph_sizes=[1, 6],  # with up to four rows of padding
+            max_num_seqs=6,
             max_model_len=self.model.max_model_len,
         )
+        self.tables = DecodeTables(BLOCK_SIZE, 6)
 
     def request(self, seed: int, length: int) -> Request:
         image = noise(seed, (84, 56))
@@ -122,9 +125,8 @@ class Instance:
         lengths = [len(r.ids) + len(r.tokens) for r in decodes]
         axes = self.family.num_position_axes
         ids = [r.tokens[-1] for r in decodes]
-        decode_positions = [n - 1 + r.delta for n, r in zip(lengths, decodes, strict=True)]
-        positions = [torch.tensor(decode_positions, dtype=torch.long).expand(axes, -1)]
-        slots = [slot for n, r in zip(lengths, decodes, strict=True) for slot in r.slots(n - 1, n)]
+        positions = torch.zeros(axes, 0, dtype=torch.long)
+        slots: list[int] = []
         rows = list(range(len(decodes)))
         start = end = 0
         features: Tensor | None = None
@@ -137,19 +139,17 @@ class Instance:
                 features = waiting.feature[low - waiting.feature_start : high - waiting.feature_start]
                 feature_rows = list(range(len(ids) + low - start, len(ids) + high - start))
             ids += waiting.ids[start:end]
-            positions.append(waiting.positions[:, start:end])
-            slots += waiting.slots(start, end)
+            positions = waiting.positions[:, start:end]
+            slots = waiting.slots(start, end)
             if end == len(waiting.ids):
                 rows.append(len(ids) - 1)
         return StepInputs(
             ids=ids,
-            positions=torch.cat(positions, dim=1),
+            positions=positions,
             slots=slots,
             rows=rows,
             decode_context_lens=lengths,
-            decode_blocks=block_table(
-                [r.blocks[: -(-n // BLOCK_SIZE)] for n, r in zip(lengths, decodes, strict=True)]
-            ),
+            decodes=self.tables.change([r.blocks for r in decodes], lengths, [r.delta for r in decodes]),
             prefill_query_lens=[end - start] if waiting else [],
             prefill_context_lens=[end] if waiting else [],
             prefill_blocks=[waiting.blocks[: -(-end // BLOCK_SIZE)]] if waiting else [],

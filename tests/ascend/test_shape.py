@@ -37,7 +37,7 @@ def meta_of(
 ) -> AttnMeta:
     """Context lengths of decodes; (query, context) lengths of chunks."""
     tables = [
-        empty(len(lens), max((-(-n // block_size) for n in lens), default=0), dtype=torch.int64)
+        empty(len(lens), max((-(-n // block_size) for n in lens), default=0), dtype=torch.int32)
         for lens in (decodes, [context for _, context in chunks])
     ]
     fields: dict[str, Any] = {

@@ -25,8 +25,9 @@ from transformers import (  # noqa: E402
 
 from device.ascend import AscendDevice  # noqa: E402
 from device.base import EagerRunner, GraphRunner  # noqa: E402
+from epd_serve.engine.decode_tables import DecodeTables  # noqa: E402
 from epd_serve.engine.step import StepExecutor  # noqa: E402
-from epd_serve.engine.step_inputs import StepInputs, block_table  # noqa: E402
+from epd_serve.engine.step_inputs import StepInputs  # noqa: E402
 from epd_serve.models import language  # noqa: E402
 from epd_serve.models.language import LanguageModel  # noqa: E402
 
@@ -116,19 +117,21 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             dtype=torch.bfloat16,
             device=device.torch_device,
         )
-        yield StepExecutor(loaded, device, kv, num_position_axes=3, graph_sizes=[8], max_model_len=2048)
+        yield StepExecutor(
+            loaded, device, kv, num_position_axes=3, graph_sizes=[8], max_num_seqs=8, max_model_len=2048
+        )
 
 
 def inputs_of(decodes: list[int], chunks: list[tuple[int, int]], features: torch.Tensor | None) -> StepInputs:
-    tokens = len(decodes) + sum(query for query, _ in chunks)
+    tokens = sum(query for query, _ in chunks)
     blocks = [list(range(1, 2 + (n - 1) // BLOCK_SIZE)) for n in (*decodes, *(context for _, context in chunks))]
     return StepInputs(
-        ids=[1] * tokens,
+        ids=[1] * (len(decodes) + tokens),
         positions=torch.zeros(3, tokens, dtype=torch.long),
         slots=[BLOCK_SIZE] * tokens,
         rows=list(range(len(decodes) + len(chunks))),
         decode_context_lens=decodes,
-        decode_blocks=block_table(blocks[: len(decodes)]),
+        decodes=DecodeTables(BLOCK_SIZE, 8).change(blocks[: len(decodes)], decodes, [0] * len(decodes)),
         prefill_query_lens=[query for query, _ in chunks],
         prefill_context_lens=[context for _, context in chunks],
         prefill_blocks=blocks[len(decodes) :],

@@ -84,7 +84,7 @@ def test_chunks_of_one_prompt_give_what_the_whole_gives(ops: AttentionOps) -> No
                 block_size=block_size,
                 slot_mapping=whole.meta.slot_mapping[tokens],
                 num_decodes=0,
-                decode_block_table=torch.zeros(0, 1, dtype=torch.int64),
+                decode_block_table=torch.zeros(0, 1, dtype=torch.int32),
                 decode_context_lens=torch.zeros(0, dtype=torch.int64),
                 decode_context_lens_host=[],
                 prefill_query_lens=[tokens.stop - tokens.start],

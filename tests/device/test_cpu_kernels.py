@@ -85,7 +85,7 @@ def test_decodes_read_pages_where_they_lie(query_heads: int, kv_heads: int, head
     torch.manual_seed(0)
     lengths = [1, 300, 16, 129, 128]
     width = -(-max(lengths) // 16)
-    table = torch.randperm(len(lengths) * width).view(len(lengths), width) + 1
+    table = torch.randperm(len(lengths) * width, dtype=torch.int32).view(len(lengths), width) + 1
     kv = torch.randn(2, len(lengths) * width + 1, 16, kv_heads, head_dim).bfloat16()
     kv[:, 0] = float("nan")  # nobody's block
     query = torch.randn(len(lengths), query_heads + 2 * kv_heads, head_dim).bfloat16()[:, :query_heads]
@@ -98,7 +98,7 @@ def test_decodes_read_pages_where_they_lie(query_heads: int, kv_heads: int, head
         decode_context_lens_host=lengths,
         prefill_query_lens=[],
         prefill_context_lens=[],
-        prefill_block_table=torch.zeros(0, 1, dtype=torch.long),
+        prefill_block_table=torch.zeros(0, 1, dtype=torch.int32),
     )
     scale = head_dim**-0.5
     ops, exact = CpuOps(), ReferenceOps()

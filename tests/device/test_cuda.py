@@ -211,7 +211,7 @@ def test_a_captured_decode_follows_its_buffers(dtype: torch.dtype) -> None:
     query, key, value = (
         torch.randn(size, heads, 128, generator=generator, device=on, dtype=dtype) for heads in (14, 2, 2)
     )
-    table = torch.zeros(size, width, dtype=torch.int64, device=on)
+    table = torch.zeros(size, width, dtype=torch.int32, device=on)
     lengths, slots = (torch.ones(size, dtype=torch.int64, device=on) for _ in range(2))
 
     def step() -> Tensor:

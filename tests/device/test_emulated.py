@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 
 from device.base import DeviceUnavailable
 from device.emulated.accelerator import EmulatedDevice
+from device.emulated.tensors import never_waiting
 from device.emulated.timeline import WHOLE, Demand
 from device.present import EMULATED_MEMORY
 from device.registry import get_device
@@ -74,6 +75,30 @@ def test_the_device_reads_pinned_memory_when_it_comes_to_it_and_ordinary_memory_
     ordinary.fill_(7)
     assert from_pinned.tolist() == [7, 7], "the copy was still under way"
     assert from_ordinary.tolist() == [0, 0]
+
+
+def test_a_thread_that_never_waits_copies_through_pinned_memory_alone(device: EmulatedDevice) -> None:
+    where = device.torch_device
+    there, pinned = torch.ones(3, device=where), device.pin_memory(torch.ones(3))
+    waits: dict[str, Callable[[], object]] = {
+        "a blocking copy": lambda: pinned.to(where),
+        "ordinary memory": lambda: torch.ones(3).to(where, non_blocking=True),
+        "a new tensor": lambda: torch.tensor([1.0], device=where),
+        "reading back": lambda: there.cpu(),
+        "a number": lambda: there.sum().item(),
+        "a shape": lambda: there.nonzero(),
+        "an event": lambda: device.record_event().synchronize(),
+    }
+    for name, wait in waits.items():
+        with never_waiting(), pytest.raises(RuntimeError, match="the host waits for the device"):
+            wait()
+            pytest.fail(name)
+        wait()
+    with never_waiting():
+        twice = pinned.to(where, non_blocking=True) + there
+        early = twice.to("cpu", non_blocking=True)
+    device.synchronize()
+    assert early.tolist() == [2, 2, 2]
 
 
 def test_a_launch_returns_at_once(device: EmulatedDevice) -> None:

@@ -1,77 +1,138 @@
-"""The block tables of the decodes of a step are those of its sequences, whoever came, went or moved before it."""
+"""A step's decodes have the inputs of their sequences, whoever came, went, rested or moved before it."""
 
 from __future__ import annotations
 
-import numpy as np
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
 import torch
-from hypothesis import given
+from engine_bench import EngineBench
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epd_serve.engine.runner import DecodeTables, FollowedTables
-from epd_serve.engine.step_inputs import StepInputs
+from device.base import Device
+from device.emulated import tensors
+from device.registry import get_device
+from epd_serve.engine.decode_tables import DecodeTables, DeviceTables
+from epd_serve.sched.schedule import Budget, ScheduleOutput
 from epd_serve.sequence import Sequence
-from epd_serve.types import SamplingParams
 
-SIZE = 4
-
-
-def sequence(first: int) -> Sequence:
-    blocks = list(range(first, first + 2))
-    return Sequence(
-        request_id="r",
-        prompt_ids=[1],
-        sampling=SamplingParams(seed=0),
-        max_tokens=99,
-        positions=None,
-        blocks=blocks,
-    )
+SIZE, SEATS, MAX_BLOCKS = 4, 5, 40
+EVENTS = ["come", "go", "move", "rest", "back", "same", "same", "same"]
 
 
-def inputs(decode_blocks: torch.Tensor) -> StepInputs:
-    nothing: list[int] = []
-    return StepInputs(
-        ids=nothing,
-        positions=decode_blocks,
-        slots=nothing,
-        rows=nothing,
-        decode_context_lens=nothing,
-        decode_blocks=decode_blocks,
-        prefill_query_lens=nothing,
-        prefill_context_lens=nothing,
-        prefill_blocks=[],
-        features=None,
-        feature_rows=nothing,
-    )
+class Decode:
+    def __init__(self, first: int, length: int) -> None:
+        self.blocks = list(range(first, first + 2))
+        self.length, self.delta = length, first % 7 - 3
+        self.rests = False
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["come", "go", "move", "same", "same"]), st.integers(0, 9)), max_size=60)
-)
-def test_tables_follow_their_sequences(events: list[tuple[str, int]]) -> None:
-    tables, followed, first = DecodeTables(SIZE), FollowedTables(), 1
-    decodes: list[Sequence] = []
-    lens: dict[Sequence, int] = {}
-    for event, number in events:
-        if event == "come" or not decodes:
-            decodes = [*decodes, sequence(first)]
-            lens[decodes[-1]] = 1 + number % 8
-        elif event == "go":
-            decodes = [one for place, one in enumerate(decodes) if place != number % len(decodes)]
-        elif event == "move":  # it was preempted, and its blocks are others
-            one = decodes[number % len(decodes)]
-            one.blocks = list(range(first, first + len(one.blocks)))
-        else:
-            for one in decodes:
-                lens[one] += 1
-                if lens[one] > SIZE * len(one.blocks):
-                    one.blocks += [first]
-        first += 10
-        table = tables.blocks_of(decodes, [lens[one] for one in decodes])
-        used = [one.blocks[: -(-lens[one] // SIZE)] for one in decodes]
-        width = max(map(len, used), default=0)
-        expected = np.array([row + [0] * (width - len(row)) for row in used], np.int64).reshape(len(used), width)
-        np.testing.assert_array_equal(table, expected)
-        sent = tables.change(inputs(torch.from_numpy(table)))
-        assert sent.tables is not None
-        assert not sent.decode_blocks.numel() and (event != "same" or len(sent.tables.writes) <= len(decodes))
-        np.testing.assert_array_equal(followed.whole(sent).decode_blocks, expected)
+@cache
+def device(name: str) -> Device:
+    return get_device(name)
+
+
+@pytest.mark.parametrize("name", ["cpu", "emulated:h200:0"])
+@settings(max_examples=40)
+@given(events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 9)), max_size=40))
+def test_inputs_are_those_of_the_sequences(name: str, events: list[tuple[str, int]]) -> None:
+    host = DecodeTables(SIZE, SEATS)
+    of_device = DeviceTables(device(name).torch_device, num_seats=SEATS, max_blocks=MAX_BLOCKS, block_size=SIZE)
+    decodes: list[Decode] = []
+    batch: list[Decode] = []
+    for number, (event, which) in enumerate(events):
+        first, before = 1 + 10 * number, batch
+        if event == "come" and len(decodes) < SEATS:
+            decodes.append(Decode(first, 1 + which % 8))
+        elif event == "go" and decodes:
+            del decodes[which % len(decodes)]
+        elif decodes:
+            one = decodes[which % len(decodes)]
+            if event == "move":  # it was preempted, and its blocks are others
+                one.blocks = list(range(first, first + len(one.blocks)))
+            one.rests = event == "rest" or (one.rests and event != "back")
+        batch = [one for one in decodes if not one.rests]
+        for one in batch:
+            one.length += 1
+            if one.length > SIZE * len(one.blocks):
+                one.blocks += [first]
+        lens = [one.length for one in batch]
+        change = host.change([one.blocks for one in batch], lens, [one.delta for one in batch])
+        if batch == before and event == "same":
+            assert change.seats is None, "nothing is said of sequences that go on"
+            assert all(len(blocks) == 1 for _, _, blocks in change.writes), "but for blocks that are new"
+        of_device.update(change, lens)
+        if not batch:
+            continue
+        expected = [SIZE * one.blocks[(one.length - 1) // SIZE] + (one.length - 1) % SIZE for one in batch]
+        assert of_device.next_slots(len(batch)).tolist() == expected
+        size = SEATS if which % 2 else len(batch)  # with rows of padding, and without
+        slots, positions, table, contexts = of_device.advance(size, MAX_BLOCKS)
+        spare = [row % SIZE for row in range(len(batch), size)]
+        assert slots.tolist() == expected + spare
+        assert contexts.tolist() == lens + [1] * (size - len(batch))
+        assert table.dtype == torch.int32
+        for row, one in zip(table.tolist(), batch, strict=False):
+            used = -(-one.length // SIZE)
+            assert row[:used] == one.blocks[:used]
+        assert not table[len(batch) :].cpu().any()
+        assert positions.tolist()[: len(batch)] == [one.length - 1 + one.delta for one in batch]
+
+
+class UploadBench(EngineBench):
+    """Counts the bytes that go to the device between the ends of two steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.num_bytes, self.steps = 0, list[tuple[list[Sequence], int]]()
+        super().__init__(*args, **kwargs)
+
+    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        self.steps.append((output.sequences, self.num_bytes))
+        self.num_bytes = 0
+        super().stepped(output, seconds)
+
+
+def test_an_ordinary_step_uploads_new_blocks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    budget = Budget(max_num_tokens=512, max_num_seqs=4)
+    bench = UploadBench(model, budget, device=device("emulated:h200:0"), runs_ahead=True)
+    pinned = tensors.pinned
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        bench.num_bytes += tensor.nbytes
+        return pinned(tensor)
+
+    monkeypatch.setattr(tensors, "pinned", counted)
+    try:
+        for number in range(4):
+            bench.engine.submit(bench.sequence(str(number), "hello " * 30, [], max_tokens=30))
+        bench.collect(4)
+    finally:
+        bench.close()
+    ordinary = [
+        num_bytes
+        for (first, _), (second, _), (third, num_bytes) in zip(
+            bench.steps, bench.steps[1:], bench.steps[2:], strict=False
+        )
+        if len(first) == 4 and first == second == third
+    ]
+    # a place and a block for each of the four, all of whose contexts fill a block at once
+    assert len(ordinary) > 20 and set(ordinary) == {0, 4 * 2 * 8}
+
+
+def test_an_ordinary_step_names_new_blocks_alone() -> None:
+    """Of 256 sequences of any length, one in every block's tokens takes a block; nothing grows with contexts."""
+    host = DecodeTables(16, 256)
+    lens = [8000 + row for row in range(256)]
+    tables = [list(range(600)) for _ in lens]
+    sizes = []
+    for _ in range(20):
+        change = host.change(tables, lens, [0] * 256)
+        sizes.append(sum(len(blocks) for _, _, blocks in change.writes))
+        lens = [length + 1 for length in lens]
+    assert change.seats is None and sizes[0] > 500 * 256
+    assert sizes[1:] == [16] * 19

@@ -21,8 +21,9 @@ from device.emulated.timeline import EMULATED_FAULTS, Faults
 from device.registry import get_device
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.shape import shape_of
+from epd_serve.engine.decode_tables import TableChange
 from epd_serve.engine.emulated.emulation import Emulation
-from epd_serve.engine.step_inputs import StepInputs, block_table
+from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.schedule import Budget, ScheduleOutput
@@ -182,7 +183,7 @@ def test_the_time_of_a_step_is_spread_over_its_layers(tmp_path: Path, slow: floa
             slots=[BLOCK_SIZE],
             rows=[0],
             decode_context_lens=[],
-            decode_blocks=block_table([]),
+            decodes=TableChange(),
             prefill_query_lens=[1],
             prefill_context_lens=[1],
             prefill_blocks=[[1]],

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from device.emulated.tensors import never_waiting
 from device.registry import get_device
 from epd_serve.engine.computing import NO_TOKEN, SampledToken
-from epd_serve.engine.sampling.sampler import Row, RowDrawer, Sampler, draw_from_largest, largest
+from epd_serve.engine.sampling.sampler import DrawNumbers, Row, RowDrawer, Sampler, draw_from_largest, largest
 from epd_serve.engine.sampling.sampler import draw as draw_sorted
 from epd_serve.sequence import Sequence
 from epd_serve.types import SamplingParams
@@ -43,6 +44,60 @@ def draw(logits: torch.Tensor, *sequences: Sequence, eos: frozenset[int] = froze
 @pytest.fixture
 def logits() -> torch.Tensor:
     return torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+
+
+class OnlyToken:
+    """A grammar that lets one token follow."""
+
+    error = ""
+
+    def __init__(self, token: int) -> None:
+        self._mask = np.zeros(-(-VOCAB // 32), np.int32)
+        self._mask[token // 32] = 1 << token % 32
+
+    def allowed(self, output_ids: Any) -> Any:
+        return self._mask
+
+    def fork(self) -> "OnlyToken":
+        return self
+
+
+def test_the_host_waits_for_no_device_before_it_reads(logits: torch.Tensor) -> None:
+    best = int(logits.argmax())
+    bound = sequence(temperature=0.0)
+    bound.constraint = OnlyToken(5)
+    greedy = {
+        "bias": sequence(temperature=0.0, logit_bias={7: 100.0}),
+        "allowed": sequence(temperature=0.0, allowed_token_ids=(3,)),
+        "bad word": sequence(temperature=0.0, bad_word_ids=((best,),)),
+        "held back": sequence(temperature=0.0, min_tokens=2, stop_token_ids=(best,)),
+        "penalties": sequence([best], temperature=0.0, presence_penalty=1.0, repetition_penalty=1.5),
+        "grammar": bound,
+        "logprobs": sequence(temperature=0.0, logprobs=3),
+        "drawn": sequence(temperature=0.7, top_k=3, top_p=0.9),
+    }
+    rows = [Row(one, 0) for one in greedy.values()]
+    expected = sample(logits.expand(len(rows), -1), rows, frozenset({2}))
+    device = get_device("emulated:h200:0")
+    device.activate()
+    many = logits.expand(len(rows), -1).contiguous().to(device.torch_device)
+    with never_waiting():
+        sampling = Sampler(device.ops, frozenset({2})).sample(many, rows)
+    assert [one.token_id for one in sampling.read()] == [one.token_id for one in expected]
+    assert [expected[place].token_id for place in (0, 1, 5)] == [7, 3, 5]
+
+
+def test_numbers_of_draws_are_those_of_the_rows_however_they_go_on() -> None:
+    kept, device = DrawNumbers(), torch.device("cpu")
+    rows = [
+        Row(sequence([0] * n, seed=n << 63, temperature=0.1 * n, top_k=n), index) for n, index in ((1, 0), (0, 2))
+    ]
+    for tokens, chosen in ((1, rows), (1, rows), (0, rows), (2, rows), (1, rows[:1]), (1, rows[1:])):
+        for row in rows:
+            row.sequence.output_ids.extend([0] * tokens)
+        counters, limits = kept.of(chosen, device)
+        assert counters.numpy().view(np.uint64).tolist() == [list(row.counters) for row in chosen]
+        assert limits[:, 3].tolist() == [row.sampling.top_k for row in chosen] and limits[:, 0].min() > 0
 
 
 def test_greedy_and_drawn_rows_share_a_batch(logits: torch.Tensor) -> None:

@@ -62,15 +62,15 @@ def _logits(path: Path, ids: Tensor, positions: Tensor, decoder: DecoderKind | N
     model = LanguageModel(path, torch.float32, device, decoder=decoder)
     num_blocks = -(-LENGTH // BLOCK_SIZE) + 1
     kv = torch.zeros(model.num_layers, 2, num_blocks, BLOCK_SIZE, model.num_kv_heads, model.head_dim)
-    table = torch.arange(num_blocks - 1, 0, -1)[None]
-    slots = table[0].repeat_interleave(BLOCK_SIZE) * BLOCK_SIZE + torch.arange(BLOCK_SIZE).repeat(num_blocks - 1)
+    table = torch.arange(num_blocks - 1, 0, -1, dtype=torch.int32)[None]
+    slots = (table[0, :, None].long() * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()
     outputs: list[Tensor] = []
     for start, end in ((0, 10), (10, LENGTH)):
         meta = AttnMeta(
             block_size=BLOCK_SIZE,
             slot_mapping=slots[start:end],
             num_decodes=0,
-            decode_block_table=torch.zeros(0, 0, dtype=torch.long),
+            decode_block_table=torch.zeros(0, 0, dtype=torch.int32),
             decode_context_lens=torch.zeros(0, dtype=torch.long),
             decode_context_lens_host=[],
             prefill_query_lens=[end - start],

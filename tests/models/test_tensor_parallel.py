@@ -17,9 +17,10 @@ from torch import Tensor
 
 from device.distributed import Alone, Group
 from device.registry import get_device
+from epd_serve.engine.decode_tables import DecodeTables
 from epd_serve.engine.kv_memory import KVCache, block_nbytes
 from epd_serve.engine.step import StepExecutor
-from epd_serve.engine.step_inputs import StepInputs, block_table
+from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.protocol.wire import KVLayout
@@ -74,7 +75,9 @@ class Instance:
             for model in models
         ]
         self.executors = [
-            StepExecutor(model, device, cache.tensor, num_position_axes=1, graph_sizes=(), max_model_len=64)
+            StepExecutor(
+                model, device, cache.tensor, num_position_axes=1, graph_sizes=(), max_num_seqs=1, max_model_len=64
+            )
             for model, cache in zip(models, self.caches, strict=True)
         ]
 
@@ -127,11 +130,11 @@ def steps(path: Path, model: LanguageModel) -> list[StepInputs]:
         made.append(
             StepInputs(
                 ids=ids[start:end],
-                positions=torch.arange(start, end).expand(axes, -1).contiguous(),
-                slots=[BLOCK_SIZE + token for token in range(start, end)],
+                positions=torch.arange(start, start if decodes else end).expand(axes, -1).contiguous(),
+                slots=[] if decodes else [BLOCK_SIZE + token for token in range(start, end)],
                 rows=[end - start - 1],
                 decode_context_lens=[end] if decodes else [],
-                decode_blocks=block_table([blocks] if decodes else []),
+                decodes=DecodeTables(BLOCK_SIZE, 1).change([blocks] if decodes else [], [end], [0]),
                 prefill_query_lens=[] if decodes else [end - start],
                 prefill_context_lens=[] if decodes else [end],
                 prefill_blocks=[] if decodes else [blocks],

@@ -29,12 +29,12 @@ class DecodeStep:
             block_size=BLOCK_SIZE,
             slot_mapping=torch.arange(size, device=device),
             num_decodes=size,
-            decode_block_table=torch.arange(1, blocks, device=device).view(size, WIDTH),
+            decode_block_table=torch.arange(1, blocks, device=device, dtype=torch.int32).view(size, WIDTH),
             decode_context_lens=torch.ones(size, dtype=torch.int64, device=device),
             decode_context_lens_host=[1] * size,
             prefill_query_lens=[],
             prefill_context_lens=[],
-            prefill_block_table=torch.zeros(0, 1, dtype=torch.int64, device=device),
+            prefill_block_table=torch.zeros(0, 1, dtype=torch.int32, device=device),
         )
 
     def fill(self, context_lens: list[int]) -> None:

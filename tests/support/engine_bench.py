@@ -19,6 +19,7 @@ from plain_video import Clip
 from sounds import LIMITS as SOUND_LIMITS
 
 from device.base import Device
+from device.emulated.tensors import never_waiting
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import decode_graph_sizes
@@ -26,7 +27,7 @@ from epd_serve.engine.emulated.emulation import Emulation
 from epd_serve.engine.engine import Engine
 from epd_serve.engine.hooks import EngineEvent, EngineHooks, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.engine.runner import LanguageRunner
+from epd_serve.engine.runner import LanguageRunner, LaunchedStep
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.instance.loading.language_weights import read_texts
@@ -46,6 +47,22 @@ from epd_serve.types import AS_THE_MODEL, SamplingParams
 BLOCK_SIZE = 8
 #: A clip has the length and the rate of its file.
 Medium = Image.Image | Clip | Sound
+
+
+class UnwaitingRunner(LanguageRunner):
+    """Refuses what lets the engine's thread wait for an emulated device, but for a step's end."""
+
+    def launch(self, *args: Any, **kwargs: Any) -> LaunchedStep:
+        with never_waiting():
+            step = super().launch(*args, **kwargs)
+        sample = step.sample
+
+        def unwaiting() -> None:
+            with never_waiting():
+                sample()
+
+        step.sample = unwaiting  # type: ignore[method-assign]
+        return step
 
 
 @dataclass
@@ -88,10 +105,11 @@ class EngineBench(EngineHooks):
             memory.tensor,
             num_position_axes=self.family.num_position_axes,
             graph_sizes=decode_graph_sizes(self.budget.max_num_seqs),
+            max_num_seqs=self.budget.max_num_seqs,
             max_model_len=language.max_model_len,
             emulation=self.emulation,
         )
-        runner = LanguageRunner(
+        runner = UnwaitingRunner(
             self.executor,
             device.ops,
             block_size=BLOCK_SIZE,

@@ -478,12 +478,12 @@ def answer(path: Path, reference: Answer) -> Tensor:
         block_size=_BLOCK_SIZE,
         slot_mapping=torch.arange(len(ids)) + _BLOCK_SIZE,
         num_decodes=0,
-        decode_block_table=torch.zeros(0, 0, dtype=torch.long),
+        decode_block_table=torch.zeros(0, 0, dtype=torch.int32),
         decode_context_lens=torch.zeros(0, dtype=torch.long),
         decode_context_lens_host=[],
         prefill_query_lens=[len(ids)],
         prefill_context_lens=[len(ids)],
-        prefill_block_table=torch.arange(1, num_blocks)[None],
+        prefill_block_table=torch.arange(1, num_blocks, dtype=torch.int32)[None],
     )
     seen = [index for index, id_ in enumerate(prompt) if id_ == family.row_token_ids.get("image")]
     runs = [(seen[0], seen[-1] + 1)] if family.both_ways_tokens else []

@@ -12,11 +12,11 @@ from torch import Tensor
 from device.base import Device
 from device.datasheets import emulated_kind, is_measured
 from device.emulated.accelerator import EmulatedDevice
-from device.emulated.tensors import COPYING
+from device.emulated.tensors import COPYING, never_waiting
 from epd_serve.config import InstanceOptions
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.shape import shape_of
-from epd_serve.engine.step_inputs import StepInputs, integers
+from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.sched.step_cost import StepWork
 from epd_serve.transfer.shaped import over_emulated_links
 from epd_serve.transfer.transport import Transport
@@ -64,14 +64,17 @@ class Emulation:
         return self._time.profile.feature_token_bytes / (shape_of(str(model)).language.hidden * value_bytes)
 
     @contextmanager
-    def step(self, inputs: StepInputs, kv: Tensor, num_parts: int) -> Iterator[Callable[[], None]]:
-        """A context in which a step is launched; as :meth:`~device.emulated.accelerator.EmulatedDevice.timed`.
+    def step(self, inputs: StepInputs, kv: Tensor, places: Tensor, num_parts: int) -> Iterator[Callable[[], None]]:
+        """A context in which a step is launched, and this thread does not wait for the device.
+
+        Otherwise as :meth:`~device.emulated.accelerator.EmulatedDevice.timed`.
 
         Args:
             kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim], of which what the step writes is unknown
                 until it has.
+            places: the slots [tokens] that it writes.
         """
-        slots, places = kv.flatten(2, 3), integers(inputs.slots, kv.device)
+        slots = kv.flatten(2, 3)
         slots.index_fill_(2, places, math.nan)
         chunks = zip(inputs.prefill_query_lens, inputs.prefill_context_lens, strict=True)
         work = StepWork.of(inputs.decode_context_lens, [(end - count, count) for count, end in chunks])
@@ -79,7 +82,7 @@ class Emulation:
             work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs
         )
         try:
-            with self._device.timed(cost_s, demand, num_parts) as next_part:
+            with never_waiting(), self._device.timed(cost_s, demand, num_parts) as next_part:
                 yield next_part
         except BaseException:
             slots.index_fill_(2, places, 0.0)  # nothing has written them: who has them next needs numbers

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from device.copies import to_device
 from epd_serve.engine.sampling.patterns import Node, Patterns
 from epd_serve.sequence import Sequence
 from epd_serve.types import SamplingParams
@@ -68,13 +69,13 @@ class _Rules:
         self.stop_tokens = _ids(scores, [token for token in sampling.stop_token_ids if token < scores.shape[-1]])
         biases = {token: bias for token, bias in sampling.logit_bias.items() if token < scores.shape[-1]}
         self.biased = _ids(scores, biases)
-        self.biases = torch.tensor(list(biases.values()), device=scores.device)
+        self.biases = to_device(torch.tensor(list(biases.values())), scores.device)
         self.forbidden: Tensor | None = None
         if sampling.allowed_token_ids:
             allowed = torch.tensor(sampling.allowed_token_ids, dtype=torch.long)
             forbidden = torch.ones(scores.shape[-1], dtype=torch.bool)
             forbidden[allowed[allowed < len(forbidden)]] = False
-            self.forbidden = forbidden.to(scores.device)
+            self.forbidden = to_device(forbidden, scores.device)
         self.bad_words = _BadWords(sampling.bad_word_ids, scores) if sampling.bad_word_ids else None
 
 
@@ -132,7 +133,7 @@ class _BadWords:
 
 def _mask(scores: Tensor, masks: list[tuple[int, NDArray[np.int32]]]) -> None:
     rows = _ids(scores, [i for i, _ in masks])
-    packed = torch.from_numpy(np.stack([mask for _, mask in masks])).to(scores.device)
+    packed = to_device(torch.from_numpy(np.stack([mask for _, mask in masks])), scores.device)
     bits = (packed.unsqueeze(-1) >> torch.arange(_BITS, device=scores.device, dtype=torch.int32)) & 1
     allowed = bits.view(len(masks), -1).bool()[:, : scores.shape[-1]]
     missing = scores.shape[-1] - allowed.shape[-1]  # rows of the embedding that stand for no token
@@ -142,4 +143,4 @@ def _mask(scores: Tensor, masks: list[tuple[int, NDArray[np.int32]]]) -> None:
 
 
 def _ids(scores: Tensor, values: AbstractSequence[int] | dict[int, float]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.long, device=scores.device)
+    return to_device(torch.tensor(list(values), dtype=torch.long), scores.device)

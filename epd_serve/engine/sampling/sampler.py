@@ -210,6 +210,28 @@ def _column(like: Tensor, values: list[float]) -> Tensor:
     return on_device(like, values, torch.float32).unsqueeze(1)
 
 
+class DrawNumbers:
+    """Counters and limits of :class:`device.base.Draw`, which stay on the device while the rows are the same."""
+
+    def __init__(self) -> None:
+        self._rows: list[Row] = []
+        self._positions = np.zeros(0, np.int64)
+        self._numbers: tuple[Tensor, Tensor]
+
+    def of(self, rows: list[Row], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Those of the rows' next tokens; they hold until the next call."""
+        positions = np.array([len(row.sequence.output_ids) for row in rows])
+        if rows == self._rows and np.array_equal(positions, self._positions + 1):
+            self._numbers[0][:, 2] += 1
+        else:
+            counters = np.array([row.counters for row in rows], dtype=np.uint64).view(np.int64)
+            limits = torch.tensor([(p.temperature, p.min_p, p.top_p, p.top_k) for p in (r.sampling for r in rows)])
+            limits[:, 0].clamp_(min=_MIN_TEMPERATURE)
+            self._numbers = to_device(torch.from_numpy(counters), device), to_device(limits, device)
+        self._rows, self._positions = rows, positions
+        return self._numbers
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """Tokens that the device chooses.
@@ -230,22 +252,36 @@ class Sampler:
         self._ops = ops
         self._eos_token_ids = eos_token_ids
         self._penalties = Penalties()
+        self._numbers = DrawNumbers()
         self._scores = torch.empty(0, 0)
         self._drawer: RowDrawer | None = None
         self._ends: Tensor | None = None
+        self._rows: AbstractSequence[Row] = ()
+        self._asking: list[int] = []  # rows that may be more than greedy
+        self._bound: set[int] = set()  # rows of which something may be required or forbidden
+        self._ways: dict[int, Callable[[Tensor, list[Row]], Tensor]] = {}
+        self._counts: dict[int, int] = {}
 
     def sample(self, logits: Tensor, rows: AbstractSequence[Row]) -> Sampling:
         """Choose tokens from ``logits`` [len(rows), vocab]; does not wait for the device.
 
-        The largest is sought in the logits' own dtype; what is computed from them is float32.
+        ``rows`` never change, and may be given again. The largest is sought in the logits' own dtype; what is
+        computed from them is float32.
         """
+        if rows is not self._rows:  # a step often has those of the step before
+            self._rows = rows
+            self._bound = {i for i, row in enumerate(rows) if _may_be_constrained(row)}
+            self._asking = [i for i, row in enumerate(rows) if i in self._bound or not row.sampling.greedy]
+            self._ways = {i: self._way(rows[i], logits.device.type) for i in self._asking}
+            self._counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
         # what was given up has no rules any more, and may lack the tokens that they are about
-        ruled = [i for i, row in enumerate(rows) if row.sequence.goes_on]
-        worked = [i for i in ruled if not rows[i].sampling.greedy or _is_constrained(rows[i])]
+        ruled = [i for i in self._asking if rows[i].sequence.goes_on]
+        worked = [
+            i for i in ruled if i not in self._bound or not rows[i].sampling.greedy or _is_constrained(rows[i])
+        ]
         tokens = self._work(logits, rows, worked) if worked else self._ops.argmax(logits)
-        counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
-        if counts:
-            return _with_logprobs(logits, tokens, counts)
+        if self._counts:
+            return _with_logprobs(logits, tokens, self._counts)
         ids = Readback(_marked(logits, tokens))
         return Sampling(tokens, lambda: [SampledToken(token) for token in _known(ids.wait().tolist())])
 
@@ -255,15 +291,17 @@ class Sampler:
             tokens = self._ops.argmax(logits)
         else:
             tokens = torch.empty(len(rows), dtype=torch.long, device=logits.device)
-        by_rows = [i for i in worked if logits.device.type == "cpu" and _is_plain(rows[i])]
-        copied = [i for i in worked if i not in by_rows]
+        by_rows = [i for i in worked if _is_plain(rows[i])] if logits.device.type == "cpu" else []
+        copied = sorted({*worked} - {*by_rows}) if by_rows else worked
         scores = self._constrained(logits, rows, copied) if copied else logits
         ways: dict[Callable[[Tensor, list[Row]], Tensor], list[int]] = {}
         for place, i in enumerate(copied):
-            ways.setdefault(self._way(rows[i], logits.device.type), []).append(place)
+            ways.setdefault(self._ways[i], []).append(place)
         for way, places in ways.items():
             some = scores if len(places) == len(copied) else scores[on_device(scores, places)]
             chosen = way(some, [rows[copied[place]] for place in places])
+            if len(places) == len(rows):
+                return chosen
             tokens = tokens.index_copy(0, on_device(tokens, [copied[place] for place in places]), chosen)
         if by_rows:
             drawn = self._draw_rows([logits[i] for i in by_rows], [rows[i] for i in by_rows])
@@ -282,11 +320,7 @@ class Sampler:
 
     def _draw_unsorted(self, scores: Tensor, rows: list[Row]) -> Tensor:
         assert self._ops.draw is not None
-        counters = np.array([row.counters for row in rows], dtype=np.uint64).view(np.int64)
-        limits = [(p.temperature, p.min_p, p.top_p, p.top_k) for p in (row.sampling for row in rows)]
-        numbers = torch.from_numpy(counters), torch.tensor(limits, dtype=torch.float32)
-        numbers[1][:, 0].clamp_(min=_MIN_TEMPERATURE)
-        return self._ops.draw(scores, *(to_device(one, scores.device) for one in numbers))
+        return self._ops.draw(scores, *self._numbers.of(rows, scores.device))
 
     def _draw_rows(self, scores: Tensor | list[Tensor], rows: list[Row]) -> Tensor:
         if self._drawer is None or self._drawer.width != len(scores[0]):
@@ -295,8 +329,10 @@ class Sampler:
 
     def _constrained(self, logits: Tensor, rows: AbstractSequence[Row], which: list[int]) -> Tensor:
         """Rows in float32 with penalties, min_tokens and what requests forbid, [len(which), vocab]."""
-        some = [rows[i] for i in which]
         scores = self._copy(logits, which)
+        if self._bound.isdisjoint(which):
+            return scores
+        some = [rows[i] for i in which]
         self._penalties.apply(scores, some)
         for values, row in zip(scores, some, strict=True):
             if _is_held_back(row):
@@ -318,6 +354,11 @@ class Sampler:
         if len(self._scores) < len(some) or self._scores.shape[1:] != logits.shape[1:]:
             self._scores = torch.empty(some.shape)
         return self._scores[: len(some)].copy_(some)
+
+
+def _may_be_constrained(row: Row) -> bool:
+    """Whether :func:`_is_constrained` may say so in some step."""
+    return row.sampling.min_tokens > 0 or _is_constrained(row)
 
 
 def _is_held_back(row: Row) -> bool:

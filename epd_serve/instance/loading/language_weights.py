@@ -137,6 +137,7 @@ class LanguageWeights:
             slab=memory.region,
             num_position_axes=self._model.family.num_position_axes,
             graph_sizes=decode_graph_sizes(options.sizes.max_num_seqs) if options.role.decodes else [],
+            max_num_seqs=options.sizes.max_num_seqs,
             max_model_len=self.max_model_len,
         )
         if self.followers is not None:
@@ -182,7 +183,13 @@ class LanguageWeights:
         timer = StepTimer(
             LanguageRunner(
                 StepExecutor(
-                    self.language, model.device, kv, num_position_axes=axes, graph_sizes=[], max_model_len=longest
+                    self.language,
+                    model.device,
+                    kv,
+                    num_position_axes=axes,
+                    graph_sizes=[],
+                    max_num_seqs=sizes.max_num_seqs,
+                    max_model_len=longest,
                 ),
                 model.device.ops,
                 block_size=block_size,

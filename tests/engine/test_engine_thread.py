@@ -1,0 +1,65 @@
+"""The engine's thread: the device's work comes first; the benchmark of this thread in small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from engine_cells import BLOCK_SIZE, Cells, Runner, Step
+
+from benchmarks import engine_thread
+from epd_serve.cache.block_pool import BlockPool
+from epd_serve.engine.engine import Engine
+from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent
+from epd_serve.engine.step_loop import StepLoop
+from epd_serve.sched.schedule import Budget
+from epd_serve.sequence import Sequence
+from epd_serve.types import SamplingParams
+
+
+class Journal(EngineHooks):
+    """Notes what becomes of steps, in order."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def emit(self, events: list[EngineEvent]) -> None:
+        self.notes += ["failure" if isinstance(event, FailureEvent) else "token" for event in events]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_tokens_are_handed_out_when_the_device_has_its_work(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    journal, cells, sample = Journal(), Cells(20), Step.sample
+
+    def noted(step: Step) -> None:
+        if fails and journal.notes:
+            raise RuntimeError("as it may")
+        journal.notes.append("work")
+        sample(step)
+
+    monkeypatch.setattr(Step, "sample", noted)
+    engine = Engine(
+        BlockPool(20, BLOCK_SIZE),
+        cells,
+        Budget(max_num_tokens=9, max_num_seqs=2),
+        journal,
+        eos_token_ids=frozenset(),
+    )
+    loop = StepLoop(engine, Runner(cells, {"r": ()}), journal, runs_ahead=True)  # type: ignore[arg-type]
+    sampling = SamplingParams(seed=0)
+    engine.submit(Sequence(request_id="r", prompt_ids=[1, 2, 3], sampling=sampling, max_tokens=3, positions=None))
+    while loop.step():
+        pass
+    assert journal.notes == (
+        ["work", "token", "failure"] if fails else ["work", "work", "token", "work", *["token"] * 2]
+    )
+
+
+def test_steps_are_those_of_all_sequences(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    argv = ["--sequences", "3", "--contexts", "20", "9000", "--steps", "40", "--output", str(output)]
+    engine_thread.main(argv)
+    cells = json.loads(output.read_text())["cells"]
+    assert [(one["sequences"], one["context"]) for one in cells] == [(3, 20), (3, 9000)]
+    assert all(0 < one["cpu_ms_per_step"] < 1000 for one in cells)
