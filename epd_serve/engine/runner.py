@@ -186,9 +186,14 @@ class DecodeTables:
         self._writes.append((row, start, blocks[start:count]))
 
     def change(self, inputs: StepInputs) -> StepInputs:
-        """The inputs of the step that was asked for last, as :class:`FollowedTables` of other ranks read them."""
+        """The inputs of the step that was asked for last, as :class:`FollowedTables` of other ranks read them.
+
+        Features go from device to device: see :meth:`~epd_serve.engine.step.StepExecutor.compute`.
+        """
         change = TableChange(inputs.decode_blocks.shape[1], self._index.tolist(), self._writes)
-        return msgspec.structs.replace(inputs, decode_blocks=torch.zeros(0, 0, dtype=torch.long), tables=change)
+        features = None if inputs.features is None else torch.empty_like(inputs.features, device="meta")
+        table = torch.zeros(0, 0, dtype=torch.long)
+        return msgspec.structs.replace(inputs, decode_blocks=table, tables=change, features=features)
 
     def _seat(self, decodes: list[Sequence]) -> None:
         """Keep the rows of those that go on, and give the others' to new ones."""

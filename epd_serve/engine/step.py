@@ -94,7 +94,8 @@ class StepExecutor:
 
         Args:
             on_layer: called when a layer's K and V are in the cache, in steps with prefills.
-            fed: the tokens of the inputs' ``fed_rows``, on the first rank's device; others have them from there.
+            fed: the tokens of the inputs' ``fed_rows``, on the first rank's device. Others have them from there, as
+                they have the features.
             logprobs: takes those of the inputs' ``scored_rows``, which all ranks compute.
         """
         if self._emulation is None:
@@ -128,6 +129,10 @@ class StepExecutor:
         target = self.device
         plan = self._device.ops.prepare(inputs.meta(self._kv.shape[3], target), self._model.dtype)
         features, ids = inputs.features, integers(inputs.ids, target)
+        if features is not None:
+            # from the first rank's device to the others'
+            features = torch.empty_like(features, device=target) if features.is_meta else features.to(target)
+            features = self._model.group.broadcast(features)
         if fed is not None:
             fed.put(ids)
         if inputs.scored_rows and logprobs is None:
@@ -143,7 +148,7 @@ class StepExecutor:
                 states=to_device(torch.tensor(inputs.states), target) if inputs.states else None,
             ),
             integers(inputs.rows, target),
-            None if features is None else features.to(target),
+            features,
             None if features is None else integers(inputs.feature_rows, target),
             logprobs,
         )

@@ -79,7 +79,7 @@ class LanguageModel:
         self.group = group or Alone()
         inner = without_head(model)
         language_model = without_head(getattr(inner, language_name(inner), inner))
-        head = model.get_output_embeddings().weight
+        head: Any = model.get_output_embeddings().weight
         is_tied = head is language_model.embed_tokens.weight
         self._embed: Any = read_weights(language_model.embed_tokens, self._device)  # some scale what they look up
         as_padding = [getattr(model.config, name) for name in family.as_padding]
@@ -91,8 +91,8 @@ class LanguageModel:
         self._logit_cap: float | None = text.final_logit_softcapping if is_capped else None
         key = f"{path} {dtype} {self.group.rank}/{self.group.size}"
         with shared_weights(ModelPart.LANGUAGE_MODEL.value, key, at_once=at_once):
-            head = self._embed.weight if is_tied else head
-            self._head, self._head_rows = self._load_head(head, text.vocab_size)
+            own_head: Tensor = self._embed.weight if is_tied else head
+            self._head, self._head_rows = self._load_head(own_head, text.vocab_size)
             parts = language_model, device.ops, self._device, self.group
             self._decoder = (
                 Decoder(*parts)

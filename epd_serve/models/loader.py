@@ -103,7 +103,7 @@ def load_part(path: Path, part: ModelPart, dtype: torch.dtype, device: torch.dev
 
 
 def _tie(model: Any) -> None:
-    """Let weights that are tied and that the checkpoint has twice be one: transformers compares none on ``meta``."""
+    """Let tied weights that the checkpoint has twice be one: transformers compares none that are not read."""
     for name, source in model.all_tied_weights_keys.items():
         tied, weight = model.get_parameter(name), model.get_parameter(source)
         if tied is not weight and torch.equal(tied, weight):

@@ -42,8 +42,8 @@ class _Place:
 class StoredWeight(Tensor):
     """A weight, or a range of it in each dimension; to torch it is on the device ``meta``.
 
-    Ranges, dtypes and new parameters of it are stored weights. Whatever else is done with it reads it: ``to`` to the
-    device that it names, everything else to ``home``.
+    Ranges, dtypes and new parameters of it are stored weights. Whatever else is done with it reads it: ``to`` to
+    the device that it names, everything else to ``home``.
     """
 
     place: _Place
@@ -183,7 +183,8 @@ def read_weights(model: nn.Module, device: torch.device) -> nn.Module:
     """Bring a model, stored weights and others, to a device; what was one weight is one there. Returns it."""
     read: dict[int, tuple[Tensor, Tensor]] = {}  # with the source, so that its number stays its own
     for module in model.modules():
-        for owned in (module._parameters, module._buffers):
+        holders: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for owned in holders:
             for name, weight in owned.items():
                 if weight is None:
                     continue

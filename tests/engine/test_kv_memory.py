@@ -37,6 +37,7 @@ class OtherRank:
     """Carries commands out as a follower does, in this process."""
 
     def __init__(self) -> None:
+        self.size = 2
         self.cache: KVCache | None = None
 
     def send(self, command: Command) -> None:
@@ -56,10 +57,10 @@ class OtherRank:
 def test_saved_blocks_come_back_elsewhere(num_ranks: int) -> None:
     device, transport = get_device("cpu"), EmbeddedTransport(path="shm")
     other: Any = OtherRank() if num_ranks == 2 else None
-    memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, heads=range(2) if other else None, followers=other)
+    memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, followers=other)
     caches = [memory.tensor]
     if other:
-        other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, heads=range(2, 4))
+        other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, 1, 2)
         caches.append(other.cache.tensor)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape))
@@ -92,11 +93,9 @@ def test_kv_goes_from_device_to_device_through_few_cells(num_ranks: int) -> None
 
     def made() -> tuple[KVMemory, list[Tensor]]:
         other: Any = OtherRank() if num_ranks == 2 else None
-        memory = KVMemory(
-            LAYOUT, NUM_BLOCKS, device, transport, heads=range(2) if other else None, followers=other
-        )
+        memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, followers=other)
         if other:
-            other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, heads=range(2, 4))
+            other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, 1, 2)
         return memory, [memory.tensor, *([other.cache.tensor] if other else [])]
 
     (there, sources), (here, targets) = made(), made()

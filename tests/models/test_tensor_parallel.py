@@ -70,8 +70,7 @@ class Instance:
         )
         self.slab = memoryview(bytearray(NUM_BLOCKS * block_nbytes(self._layout)))
         self.caches = [
-            KVCache(self._layout, NUM_BLOCKS, device, self.slab, model.kv_heads if width > 1 else None)
-            for model in models
+            KVCache(self._layout, NUM_BLOCKS, device, self.slab, group.rank, group.size) for group in groups
         ]
         self.executors = [
             StepExecutor(model, device, cache.tensor, num_position_axes=1, graph_sizes=(), max_model_len=64)
