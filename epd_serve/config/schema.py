@@ -247,7 +247,7 @@ class DeploymentConfig(SharedConfig):
             )
         if self.shape_of is not None and not emulated:
             raise ValueError("shape_of is for emulated devices; write devices: [emulated:h200:0], or leave it out")
-        if self.shape_of is not None and any(one.tensor_parallel > 1 for one in emulated):
+        if isinstance(self.model, ShapeConfig) and any(one.tensor_parallel > 1 for one in emulated):
             raise ValueError("topology: emulated devices share no model without weights; leave @tp out")
         if self.engine == "vllm":
             check_vllm(placement, settings, self.vllm, self.model_fields_set)

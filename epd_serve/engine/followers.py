@@ -167,7 +167,7 @@ class Followers:
 
     @contextlib.contextmanager
     def _beside(self, command: Callable[[int], Beside]) -> Iterator[None]:
-        """A context for this rank's share of a numbered command. Raises TransferError where it failed elsewhere."""
+        """A context for this rank's share of a command. Raises TransferError where it failed on another one."""
         with self._copying:
             self._num_copies += 1
             self.send(command(self._num_copies))

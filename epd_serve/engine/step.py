@@ -94,8 +94,8 @@ class StepExecutor:
 
         Args:
             on_layer: called when a layer's K and V are in the cache, in steps with prefills.
-            fed: the tokens of the inputs' ``fed_rows``, on the first rank's device. Others have them from there, as
-                they have the features.
+            fed: the tokens of the inputs' ``fed_rows``, on the first rank's device. Others have them from there,
+                as they have the features.
             logprobs: takes those of the inputs' ``scored_rows``, which all ranks compute.
         """
         if self._emulation is None:

@@ -60,7 +60,7 @@ class HeadCopy:
 
 
 def head_copies(num_kv_heads: int, rank: int, size: int, other_size: int) -> list[HeadCopy]:
-    """The copies of a rank by which all ranks of another width get their heads, each from the first that has it."""
+    """A rank's copies by which all ranks of another width get their heads, each from the first that has it."""
     own = kv_heads(num_kv_heads, rank, size)
     if rank and kv_heads(num_kv_heads, rank - 1, size) == own:
         return []  # an earlier rank has the same

@@ -23,8 +23,11 @@ from reference import Reference
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.device_time import DeviceTime
+from epd_serve.engine.commands import Command
 from epd_serve.engine.device_features import Copies
+from epd_serve.engine.followers import Followers
 from epd_serve.engine.kv_memory import KVCache
+from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.launch import LocalDeployment
 from epd_serve.types import Role
 
@@ -129,6 +132,48 @@ async def test_features_and_kv_go_from_device_to_device(
         assert len(mapped() - before) == 1
         of_p, of_d = await figures(prefill.url), await figures(decode.url)
         assert of_p["kv_bytes_total"] > 0 == of_d["kv_bytes_total"], "P writes, and D reads nothing"
+
+
+@pytest.mark.parametrize("split", ["p1", pytest.param("d2", marks=pytest.mark.slow)])
+async def test_nothing_goes_through_the_host_to_or_from_ranks_that_share_a_model(
+    split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features reach all of them, and their KV one device or comes from one."""
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    reference = Reference(model)
+    asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, [])]
+    fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
+    options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40}
+    monkeypatch.setattr(KVCache, "copy", None)  # between the device and the host's cells
+    monkeypatch.setattr(Copies, "to_host", None)
+    monkeypatch.setattr(Copies, "to_device", None)
+    sent: list[Command] = []
+    send = Followers.send
+
+    def sending(followers: Followers, command: Command) -> None:
+        sent.append(command)
+        send(followers, command)
+
+    monkeypatch.setattr(Followers, "send", sending)
+    of = {split: {"device": "emulated:h200:3,emulated:h200:4"}}
+    async with deployment(model, "E", "P", "D", options=options, of=of, health=UNWATCHED) as one:
+        answers = await asyncio.gather(
+            *(one.post("/v1/chat/completions", chat(text, *images, **fields)) for text, images in asked)
+        )
+        for (status, answer), (text, images) in zip(answers, asked, strict=True):
+            assert status == 200, answer
+            found = [
+                bytes(token["bytes"]).decode(errors="replace")
+                for token in answer["choices"][0]["logprobs"]["content"]
+            ]
+            tokens = reference.generate(text, images, max_tokens=6)
+            assert found == [reference.tokenizer.decode([token]) for token in tokens], text
+        await one.settle()
+        of_p, of_d = [await figures(one.instances[name].url) for name in ("p1", "d2")]
+        assert of_p["kv_bytes_total"] > 0 == of_d["kv_bytes_total"], "P writes, and D reads nothing"
+    features = [command.features for command in sent if isinstance(command, StepInputs)]
+    assert all(one is None or one.is_meta for one in features), "features are sent to ranks by the host"
+    assert any(one is not None for one in features) == (split == "p1")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.commands import Command, CopyBlock
 from epd_serve.engine.kv_memory import KVCache, KVMemory, block_nbytes, num_kv_blocks
+from epd_serve.models.sharding import head_copies, kv_heads
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
@@ -152,6 +153,35 @@ def test_kv_goes_from_one_device_s_memory_into_another_s(pair: Pair) -> None:
     torch.testing.assert_close(new[1:, :, [5, 17, 1]], old[1:, :, [3, 1, 7]], rtol=0, atol=0)
     others = [block for block in range(2 * NUM_BLOCKS) if block not in (5, 17, 1)]
     assert not new[:1].any() and not new[:, :, others].any()
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_ranks_of_any_width_write_to_those_of_any_other(heads: int) -> None:
+    """Each its own heads; where several keep the same ones, the first of them writes, and all of them get them."""
+    device, layout = get_device("emulated:h200:2"), msgspec.structs.replace(LAYOUT, num_kv_heads=heads)
+    slab = memoryview(bytearray(block_nbytes(layout)))
+
+    def ranks(size: int, num_blocks: int) -> list[KVCache]:
+        return [KVCache(layout, num_blocks, device, slab, rank, size) for rank in range(size)]
+
+    kept = {size: [kv_heads(heads, rank, size) for rank in range(size)] for size in (1, 2, 4)}
+    numbers = torch.randn(3, 2, NUM_BLOCKS, 2, heads, 2)
+    for here in (1, 2, 4):
+        sources = ranks(here, NUM_BLOCKS)
+        for cache, own in zip(sources, kept[here], strict=True):
+            cache.tensor.copy_(numbers[..., own.start : own.stop, :])
+        device.synchronize()
+        for there in (1, 2, 4):
+            targets = ranks(there, 2 * NUM_BLOCKS)
+            for cache in sources:
+                with cache.mapped([target.handle for target in targets]) as write:
+                    write(range(1, 3), [3, 1, 7], [5, 17, 1])
+            for target, own in zip(targets, kept[there], strict=True):
+                new = target.tensor.cpu()
+                assert torch.equal(new[1:, :, [5, 17, 1]], numbers[1:, :, [3, 1, 7]][..., own.start : own.stop, :])
+                assert not new[:1].any() and not new[:, :, [0, 2, 3, 4, *range(6, 17)]].any()
+            moved = [copy for rank in range(here) for copy in head_copies(heads, rank, here, there)]
+            assert sum(copy.count for copy in moved) == sum(map(len, kept[there])), "some are copied twice"
 
 
 def test_memory_is_mapped_only_where_both_sides_share(pair: Pair) -> None:
