@@ -53,6 +53,10 @@ class CreateCache(msgspec.Struct, frozen=True, kw_only=True, tag="cache"):
     max_model_len: int
 
 
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """Leave the group of ranks, as all of them do at once. Nothing but the end comes after it."""
+
+
 class CopyBlock(msgspec.Struct, frozen=True, tag="copy"):
     source: int
     target: int
@@ -121,7 +125,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 #: Commands that a rank carries out beside its steps, in their order.
 Beside = CopyCells | MapKV | UnmapKV | WriteKV
-Command = Join | CreateCache | StepInputs | CopyBlock | Beside
+Command = Join | CreateCache | StepInputs | CopyBlock | Leave | Beside
 Answer = Joined | Created | Done
 
 

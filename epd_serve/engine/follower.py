@@ -5,6 +5,7 @@ It computes its share of each step that the leader sends over the inherited sock
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -33,6 +34,7 @@ from epd_serve.engine.commands import (
     Done,
     Join,
     Joined,
+    Leave,
     MapKV,
     UnmapKV,
     WriteKV,
@@ -69,8 +71,8 @@ class Follower:
         self._progress = LayerProgress(self._device.record_event)
         self._rank, self._size = join.rank, join.size
         self._remote = MappedKV()
-        group = ProcessGroup(self._device, join.rank, join.size, Path(join.rendezvous), join.timeout_s)
-        self._model = LanguageModel(Path(join.model), getattr(torch, join.dtype), self._device, group)
+        self._group = ProcessGroup(self._device, join.rank, join.size, Path(join.rendezvous), join.timeout_s)
+        self._model = LanguageModel(Path(join.model), getattr(torch, join.dtype), self._device, self._group)
         link.send(Joined(self._device.headroom()))
 
     def execute(self, command: Command) -> None:
@@ -83,6 +85,10 @@ class Follower:
                 self._executor.compute(self._tables.whole(command), self._progress.passed)
             case CopyBlock():
                 self._cache.copy_block(command.source, command.target)
+            case Leave():
+                del self._executor
+                gc.collect()  # graphs that have captured the group's collectives go before it
+                self._group.close()
             case CopyCells() | MapKV() | UnmapKV() | WriteKV():
                 raise ValueError("copies of KV have a thread of their own")
             case _:

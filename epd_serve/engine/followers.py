@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import queue
@@ -30,6 +31,7 @@ from epd_serve.engine.commands import (
     Done,
     Join,
     Joined,
+    Leave,
     MapKV,
     UnmapKV,
     WriteKV,
@@ -67,6 +69,7 @@ class Followers:
         self._links: list[Link[Answer]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._answers: list[queue.SimpleQueue[Answer]] = []
+        self._group: ProcessGroup | None = None
         self._copying = threading.Lock()
         self._num_copies = 0
         self._closing = False
@@ -89,7 +92,8 @@ class Followers:
 
     def join(self, device: Device) -> ProcessGroup:
         """Meet them as rank 0."""
-        return ProcessGroup(device, 0, self.size, self._rendezvous, COLLECTIVE_TIMEOUT_S)
+        self._group = ProcessGroup(device, 0, self.size, self._rendezvous, COLLECTIVE_TIMEOUT_S)
+        return self._group
 
     def wait_joined(self) -> int:
         """Wait until all have loaded their share; the least free memory of a device among them, in bytes."""
@@ -188,7 +192,11 @@ class Followers:
         return answer.error
 
     def close(self) -> None:
-        """End them."""
+        """Leave the group with them, and end them. This process may be in another group then."""
+        if self._group is not None:
+            gc.collect()  # graphs that have captured its collectives go before it
+            self.send(Leave())
+            self._group.close()
         self._closing = True
         for link in self._links:
             link.close()

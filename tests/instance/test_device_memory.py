@@ -91,6 +91,7 @@ async def test_a_role_leaves_nothing_on_the_device(role: str, other: str, device
         dtype="float32",
         threads=1,
         num_blocks=512,
+        max_num_seqs=8 if "," in devices else None,
         feature_store_bytes=1 << 16,
         max_model_len=512,
         switch_dir=tmp_path,
@@ -112,7 +113,7 @@ async def test_a_role_leaves_nothing_on_the_device(role: str, other: str, device
         with without_collection():
             first = used()
             device.reset_peak_memory()
-            for _ in range(2):
+            for _ in range(1 if "," in devices else 2):
                 before = other_ranks()
                 await instance.rebuild(Role.parse(other))
                 between = used()
@@ -120,7 +121,10 @@ async def test_a_role_leaves_nothing_on_the_device(role: str, other: str, device
                 assert len(other_ranks()) == devices.count(",") and not before & other_ranks()
             assert used() <= first + 65536, f"{used()} bytes where {first} were"
             assert other == "D" or between < first, f"E keeps {between} of {first} bytes"
-            assert device.peak_memory() < 1.5 * first, f"both roles at once: {device.peak_memory()} bytes"
+            most = max(first, between)
+            assert device.peak_memory() < 1.5 * most, (
+                f"both at once: {device.peak_memory()} bytes, {first} and {between} of each"
+            )
         if "," in devices:
             return  # no rank measures its step
         weights: Any = instance.language and instance.language.weights
