@@ -22,6 +22,7 @@ from device.copies import to_device
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
 from epd_serve.engine.commands import CopyBlock
+from epd_serve.engine.computing import Pending
 from epd_serve.engine.followers import Followers
 from epd_serve.models.sharding import HeadCopy, head_copies, kv_heads
 from epd_serve.protocol.wire import KVLayout, Region
@@ -170,7 +171,7 @@ def is_its_own_slab(device: Device, size: int) -> bool:
 
 
 class _CopiedEverywhere:
-    """The end of a copy within the cache on all ranks, as an event that was recorded."""
+    """A copy within the cache on all ranks. Fills the Pending protocol."""
 
     def __init__(self, here: Event, reached: Callable[[], None]) -> None:
         self._here, self._reached, self._is_over = here, reached, False
@@ -267,8 +268,7 @@ class KVMemory:
         return 0 if self._area is None else self._area.num_lent
 
     @property
-    def copied(self) -> Event | _CopiedEverywhere | None:
-        """The end of the latest copy within the cache, which does not hold its blocks until then."""
+    def copied(self) -> Pending | None:
         return self._cache.copied if self._followers is None else self._copied
 
     def check_integrity(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from device.base import Device
 from device.distributed import Alone, Group
@@ -79,9 +79,11 @@ class LanguageModel:
         self.group = group or Alone()
         inner = without_head(model)
         language_model = without_head(getattr(inner, language_name(inner), inner))
-        head: Any = model.get_output_embeddings().weight
+        head: Tensor = model.get_output_embeddings().weight
         is_tied = head is language_model.embed_tokens.weight
-        self._embed: Any = read_weights(language_model.embed_tokens, self._device)  # some scale what they look up
+        self._embed: nn.Module = read_weights(
+            language_model.embed_tokens, self._device
+        )  # some scale what they look up
         as_padding = [getattr(model.config, name) for name in family.as_padding]
         self._as_padding = torch.tensor(as_padding, device=self._device) if as_padding else None
         self._padding: int = text.pad_token_id if as_padding else 0
@@ -91,8 +93,9 @@ class LanguageModel:
         self._logit_cap: float | None = text.final_logit_softcapping if is_capped else None
         key = f"{path} {dtype} {self.group.rank}/{self.group.size}"
         with shared_weights(ModelPart.LANGUAGE_MODEL.value, key, at_once=at_once):
-            own_head: Tensor = self._embed.weight if is_tied else head
-            self._head, self._head_rows = self._load_head(own_head, text.vocab_size)
+            self._head, self._head_rows = self._load_head(
+                self._embed.get_parameter("weight") if is_tied else head, text.vocab_size
+            )
             parts = language_model, device.ops, self._device, self.group
             self._decoder = (
                 Decoder(*parts)

@@ -39,6 +39,7 @@ class OtherRank:
 
     def __init__(self) -> None:
         self.size = 2
+        self.num_reached = 0
         self.cache: KVCache | None = None
 
     def send(self, command: Command) -> None:
@@ -51,6 +52,7 @@ class OtherRank:
     def copying(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> Iterator[None]:
         assert self.cache is not None
         yield
+        self.num_reached += not blocks
         self.cache.copy(layers, blocks, first_cell, lands=lands)
 
 
@@ -75,6 +77,23 @@ def test_saved_blocks_come_back_elsewhere(num_ranks: int) -> None:
         untouched = [2, 4, 6, 8]
         torch.testing.assert_close(cache[:, :, untouched], old[:, :, untouched], rtol=0, atol=0)
         assert not cache[:, :, [1, 7]].any()
+    transport.close()
+
+
+def test_a_copy_within_the_cache_is_over_when_it_is_on_all_ranks() -> None:
+    """Before, no peer may write to the blocks that it reads."""
+    device, transport = get_device("cpu"), EmbeddedTransport(path="shm")
+    other: Any = OtherRank()
+    memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, followers=other)
+    other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, 1, 2)
+    assert memory.copied is None
+    memory.copy_block(1, 2)
+    copied = memory.copied
+    assert copied is not None and not copied.query() and other.num_reached == 0
+    copied.synchronize()
+    assert copied.query() and other.num_reached == 1
+    memory.copy_block(3, 2)
+    assert memory.copied is not copied
     transport.close()
 
 

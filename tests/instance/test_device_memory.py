@@ -75,8 +75,11 @@ async def test_the_host_s_side_of_the_kv_is_bounded(role: str) -> None:
 
 @pytest.mark.parametrize(
     ("role", "other", "devices"),
-    [("P", "E", DEVICE), ("PD", "E", DEVICE), ("P", "D", f"{DEVICE},emulated:a100:10")],
-    ids=["P", "PD", "P@tp2"],
+    [
+        pytest.param("P", "E", DEVICE, id="P"),
+        pytest.param("PD", "E", DEVICE, id="PD"),
+        pytest.param("P", "D", f"{DEVICE},emulated:a100:10", id="P@tp2", marks=pytest.mark.slow),
+    ],
 )
 async def test_a_role_leaves_nothing_on_the_device(role: str, other: str, devices: str, tmp_path: Path) -> None:
     """Nor on those of other ranks: each is a process of its own, and ends with the role."""
