@@ -442,7 +442,7 @@ def num_kv_blocks(
     if device_type in ("cpu", "emulated"):  # in the memory of the host
         return max(_DEFAULT_KV_BYTES // block_bytes, MIN_BLOCKS) + _DEFAULT_STATES * layout.state_blocks
     heads_each = -(-layout.num_kv_heads // len(options.devices))  # more ranks than heads repeat them
-    kv_bytes = int(free_bytes * _FREE_MEMORY_FOR_KV)
+    kv_bytes = int((free_bytes - options.sizes.feature_cache_bytes) * _FREE_MEMORY_FOR_KV)
     if measure is not None:
         kv_bytes = int(free_bytes * _FREE_MEMORY_TO_USE) - measure() - options.sizes.feature_cache_bytes
     return max(kv_bytes * layout.num_kv_heads // (block_bytes * heads_each), MIN_BLOCKS)
