@@ -71,6 +71,7 @@ class Follower:
         self._progress = LayerProgress(self._device.record_event)
         self._rank, self._size = join.rank, join.size
         self._remote = MappedKV()
+        self._executor: StepExecutor | None = None
         self._group = ProcessGroup(self._device, join.rank, join.size, Path(join.rendezvous), join.timeout_s)
         self._model = LanguageModel(Path(join.model), getattr(torch, join.dtype), self._device, self._group)
         link.send(Joined(self._device.headroom()))
@@ -82,11 +83,12 @@ class Follower:
             case CreateCache():
                 self._create(command)
             case StepInputs():
+                assert self._executor is not None, "the cache is created before a step"
                 self._executor.compute(self._tables.whole(command), self._progress.passed)
             case CopyBlock():
                 self._cache.copy_block(command.source, command.target)
             case Leave():
-                del self._executor
+                self._executor = None
                 gc.collect()  # graphs that have captured the group's collectives go before it
                 self._group.close()
             case CopyCells() | MapKV() | UnmapKV() | WriteKV():

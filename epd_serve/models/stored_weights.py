@@ -25,17 +25,31 @@ PIECE_BYTES = 1 << 24
 _WHOLE = slice(None)
 
 
+class _File:
+    """A file of weights. It is mapped once for views that stay, and for each read of those that do not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept: Any = None
+
+    def open(self, *, stays: bool = False) -> Any:
+        if not stays:
+            return safe_open(self._path, framework="pt")
+        if self._kept is None:
+            self._kept = safe_open(self._path, framework="pt")
+        return self._kept
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A weight in a file."""
 
-    file: Path
+    file: _File
     name: str
 
-    def read(self, ranges: list[slice]) -> Tensor:
-        """A part of it: on the host, a view of the file's pages, which go with the last view."""
-        with safe_open(self.file, framework="pt") as weights:
-            part: Tensor = weights.get_slice(self.name)[tuple(ranges) or ...]
+    def read(self, ranges: list[slice], *, stays: bool) -> Tensor:
+        """A part of it: a view of the file's pages, which the process has until the last such view goes."""
+        part: Tensor = self.file.open(stays=stays).get_slice(self.name)[tuple(ranges) or ...]
         return part
 
 
@@ -79,10 +93,10 @@ class StoredWeight(Tensor):
     def read(self, device: torch.device) -> Tensor:
         """Its values on a device; on the host they are the file's pages, unless it has them in another dtype."""
         if device.type == "cpu":
-            return self.place.read(self.ranges).to(self.dtype)
+            return self.place.read(self.ranges, stays=True).to(self.dtype)
         target = torch.empty(self.shape, dtype=self.dtype, device=device)
         for here, piece in self._pieces():
-            target[here].copy_(piece.place.read(piece.ranges))
+            target[here].copy_(piece.place.read(piece.ranges, stays=False))
         return target
 
     def equals(self, other: StoredWeight) -> bool:
@@ -90,8 +104,10 @@ class StoredWeight(Tensor):
         if self.shape != other.shape or self.dtype != other.dtype:
             return False
         pairs = zip(self._pieces(), other._pieces(), strict=True)
-        cpu = torch.device("cpu")
-        return all(torch.equal(one.read(cpu), another.read(cpu)) for (_, one), (_, another) in pairs)
+        return all(
+            torch.equal(*(piece.place.read(piece.ranges, stays=False) for piece in pair))
+            for pair in ((one, another) for (_, one), (_, another) in pairs)
+        )
 
     def _pieces(self) -> Iterator[tuple[slice, StoredWeight]]:
         """Pieces of its first dimension that the host holds one after the other."""
@@ -171,11 +187,12 @@ def listed_weights(path: Path, home: torch.device) -> dict[str, Listed]:
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file}: there is no such file; weights are read from safetensors files alone")
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - it is no mapping
-                part = weights.get_slice(name)
-                dtype = weights.get_slice(name)[tuple(slice(0, 0) for _ in part.get_shape()) or ...].dtype
-                listed[name] = Listed(_Place(file, name), part.get_shape(), dtype, home)
+        stored = _File(file)
+        weights = stored.open()
+        for name in weights.keys():  # noqa: SIM118 - it is no mapping
+            part = weights.get_slice(name)
+            dtype = part[tuple(slice(0, 0) for _ in part.get_shape()) or ...].dtype
+            listed[name] = Listed(_Place(stored, name), part.get_shape(), dtype, home)
     return listed
 
 

@@ -47,8 +47,8 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     sizes: list[int] = []
     read = stored_weights._Place.read
 
-    def counted(place: Any, ranges: list[slice]) -> Tensor:
-        part = read(place, ranges)
+    def counted(place: Any, ranges: list[slice], *, stays: bool) -> Tensor:
+        part = read(place, ranges, stays=stays)
         sizes.append(part.nbytes)
         return part
 
