@@ -92,7 +92,7 @@ class StoredWeight(Tensor):
 
     def read(self, device: torch.device) -> Tensor:
         """Its values on a device; on the host they are the file's pages, unless it has them in another dtype."""
-        if device.type == "cpu":
+        if device.type == "cpu" and all(self.shape):
             return self.place.read(self.ranges, stays=True).to(self.dtype)
         target = torch.empty(self.shape, dtype=self.dtype, device=device)
         for here, piece in self._pieces():
@@ -162,15 +162,13 @@ class Listed:
 
     place: _Place
     shape: list[int]
-    stored_dtype: torch.dtype
     home: torch.device
 
     def __getitem__(self, _: Any) -> Listed:
         return self
 
-    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> StoredWeight:
-        ranges = [slice(0, size) for size in self.shape]
-        return StoredWeight(self.place, ranges, dtype or self.stored_dtype, self.home)
+    def to(self, device: Any, dtype: torch.dtype) -> StoredWeight:
+        return StoredWeight(self.place, [slice(0, size) for size in self.shape], dtype, self.home)
 
 
 def listed_weights(path: Path, home: torch.device) -> dict[str, Listed]:
@@ -190,9 +188,7 @@ def listed_weights(path: Path, home: torch.device) -> dict[str, Listed]:
         stored = _File(file)
         weights = stored.open()
         for name in weights.keys():  # noqa: SIM118 - it is no mapping
-            part = weights.get_slice(name)
-            dtype = part[tuple(slice(0, 0) for _ in part.get_shape()) or ...].dtype
-            listed[name] = Listed(_Place(stored, name), part.get_shape(), dtype, home)
+            listed[name] = Listed(_Place(stored, name), weights.get_slice(name).get_shape(), home)
     return listed
 
 
