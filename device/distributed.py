@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -89,7 +90,7 @@ class ProcessGroup:
     def all_reduce(self, partial: Tensor) -> Tensor:
         from torch.distributed import all_reduce
 
-        all_reduce(partial)
+        _exchange(all_reduce, partial)
         return partial
 
     def all_gather(self, part: Tensor) -> Tensor:
@@ -97,13 +98,13 @@ class ProcessGroup:
         from torch.distributed import all_gather
 
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        all_gather(parts, part.contiguous())
+        _exchange(lambda own, *all_parts: all_gather(list(all_parts), own), part.contiguous(), *parts)
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, own: Tensor) -> Tensor:
         from torch.distributed import broadcast
 
-        broadcast(own, src=0)
+        _exchange(lambda one: broadcast(one, src=0), own)
         return own
 
     def close(self) -> None:
@@ -111,3 +112,13 @@ class ProcessGroup:
         from torch.distributed import destroy_process_group
 
         destroy_process_group()
+
+
+def _exchange(collective: Callable[..., object], *tensors: Tensor) -> None:
+    """Begin a collective. torch.distributed knows of no emulated device: there it is work of the stream."""
+    if tensors[0].device.type != "emulated":
+        collective(*tensors)
+        return
+    from device.emulated.tensors import launch
+
+    launch(collective, *tensors)

@@ -450,6 +450,12 @@ def record_event(device: torch.device) -> base.Event:
     return _CHIPS[device.index or 0].current().record_event()
 
 
+def launch(work: Callable[..., object], *tensors: Tensor) -> None:
+    """Have the current stream do work of another library with the numbers of tensors of one device."""
+    raw = _raw(tensors)
+    _CHIPS[tensors[0].device.index or 0].launch(lambda: work(*raw), tensors)
+
+
 def _operate(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Any operator: launched, its outputs unknown until the stream comes to it."""
     if (own := _OWN.get(op._schema.name)) is not None:

@@ -247,8 +247,8 @@ class DeploymentConfig(SharedConfig):
             )
         if self.shape_of is not None and not emulated:
             raise ValueError("shape_of is for emulated devices; write devices: [emulated:h200:0], or leave it out")
-        if any(one.tensor_parallel > 1 for one in emulated):
-            raise ValueError("topology: emulated devices share no language model; leave @tp out")
+        if isinstance(self.model, ShapeConfig) and any(one.tensor_parallel > 1 for one in emulated):
+            raise ValueError("topology: emulated devices share no model without weights; leave @tp out")
         if self.engine == "vllm":
             check_vllm(placement, settings, self.vllm, self.model_fields_set)
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):

@@ -7,6 +7,7 @@ sent.
 from __future__ import annotations
 
 import socket
+from math import prod
 from typing import Any
 
 import msgspec
@@ -17,7 +18,6 @@ from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.rpc.link import Link, pack
 
-#: A step's features travel with it: those of 8192 tokens may have a gigabyte.
 _MAX_BYTES = (1 << 32) - 1
 
 
@@ -40,6 +40,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
 class CreateCache(msgspec.Struct, frozen=True, kw_only=True, tag="cache"):
     """Allocate the KV cache; ``slab`` is the leader's, in whose cells KV of all heads comes and goes.
 
+    Answered by :class:`Created`.
+
     The rest is as in :class:`~epd_serve.engine.step.StepExecutor`.
     """
 
@@ -50,6 +52,10 @@ class CreateCache(msgspec.Struct, frozen=True, kw_only=True, tag="cache"):
     graph_sizes: list[int]
     max_num_seqs: int
     max_model_len: int
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """Leave the group of ranks, as all of them do at once. Nothing but the end comes after it."""
 
 
 class CopyBlock(msgspec.Struct, frozen=True, tag="copy"):
@@ -71,19 +77,57 @@ class CopyCells(msgspec.Struct, frozen=True, tag="cells"):
     lands: bool
 
 
+class MapKV(msgspec.Struct, frozen=True, tag="map"):
+    """Map the KV of those ranks behind a region that need this rank's heads; answered by :class:`Done`."""
+
+    number: int
+    region: Region
+
+
+class UnmapKV(msgspec.Struct, frozen=True, tag="unmap"):
+    """End a mapping, if there is one; answered by :class:`Done`."""
+
+    number: int
+    name: str
+
+
+class WriteKV(msgspec.Struct, frozen=True, tag="write"):
+    """Copy this rank's heads of blocks of some layers to blocks of a mapped region; answered by :class:`Done`.
+
+    The rest is as in :class:`~epd_serve.transfer.kv_sender.RemoteWrite`.
+    """
+
+    number: int
+    name: str
+    first_layer: int
+    end_layer: int
+    blocks: list[int]
+    remote: list[int]
+    slots: list[int]
+    deadline: float
+
+
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
     free_bytes: int
     """Memory of the device that is free once the weights are loaded."""
 
 
+class Created(msgspec.Struct, frozen=True, tag="created"):
+    handle: bytes
+    """By which others map the cache; empty where they cannot."""
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The :class:`CopyCells` with this number has been carried out."""
+    """The copy or mapping with this number has been carried out; with an error, it has not been and may not be."""
 
     number: int
+    error: str = ""
 
 
-Command = Join | CreateCache | StepInputs | CopyBlock | CopyCells
-Answer = Joined | Done
+#: Commands that a rank carries out beside its steps, in their order.
+Beside = CopyCells | MapKV | UnmapKV | WriteKV
+Command = Join | CreateCache | StepInputs | CopyBlock | Leave | Beside
+Answer = Joined | Created | Done
 
 
 def leader_end(end: socket.socket) -> Link[Answer]:
@@ -103,6 +147,8 @@ def packed(command: Command) -> bytearray:
 
 def _encode_tensor(value: Any) -> tuple[str, list[int], bytes]:
     if isinstance(value, Tensor):
+        if value.is_meta:  # it comes by the group
+            return str(value.dtype).removeprefix("torch."), list(value.shape), b""
         flat = value.contiguous().view(-1).view(torch.uint8)
         return str(value.dtype).removeprefix("torch."), list(value.shape), flat.numpy().tobytes()
     raise NotImplementedError(f"{type(value).__name__} is no part of a command")
@@ -112,7 +158,7 @@ def _decode_tensor(kind: type, value: Any) -> Tensor:
     assert kind is Tensor
     dtype, shape, data = value
     if not data:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta" if prod(shape) else "cpu")
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape)
 
 

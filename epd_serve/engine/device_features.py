@@ -117,7 +117,7 @@ class DeviceFeatureStore:
         self._area: FeatureArea | None = None
         if capacity_bytes:
             area = FeatureArea(device, transport, capacity_bytes, observe)
-            if area.region.handle:
+            if area.region.handles:
                 self._area = area
             else:  # nobody could map it
                 area.close(transport)
@@ -258,7 +258,9 @@ class FeatureArea(FeatureBooks):
         memory, handle = device.share_memory(nbytes)
         self._slab = transport.allocate("generations", nbytes // SLOT_BYTES * _GENERATION.size)
         self.features = GuardedMemory(memory, self._slab.buffer)
-        self.region = msgspec.structs.replace(self._slab.region, device=device.type, handle=handle)
+        self.region = msgspec.structs.replace(
+            self._slab.region, device=device.type, handles=(handle,) if handle else ()
+        )
         self._observe = observe
         self._num_features = 0
 
@@ -329,7 +331,7 @@ class MappedAreas:
             # its owner sees by the lock that it must not give the memory to others yet
             mapping.enter_context(self._locks.held(region, [MAPPED_SLOT]))
             try:
-                memory = mapping.enter_context(self._device.map_memory(region.handle))
+                memory = mapping.enter_context(self._device.map_memory(region.handles[0]))
             except ValueError as error:
                 raise NotMapped(f"region {region.name} cannot be mapped: {error}") from error
             area = GuardedMemory(memory, table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import queue
@@ -11,19 +12,38 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import msgspec
 import torch
 
 from device.base import Device
 from device.distributed import ProcessGroup
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.commands import Answer, Command, CopyCells, Done, Join, Joined, leader_end, packed
+from epd_serve.engine.commands import (
+    Answer,
+    Beside,
+    Command,
+    CopyCells,
+    CreateCache,
+    Created,
+    Done,
+    Join,
+    Joined,
+    Leave,
+    MapKV,
+    UnmapKV,
+    WriteKV,
+    leader_end,
+    packed,
+)
 from epd_serve.engine.device_board import rank_share
 from epd_serve.engine.step_inputs import StepInputs
+from epd_serve.protocol.wire import Region
 from epd_serve.rpc.link import Link, LinkClosed
+from epd_serve.transfer.transport import TransferError
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +53,7 @@ COLLECTIVE_TIMEOUT_S = 60.0
 COPY_TIMEOUT_S = 180.0
 _EXIT_GRACE_S = 3.0
 
-_A = TypeVar("_A", Joined, Done)
+_A = TypeVar("_A", Joined, Created, Done)
 
 
 class Followers:
@@ -46,10 +66,11 @@ class Followers:
         """Start them; they load while this process does."""
         self._directory = tempfile.TemporaryDirectory(prefix="epd-serve-")
         self._rendezvous = Path(self._directory.name) / "rendezvous"
-        self._size = len(options.devices)
+        self.size = len(options.devices)
         self._links: list[Link[Answer]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._answers: list[queue.SimpleQueue[Answer]] = []
+        self._group: ProcessGroup | None = None
         self._copying = threading.Lock()
         self._num_copies = 0
         self._closing = False
@@ -64,7 +85,7 @@ class Followers:
                     share=rank_share(options, rank),
                     memory_share=options.memory_share,
                     rank=rank,
-                    size=self._size,
+                    size=self.size,
                     rendezvous=str(self._rendezvous),
                     timeout_s=COLLECTIVE_TIMEOUT_S,
                 )
@@ -72,11 +93,17 @@ class Followers:
 
     def join(self, device: Device) -> ProcessGroup:
         """Meet them as rank 0."""
-        return ProcessGroup(device, 0, self._size, self._rendezvous, COLLECTIVE_TIMEOUT_S)
+        self._group = ProcessGroup(device, 0, self.size, self._rendezvous, COLLECTIVE_TIMEOUT_S)
+        return self._group
 
     def wait_joined(self) -> int:
         """Wait until all have loaded their share; the least free memory of a device among them, in bytes."""
         return min(self._answer(answers, Joined).free_bytes for answers in self._answers)
+
+    def create_cache(self, command: CreateCache) -> list[bytes]:
+        """Have all of them allocate their KV; the handles by which others map it, in the order of ranks."""
+        self.send(command)
+        return [self._answer(answers, Created).handle for answers in self._answers]
 
     def send(self, command: Command) -> None:
         """Give all of them a command; returns before they carry it out."""
@@ -89,10 +116,12 @@ class Followers:
 
     @contextlib.contextmanager
     def together(self, inputs: StepInputs) -> Iterator[None]:
-        """A context for this rank's share of a step.
+        """A context for this rank's share of a step. Its features go to the others from device to device.
 
         A failure in it ends all ranks, which would wait for each other.
         """
+        if inputs.features is not None:
+            inputs = msgspec.structs.replace(inputs, features=torch.empty_like(inputs.features, device="meta"))
         self.send(inputs)
         try:
             yield
@@ -103,24 +132,74 @@ class Followers:
     @contextlib.contextmanager
     def copying(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> Iterator[None]:
         """A context for this rank's share of a copy between cache and slab; all ranks are done at its end."""
+        with self._beside(
+            lambda number: CopyCells(number, layers.start, layers.stop, list(blocks), first_cell, lands)
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def mapping(self, region: Region) -> Iterator[None]:
+        """A context in which they can :meth:`write <writing>` to the KV on the devices behind a region.
+
+        Raises ValueError where one of them does not reach it.
+        """
+        try:
+            try:
+                with self._beside(lambda number: MapKV(number, region)):
+                    pass
+            except TransferError as error:
+                raise ValueError(str(error)) from error
+            yield
+        finally:
+            with self._beside(lambda number: UnmapKV(number, region.name)):
+                pass
+
+    @contextlib.contextmanager
+    def writing(
+        self,
+        region: Region,
+        layers: range,
+        blocks: Sequence[int],
+        remote: Sequence[int],
+        slots: Sequence[int],
+        deadline: float,
+    ) -> Iterator[None]:
+        """A context for this rank's share of a write to a region; all ranks are done at its end.
+
+        Raises TransferError where one of them did not begin in time.
+        """
+        name, places = region.name, (list(blocks), list(remote), list(slots))
+        with self._beside(lambda number: WriteKV(number, name, layers.start, layers.stop, *places, deadline)):
+            yield
+
+    @contextlib.contextmanager
+    def _beside(self, command: Callable[[int], Beside]) -> Iterator[None]:
+        """A context for this rank's share of a command. Raises TransferError where it failed on another one."""
         with self._copying:
             self._num_copies += 1
-            self.send(CopyCells(self._num_copies, layers.start, layers.stop, list(blocks), first_cell, lands))
+            self.send(command(self._num_copies))
+            errors: list[str] = []
             try:
                 yield
             finally:  # also after a failure here: the blocks may be another's as soon as this returns
-                for answers in self._answers:
-                    self._wait_copied(answers)
+                errors = [error for answers in self._answers if (error := self._wait_copied(answers))]
+            if errors:
+                raise TransferError(errors[0])
 
-    def _wait_copied(self, answers: queue.SimpleQueue[Answer]) -> None:
+    def _wait_copied(self, answers: queue.SimpleQueue[Answer]) -> str:
         try:
-            while self._answer(answers, Done, COPY_TIMEOUT_S).number != self._num_copies:
+            while (answer := self._answer(answers, Done, COPY_TIMEOUT_S)).number != self._num_copies:
                 pass
         except queue.Empty:
             self._end(f"a follower has not copied KV within {COPY_TIMEOUT_S:g} s")
+        return answer.error
 
     def close(self) -> None:
-        """End them."""
+        """Leave the group with them, and end them. This process may be in another group then."""
+        if self._group is not None:
+            gc.collect()  # graphs that have captured its collectives go before it
+            self.send(Leave())
+            self._group.close()
         self._closing = True
         for link in self._links:
             link.close()

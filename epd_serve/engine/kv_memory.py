@@ -7,9 +7,10 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,7 +22,9 @@ from device.copies import to_device
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
 from epd_serve.engine.commands import CopyBlock
+from epd_serve.engine.computing import Pending
 from epd_serve.engine.followers import Followers
+from epd_serve.models.sharding import HeadCopy, head_copies, kv_heads
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.transfer.kv_sender import ReadableKV, RemoteWrite
 from epd_serve.transfer.shared_memory import release_mapped
@@ -46,7 +49,7 @@ class KVCache:
     Args:
         slab: on a CPU that is not shared with other ranks, the memory of the cache itself; else cells of all heads
             (:mod:`epd_serve.transfer.staging`), between which and the cache :meth:`copy` moves blocks.
-        heads: this rank's, among the layout's; None where there is no other rank.
+        rank, size: this one, and how many keep their heads of the layout's.
         emulation: the time of copies between emulated devices.
 
     Attributes:
@@ -60,20 +63,21 @@ class KVCache:
         num_blocks: int,
         device: Device,
         slab: memoryview | mmap.mmap,
-        heads: range | None = None,
+        rank: int = 0,
+        size: int = 1,
         emulation: Emulation | None = None,
     ) -> None:
         self._layout, self._device, self._slab, self._emulation = layout, device, slab, emulation
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
-        self._heads = slice(None) if heads is None else slice(heads.start, heads.stop)
+        heads = kv_heads(layout.num_kv_heads, rank, size)
+        self._rank, self._size, self._heads = rank, size, slice(heads.start, heads.stop)
         self.steps, self._copies = device.current_stream(), device.stream()
         self.copied: Event | None = None
         self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
-        num_heads = layout.num_kv_heads if heads is None else len(heads)
-        self._shape = (layout.num_layers, 2, num_blocks, layout.block_size, num_heads, layout.head_dim)
+        self._shape = (layout.num_layers, 2, num_blocks, layout.block_size, len(heads), layout.head_dim)
         self.handle = b""
         self._unpin: weakref.finalize[..., Any] | None = None
-        if is_its_own_slab(device, heads):
+        if is_its_own_slab(device, size):
             self.tensor = torch.frombuffer(slab, dtype=self._dtype).view(self._shape)
         else:
             memory, self.handle = device.share_memory(math.prod(self._shape) * self._dtype.itemsize)
@@ -108,6 +112,8 @@ class KVCache:
 
         It is done on return. On a stream of its own: else it would wait for all layers that were launched since.
         """
+        if not blocks:
+            return
         host = self.cells(first_cell, len(layers), len(blocks))[..., self._heads, :]
         with self._copying, self._copies:
             numbers = to_device(torch.tensor(blocks), self.tensor.device)
@@ -121,29 +127,68 @@ class KVCache:
             done = self._device.record_event()
         done.synchronize()
 
-    def write(self, there: Tensor, layers: range, blocks: Sequence[int], remote: Sequence[int]) -> None:
-        """Copy blocks of some layers, which no step writes now, to blocks of another cache; done on return.
+    @contextmanager
+    def mapped(self, handles: Sequence[bytes]) -> Iterator[RemoteWrite]:
+        """A context in which this rank's heads can be written to other caches of the layout, one for each rank.
 
-        Args:
-            there: [bytes] uint8, a cache of the same layout with any number of blocks.
+        Raises ValueError where one of them cannot be mapped.
         """
-        cache = there.view(self._dtype).view(*self._shape[:2], -1, *self._shape[3:])
+        layout, targets = self._layout, list[tuple[HeadCopy, Tensor]]()
+        with ExitStack() as mapping:
+            for copy in head_copies(layout.num_kv_heads, self._rank, self._size, len(handles)):
+                memory = mapping.enter_context(self._device.map_memory(handles[copy.rank]))
+                num_heads = len(kv_heads(layout.num_kv_heads, copy.rank, len(handles)))
+                shape = (*self._shape[:2], -1, layout.block_size, num_heads, layout.head_dim)
+                targets.append((copy, memory.view(self._dtype).view(shape)))
+                del memory
+            try:
+                yield partial(self._write, targets)
+            finally:
+                targets.clear()
+
+    def _write(
+        self,
+        targets: Sequence[tuple[HeadCopy, Tensor]],
+        layers: range,
+        blocks: Sequence[int],
+        remote: Sequence[int],
+        slots: Sequence[int] = (),
+        deadline: float = math.inf,
+    ) -> None:
+        """Copy blocks of some layers, which no step writes now, to blocks of other caches; done on return."""
         num_tokens = len(blocks) * self._layout.block_size * len(layers) / self._layout.num_layers
         taking = nullcontext() if self._emulation is None else self._emulation.copy(num_tokens)
         with self._copying, self._copies:
             here, places = (
-                to_device(torch.tensor(one, dtype=torch.int64), there.device) for one in (blocks, remote)
+                to_device(torch.tensor(one, dtype=torch.int64), self.tensor.device) for one in (blocks, remote)
             )
             with taking:
-                for layer in layers:
-                    cache[layer].index_copy_(1, places, self.tensor[layer].index_select(1, here))
+                for layer, (copy, cache) in product(layers, targets):
+                    source = self.tensor[layer].narrow(3, copy.source, copy.count)
+                    target = cache[layer].narrow(3, copy.target, copy.count)
+                    target.index_copy_(1, places, source.index_select(1, here))
             done = self._device.record_event()
         done.synchronize()
 
 
-def is_its_own_slab(device: Device, heads: range | None) -> bool:
-    """Whether peers reach the cache itself."""
-    return device.type == "cpu" and heads is None
+def is_its_own_slab(device: Device, size: int) -> bool:
+    """Whether peers reach the cache itself, which so many ranks keep."""
+    return device.type == "cpu" and size == 1
+
+
+class _CopiedEverywhere:
+    """A copy within the cache on all ranks. Fills the Pending protocol."""
+
+    def __init__(self, here: Event, reached: Callable[[], None]) -> None:
+        self._here, self._reached, self._is_over = here, reached, False
+
+    def query(self) -> bool:
+        return self._is_over
+
+    def synchronize(self) -> None:
+        self._here.synchronize()
+        self._reached()
+        self._is_over = True
 
 
 class KVMemory:
@@ -154,8 +199,7 @@ class KVMemory:
     threads of those who move it and on a stream of its own; peers on this host may map the cache on the device.
 
     Args:
-        heads: the first rank's, where ``followers`` keep the others.
-        followers: the other ranks, which do to their heads what is done here.
+        followers: the other ranks, which keep the other heads and do to them what is done here.
         staging_bytes: of that area, at most.
         lease_s: for which cells are kept that a peer may still copy to.
         shares: other instances on this host may write to the KV on the device itself, and this one to theirs.
@@ -169,7 +213,6 @@ class KVMemory:
         device: Device,
         transport: Transport,
         *,
-        heads: range | None = None,
         followers: Followers | None = None,
         staging_bytes: int = 0,
         lease_s: float = 0.0,
@@ -181,7 +224,8 @@ class KVMemory:
         nbytes = block_nbytes(layout)
         self.block_bytes = nbytes // (2 * layout.num_layers)  # K or V of one layer
         self._area: StagingArea | None = None
-        if not is_its_own_slab(device, heads):
+        size = 1 if followers is None else followers.size
+        if not is_its_own_slab(device, size):
             self._area = StagingArea(
                 staging_bytes // (2 * self.block_bytes), num_blocks * layout.num_layers, lease_s
             )
@@ -193,13 +237,20 @@ class KVMemory:
         self.buffer = slab.buffer
         self._device = device
         try:
-            self._cache = KVCache(layout, num_blocks, device, slab.buffer, heads, emulation)
+            self._cache = KVCache(layout, num_blocks, device, slab.buffer, 0, size, emulation)
         except BaseException:  # the device has no room for it, say
             transport.release(slab)
             raise
-        self._followers = followers
-        if shares and heads is None and self._cache.handle:
-            self.region = msgspec.structs.replace(slab.region, device=device.type, handle=self._cache.handle)
+        self._followers, self._shares = followers, shares
+        self._copied: _CopiedEverywhere | None = None
+        if followers is None:
+            self.offer([])
+
+    def offer(self, handles: Sequence[bytes]) -> None:
+        """Let others map the KV on the device, with that of the other ranks; nothing where a handle is empty."""
+        handles = (self._cache.handle, *handles)
+        if self._shares and all(handles):
+            self.region = msgspec.structs.replace(self.region, device=self._device.type, handles=tuple(handles))
 
     def unpin(self) -> None:
         self._cache.unpin()
@@ -223,8 +274,8 @@ class KVMemory:
         return 0 if self._area is None else self._area.num_lent
 
     @property
-    def copied(self) -> Event | None:
-        return self._cache.copied
+    def copied(self) -> Pending | None:
+        return self._cache.copied if self._followers is None else self._copied
 
     def check_integrity(self) -> None:
         if self._area is not None:
@@ -238,6 +289,15 @@ class KVMemory:
         if self._followers is not None:
             self._followers.send(CopyBlock(source, target))
         self._cache.copy_block(source, target)
+        if self._followers is not None and self._cache.copied is not None:
+            self._copied = _CopiedEverywhere(self._cache.copied, self._reached)
+
+    def _reached(self) -> None:
+        """Wait until the other ranks have carried out what they were sent."""
+        assert self._followers is not None
+        end = self.layout.num_layers
+        with self._followers.copying(range(end, end), [], 0, lands=False):
+            pass
 
     @contextmanager
     def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
@@ -260,16 +320,13 @@ class KVMemory:
     @contextmanager
     def mapped(self, region: Region) -> Iterator[RemoteWrite | None]:
         own = self.region
-        if not own.handle or (own.device, own.host_id) != (region.device, region.host_id):
+        if not own.handles or (own.device, own.host_id) != (region.device, region.host_id):
             yield None
             return
-        with self._device.map_memory(region.handle) as memory:
-            write = partial(self._cache.write, memory)
-            del memory
-            try:
-                yield write
-            finally:
-                del write
+        followers = self._followers
+        with nullcontext() if followers is None else followers.mapping(region):  # noqa: SIM117
+            with self._cache.mapped(region.handles) as write:
+                yield write if followers is None else partial(_on_all_ranks, followers, region, write)
 
     def save(self, blocks: Sequence[int]) -> Tensor:
         """A copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim], all heads."""
@@ -309,6 +366,21 @@ class KVMemory:
     def _in_cells(self, layers: range, num_blocks: int, first: int) -> _InSlab:
         start = first * 2 * self.block_bytes
         return _InSlab(self, layers, range(num_blocks), num_blocks, start=start, first_layer=layers.start)
+
+
+def _on_all_ranks(
+    followers: Followers,
+    region: Region,
+    write: RemoteWrite,
+    layers: range,
+    blocks: Sequence[int],
+    remote: Sequence[int],
+    slots: Sequence[int] = (),
+    deadline: float = math.inf,
+) -> None:
+    """Fills the RemoteWrite protocol where other ranks have other heads."""
+    with followers.writing(region, layers, blocks, remote, slots, deadline):
+        write(layers, blocks, remote)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,7 +448,7 @@ def num_kv_blocks(
     if device_type in ("cpu", "emulated"):  # in the memory of the host
         return max(_DEFAULT_KV_BYTES // block_bytes, MIN_BLOCKS) + _DEFAULT_STATES * layout.state_blocks
     heads_each = -(-layout.num_kv_heads // len(options.devices))  # more ranks than heads repeat them
-    kv_bytes = int(free_bytes * _FREE_MEMORY_FOR_KV)
+    kv_bytes = int((free_bytes - options.sizes.feature_cache_bytes) * _FREE_MEMORY_FOR_KV)
     if measure is not None:
         kv_bytes = int(free_bytes * _FREE_MEMORY_TO_USE) - measure() - options.sizes.feature_cache_bytes
     return max(kv_bytes * layout.num_kv_heads // (block_bytes * heads_each), MIN_BLOCKS)

@@ -108,7 +108,8 @@ class StepExecutor:
 
         Args:
             on_layer: called when a layer's K and V are in the cache, in steps with prefills.
-            fed: the tokens of the inputs' ``fed_rows``, on the first rank's device; others have them from there.
+            fed: the tokens of the inputs' ``fed_rows``, on the first rank's device. Others have them from there,
+                as they have the features.
             logprobs: takes those of the inputs' ``scored_rows``, which all ranks compute.
         """
         self._tables.update(inputs.decodes, inputs.decode_context_lens)
@@ -147,6 +148,10 @@ class StepExecutor:
         meta, positions = self._pack(inputs)
         plan = self._device.ops.prepare(meta, self._model.dtype)
         features, ids = inputs.features, integers(inputs.ids, target)
+        if features is not None:  # from the first rank's device to the others'
+            is_here = not features.is_meta
+            features = to_device(features, target) if is_here else torch.empty_like(features, device=target)
+            features = self._model.group.broadcast(features)
         if fed is not None:
             fed.put(ids)
         if inputs.scored_rows and logprobs is None:
@@ -162,7 +167,7 @@ class StepExecutor:
                 states=to_device(torch.tensor(inputs.states), target) if inputs.states else None,
             ),
             integers(inputs.rows, target),
-            None if features is None else to_device(features, target),
+            features,
             None if features is None else integers(inputs.feature_rows, target),
             logprobs,
         )

@@ -24,7 +24,8 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
         decodes: what is new in their tables, of which each rank keeps its own.
         prefill_blocks: the blocks in use of each sequence, as many as its context fills.
         prefill_both_ways: for each prefill, the runs of its sequence's tokens that see all of themselves.
-        features: [F, (1 + deepstack levels) * hidden], in batch order; None without media.
+        features: [F, (1 + deepstack levels) * hidden], in batch order; None without media. Ranks that are not the
+            first have their shape, on torch's device ``meta``.
         feature_rows: [F], the tokens that they replace.
         states: the blocks of the recurrent state of each sequence, decodes first; empty where there are none.
         fed_rows: tokens that the first rank's device has chosen in the step before and the host does not know.

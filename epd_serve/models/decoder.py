@@ -18,6 +18,7 @@ from device.distributed import Alone, Group
 from device.ops.linear import Linear, fused, gated_linear, linear
 from device.ops.plain import rotary_tables
 from epd_serve.models.sharding import Heads, split
+from epd_serve.models.stored_weights import read_weights
 
 _INTERLEAVED_MROPE = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
 
@@ -162,7 +163,7 @@ class Decoder:
         if not hasattr(mlp, "gate_proj"):
             if self._group.size > 1:
                 raise ValueError("tensor parallelism does not split mixture-of-experts layers; use one device")
-            experts = mlp.to(self._device)
+            experts = read_weights(mlp, self._device)
             return lambda hidden: experts(hidden.unsqueeze(0)).squeeze(0)
         rows = split(mlp.gate_proj.out_features, self._group)
         gate, up = (projection.weight[rows].to(self._device) for projection in (mlp.gate_proj, mlp.up_proj))
@@ -171,7 +172,7 @@ class Decoder:
             biases = (mlp.gate_proj.bias[rows].to(self._device), mlp.up_proj.bias[rows].to(self._device))
         activation = fused(mlp.act_fn)
         if not isinstance(activation, str):
-            activation = activation.to(self._device)  # some have weights
+            activation = read_weights(activation, self._device)  # some have weights
         inner = gated_linear(gate, up, self._ops.swiglu, biases, activation)
         down = self._row_parallel(mlp.down_proj, rows)
         return lambda hidden: down(inner(hidden))
@@ -187,7 +188,7 @@ class Decoder:
     def _row_parallel(self, projection: Any, columns: slice) -> Linear:
         """A product whose input is split over the ranks: partial sums are added up, then the bias once."""
         bias = None if projection.bias is None else self._own(projection.bias)
-        weight = projection.weight[:, columns].contiguous().to(self._device)
+        weight = projection.weight[:, columns].to(self._device).contiguous()
         if self._group.size == 1:
             return linear(weight, bias)
         partial_sum, all_reduce = linear(weight), self._group.all_reduce

@@ -26,6 +26,7 @@ from epd_serve.models.checkpoint_config import layer_configs
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.loader import attend_by
 from epd_serve.models.recurrent_states import RecurrentStates
+from epd_serve.models.stored_weights import read_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class GenericDecoder:
         if group is not None and group.size > 1:
             raise ValueError(f"the layers of {config.model_type!r} are not split over devices; use one")
         self._ops = ops
-        self._model: Any = model.to(device)
+        self._model: Any = read_weights(model, device)
         pack_modules(model)
         self._both_ways_in_windows = both_ways_in_windows
         self._states = RecurrentStates(model, model.dtype)

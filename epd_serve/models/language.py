@@ -19,6 +19,7 @@ from epd_serve.models.families import family_of
 from epd_serve.models.family import DecoderKind
 from epd_serve.models.generic_decoder import GenericDecoder
 from epd_serve.models.loader import ModelPart, language_name, load_part, num_parameters, without_head
+from epd_serve.models.stored_weights import read_weights
 
 
 class MoreLogits(Protocol):
@@ -63,7 +64,7 @@ class LanguageModel:
             at_once: it is needed now: weights that another process has packed are read where they lie, for good.
             decoder: other than the family's.
         """
-        model: Any = load_part(path, ModelPart.LANGUAGE_MODEL, dtype)
+        model: Any = load_part(path, ModelPart.LANGUAGE_MODEL, dtype, device.torch_device)
         text = model.config.get_text_config()
         self.dtype = dtype
         self.num_parameters = num_parameters(model)
@@ -78,7 +79,11 @@ class LanguageModel:
         self.group = group or Alone()
         inner = without_head(model)
         language_model = without_head(getattr(inner, language_name(inner), inner))
-        self._embed: nn.Module = language_model.embed_tokens.to(self._device)  # some scale what they look up
+        head: Tensor = model.get_output_embeddings().weight
+        is_tied = head is language_model.embed_tokens.weight
+        self._embed: nn.Module = read_weights(
+            language_model.embed_tokens, self._device
+        )  # some scale what they look up
         as_padding = [getattr(model.config, name) for name in family.as_padding]
         self._as_padding = torch.tensor(as_padding, device=self._device) if as_padding else None
         self._padding: int = text.pad_token_id if as_padding else 0
@@ -88,7 +93,9 @@ class LanguageModel:
         self._logit_cap: float | None = text.final_logit_softcapping if is_capped else None
         key = f"{path} {dtype} {self.group.rank}/{self.group.size}"
         with shared_weights(ModelPart.LANGUAGE_MODEL.value, key, at_once=at_once):
-            self._head, self._head_rows = self._load_head(model.get_output_embeddings().weight, text.vocab_size)
+            self._head, self._head_rows = self._load_head(
+                self._embed.get_parameter("weight") if is_tied else head, text.vocab_size
+            )
             parts = language_model, device.ops, self._device, self.group
             self._decoder = (
                 Decoder(*parts)

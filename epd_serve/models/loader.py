@@ -18,7 +18,9 @@ from transformers.video_processing_utils import VideoProcessorMixin
 from epd_serve.models.checkpoint_config import model_class, read_config
 from epd_serve.models.families import TEXT, family_of
 from epd_serve.models.family import Family
+from epd_serve.models.stored_weights import StoredWeight, listed_weights
 
+_HOST = torch.device("cpu")
 #: Files that decide what a tower is given, and what it makes of it.
 _FILES = ("config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SAMPLES_PER_FILE = 64
@@ -71,29 +73,42 @@ def _shows_videos(path: Path) -> bool:
     return any("video" in template for template in templates)
 
 
-def load_part(path: Path, part: ModelPart, dtype: torch.dtype) -> nn.Module:
-    """Load the tower with its projector, or the language model with its head, onto the host.
+def load_part(path: Path, part: ModelPart, dtype: torch.dtype, device: torch.device = _HOST) -> nn.Module:
+    """The tower with its projector, or the language model with its head, of weights that are not read yet.
 
-    The other part's modules are dropped while the model is still on the meta device, so their weights are never
-    read. Raises ValueError for a configuration that is not honoured, and for any weight that the checkpoint lacks,
-    or that the model does not have.
+    They are :class:`~epd_serve.models.stored_weights.StoredWeight`, but for those that transformers computes of
+    several, such as the experts of a layer: they are on ``device``. The other part's modules are dropped. Raises
+    ValueError for a configuration that is not honoured, and for any weight that the checkpoint lacks, or that the
+    model does not have.
     """
     config = read_config(path)
     assert part is ModelPart.LANGUAGE_MODEL or config.model_type not in TEXT, "a model of text alone has no tower"
     model, info = _partial_class(model_class(config), part).from_pretrained(
-        path,
+        None,
         config=config,
+        state_dict=listed_weights(path, device),
         dtype=dtype,
         output_loading_info=True,
         local_files_only=True,
         ignore_mismatched_sizes=True,  # for an error of ours
     )
     _check_weights(path, info)
-    on_meta = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    if on_meta:
-        raise ValueError(f"{path}: {len(on_meta)} weights were not loaded, among them {on_meta[0]}")
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    unread = [name for name, one in tensors.items() if one.is_meta and not isinstance(one, StoredWeight)]
+    if unread:
+        raise ValueError(f"{path}: {len(unread)} weights were not loaded, among them {unread[0]}")
+    _tie(model)
     loaded: nn.Module = model.eval().requires_grad_(False)
     return loaded
+
+
+def _tie(model: Any) -> None:
+    """Let tied weights that the checkpoint has twice be one: transformers compares none that are not read."""
+    for name, source in model.all_tied_weights_keys.items():
+        tied, weight = model.get_parameter(name), model.get_parameter(source)
+        if tied is not weight and torch.equal(tied, weight):
+            owner, _, child = name.rpartition(".")
+            setattr(model.get_submodule(owner), child, weight)
 
 
 def _check_weights(path: Path, info: dict[str, Any]) -> None:

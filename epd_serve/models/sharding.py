@@ -27,13 +27,8 @@ class Heads:
         """Raises ValueError where whole heads cannot be given to every rank."""
         size = group.size
         check_heads(num_query_heads, num_kv_heads, size)
-        num_query, num_kv = num_query_heads // size, max(num_kv_heads // size, 1)
-        return cls(
-            first_query=group.rank * num_query,
-            num_query=num_query,
-            first_kv=group.rank * num_kv_heads // size,
-            num_kv=num_kv,
-        )
+        num_query, kv = num_query_heads // size, kv_heads(num_kv_heads, group.rank, size)
+        return cls(first_query=group.rank * num_query, num_query=num_query, first_kv=kv.start, num_kv=len(kv))
 
     def query_rows(self, head_dim: int) -> slice:
         """Rows of the query projection, and columns of the output projection."""
@@ -42,6 +37,42 @@ class Heads:
     def kv_rows(self, head_dim: int) -> slice:
         """Rows of the key and of the value projection."""
         return _range(self.first_kv * head_dim, self.num_kv * head_dim)
+
+
+def kv_heads(num_kv_heads: int, rank: int, size: int) -> range:
+    """The KV heads that a rank of so many keeps."""
+    first = rank * num_kv_heads // size
+    return range(first, first + max(num_kv_heads // size, 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadCopy:
+    """KV heads that a rank of one instance copies to a rank of another.
+
+    Attributes:
+        rank: there. source, target: the first head's number among those of the rank here, and of that there.
+    """
+
+    rank: int
+    source: int
+    target: int
+    count: int
+
+
+def head_copies(num_kv_heads: int, rank: int, size: int, other_size: int) -> list[HeadCopy]:
+    """A rank's copies by which all ranks of another width get their heads, each from the first that has it."""
+    own = kv_heads(num_kv_heads, rank, size)
+    if rank and kv_heads(num_kv_heads, rank - 1, size) == own:
+        return []  # an earlier rank has the same
+    copies: list[HeadCopy] = []
+    for other in range(other_size):
+        there = kv_heads(num_kv_heads, other, other_size)
+        first, stop = max(own.start, there.start), min(own.stop, there.stop)
+        if first < stop:
+            copies.append(
+                HeadCopy(rank=other, source=first - own.start, target=first - there.start, count=stop - first)
+            )
+    return copies
 
 
 def split(width: int, group: Group) -> slice:

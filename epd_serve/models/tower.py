@@ -22,6 +22,7 @@ from device.ops.shared_weights import shared_weights
 from epd_serve.models.families import family_of
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, Size, TowerInputs, picture, sound
 from epd_serve.models.loader import ModelPart, attend_by, load_part, num_parameters, without_head
+from epd_serve.models.stored_weights import read_weights
 from epd_serve.protocol.wire import MediaRef
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class Tower:
             family: tries the tower on pictures of it: where the device's attention makes other features of them
                 than torch's, as it does where inputs are padded, torch's is used.
         """
-        model = load_part(path, ModelPart.TOWER, dtype).to(device.torch_device)
+        model = read_weights(load_part(path, ModelPart.TOWER, dtype, device.torch_device), device.torch_device)
         attention = TowerAttention(device.ops)
         attention.install(model)
         self._model: Any = model

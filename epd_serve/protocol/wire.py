@@ -340,8 +340,9 @@ class Region(Message, frozen=True):
         protocol: of Mooncake's Transfer Engine, where that is what moves the bytes: then ``host:port`` only says
             whether the region is still there. Else "".
         engine_port: of the Transfer Engine. address: where the memory begins in its process.
-        device, handle: type of the device that holds the KV itself, and what its vendor's library maps that memory
-            by in other processes of this host; empty where there is only this memory.
+        device, handles: type of the devices that hold the KV or the features themselves, and what their vendor's
+            library maps that memory by in other processes of this host, one for each rank; empty where there is
+            only this memory.
     """
 
     name: str
@@ -355,7 +356,7 @@ class Region(Message, frozen=True):
     engine_port: int = 0
     address: int = 0
     device: str = ""
-    handle: bytes = b""
+    handles: tuple[bytes, ...] = ()
 
 
 class FeatureEvent(Message, frozen=True):

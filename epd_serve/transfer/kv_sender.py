@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections import deque
@@ -36,8 +37,22 @@ class StagedKV(Protocol):
 class RemoteWrite(Protocol):
     """Writes to the KV of another instance, on a device that this one reaches."""
 
-    def __call__(self, layers: range, blocks: Sequence[int], remote: Sequence[int]) -> None:
-        """Copy blocks that are computed to blocks there; they are there when this returns."""
+    def __call__(
+        self,
+        layers: range,
+        blocks: Sequence[int],
+        remote: Sequence[int],
+        slots: Sequence[int] = (),
+        deadline: float = math.inf,
+    ) -> None:
+        """Copy blocks that are computed to blocks there; they are there when this returns.
+
+        Args:
+            slots: of the locks that the caller holds (:class:`~epd_serve.transfer.shared_memory.WriteLocks`).
+            deadline: monotonic time after which no other process of the instance may begin.
+
+        Raises TransferError where one of them came too late.
+        """
         ...
 
 
@@ -268,7 +283,7 @@ class KVSender:
 
     def _map(self, lane: _Lane, region: Region) -> None:
         """Map the KV there at the lane's first job. What keeps it from that is no error: it goes by the host."""
-        if not region.handle or lane.is_mapped is not None:
+        if not region.handles or lane.is_mapped is not None:
             return
         try:
             with ExitStack() as mapping:
@@ -314,7 +329,7 @@ class KVSender:
                 return None
 
     def _connect(self, lane: _Lane, region: Region) -> None:
-        if region.handle and lane.mapped is None:
+        if region.handles and lane.mapped is None:
             return  # nobody is written to: the decode instance reads
         try:
             start = self._clock()
@@ -417,7 +432,9 @@ class KVSender:
         with self._leased(parts) as leased:
             if leased:
                 here = [block for part in leased for block in part.local]
-                write(layers, here, [block for part in leased for block in part.remote])
+                there = [block for part in leased for block in part.remote]
+                deadline = min(part.transfer.deadline for part in leased)
+                write(layers, here, there, [part.slot for part in leased], deadline)
         return leased
 
     def _write(self, staged: StagedKV, parts: Sequence[Part]) -> list[Part]:

@@ -11,9 +11,11 @@ from typing import NoReturn
 import pytest
 
 from epd_serve.engine import followers as module
-from epd_serve.engine.commands import Command, CopyCells, Done, follower_end, leader_end
+from epd_serve.engine.commands import Command, CopyCells, Done, MapKV, UnmapKV, WriteKV, follower_end, leader_end
 from epd_serve.engine.followers import Followers
+from epd_serve.protocol.wire import Region
 from epd_serve.rpc.link import Link
+from epd_serve.transfer.transport import TransferError
 
 
 @pytest.fixture
@@ -69,3 +71,37 @@ def test_a_follower_that_does_not_copy_ends_the_instance(
     monkeypatch.setattr(followers, "_end", end)
     with pytest.raises(SystemExit, match="has not copied"), followers.copying(range(1), [1], 0, lands=False):
         pass
+
+
+def test_what_one_rank_cannot_write_is_not_written(pair: tuple[Followers, Link[Command]]) -> None:
+    """It does not map the other device, or comes to its share when the lease is over."""
+    followers, follower = pair
+    region = Region(name="kv", nbytes=0, host_id="", pid=0, fd=0, host="", port=0, handles=(b"a", b"b"))
+    told: list[Command] = []
+    errors = iter(["no peer access", "", "", "the lease is over", ""])
+
+    def follow() -> None:
+        for error in errors:
+            told.append(command := follower.receive())
+            assert isinstance(command, MapKV | UnmapKV | WriteKV)
+            follower.send(Done(command.number, error))
+            followers._answers[0].put(followers._links[0].receive())
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    with pytest.raises(ValueError, match="no peer access"), followers.mapping(region):
+        raise AssertionError("mapped by some alone")
+    with followers.mapping(region):  # noqa: SIM117
+        with (
+            pytest.raises(TransferError, match="lease"),
+            followers.writing(region, range(1, 3), [1], [2], [2], 5.0),
+        ):
+            pass
+    thread.join(5)
+    assert told == [
+        MapKV(1, region),
+        UnmapKV(2, "kv"),
+        MapKV(3, region),
+        WriteKV(4, "kv", 1, 3, [1], [2], [2], 5.0),
+        UnmapKV(5, "kv"),
+    ]

@@ -21,6 +21,7 @@ from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.commands import Command, CopyBlock
 from epd_serve.engine.kv_memory import KVCache, KVMemory, block_nbytes, num_kv_blocks
+from epd_serve.models.sharding import head_copies, kv_heads
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
@@ -37,6 +38,8 @@ class OtherRank:
     """Carries commands out as a follower does, in this process."""
 
     def __init__(self) -> None:
+        self.size = 2
+        self.num_reached = 0
         self.cache: KVCache | None = None
 
     def send(self, command: Command) -> None:
@@ -49,6 +52,7 @@ class OtherRank:
     def copying(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> Iterator[None]:
         assert self.cache is not None
         yield
+        self.num_reached += not blocks
         self.cache.copy(layers, blocks, first_cell, lands=lands)
 
 
@@ -56,10 +60,10 @@ class OtherRank:
 def test_saved_blocks_come_back_elsewhere(num_ranks: int) -> None:
     device, transport = get_device("cpu"), EmbeddedTransport(path="shm")
     other: Any = OtherRank() if num_ranks == 2 else None
-    memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, heads=range(2) if other else None, followers=other)
+    memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, followers=other)
     caches = [memory.tensor]
     if other:
-        other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, heads=range(2, 4))
+        other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, 1, 2)
         caches.append(other.cache.tensor)
     for cache in caches:
         cache.copy_(torch.randn(cache.shape))
@@ -73,6 +77,23 @@ def test_saved_blocks_come_back_elsewhere(num_ranks: int) -> None:
         untouched = [2, 4, 6, 8]
         torch.testing.assert_close(cache[:, :, untouched], old[:, :, untouched], rtol=0, atol=0)
         assert not cache[:, :, [1, 7]].any()
+    transport.close()
+
+
+def test_a_copy_within_the_cache_is_over_when_it_is_on_all_ranks() -> None:
+    """Before, no peer may write to the blocks that it reads."""
+    device, transport = get_device("cpu"), EmbeddedTransport(path="shm")
+    other: Any = OtherRank()
+    memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, followers=other)
+    other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, 1, 2)
+    assert memory.copied is None
+    memory.copy_block(1, 2)
+    copied = memory.copied
+    assert copied is not None and not copied.query() and other.num_reached == 0
+    copied.synchronize()
+    assert copied.query() and other.num_reached == 1
+    memory.copy_block(3, 2)
+    assert memory.copied is not copied
     transport.close()
 
 
@@ -92,11 +113,9 @@ def test_kv_goes_from_device_to_device_through_few_cells(num_ranks: int) -> None
 
     def made() -> tuple[KVMemory, list[Tensor]]:
         other: Any = OtherRank() if num_ranks == 2 else None
-        memory = KVMemory(
-            LAYOUT, NUM_BLOCKS, device, transport, heads=range(2) if other else None, followers=other
-        )
+        memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, followers=other)
         if other:
-            other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, heads=range(2, 4))
+            other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, 1, 2)
         return memory, [memory.tensor, *([other.cache.tensor] if other else [])]
 
     (there, sources), (here, targets) = made(), made()
@@ -153,6 +172,35 @@ def test_kv_goes_from_one_device_s_memory_into_another_s(pair: Pair) -> None:
     torch.testing.assert_close(new[1:, :, [5, 17, 1]], old[1:, :, [3, 1, 7]], rtol=0, atol=0)
     others = [block for block in range(2 * NUM_BLOCKS) if block not in (5, 17, 1)]
     assert not new[:1].any() and not new[:, :, others].any()
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_ranks_of_any_width_write_to_those_of_any_other(heads: int) -> None:
+    """Each its own heads; where several keep the same ones, the first of them writes, and all of them get them."""
+    device, layout = get_device("emulated:h200:2"), msgspec.structs.replace(LAYOUT, num_kv_heads=heads)
+    slab = memoryview(bytearray(block_nbytes(layout)))
+
+    def ranks(size: int, num_blocks: int) -> list[KVCache]:
+        return [KVCache(layout, num_blocks, device, slab, rank, size) for rank in range(size)]
+
+    kept = {size: [kv_heads(heads, rank, size) for rank in range(size)] for size in (1, 2, 4)}
+    numbers = torch.randn(3, 2, NUM_BLOCKS, 2, heads, 2)
+    for here in (1, 2, 4):
+        sources = ranks(here, NUM_BLOCKS)
+        for cache, own in zip(sources, kept[here], strict=True):
+            cache.tensor.copy_(numbers[..., own.start : own.stop, :])
+        device.synchronize()
+        for there in (1, 2, 4):
+            targets = ranks(there, 2 * NUM_BLOCKS)
+            for cache in sources:
+                with cache.mapped([target.handle for target in targets]) as write:
+                    write(range(1, 3), [3, 1, 7], [5, 17, 1])
+            for target, own in zip(targets, kept[there], strict=True):
+                new = target.tensor.cpu()
+                assert torch.equal(new[1:, :, [5, 17, 1]], numbers[1:, :, [3, 1, 7]][..., own.start : own.stop, :])
+                assert not new[:1].any() and not new[:, :, [0, 2, 3, 4, *range(6, 17)]].any()
+            moved = [copy for rank in range(here) for copy in head_copies(heads, rank, here, there)]
+            assert sum(copy.count for copy in moved) == sum(map(len, kept[there])), "some are copied twice"
 
 
 def test_memory_is_mapped_only_where_both_sides_share(pair: Pair) -> None:
@@ -249,7 +297,8 @@ def test_the_kv_of_a_rank_fits_into_its_device(num_ranks: int, heads_each: int) 
     free = 1 << 30
     blocks = num_kv_blocks(options, LAYOUT, "cuda", free)
     rank_bytes = blocks * block_nbytes(LAYOUT) * heads_each // LAYOUT.num_kv_heads
-    assert 0.79 * free < rank_bytes <= 0.8 * free
+    features = options.sizes.feature_cache_bytes
+    assert 0.79 * (free - features) < rank_bytes <= 0.8 * (free - features)
     small = options.model_copy(update={"feature_cache_bytes": free // 10})
     blocks = num_kv_blocks(small, LAYOUT, "cuda", free, lambda: free // 4)
     rank_bytes = blocks * block_nbytes(LAYOUT) * heads_each // LAYOUT.num_kv_heads

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +90,10 @@ def test_a_weight_of_no_part_is_refused_by_all(tmp_path: Path) -> None:
 def test_of_a_model_that_also_speaks_the_thinker_is_read(tmp_path: Path) -> None:
     """As Qwen publishes it: in a checkpoint of all parts."""
     path = tiny_models.make_tiny_model("qwen2_5_omni", tmp_path / "model")
-    parts = {part: load_part(path, part, torch.float32).state_dict() for part in ModelPart}
+    parts = {
+        part: {name: weight.clone() for name, weight in load_part(path, part, torch.float32).state_dict().items()}
+        for part in ModelPart
+    }
     thinker = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({"model_type": "qwen2_5_omni", "thinker_config": thinker}))
     weights = {f"thinker.{name}": weight for name, weight in load_file(path / "model.safetensors").items()}
@@ -145,28 +146,3 @@ def test_the_fingerprint_names_weights_processor_and_dtype(tmp_path: Path) -> No
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     names.add(media_fingerprint(path, "float32"))
     assert len(names) == 4
-
-
-RSS_OF_PARTS = """
-import sys, torch, psutil
-from pathlib import Path
-from epd_serve.models.loader import ModelPart, load_part
-import epd_serve.models.family
-models = []
-for part in (ModelPart.TOWER, ModelPart.LANGUAGE_MODEL):
-    before = psutil.Process().memory_info().rss
-    models.append(load_part(Path(sys.argv[1]), part, torch.float32))
-    sum(float(parameter.sum()) for parameter in models[-1].parameters())  # mapped: memory once they are read
-    print((psutil.Process().memory_info().rss - before) >> 20)
-"""
-
-
-@pytest.mark.slow
-def test_resident_memory_follows_the_part(tmp_path: Path) -> None:
-    """The language model of this one is 175 MB of float32, its tower less than 2 MB."""
-    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model", intermediate_size=22000)
-    command = [sys.executable, "-W", "ignore", "-c", RSS_OF_PARTS, str(path)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True)
-    tower, language_model = map(int, output.stdout.split())
-    assert language_model > 150
-    assert tower < 75

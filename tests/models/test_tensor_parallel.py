@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import tiny_models
 import torch
@@ -51,6 +52,9 @@ class Threads:
     def all_gather(self, part: Tensor) -> Tensor:
         return torch.cat(self._exchange(part), dim=-1)
 
+    def broadcast(self, own: Tensor) -> Tensor:
+        return self._exchange(own)[0]
+
 
 class Instance:
     """The language model over ``width`` ranks with one slab between them."""
@@ -71,8 +75,7 @@ class Instance:
         )
         self.slab = memoryview(bytearray(NUM_BLOCKS * block_nbytes(self._layout)))
         self.caches = [
-            KVCache(self._layout, NUM_BLOCKS, device, self.slab, model.kv_heads if width > 1 else None)
-            for model in models
+            KVCache(self._layout, NUM_BLOCKS, device, self.slab, group.rank, group.size) for group in groups
         ]
         self.executors = [
             StepExecutor(
@@ -85,8 +88,11 @@ class Instance:
         """Logits of rank 0; all have the same."""
         logits: list[Tensor] = [torch.empty(0)] * len(self.executors)
 
+        shape = None if inputs.features is None else torch.empty_like(inputs.features, device="meta")
+        without = msgspec.structs.replace(inputs, features=shape)
+
         def run(rank: int) -> None:
-            logits[rank] = self.executors[rank].compute(inputs)
+            logits[rank] = self.executors[rank].compute(without if rank else inputs)
 
         _together([lambda rank=rank: run(rank) for rank in range(len(self.executors))])  # type: ignore[misc]
         for other in logits[1:]:

@@ -88,8 +88,8 @@ class CheckpointModel:
     def feature_store(
         self, options: InstanceOptions, host: FeatureStore, transport: Transport, observe: StoreObserver
     ) -> FeatureStore:
-        if self.device.type == "cpu" or len(options.devices) > 1:
-            return host  # ranks that share a model all need the features
+        if self.device.type == "cpu":
+            return host
         shares = options.kv_transfer.transport == "auto" and options.feature_store == "embedded"
         taking = None
         if self.emulation is not None:

@@ -141,7 +141,7 @@ class LanguageWeights:
             max_model_len=self.max_model_len,
         )
         if self.followers is not None:
-            self.followers.send(create)
+            memory.offer(self.followers.create_cache(create))
         return LanguageRunner(
             StepExecutor.for_cache(
                 self.language, self._model.device, memory.tensor, create, emulation=self._model.emulation
@@ -246,7 +246,6 @@ class LanguageWeights:
             num_blocks,
             self._model.device,
             instance.transport,
-            heads=language.kv_heads if self.followers else None,
             followers=self.followers,
             staging_bytes=options.kv_transfer.staging_bytes,
             lease_s=options.lease_s,

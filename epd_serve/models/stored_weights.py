@@ -1,0 +1,210 @@
+"""Weights in the safetensors files of a checkpoint, of which nothing is read before a device needs it.
+
+A model is built of them as though they were tensors. ``weight[rows].to(device)`` then reads these rows alone,
+straight to the device: the host holds a piece of a weight at a time, however large the model is and however many
+ranks share it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+_INDEX = "model.safetensors.index.json"
+#: Bytes of the host's memory that a read takes on its way to another device.
+PIECE_BYTES = 1 << 24
+_WHOLE = slice(None)
+
+
+class _File:
+    """A file of weights. It is mapped once for views that stay, and for each read of those that do not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept: Any = None
+
+    def open(self, *, stays: bool = False) -> Any:
+        if not stays:
+            return safe_open(self._path, framework="pt")
+        if self._kept is None:
+            self._kept = safe_open(self._path, framework="pt")
+        return self._kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A weight in a file."""
+
+    file: _File
+    name: str
+
+    def read(self, ranges: list[slice], *, stays: bool) -> Tensor:
+        """A part of it: a view of the file's pages, which the process has until the last such view goes."""
+        part: Tensor = self.file.open(stays=stays).get_slice(self.name)[tuple(ranges) or ...]
+        return part
+
+
+class StoredWeight(Tensor):
+    """A weight, or a range of it in each dimension; to torch it is on the device ``meta``.
+
+    Ranges, dtypes and new parameters of it are stored weights. Whatever else is done with it reads it: ``to`` to
+    the device that it names, everything else to ``home``.
+    """
+
+    place: _Place
+    ranges: list[slice]
+    home: torch.device
+
+    @staticmethod
+    def __new__(cls, place: _Place, ranges: list[slice], dtype: torch.dtype, home: torch.device) -> StoredWeight:
+        shape = [one.stop - one.start for one in ranges]
+        made: StoredWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("meta"))
+        made.place, made.ranges, made.home = place, ranges, home
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        own = _OWN.get(func._schema.name)
+        if own is not None and (result := own(*args, **(kwargs or {}))) is not None:
+            return result
+        args, kwargs = tree_map_only(StoredWeight, lambda one: one.read(one.home), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StoredWeight({self.place.name}, {tuple(self.shape)}, {self.dtype})"
+
+    def part(self, ranges: list[slice] | None = None, dtype: torch.dtype | None = None) -> StoredWeight:
+        """The same, or a range of it, of that dtype."""
+        return StoredWeight(self.place, ranges or self.ranges, dtype or self.dtype, self.home)
+
+    def read(self, device: torch.device) -> Tensor:
+        """Its values on a device; on the host they are the file's pages, unless it has them in another dtype."""
+        if device.type == "cpu" and all(self.shape):
+            return self.place.read(self.ranges, stays=True).to(self.dtype)
+        target = torch.empty(self.shape, dtype=self.dtype, device=device)
+        for here, piece in self._pieces():
+            target[here].copy_(piece.place.read(piece.ranges, stays=False))
+        return target
+
+    def equals(self, other: StoredWeight) -> bool:
+        """Whether both have the same values."""
+        if self.shape != other.shape or self.dtype != other.dtype:
+            return False
+        pairs = zip(self._pieces(), other._pieces(), strict=True)
+        return all(
+            torch.equal(*(piece.place.read(piece.ranges, stays=False) for piece in pair))
+            for pair in ((one, another) for (_, one), (_, another) in pairs)
+        )
+
+    def _pieces(self) -> Iterator[tuple[slice, StoredWeight]]:
+        """Pieces of its first dimension that the host holds one after the other."""
+        if not self.ranges:
+            yield _WHOLE, self
+            return
+        first, *rest = self.ranges
+        row_bytes = prod(self.shape[1:]) * max(self.dtype.itemsize, 4)
+        num_rows = max(PIECE_BYTES // max(row_bytes, 1), 1)
+        for start in range(first.start, first.stop, num_rows):
+            stop = min(start + num_rows, first.stop)
+            yield slice(start - first.start, stop - first.start), self.part([slice(start, stop), *rest])
+
+
+def _slice(
+    weight: StoredWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> StoredWeight | None:
+    if step != 1:
+        return None
+    own = weight.ranges[dim]
+    here = range(own.start, own.stop)[start:end]
+    ranges = list(weight.ranges)
+    ranges[dim] = slice(here.start, max(here.stop, here.start))
+    return weight.part(ranges)
+
+
+def _to(
+    weight: StoredWeight, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
+) -> Tensor:
+    weight = weight.part(dtype=dtype)
+    return weight if device is None or device.type == "meta" else weight.read(device)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool | None:
+    if isinstance(one, StoredWeight) and isinstance(other, StoredWeight):
+        return one.equals(other)
+    return None
+
+
+_OWN: dict[str, Callable[..., Any]] = {
+    "aten::detach": StoredWeight.part,
+    "aten::alias": StoredWeight.part,
+    "aten::slice": _slice,
+    "aten::_to_copy": _to,
+    "aten::equal": _equal,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A weight as transformers loads it: it takes all of it, and brings it to a device and a dtype."""
+
+    place: _Place
+    shape: list[int]
+    home: torch.device
+
+    def __getitem__(self, _: Any) -> Listed:
+        return self
+
+    def to(self, device: Any, dtype: torch.dtype) -> StoredWeight:
+        return StoredWeight(self.place, [slice(0, size) for size in self.shape], dtype, self.home)
+
+
+def listed_weights(path: Path, home: torch.device) -> dict[str, Listed]:
+    """The weights of a checkpoint by their names in its files. Raises ValueError where there are no such files.
+
+    Args:
+        home: the device for what is computed of several weights while the model is built.
+    """
+    files = [path / "model.safetensors"]
+    if not files[0].is_file() and (path / _INDEX).is_file():
+        weight_map = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({path / str(name) for name in weight_map.values()})
+    listed: dict[str, Listed] = {}
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file}: there is no such file; weights are read from safetensors files alone")
+        stored = _File(file)
+        weights = stored.open()
+        for name in weights.keys():  # noqa: SIM118 - it is no mapping
+            listed[name] = Listed(_Place(stored, name), weights.get_slice(name).get_shape(), home)
+    return listed
+
+
+def read_weights(model: nn.Module, device: torch.device) -> nn.Module:
+    """Bring a model, stored weights and others, to a device; what was one weight is one there. Returns it."""
+    read: dict[int, tuple[Tensor, Tensor]] = {}  # with the source, so that its number stays its own
+    for module in model.modules():
+        holders: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for owned in holders:
+            for name, weight in owned.items():
+                if weight is None:
+                    continue
+                if id(weight) not in read:
+                    there = weight.detach().to(device)
+                    if isinstance(weight, nn.Parameter):
+                        there = nn.Parameter(there, requires_grad=False)
+                    read[id(weight)] = weight, there
+                owned[name] = read[id(weight)][1]
+    return model
