@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta, DeviceUnavailable, Draw
+from device.base import AttentionPlan, AttnMeta, DeviceUnavailable, Draw, EncodeCaptured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,6 +235,9 @@ class AscendOps:
             scale=scale,
         )
         return attended[..., :head_dim].contiguous()
+
+    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
+        return None  # the kernel takes lengths from the host
 
     def _attention(
         self,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta, Draw
+from device.base import AttentionPlan, AttnMeta, Draw, EncodeCaptured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,6 +138,9 @@ class PlainOps:
         if len(outputs) == 1:
             return outputs[0].contiguous()
         return torch.cat(outputs) if outputs else query.new_empty(query.shape)
+
+    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
+        return None  # SDPA takes lengths from the host
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return F.rms_norm(hidden, (hidden.shape[-1],), weight, epsilon)
