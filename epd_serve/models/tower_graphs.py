@@ -76,8 +76,9 @@ class TowerGraphs:
     ) -> None:
         self._visual, self._device, self._graphs, self._dtype, self._sizes = visual, device, graphs, dtype, sizes
         self._merge: int = visual.spatial_merge_size**2
-        projection, most, target = visual.patch_embed.proj, sizes[-1], device.torch_device
-        self._pixels = torch.zeros(most, projection.weight[0].numel(), dtype=dtype, device=target)
+        patches, most, target = visual.patch_embed, sizes[-1], device.torch_device
+        width = patches.in_channels * patches.temporal_patch_size * patches.patch_size**2
+        self._pixels = torch.zeros(most, width, dtype=dtype, device=target)
         smallest = torch.tensor([[1, visual.spatial_merge_size, visual.spatial_merge_size]])
         self._buffers = {
             name: torch.zeros(self._length(name, most), *one.shape[1:], dtype=one.dtype, device=target)
@@ -96,8 +97,7 @@ class TowerGraphs:
                 attention.captures(arguments[name], longest)
                 arguments[LONGEST[name]] = longest
             graphs.capture(size, partial(self._step, size))
-        num_pixels = most * projection.kernel_size[-1] * projection.kernel_size[-2]
-        self.pixel_bytes = (device.peak_memory() - in_use) / num_pixels
+        self.pixel_bytes = (device.peak_memory() - in_use) / (most * patches.patch_size**2)
 
     def run(self, pixels: Tensor, tensors: dict[str, Tensor]) -> Tensor | None:
         """Encode a batch: [tokens, width], deepstack levels side by side; None where it fits no graph.
