@@ -109,6 +109,9 @@ class AttentionOps(Protocol):
 
     name: str
     """How the backend calls itself in ``epd-serve devices``."""
+    compiled_by: tuple[tuple[int, int], ...]
+    """Steps that compile each kernel in each of its forms: tokens of prompts, the context of a decode beside them
+    (0: none). Empty where nothing is compiled."""
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan:
         """Masks and views that all layers share. Reads no device value back, so it may stand inside a graph.

@@ -155,7 +155,8 @@ class EmulatedGraphRunner:
         self._open: list[_Piece] | None = None  # of the size that is captured
 
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
-        step()  # what is set up at first use must be there before
+        if not self._graphs:  # what is set up at first use must be there before
+            step()
         self._chip.synchronize()
         with recorded() as work:
             self._open = pieces = [_Piece(work)]

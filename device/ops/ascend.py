@@ -114,6 +114,7 @@ class AscendOps:
     ``attention.context_lens``.
     """
 
+    compiled_by: tuple[tuple[int, int], ...] = ()
     draw: Draw | None = None
 
     def __init__(self, *, layout: Layout = "TND", attention: FusedAttention | None = None) -> None:

@@ -46,6 +46,7 @@ class PlainOps:
     """Fills the AttentionOps protocol with torch's own operators."""
 
     name = "plain torch"
+    compiled_by: tuple[tuple[int, int], ...] = ()
     draw: Draw | None = None
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> PlainPlan:

@@ -18,6 +18,7 @@ class ReferenceOps:
     """Fills the AttentionOps protocol; slow on purpose."""
 
     name = "reference"
+    compiled_by: tuple[tuple[int, int], ...] = ()
     draw: Draw | None = None
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan:

@@ -48,6 +48,7 @@ class CreateCache(msgspec.Struct, frozen=True, kw_only=True, tag="cache"):
     slab: Region
     num_position_axes: int
     graph_sizes: list[int]
+    prefill_graph_sizes: list[int]
     max_model_len: int
 
 

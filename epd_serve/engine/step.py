@@ -11,6 +11,7 @@ from torch import Tensor
 from device.base import AttnMeta, Device, GraphRunner
 from device.copies import to_device
 from epd_serve.engine.commands import CreateCache
+from epd_serve.engine.prefill_graphs import PrefillGraphs
 from epd_serve.engine.sampling.sampler import PromptLogprobs
 from epd_serve.engine.step_inputs import Fed, StepInputs, integers
 from epd_serve.models.decoder import StepContext
@@ -26,6 +27,7 @@ class StepExecutor:
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
         graph_sizes: decode batch sizes to capture, where the device can; empty: none.
+        prefill_graph_sizes: the same for numbers of tokens of steps with prompts.
         max_model_len: longest context of a captured step.
         emulation: the time of steps on an emulated device; None: as long as they take.
     """
@@ -39,6 +41,7 @@ class StepExecutor:
         num_position_axes: int,
         graph_sizes: Sequence[int],
         max_model_len: int,
+        prefill_graph_sizes: Sequence[int] = (),
         emulation: Emulation | None = None,
     ) -> None:
         self._emulation = emulation
@@ -60,6 +63,13 @@ class StepExecutor:
                 max_blocks=-(-max_model_len // kv.shape[3]),
             )
 
+        self._prefill_graphs: PrefillGraphs | None = None
+        graphs = device.graph_runner()
+        if prefill_graph_sizes and graphs.cuts and model.capturable:
+            self._prefill_graphs = PrefillGraphs(
+                model, device, graphs, kv, num_position_axes=num_position_axes, sizes=prefill_graph_sizes
+            )
+
     @classmethod
     def for_cache(
         cls,
@@ -77,6 +87,7 @@ class StepExecutor:
             num_position_axes=cache.num_position_axes,
             graph_sizes=cache.graph_sizes,
             max_model_len=cache.max_model_len,
+            prefill_graph_sizes=cache.prefill_graph_sizes,
             emulation=emulation,
         )
 
@@ -146,6 +157,9 @@ class StepExecutor:
             None if features is None else features.to(target),
             None if features is None else integers(inputs.feature_rows, target),
             logprobs,
+            self._prefill_graphs.forward
+            if self._prefill_graphs is not None and self._prefill_graphs.fits(len(inputs.ids))
+            else None,
         )
 
 

@@ -89,6 +89,7 @@ class EngineBench(EngineHooks):
             num_position_axes=self.family.num_position_axes,
             graph_sizes=decode_graph_sizes(self.budget.max_num_seqs),
             max_model_len=language.max_model_len,
+            prefill_graph_sizes=(8, 64),
             emulation=self.emulation,
         )
         runner = LanguageRunner(

@@ -1,0 +1,153 @@
+"""Steps with prompts as device graphs: all but attention, which runs between the pieces of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from device.base import AttentionPlan, AttnMeta, Device, GraphRunner
+from epd_serve.models.decoder import StepContext
+from epd_serve.models.language import LanguageModel
+
+#: Tokens of the steps that are captured. Above, the work of the device takes longer than the host's launches.
+PREFILL_GRAPH_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step that is replayed: its tokens, without padding, and what depends on its sequences."""
+
+    num_tokens: int
+    context: StepContext
+
+
+class PrefillGraphs:
+    """Captures a model's layers at its making, for steps of prompts and of decodes beside them.
+
+    A graph reads embeddings, positions and slots from buffers that stay. It ends at each layer's attention, which
+    is computed as in any step, on the tokens that there are: lengths and tables are no part of a graph. Rows of
+    padding write into block 0, which belongs to no sequence.
+
+    Args:
+        kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
+        num_position_axes: rows of the rotary positions.
+        sizes: tokens of the steps to capture, ascending; larger ones do not run here.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        device: Device,
+        graphs: GraphRunner,
+        kv: Tensor,
+        *,
+        num_position_axes: int,
+        sizes: Sequence[int],
+    ) -> None:
+        self._model, self._ops, self._graphs, self._kv, self._sizes = model, device.ops, graphs, kv, sizes
+        self._step: _Step | None = None
+        most, width = sizes[-1], model.hidden_size
+        zeros = partial(torch.zeros, dtype=model.dtype, device=device.torch_device)
+        integers = partial(torch.zeros, dtype=torch.long, device=device.torch_device)
+        self._embeddings = zeros(most, width)
+        self._added = zeros(model.feature_width // width - 1, most, width)  # by deepstack, to the first layers
+        self._adds = False
+        self._queries = zeros(most, model.num_query_heads, model.head_dim)
+        self._attended = torch.zeros_like(self._queries)
+        self._keys, self._values = zeros(2, most, kv.shape[4], model.head_dim).unbind(0)
+        self._positions, self._slots = integers(num_position_axes, most), integers(most)
+        self._spare = torch.arange(most, device=device.torch_device) % kv.shape[3]
+        with torch.inference_mode():
+            for size in reversed(sizes):  # the largest first: its memory pool serves the others
+                graphs.capture(size, partial(self._layers, size))
+
+    def fits(self, num_tokens: int) -> bool:
+        return num_tokens <= self._sizes[-1]
+
+    def forward(
+        self,
+        ids: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        context: StepContext,
+        feature_rows: Tensor | None = None,
+        deepstack: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """As :meth:`epd_serve.models.decoder.Decoder.forward`; the result is overwritten by the next."""
+        count = len(embeddings)
+        size = next(size for size in self._sizes if size >= count)
+        slots = context.plan.meta.slot_mapping
+        self._embeddings[:count].copy_(embeddings)
+        self._positions[:, :count].copy_(positions)
+        self._slots[:count].copy_(slots)
+        if size > count:
+            self._slots[count:size].copy_(self._spare[: size - count])
+            for padded in (self._embeddings, self._attended):  # block 0 holds numbers
+                padded[count:size].zero_()
+        if self._adds:
+            self._added.zero_()
+        if self._adds_now(feature_rows, deepstack):
+            self._added.index_copy_(1, feature_rows, torch.stack(list(deepstack)))
+        self._step = _Step(count, context)
+        try:
+            return self._graphs.replay(size)[:count]
+        finally:
+            self._step = None
+
+    def _adds_now(self, feature_rows: Tensor | None, deepstack: Sequence[Tensor]) -> bool:
+        self._adds = feature_rows is not None and len(deepstack) > 0
+        return self._adds
+
+    def _layers(self, size: int) -> Tensor:
+        """The step that is captured."""
+        nobody = self._slots[:0].view(0, 1)
+        meta = AttnMeta(
+            block_size=self._kv.shape[3],
+            slot_mapping=self._slots[:size],
+            num_decodes=0,
+            decode_block_table=nobody,
+            decode_context_lens=self._slots[:0],
+            decode_context_lens_host=[],
+            prefill_query_lens=[],
+            prefill_context_lens=[],
+            prefill_block_table=nobody,
+        )
+        context = StepContext(
+            plan=AttentionPlan(meta=meta),
+            kv=self._kv,
+            attend=self._attend,
+            # else it is told between the pieces, beside the attention
+            on_layer=self._cut_to_tell if self._model.group.size > 1 else None,
+        )
+        added = self._added[:, :size].unbind(0)
+        return self._model.layers(
+            self._slots[:size], self._embeddings[:size], self._positions[:, :size], context, None, added
+        )
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        size = len(query)
+        for buffer, states in ((self._queries, query), (self._keys, key), (self._values, value)):
+            buffer[:size].copy_(states)
+        self._graphs.cut(partial(self._attend_now, layer, scale))
+        return self._attended[:size]
+
+    def _attend_now(self, layer: int, scale: float) -> None:
+        if (step := self._step) is None:  # before the capture
+            return
+        if self._model.group.size == 1:
+            self._tell(layer)
+        count = step.num_tokens
+        states = (buffer[:count] for buffer in (self._queries, self._keys, self._values))
+        attended = self._ops.attend(*states, self._kv[layer], step.context.plan, scale)
+        self._attended[:count].copy_(attended)
+
+    def _cut_to_tell(self, layer: int) -> None:
+        self._graphs.cut(partial(self._tell, layer))
+
+    def _tell(self, layer: int) -> None:
+        if self._step is not None and self._step.context.on_layer is not None:
+            self._step.context.on_layer(layer)
