@@ -66,7 +66,8 @@ class CudaGraphRunner:
             current.wait_stream(side)
             torch.cuda.synchronize()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            self._open = pieces = []
+            pieces: list[_Piece] = []
+            self._open = pieces
             with side:
                 self._begin()
                 try:

@@ -87,7 +87,7 @@ class EmulatedOps(PlainOps):
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_host: Sequence[int], scale: float
     ) -> Tensor:
         encode = super().encode
-        return self._launch(query, key, value, lambda *states: encode(*states, cu_seqlens_host, scale))
+        return self._launch(query, key, value, lambda q, k, v: encode(q, k, v, cu_seqlens_host, scale))
 
     def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
         return self._encode_captured

@@ -35,7 +35,7 @@ class TowerStream:
 
     Attributes:
         num_signs: of life: grows with each layer, and with each pause before one.
-        least_pixel_bytes: that a batch takes for each pixel where it is not a graph, whose memory is there already.
+        least_pixel_bytes: that a batch takes for each pixel where it is not a graph: its memory is there already.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,7 +55,7 @@ class PrefillGraphs:
         integers = partial(torch.zeros, dtype=torch.long, device=device.torch_device)
         self._embeddings = zeros(most, width)
         self._added = zeros(model.feature_width // width - 1, most, width)  # by deepstack, to the first layers
-        self._adds = False
+        self._adds = False  # the last step did
         self._queries = zeros(most, model.num_query_heads, model.head_dim)
         self._attended = torch.zeros_like(self._queries)
         self._keys, self._values = zeros(2, most, kv.shape[4], model.head_dim).unbind(0)
@@ -90,17 +90,14 @@ class PrefillGraphs:
                 padded[count:size].zero_()
         if self._adds:
             self._added.zero_()
-        if self._adds_now(feature_rows, deepstack):
+        self._adds = feature_rows is not None and len(deepstack) > 0
+        if feature_rows is not None and deepstack:
             self._added.index_copy_(1, feature_rows, torch.stack(list(deepstack)))
         self._step = _Step(count, context)
         try:
             return self._graphs.replay(size)[:count]
         finally:
             self._step = None
-
-    def _adds_now(self, feature_rows: Tensor | None, deepstack: Sequence[Tensor]) -> bool:
-        self._adds = feature_rows is not None and len(deepstack) > 0
-        return self._adds
 
     def _layers(self, size: int) -> Tensor:
         """The step that is captured."""
@@ -141,8 +138,8 @@ class PrefillGraphs:
         if self._model.group.size == 1:
             self._tell(layer)
         count = step.num_tokens
-        states = (buffer[:count] for buffer in (self._queries, self._keys, self._values))
-        attended = self._ops.attend(*states, self._kv[layer], step.context.plan, scale)
+        query, key, value = (buffer[:count] for buffer in (self._queries, self._keys, self._values))
+        attended = self._ops.attend(query, key, value, self._kv[layer], step.context.plan, scale)
         self._attended[:count].copy_(attended)
 
     def _cut_to_tell(self, layer: int) -> None:

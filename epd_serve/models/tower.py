@@ -222,7 +222,7 @@ class Tower:
             grid = inputs.pop("image_grid_thw")
             tensors = size_tensors(self._visual, grid)
             if self._graphs is not None and (rows := self._graphs.run(inputs[values], tensors)) is not None:
-                return list(rows.split((grid.prod(-1) // self._visual.spatial_merge_size**2).tolist()))
+                return list(torch.split(rows, (grid.prod(-1) // self._visual.spatial_merge_size**2).tolist()))
             known = {"image_grid_thw": grid, **self._on_device(tensors)}
         inputs = {name: tensor.to(self._device) for name, tensor in inputs.items()} | known
         inputs[values] = inputs[values].to(self.dtype)

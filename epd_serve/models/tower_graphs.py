@@ -87,9 +87,10 @@ class TowerGraphs:
         self._arguments: dict[int, dict[str, Any]] = {}
         in_use = device.reset_peak_memory()
         for size in reversed(sizes):  # the largest first: its memory pool serves the others
-            self._arguments[size] = arguments = {
+            arguments: dict[str, Any] = {
                 name: buffer[: self._length(name, size)] for name, buffer in self._buffers.items()
             }
+            self._arguments[size] = arguments
             for name in LONGEST.keys() & arguments.keys():
                 longest = size
                 if name == "cu_window_seqlens":

@@ -43,9 +43,7 @@ def num_patches(batch: list[TowerInputs]) -> int:
 def test_features_equal_those_without_graphs(kind: str, tmp_path: Path, device: EmulatedDevice) -> None:
     """Batches that fill a graph in part, one after the other in the same buffers, and one that fits none."""
     path = tiny_models.make_tiny_model(kind, tmp_path / "model")
-    plain, captured = (
-        Tower(path, torch.float32, device, graph_sizes=graph_sizes) for graph_sizes in ((), SIZES)
-    )
+    plain, captured = (Tower(path, torch.float32, device, graph_sizes=graph_sizes) for graph_sizes in ((), SIZES))
     small, wide, large = pictures(path, (56, 56), (112, 56), (400, 400))
     assert num_patches([large]) > SIZES[-1]
     for batch in ([small], [wide, small, wide], [wide], [small, large]):
@@ -88,9 +86,7 @@ def test_layers_are_told_in_each_replay(tmp_path: Path, device: EmulatedDevice) 
     """So that an encode can pause between them for decodes."""
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     launches: list[int] = []
-    tower = Tower(
-        path, torch.float32, device, lambda: launches.append(device.num_launches), graph_sizes=SIZES
-    )
+    tower = Tower(path, torch.float32, device, lambda: launches.append(device.num_launches), graph_sizes=SIZES)
     launches.clear()
     (small,) = pictures(path, (56, 56))
     for _ in range(2):

@@ -70,10 +70,10 @@ class StepTimer:
         """
         sampling = SamplingParams(seed=0, temperature=1.0, top_p=0.9)
         for count, context in compiled_by:
-            shape = StepShape(
-                num_decodes=1 if context else 0, context=context, chunks=prompts_of(count, longest)
-            )
-            if count <= max_num_tokens and context <= longest and shape.num_blocks(self._block_size) < self._num_blocks:
+            chunks = prompts_of(count, longest)
+            shape = StepShape(num_decodes=1 if context else 0, context=context, chunks=chunks)
+            has_room = shape.num_blocks(self._block_size) < self._num_blocks
+            if has_room and count <= max_num_tokens and context <= longest:
                 self.step(shape, sampling)()
 
     def _sequence(
