@@ -14,7 +14,12 @@ from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 
 #: Tokens of the steps that are captured. Above, the work of the device takes longer than the host's launches.
-PREFILL_GRAPH_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512)
+_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512)
+
+
+def prefill_graph_sizes(max_num_tokens: int) -> list[int]:
+    """Numbers of tokens at which steps with prompts are captured, where a step has ``max_num_tokens`` at most."""
+    return [size for size, below in zip(_SIZES, (0, *_SIZES), strict=False) if below < max_num_tokens]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from epd_serve.engine.commands import CreateCache
 from epd_serve.engine.followers import Followers
 from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.engine.pace.step_timer import StepTimer
-from epd_serve.engine.prefill_graphs import PREFILL_GRAPH_SIZES
+from epd_serve.engine.prefill_graphs import prefill_graph_sizes
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.sampling.grammar import Grammars
 from epd_serve.engine.step import StepExecutor
@@ -141,7 +141,7 @@ class LanguageWeights:
             slab=memory.region,
             num_position_axes=self._model.family.num_position_axes,
             graph_sizes=decode_graph_sizes(options.sizes.max_num_seqs) if options.role.decodes else [],
-            prefill_graph_sizes=list(PREFILL_GRAPH_SIZES) if options.role.prefills else [],
+            prefill_graph_sizes=prefill_graph_sizes(most) if options.role.prefills else [],
             max_model_len=self.max_model_len,
         )
         if self.followers is not None:
@@ -156,8 +156,7 @@ class LanguageWeights:
             eos_token_ids=self.eos_token_ids,
             followers=self.followers,
         )
-        compiled_by, most = self._model.device.ops.compiled_by, options.sizes.max_num_batched_tokens
-        self._timer(runner).warm_up(compiled_by, most, self.max_model_len)
+        self._timer(runner).warm_up(self._model.device.ops.compiled_by, most, self.max_model_len)
         return runner
 
     def forget(self, transport: Transport) -> None:
