@@ -31,7 +31,7 @@ class StepContext:
         on_layer: called with the layer index once that layer's K and V are in the cache.
         both_ways: for each prefill, the runs of its sequence's tokens that see all of themselves; empty: none do.
         states: [sequences, blocks of a recurrent state], decodes first; None where there are no such states.
-        attend: attention of a layer, in place of ``plan`` and the device's; takes the layer's index, and query, key,
+        attend: attention of a layer, in place of the plan and the device's; takes the layer's index, query, key,
             value and scale as ``AttentionOps.attend``.
     """
 

@@ -2,79 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
-from engine_bench import BLOCK_SIZE, EngineBench
-from pictures import noise
+from torch import Tensor
 
+from device.distributed import Alone, Group
 from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
+from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import StepInputs, block_table
-from epd_serve.sched.schedule import Budget
+from epd_serve.models.language import LanguageModel
+
+BLOCK_SIZE, AXES, DECODED = 8, 3, 9
 
 
-@pytest.fixture
-def device() -> Iterator[EmulatedDevice]:
+class First:
+    """The first of two ranks, of whom the other has the same parts."""
+
+    rank, size = 0, 2
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return partial + partial
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        return torch.cat((part, part), dim=-1)
+
+    def broadcast(self, own: Tensor) -> Tensor:
+        return own
+
+
+def inputs_of(start: int, count: int, features: Tensor | None = None) -> StepInputs:
+    """A decode of ``DECODED`` tokens, and behind it the tokens of a prompt from ``start`` on; features stand for
+    its third and those behind."""
+    positions = [DECODED - 1, *range(start, start + count)]
+    end = start + count
+    return StepInputs(
+        ids=[7, *range(5, 5 + count)],
+        positions=torch.tensor(positions).expand(AXES, -1),
+        slots=[BLOCK_SIZE + DECODED - 1, *range(4 * BLOCK_SIZE + start, 4 * BLOCK_SIZE + end)],
+        rows=[0, count],
+        decode_context_lens=[DECODED],
+        decode_blocks=block_table([[1, 2]]),
+        prefill_query_lens=[count],
+        prefill_context_lens=[end],
+        prefill_blocks=[list(range(4, 4 + -(-end // BLOCK_SIZE)))],
+        features=features,
+        feature_rows=[] if features is None else list(range(3, 3 + len(features))),
+    )
+
+
+@pytest.mark.parametrize("group", [Alone(), First()], ids=["alone", "two ranks"])
+def test_logits_and_kv_equal_those_without_graphs(group: Group, tmp_path: Path) -> None:
+    """Chunks behind others, and with features, whose numbers lie in the same buffers; in few launches."""
     device = get_device("emulated:h200")
     assert isinstance(device, EmulatedDevice)
     device.activate()
-    yield device
-    device.synchronize()
-
-
-def prompt(bench: EngineBench, count: int, features: torch.Tensor | None = None) -> StepInputs:
-    """A prompt of so many tokens from block 1 on; features stand for those from the third on."""
-    rows = [] if features is None else list(range(2, 2 + len(features)))
-    return StepInputs(
-        ids=list(range(5, 5 + count)),
-        positions=torch.arange(count).expand(bench.family.num_position_axes, -1),
-        slots=list(range(BLOCK_SIZE, BLOCK_SIZE + count)),
-        rows=[count - 1],
-        decode_context_lens=[],
-        decode_blocks=block_table([]),
-        prefill_query_lens=[count],
-        prefill_context_lens=[count],
-        prefill_blocks=[list(range(1, 2 + (count - 1) // BLOCK_SIZE))],
-        features=features,
-        feature_rows=rows,
+    model = LanguageModel(
+        tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model"), torch.float32, device, group
     )
-
-
-@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
-def test_logits_and_kv_equal_those_without_graphs(kind: str, tmp_path: Path, device: EmulatedDevice) -> None:
-    """Also of a step after one with features, whose numbers lie in the same buffers, in few launches."""
-    bench = EngineBench(
-        tiny_models.make_tiny_model(kind, tmp_path / "model"),
-        Budget(max_num_tokens=64, max_num_seqs=2),
-        device=device,
-    )
-    try:
-        graphs, kv = bench.executor._prefill_graphs, bench.memory.tensor
-        assert graphs is not None
-        bench.encode([noise(1)])
-        (feature,) = bench.features.values()
-        steps = [prompt(bench, 40), prompt(bench, 50, feature), prompt(bench, 41), prompt(bench, 7)]
-        answers: list[list[torch.Tensor]] = []
-        counts: list[int] = []
-        layers: list[int] = []
-        for bench.executor._prefill_graphs in (graphs, None):
-            answers.append([])
-            for inputs in steps:
-                kv[:, :, 0].zero_()
-                before = device.num_launches
-                logits = bench.executor.compute(inputs, layers.append)
-                counts.append(device.num_launches - before)
-                answers[-1] += [logits.cpu(), kv.flatten(2, 3)[:, :, inputs.slots].cpu()]
-                assert kv[:, :, 0].isfinite().all(), "where padding is written"
-        num_layers = bench.memory.layout.num_layers
-        assert layers == list(range(num_layers)) * 2 * len(steps)
-        for one, expected in zip(*answers, strict=True):
-            torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-5)
-        captured, eager = counts[0], counts[len(steps)]
-        assert captured < 3 * num_layers + 30 < 10 * num_layers < eager
-    finally:
-        bench.close()
+    shape = (model.num_layers, 2, 20, BLOCK_SIZE, len(model.kv_heads), model.head_dim)
+    features = torch.randn(9, model.feature_width, generator=torch.Generator().manual_seed(0))
+    answers: list[list[Tensor]] = []
+    counts: list[int] = []
+    layers: list[int] = []
+    for sizes in ((), (8, 64)):
+        kv = torch.zeros(shape, device=device.torch_device)
+        executor = StepExecutor(
+            model,
+            device,
+            kv,
+            num_position_axes=AXES,
+            graph_sizes=(),
+            max_model_len=128,
+            prefill_graph_sizes=sizes,
+        )
+        answers.append([])
+        for inputs in (inputs_of(0, 40), inputs_of(40, 30, features), inputs_of(70, 7), inputs_of(77, 20)):
+            before = device.num_launches
+            logits = executor.compute(inputs, layers.append)
+            counts.append(device.num_launches - before)
+            answers[-1].append(logits.cpu())
+        assert kv[:, :, 0].isfinite().all(), "where padding is written"
+        answers[-1].append(kv[:, :, 1:].cpu())
+    assert layers == list(range(model.num_layers)) * len(counts)
+    for expected, found in zip(*answers, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    eager, captured = counts[0], counts[len(counts) // 2]
+    assert captured < 4 * model.num_layers + 30 < 20 * model.num_layers < eager
