@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,12 +21,36 @@ def prefill_graph_sizes(max_num_tokens: int) -> list[int]:
     return [size for size, below in zip(_SIZES, (0, *_SIZES), strict=False) if below < max_num_tokens]
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A step that is replayed: its tokens, without padding, and what depends on its sequences."""
+class _Between:
+    """The eager part of a step: attention, on the tokens that there are. The graphs' pieces refer to it.
 
-    num_tokens: int
-    context: StepContext
+    Attributes:
+        queries, keys, values: [tokens, heads, head_dim], those of a layer, from the piece before.
+        attended: as queries, for the piece behind; of padding 0.
+        context: of the step that is replayed; None: of one that is captured. num_tokens: its tokens.
+    """
+
+    def __init__(self, model: LanguageModel, device: Device, kv: Tensor, most: int) -> None:
+        self._ops, self._kv, self._is_alone = device.ops, kv, model.group.size == 1
+        zeros = partial(torch.zeros, dtype=model.dtype, device=device.torch_device)
+        self.queries, self.attended = zeros(2, most, model.num_query_heads, model.head_dim).unbind(0)
+        self.keys, self.values = zeros(2, most, kv.shape[4], model.head_dim).unbind(0)
+        self.context: StepContext | None = None
+        self.num_tokens = 0
+
+    def attend(self, layer: int, scale: float) -> None:
+        if self.context is None:
+            return
+        if self._is_alone:
+            self.tell(layer)
+        count = self.num_tokens
+        query, key, value = (buffer[:count] for buffer in (self.queries, self.keys, self.values))
+        attended = self._ops.attend(query, key, value, self._kv[layer], self.context.plan, scale)
+        self.attended[:count].copy_(attended)
+
+    def tell(self, layer: int) -> None:
+        if self.context is not None and self.context.on_layer is not None:
+            self.context.on_layer(layer)
 
 
 class PrefillGraphs:
@@ -53,17 +76,14 @@ class PrefillGraphs:
         num_position_axes: int,
         sizes: Sequence[int],
     ) -> None:
-        self._model, self._ops, self._graphs, self._kv, self._sizes = model, device.ops, graphs, kv, sizes
-        self._step: _Step | None = None
+        self._model, self._graphs, self._kv, self._sizes = model, graphs, kv, sizes
         most, width = sizes[-1], model.hidden_size
         zeros = partial(torch.zeros, dtype=model.dtype, device=device.torch_device)
         integers = partial(torch.zeros, dtype=torch.long, device=device.torch_device)
         self._embeddings = zeros(most, width)
         self._added = zeros(model.feature_width // width - 1, most, width)  # by deepstack, to the first layers
         self._adds = False  # the last step did
-        self._queries = zeros(most, model.num_query_heads, model.head_dim)
-        self._attended = torch.zeros_like(self._queries)
-        self._keys, self._values = zeros(2, most, kv.shape[4], model.head_dim).unbind(0)
+        self._between = _Between(model, device, kv, most)
         self._positions, self._slots = integers(num_position_axes, most), integers(most)
         self._spare = torch.arange(most, device=device.torch_device) % kv.shape[3]
         with torch.inference_mode():
@@ -91,18 +111,18 @@ class PrefillGraphs:
         self._slots[:count].copy_(slots)
         if size > count:
             self._slots[count:size].copy_(self._spare[: size - count])
-            for padded in (self._embeddings, self._attended):  # block 0 holds numbers
+            for padded in (self._embeddings, self._between.attended):  # block 0 holds numbers
                 padded[count:size].zero_()
         if self._adds:
             self._added.zero_()
         self._adds = feature_rows is not None and len(deepstack) > 0
         if feature_rows is not None and deepstack:
             self._added.index_copy_(1, feature_rows, torch.stack(list(deepstack)))
-        self._step = _Step(count, context)
+        self._between.context, self._between.num_tokens = context, count
         try:
             return self._graphs.replay(size)[:count]
         finally:
-            self._step = None
+            self._between.context = None
 
     def _layers(self, size: int) -> Tensor:
         """The step that is captured."""
@@ -131,25 +151,11 @@ class PrefillGraphs:
         )
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        size = len(query)
-        for buffer, states in ((self._queries, query), (self._keys, key), (self._values, value)):
+        size, between = len(query), self._between
+        for buffer, states in ((between.queries, query), (between.keys, key), (between.values, value)):
             buffer[:size].copy_(states)
-        self._graphs.cut(partial(self._attend_now, layer, scale))
-        return self._attended[:size]
-
-    def _attend_now(self, layer: int, scale: float) -> None:
-        if (step := self._step) is None:  # before the capture
-            return
-        if self._model.group.size == 1:
-            self._tell(layer)
-        count = step.num_tokens
-        query, key, value = (buffer[:count] for buffer in (self._queries, self._keys, self._values))
-        attended = self._ops.attend(query, key, value, self._kv[layer], step.context.plan, scale)
-        self._attended[:count].copy_(attended)
+        self._graphs.cut(partial(between.attend, layer, scale))
+        return between.attended[:size]
 
     def _cut_to_tell(self, layer: int) -> None:
-        self._graphs.cut(partial(self._tell, layer))
-
-    def _tell(self, layer: int) -> None:
-        if self._step is not None and self._step.context.on_layer is not None:
-            self._step.context.on_layer(layer)
+        self._graphs.cut(partial(self._between.tell, layer))
