@@ -86,7 +86,7 @@ def measure_engine(device: Device, limits: dict[str, float], *, tiny: bool = Fal
     small = "narrow" if device.type == "emulated" else "tiny"
     for name in (small,) if tiny else SHAPES:
         with tempfile.TemporaryDirectory() as folder:
-            path = make_shape(name, Path(folder), device.name)
+            path = make_shape(name, Path(folder), "cpu" if device.type == "emulated" else device.name)
             results[name] = _Model(path, device, limits, tiny=tiny).measure()
         empty_cache(device)
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import logging
@@ -65,6 +66,10 @@ class CudaGraphRunner:
                     step()
             current.wait_stream(side)
             torch.cuda.synchronize()
+            gc.collect()  # what is freed while a graph is captured breaks the capture
+            torch.cuda.empty_cache()
+            # cuBLAS then takes its workspace from the pool: else graphs of two streams could write to one.
+            torch._C._cuda_clearCublasWorkspaces()
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             pieces: list[_Piece] = []
             self._open = pieces
@@ -75,6 +80,7 @@ class CudaGraphRunner:
                 finally:
                     pieces[-1].graph.capture_end()
                     self._open = None
+                    torch._C._cuda_clearCublasWorkspaces()
         self._graphs[size] = pieces, output
 
     def _begin(self) -> None:

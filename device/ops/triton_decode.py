@@ -165,13 +165,13 @@ def _merge_kernel(
     dims = tl.arange(0, HEAD_PAD)
     merged = tl.zeros([HEAD_PAD], tl.float32)
     for first in range(0, num_splits, SOME):
-        splits = first + tl.arange(0, SOME)
-        written = splits * span < context
-        log_sum = tl.load(log_sums + head * num_splits + splits, mask=written, other=float("-inf"))
-        offsets = (head * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
+        some = first + tl.arange(0, SOME)
+        written = some * span < context
+        weights = tl.exp2(tl.load(log_sums + head * num_splits + some, mask=written, other=float("-inf")) - best)
+        offsets = (head * num_splits + some)[:, None] * HEAD_DIM + dims[None, :]
         mask = written[:, None] & (dims[None, :] < HEAD_DIM)
         results = tl.load(partial + offsets, mask=mask, other=0.0)
-        merged += tl.sum(results * tl.exp2(log_sum - best)[:, None], 0)
+        merged += tl.sum(results * weights[:, None], 0)
     merged = merged / total
     tl.store(output + head * HEAD_DIM + dims, merged.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
 
