@@ -163,7 +163,7 @@ class Tower:
         is_capturable = self._visual is not None and self.uses_device_attention and runner.cuts
         if graph_sizes and is_capturable and device.ops.encode_captured(dtype) is not None:
             with torch.inference_mode():
-                self._graphs = TowerGraphs(self._visual, attention, device, runner, dtype, graph_sizes)
+                self._graphs = TowerGraphs(self._visual, attention.captures, device, runner, dtype, graph_sizes)
             self.pixel_bytes = self._graphs.pixel_bytes
 
     def _try(self, family: Family, attention: TowerAttention) -> None:

@@ -6,9 +6,9 @@ arguments instead of computing them, so they are made on the host and a graph re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from transformers.vision_utils import (
 )
 
 from device.base import Device, GraphRunner
-
-if TYPE_CHECKING:
-    from epd_serve.models.tower import TowerAttention
 
 #: Patches of the batches that are captured. Above, the work of the device takes longer than the host's launches.
 GRAPH_SIZES = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -58,7 +55,7 @@ class TowerGraphs:
     is for each patch, or each group that becomes one token, by itself.
 
     Args:
-        attention: is told which borders are those of graphs.
+        attend_captured: tells the tower's attention which borders are those of graphs, and their longest segment.
         sizes: patches of the batches to capture, ascending; larger ones do not run here.
 
     Attributes:
@@ -68,7 +65,7 @@ class TowerGraphs:
     def __init__(
         self,
         visual: Any,
-        attention: TowerAttention,
+        attend_captured: Callable[[Tensor, int], None],
         device: Device,
         graphs: GraphRunner,
         dtype: torch.dtype,
@@ -95,7 +92,7 @@ class TowerGraphs:
                 longest = size
                 if name == "cu_window_seqlens":
                     longest = min((visual.window_size // visual.patch_size) ** 2, size)
-                attention.captures(arguments[name], longest)
+                attend_captured(arguments[name], longest)
                 arguments[LONGEST[name]] = longest
             graphs.capture(size, partial(self._step, size))
         self.pixel_bytes = (device.peak_memory() - in_use) / (most * patches.patch_size**2)
