@@ -108,7 +108,7 @@ class _Model:
         self._patch_width = 6 * family.config.vision_config.patch_size**2
         self._tower = Tower(path, torch.bfloat16, device)
         self._captured_tower = Tower(path, torch.bfloat16, device, graph_sizes=GRAPH_SIZES)
-        self.sides = [4, 8] if tiny else [8, 16, 32]
+        self.sides = [4, 8] if tiny else [8, 16, 22]
         self.chunks = [16, 96] if tiny else [16, 96, 224, 480]
         self._model = model = LanguageModel(path, torch.bfloat16, device)
         text = family.config.get_text_config()

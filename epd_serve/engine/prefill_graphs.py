@@ -13,7 +13,7 @@ from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 
 #: Tokens of the steps that are captured. Above, the work of the device takes longer than the host's launches.
-_SIZES = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512)
+_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
 
 
 def prefill_graph_sizes(max_num_tokens: int) -> list[int]:

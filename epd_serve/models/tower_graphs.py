@@ -22,7 +22,7 @@ from transformers.vision_utils import (
 from device.base import Device, GraphRunner
 
 #: Patches of the batches that are captured. Above, the work of the device takes longer than the host's launches.
-GRAPH_SIZES = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+GRAPH_SIZES = (256, 512, 1024, 1536, 2048)
 #: Patches of a picture and of a window, on average, of which a graph has room for the borders.
 _LEAST_PATCHES = {"cu_seqlens": 32, "cu_window_seqlens": 16}
 #: By the name of the borders, the argument for the longest segment between them.
