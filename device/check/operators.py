@@ -49,7 +49,7 @@ def check_encode(
     seed: int = 0,
     layout: Layout = "fused",
 ) -> float:
-    """Attention of a tower over segments of these lengths, also by borders on the device; 0 is an empty segment."""
+    """Attention of a tower over segments of these lengths, by borders on either side; 0 is an empty segment."""
     borders = list(accumulate(lengths, initial=0))
     states = list(_random((3, borders[-1], heads, head_dim), dtype, seed))
     scale = head_dim**-0.5
