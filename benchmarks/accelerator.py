@@ -66,6 +66,7 @@ def num_launches(device: Device, call: Callable[[], object]) -> int | None:
         assert isinstance(device, EmulatedDevice)
         before = device.num_launches
         call()
+        device.synchronize()
         return device.num_launches - before
     if device.type != "cuda":
         return None

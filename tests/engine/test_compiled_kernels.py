@@ -151,7 +151,7 @@ def _main(path: Path, graphs: str) -> None:
     keys.clear()
     images = [noise(1), noise(2, (60, 140))]
     bench.encode(images)
-    prompts = [("Repeat: " + "banana " * 480, [])] * 3
+    prompts = [("Repeat: " + "banana " * 480, [])] * 4
     prompts += [("Say apple", []), ("What is this?", images[:1]), ("What is in the picture?", images)]
     prompts += [("Repeat: " + "apple " * count, []) for count in (1, 15, 64, 250)]
     sampled = [
