@@ -69,6 +69,28 @@ def never_waiting(device: Device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+_LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
+
+
+def num_launches(device: Device, call: Callable[[], object]) -> int | None:
+    """Operators, copies and graphs that a call gives to a GPU or an emulated device; None on others."""
+    if device.type == "emulated":
+        from device.emulated.accelerator import EmulatedDevice
+
+        assert isinstance(device, EmulatedDevice)
+        before = device.num_launches
+        call()
+        device.synchronize()
+        return device.num_launches - before
+    if device.type != "cuda":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        device.synchronize()
+    return sum(one.count for one in profile.key_averages() if any(part in one.key for part in _LAUNCHES))
+
+
 def run_parts(device: Device, result: dict[str, Any], parts: Mapping[str, Part], chosen: Collection[str]) -> bool:
     """Put the chosen parts and all targets into ``result``. Returns whether tests and targets passed."""
     targets: list[Target] = []

@@ -2,11 +2,17 @@
 
     python -m benchmarks.engine --gpu          # part of ``python -m benchmarks.gpu`` as well
     python -m benchmarks.engine --gpu --device cpu --tiny    # only checks that this script runs
+    python -m benchmarks.engine --gpu --device emulated:h200 --tiny    # counts launches
 
 * ``encode``: the tower over one image and over four, by the clock until the features are on the host;
 * ``prefill``: one prompt of 1k to 8k tokens in one step;
 * ``decode``: steps of 1 and of 32 sequences with and without graphs, contexts of 1k tokens;
+* ``tower``: small pictures, with and without graphs;
+* ``mixed``: 32 decodes and a chunk of a prompt in one step, with and without graphs;
 * ``dual_stream``: encoding and decoding at once on two streams against one after the other (TriInfer, Figure 12).
+
+``launches`` counts operators, copies and graphs that the host gives to the device; an emulated device is asked for
+these alone, with narrow layers as many as Qwen2.5-VL-7B has.
 
 ``mfu`` is (2 x parameters of the layers x tokens) a second over the rate of a large bf16 product on this GPU, and
 ``bandwidth`` is (weights and KV read) a second over the rate of a large copy; both are measured in the same run.
@@ -27,18 +33,20 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.accelerator import empty_cache, never_waiting
+from benchmarks.accelerator import empty_cache, never_waiting, num_launches
 from benchmarks.common import RESULTS, write
 from benchmarks.engine_native import image_inputs
 from benchmarks.models import make_shape
 from device.base import Device
 from device.registry import get_device
 from epd_serve.engine.decode_tables import DecodeTables
+from epd_serve.engine.prefill_graphs import prefill_graph_sizes
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
+from epd_serve.models.tower_graphs import GRAPH_SIZES
 
 SHAPES = ("Qwen2.5-VL-7B", "Qwen3-VL-8B")
 _RESULTS = RESULTS
@@ -55,13 +63,15 @@ def run(name: str, *, tiny: bool, output: Path | None) -> int:
         from benchmarks.gpu_timing import ceilings
 
         limits = ceilings(device.torch_device)
+    elif device.type == "emulated":
+        limits = {}  # its launches alone are counted
     else:
         from benchmarks.engine import roofline
 
         reached = roofline(torch.get_num_threads())
         limits = {"copy_gb_s": reached["read_gb_s"], "bf16_matmul_tflop_s": reached["gemm_gflop_s"] / 1e3}
     result: dict[str, Any] = {
-        "command": "python -m benchmarks.engine --gpu",
+        "command": f"python -m benchmarks.engine --gpu --device {name}{' --tiny' if tiny else ''}",
         "device": device.description,
         "torch": torch.__version__,
         "ceilings": limits,
@@ -77,9 +87,10 @@ def run(name: str, *, tiny: bool, output: Path | None) -> int:
 def measure_engine(device: Device, limits: dict[str, float], *, tiny: bool = False) -> dict[str, Any]:
     """The figures of each shape; its weights are drawn on the device, saved, and loaded as an instance does."""
     results: dict[str, Any] = {}
-    for name in ("tiny",) if tiny else SHAPES:
+    small = "narrow" if device.type == "emulated" else "tiny"
+    for name in (small,) if tiny else SHAPES:
         with tempfile.TemporaryDirectory() as folder:
-            path = make_shape(name, Path(folder), device.name)
+            path = make_shape(name, Path(folder), "cpu" if device.type == "emulated" else device.name)
             results[name] = _Model(path, device, limits, tiny=tiny).measure()
         empty_cache(device)
     return results
@@ -100,13 +111,19 @@ class _Model:
         self._axes = family.num_position_axes
         self._patch_width = 6 * family.config.vision_config.patch_size**2
         self._tower = Tower(path, torch.bfloat16, device)
+        self._captured_tower = Tower(  # with a call between its layers, as an instance has it
+            path, torch.bfloat16, device, before_layer=lambda: None, graph_sizes=GRAPH_SIZES
+        )
+        self.sides = [4, 8] if tiny else [8, 16, 22]
+        self.chunks = [16, 96] if tiny else [16, 96, 224, 480]
         self._model = model = LanguageModel(path, torch.bfloat16, device)
         text = family.config.get_text_config()
         table = text.vocab_size * text.hidden_size
         tables = 1 if family.config.tie_word_embeddings else 2
         self._layer_parameters = model.num_parameters - tables * table
         self._decode_parameters = self._layer_parameters + table
-        tokens = max(*self.prompts, self.batches[-1] * (self.context + self._block_size))
+        mixed = self.batches[-1] * (self.context + self._block_size) + self.chunks[-1] + self._block_size
+        tokens = max(*self.prompts, mixed)
         shape = (
             model.num_layers,
             2,
@@ -116,9 +133,9 @@ class _Model:
             model.head_dim,
         )
         self._kv = torch.zeros(shape, dtype=torch.bfloat16, device=device.torch_device)
-        self._eager, self._graphs = self._executor([]), self._executor(self.batches)
+        self._eager, self._graphs = self._executor([], []), self._executor(self.batches, prefill_graph_sizes(512))
 
-    def _executor(self, graph_sizes: list[int]) -> StepExecutor:
+    def _executor(self, graph_sizes: list[int], prefill_sizes: list[int]) -> StepExecutor:
         return StepExecutor(
             self._model,
             self._device,
@@ -127,9 +144,16 @@ class _Model:
             graph_sizes=graph_sizes,
             max_num_seqs=max(self.batches),
             max_model_len=self.context + self._block_size,
+            prefill_graph_sizes=prefill_sizes,
         )
 
     def measure(self) -> dict[str, Any]:
+        graphs = {
+            "tower": {f"4 x {side**2} patches": self._pictures(side) for side in self.sides},
+            "mixed": {f"{self.batches[-1]} + {count} tokens": self._mixed(count) for count in self.chunks},
+        }
+        if self._device.type == "emulated":
+            return graphs
         encode = {f"{batch} x {self.side**2} patches": self._encode(batch) for batch in (1, 4)}
         prefill = {f"{length} tokens": self._prefill(length) for length in self.prompts}
         decode = {f"batch {batch}": self._decode(batch) for batch in self.batches}
@@ -138,6 +162,7 @@ class _Model:
             "encode": encode,
             "prefill": prefill,
             "decode": decode,
+            **graphs,
             "dual_stream": {f"batch {batch}": self._dual_stream(batch) for batch in self.batches},
         }
 
@@ -154,6 +179,24 @@ class _Model:
 
     def _mfu(self, parameters: int, tokens: int, seconds: float) -> float:
         return 2 * parameters * tokens / seconds / 1e12 / self._limits["bf16_matmul_tflop_s"]
+
+    def _pictures(self, side: int) -> dict[str, Any]:
+        inputs = [image_inputs(1, [1, side, side], self._patch_width)] * 4
+        return self._compare(partial(self._tower.encode, inputs), partial(self._captured_tower.encode, inputs))
+
+    def _mixed(self, count: int) -> dict[str, Any]:
+        inputs = self._inputs(decodes=self.batches[-1], prefill=[count])
+        return self._compare(partial(self._eager.compute, inputs), partial(self._graphs.compute, inputs))
+
+    def _compare(self, eager: Callable[[], object], graph: Callable[[], object]) -> dict[str, Any]:
+        """Milliseconds and launches without graphs and with them."""
+        result: dict[str, Any] = {}
+        for name, call in (("eager", eager), ("graph", graph)):
+            seconds = self._seconds(call, self._repeats)
+            result[name] = {"ms": seconds * 1e3, "launches": num_launches(self._device, call)}
+        if self._device.type == "emulated":
+            return {name: one["launches"] for name, one in result.items()}
+        return result | {"graph_gain": result["eager"]["ms"] / result["graph"]["ms"]}
 
     def _encode_call(self, batch: int) -> Callable[[], object]:
         inputs = image_inputs(batch, [1, self.side, self.side], self._patch_width)

@@ -14,7 +14,8 @@ all that they need, no model and no network, and takes a few minutes:
 * ``layers``: norms, rotation and SwiGLU against plain torch;
 * ``sample``: draws from 152,000 tokens, 64 and 256 rows, against a sorted vocabulary; at most 1 ms;
 * ``model``: a decode step of Qwen2.5-VL-7B's shape, random weights, as a CUDA graph: equal to eager, timed;
-* ``engine``: encode, prefill, decode and two streams of Qwen2.5-VL-7B's and Qwen3-VL-8B's shapes, random weights
+* ``engine``: encode, prefill, decode and two streams of Qwen2.5-VL-7B's and Qwen3-VL-8B's shapes, random weights;
+  small pictures and mixed steps with and without graphs, with their launches
   (``benchmarks.engine_gpu``; needs 40 GiB of disk and 30 GiB of GPU memory);
 * ``handoff``: the KV of a prompt of 2000 tokens (Qwen3-VL-8B's shape), and the feature of a picture, from one
   process to another, from device to device and through the host (``benchmarks.handoff``); at most 10 ms;

@@ -83,6 +83,12 @@ SHAPES = {
             "deepstack_visual_indexes": [8, 16, 24],
         },
     ),
+    "narrow": Shape(
+        family="qwen2_5_vl",
+        text=_sizes(128, 28, 4, 2, 256, 1024),
+        vision={"depth": 32, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, **_WINDOWED},
+        tied=True,
+    ),
     "tiny": Shape(
         family="qwen2_5_vl",
         text=_sizes(128, 3, 4, 2, 256, 1024),

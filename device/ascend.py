@@ -160,6 +160,7 @@ class NPUGraphRunner:
 
     name = "NPU graph"
     captures = True
+    cuts = False
 
     def __init__(self, device: torch.device, lengths_argument: str) -> None:
         """``lengths_argument``: how the attention operator spells its context lengths."""
@@ -182,6 +183,9 @@ class NPUGraphRunner:
             with npu.graph(graph, pool=pool, auto_dispatch_capture=True):
                 output = step()
         self._captured[size] = _Captured(graph, output, None, False)
+
+    def cut(self, between: Callable[[], None]) -> None:
+        between()
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
         check_update(size, decode_context_lens, self._captured)

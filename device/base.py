@@ -88,6 +88,22 @@ class Draw(Protocol):
         ...
 
 
+class EncodeCaptured(Protocol):
+    """Attention of a vision tower by borders on the device, which a captured graph reads at each replay."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float
+    ) -> Tensor:
+        """As :meth:`AttentionOps.encode`.
+
+        Args:
+            borders: [S + 1] int32, ascending from 0; equal neighbours are an empty segment. Tokens behind the last
+                one are padding: no segment sees them, and their results may be anything.
+            longest: tokens of the longest segment that there may be.
+        """
+        ...
+
+
 class AttentionOps(Protocol):
     """The operators of a transformer over a paged KV cache. T tokens (0 is possible), H heads of dimension D.
 
@@ -99,6 +115,9 @@ class AttentionOps(Protocol):
 
     name: str
     """How the backend calls itself in ``epd-serve devices``."""
+    compiled_by: tuple[tuple[int, int], ...]
+    """Steps that compile each kernel in each of its forms: tokens of prompts, the context of a decode beside them
+    (0: none). Empty where nothing is compiled."""
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan:
         """Masks and views that all layers share. Reads no device value back, so it may stand inside a graph.
@@ -144,6 +163,10 @@ class AttentionOps(Protocol):
         Returns:
             [T, H, D], contiguous.
         """
+        ...
+
+    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
+        """:meth:`encode` for graphs, and states of a dtype; None where there is no such operator."""
         ...
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -232,16 +255,26 @@ class GraphRunner(Protocol):
     """Runs a step that was captured once per padded batch size.
 
     The step reads its inputs from static buffers and returns a static tensor. Per step the caller fills the
-    buffers, calls ``update`` with what lives on the host, then ``replay``.
+    buffers, calls ``update`` with what lives on the host, then ``replay``. A step that was captured in pieces
+    (``cut``) has no lengths on the host, and no ``update``.
     """
 
     name: str
     """``eager``, ``CUDA graph``."""
     captures: bool
     """False where replay simply calls the step."""
+    cuts: bool
+    """Whether a step may be captured in pieces."""
 
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         """Warm up and record ``step`` for batches padded to ``size``; a second capture replaces the first."""
+        ...
+
+    def cut(self, between: Callable[[], None]) -> None:
+        """Called by a step: where it is captured, each replay calls ``between`` here, else this does at once.
+
+        The piece before has then been launched, and the one after has not.
+        """
         ...
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
@@ -457,13 +490,16 @@ class EagerRunner:
     """Fills the GraphRunner protocol by calling the step: the same contract, nothing saved."""
 
     name = "eager"
-    captures = False
+    captures = cuts = False
 
     def __init__(self) -> None:
         self._steps: dict[int, Callable[[], Tensor]] = {}
 
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         self._steps[size] = step
+
+    def cut(self, between: Callable[[], None]) -> None:
+        between()
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
         check_update(size, decode_context_lens, self._steps)

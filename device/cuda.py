@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import logging
@@ -11,6 +12,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,18 +33,28 @@ _FLASH_CAPABILITY = (8, 0)
 _WARM_UP_RUNS = 2
 
 
+@dataclass(slots=True)
+class _Piece:
+    """A graph, and the call that follows each replay of it."""
+
+    graph: torch.cuda.CUDAGraph
+    then: Callable[[], None] | None = None
+
+
 class CudaGraphRunner:
-    """Fills the GraphRunner protocol with one CUDA graph per size, all in one memory pool.
+    """Fills the GraphRunner protocol with one CUDA graph per size, or per piece of it, all in one memory pool.
 
     Replays of one runner must not overlap each other, since the graphs share their working memory.
     """
 
     name = "CUDA graph"
-    captures = True
+    captures = cuts = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._pool: Any = None
+        self._graphs: dict[int, tuple[list[_Piece], Tensor]] = {}
+        self._open: list[_Piece] | None = None  # of the size that is captured
 
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         with torch.cuda.device(self._device):
@@ -53,12 +65,37 @@ class CudaGraphRunner:
                 for _ in range(_WARM_UP_RUNS):
                     step()
             current.wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            pool = next((graph.pool() for graph, _ in self._graphs.values()), None)
-            # Other threads of the instance may allocate or wait meanwhile; only this one records.
-            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):  # type: ignore[arg-type]
-                output = step()
-        self._graphs[size] = (graph, output)
+            torch.cuda.synchronize()
+            gc.collect()  # what is freed while a graph is captured breaks the capture
+            torch.cuda.empty_cache()
+            # cuBLAS then takes its workspace from the pool: else graphs of two streams could write to one.
+            torch._C._cuda_clearCublasWorkspaces()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            pieces: list[_Piece] = []
+            self._open = pieces
+            with side:
+                self._begin()
+                try:
+                    output = step()
+                finally:
+                    pieces[-1].graph.capture_end()
+                    self._open = None
+                    torch._C._cuda_clearCublasWorkspaces()
+        self._graphs[size] = pieces, output
+
+    def _begin(self) -> None:
+        assert self._open is not None
+        self._open.append(_Piece(torch.cuda.CUDAGraph()))
+        # Other threads of the instance may allocate or wait meanwhile; only this one records.
+        self._open[-1].graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def cut(self, between: Callable[[], None]) -> None:
+        if self._open is None:
+            between()
+            return
+        self._open[-1].graph.capture_end()
+        self._open[-1].then = between
+        self._begin()
 
     def _side_stream(self) -> torch.Stream:
         """A stream as urgent as this thread's: torch lets a graph's kernels keep the priority of their capture."""
@@ -69,8 +106,11 @@ class CudaGraphRunner:
         check_update(size, decode_context_lens, self._graphs)
 
     def replay(self, size: int) -> Tensor:
-        graph, output = self._graphs[size]
-        graph.replay()
+        pieces, output = self._graphs[size]
+        for piece in pieces:
+            piece.graph.replay()
+            if piece.then is not None:
+                piece.then()
         return output
 
 

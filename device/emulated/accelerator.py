@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from device import base, host
-from device.base import AttentionPlan, AttnMeta, DeviceUnavailable, Partition, PartitionStrength, check_update
+from device.base import (
+    AttentionPlan,
+    AttnMeta,
+    DeviceUnavailable,
+    EncodeCaptured,
+    Partition,
+    PartitionStrength,
+    check_update,
+)
 from device.datasheets import emulated_sheet
 from device.emulated.tensors import (
     TYPE,
@@ -27,7 +35,9 @@ from device.emulated.tensors import (
     add_chip,
     pin,
     pinned,
+    record_apart,
     recorded,
+    unknown,
 )
 from device.emulated.timeline import Demand, Timeline
 from device.ops.plain import PlainOps
@@ -73,6 +83,39 @@ class EmulatedOps(PlainOps):
         self._chip.launch(compute, (meta,))
         return plan
 
+    def encode(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_host: Sequence[int], scale: float
+    ) -> Tensor:
+        encode = super().encode
+        return self._launch(query, key, value, lambda q, k, v: encode(q, k, v, cu_seqlens_host, scale))
+
+    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
+        return self._encode_captured
+
+    def _encode_captured(
+        self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float
+    ) -> Tensor:
+        ends = _raw(borders)
+        encode = super().encode
+
+        def compute(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            """Padding is unknown, and what is longer than was said is not computed."""
+            output, last = unknown(query.new_empty(query.shape)), int(ends[-1])
+            assert int(ends.diff().max()) <= longest, f"a segment is longer than {longest}"
+            output[:last] = encode(query[:last], key[:last], value[:last], ends.tolist(), scale)
+            return output
+
+        return self._launch(query, key, value, compute)
+
+    def _launch(
+        self, query: Tensor, key: Tensor, value: Tensor, compute: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """One launch, whose result has the query's shape."""
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        target, *inputs = (_raw(one) for one in (output, query, key, value))
+        self._chip.launch(lambda: target.copy_(compute(*inputs)), (output, query, key, value))
+        return output
+
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
     ) -> Tensor:
@@ -88,34 +131,58 @@ class EmulatedOps(PlainOps):
         return output
 
 
+@dataclass(slots=True)
+class _Piece:
+    """Launches that are one at each replay, and the call that follows it."""
+
+    work: list[Callable[[], None]]
+    then: Callable[[], None] | None = None
+
+    def run(self) -> None:
+        for one in self.work:
+            one()
+
+
 class EmulatedGraphRunner:
     """Fills the GraphRunner protocol: keeps what a step launches and launches it again."""
 
     name = "emulated graph"
-    captures = True
+    captures = cuts = True
 
     def __init__(self, chip: Chip) -> None:
         self._chip = chip
-        self._graphs: dict[int, tuple[list[Callable[[], None]], Tensor]] = {}
+        self._graphs: dict[int, tuple[list[_Piece], Tensor]] = {}
+        self._open: list[_Piece] | None = None  # of the size that is captured
 
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
-        step()  # what is set up at first use must be there before
+        if not self._graphs:  # what is set up at first use must be there before
+            step()
         self._chip.synchronize()
         with recorded() as work:
-            output = step()
-        self._graphs[size] = work, output
+            self._open = pieces = [_Piece(work)]
+            try:
+                output = step()
+            finally:
+                self._open = None
+        self._graphs[size] = pieces, output
+
+    def cut(self, between: Callable[[], None]) -> None:
+        if self._open is None:
+            between()
+            return
+        self._open[-1].then = between
+        self._open.append(_Piece(record_apart()))
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
         check_update(size, decode_context_lens, self._graphs)
 
     def replay(self, size: int) -> Tensor:
-        work, output = self._graphs[size]
-
-        def run() -> None:
-            for one in work:
-                one()
-
-        self._chip.current().launch(run)
+        pieces, output = self._graphs[size]
+        for piece in pieces:
+            self._chip.num_launches += 1
+            self._chip.current().launch(piece.run)
+            if piece.then is not None:
+                piece.then()
         return output
 
 
@@ -143,6 +210,11 @@ class EmulatedDevice:
     @launch_s.setter
     def launch_s(self, seconds: float) -> None:
         self._chip.launch_s = seconds
+
+    @property
+    def num_launches(self) -> int:
+        """Operators, copies and graphs that were launched so far."""
+        return self._chip.num_launches
 
     @contextmanager
     def timed(self, cost_s: float, demand: Demand, num_parts: int = 1) -> Iterator[Callable[[], None]]:

@@ -131,7 +131,7 @@ class Chip:
         directory = os.environ.get(EMULATED_MEMORY)
         self.memory = Memory(name, memory_bytes, directory)
         self.timeline = Timeline(name, directory)
-        self.launch_s = 0.0
+        self.launch_s, self.num_launches = 0.0, 0
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self.making = threading.Lock()
         self.default = Stream(self)
@@ -162,6 +162,8 @@ class Chip:
                 time.sleep(self.launch_s)
             work()
 
+        if _recording() is None:
+            self.num_launches += 1
         self.current().launch(run)
 
     def share(self, num_bytes: int) -> tuple[EmulatedTensor, bytes]:
@@ -613,6 +615,14 @@ def recorded() -> Iterator[list[Callable[[], None]]]:
         yield work
     finally:
         _LOCAL.recording = None
+
+
+def record_apart() -> list[Callable[[], None]]:
+    """Keep from now on in a list of its own what this thread launches, inside :func:`recorded`."""
+    assert _recording() is not None
+    _LOCAL.recording = list[Callable[[], None]]()
+    work: list[Callable[[], None]] = _LOCAL.recording
+    return work
 
 
 def _shapes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

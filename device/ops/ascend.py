@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta, DeviceUnavailable, Draw
+from device.base import AttentionPlan, AttnMeta, DeviceUnavailable, Draw, EncodeCaptured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +114,7 @@ class AscendOps:
     ``attention.context_lens``.
     """
 
+    compiled_by: tuple[tuple[int, int], ...] = ()
     draw: Draw | None = None
 
     def __init__(self, *, layout: Layout = "TND", attention: FusedAttention | None = None) -> None:
@@ -235,6 +236,9 @@ class AscendOps:
             scale=scale,
         )
         return attended[..., :head_dim].contiguous()
+
+    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
+        return None  # the kernel takes lengths from the host
 
     def _attention(
         self,

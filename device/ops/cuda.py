@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from device.base import AttentionPlan, AttnMeta
+from device.base import AttentionPlan, AttnMeta, EncodeCaptured
 from device.ops.plain import PlainOps
 from device.ops.varlen import MAX_HEAD_DIM, Varlen, flashable
 
@@ -112,6 +112,15 @@ class CudaOps(PlainOps):
         ends = _ends(borders, query.device, _current_stream(query.device))
         longest = max(end - start for start, end in pairwise(borders))
         return self._flash(query, key, value, (ends, ends), (longest, longest), scale, causal=False).contiguous()
+
+    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
+        return None if self._varlen is None or dtype == torch.float32 else self._encode_captured
+
+    def _encode_captured(
+        self, query: Tensor, key: Tensor, value: Tensor, borders: Tensor, longest: int, scale: float
+    ) -> Tensor:
+        ends, lengths = (borders, borders), (longest, longest)
+        return self._flash(query, key, value, ends, lengths, scale, causal=False).contiguous()
 
     def _prepare_decodes(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan | None:
         return super().prepare(_decodes_only(meta), dtype)

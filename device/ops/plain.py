@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta, Draw
+from device.base import AttentionPlan, AttnMeta, Draw, EncodeCaptured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,7 @@ class PlainOps:
     """Fills the AttentionOps protocol with torch's own operators."""
 
     name = "plain torch"
+    compiled_by: tuple[tuple[int, int], ...] = ()
     draw: Draw | None = None
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> PlainPlan:
@@ -138,6 +139,9 @@ class PlainOps:
         if len(outputs) == 1:
             return outputs[0].contiguous()
         return torch.cat(outputs) if outputs else query.new_empty(query.shape)
+
+    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
+        return None  # SDPA takes lengths from the host
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return F.rms_norm(hidden, (hidden.shape[-1],), weight, epsilon)

@@ -11,13 +11,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta, Draw
+from device.base import AttentionPlan, AttnMeta, Draw, EncodeCaptured
 
 
 class ReferenceOps:
     """Fills the AttentionOps protocol; slow on purpose."""
 
     name = "reference"
+    compiled_by: tuple[tuple[int, int], ...] = ()
     draw: Draw | None = None
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan:
@@ -56,6 +57,9 @@ class ReferenceOps:
         for start, end in pairwise(cu_seqlens_host):
             outputs += [_attend_one(query[i], key[start:end], value[start:end], scale) for i in range(start, end)]
         return torch.stack(outputs) if outputs else query.new_empty(query.shape)
+
+    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
+        return None
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         exact = hidden.float()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
-_MIN_SPLIT_TOKENS = 128
+MIN_SPLIT_TOKENS = 128
 _PROGRAMS_PER_CORE = 8
 
 
@@ -48,7 +48,7 @@ def count_splits(batch: int, kv_heads: int, max_tokens: int, cores: int) -> int:
         max_tokens: tokens that the block table can hold for one sequence.
     """
     wanted = triton.cdiv(_PROGRAMS_PER_CORE * cores, batch * kv_heads)
-    limit = min(max(max_tokens // _MIN_SPLIT_TOKENS, 1), MAX_SPLITS)
+    limit = min(max(max_tokens // MIN_SPLIT_TOKENS, 1), MAX_SPLITS)
     return int(min(triton.next_power_of_2(wanted), 1 << (limit.bit_length() - 1)))
 
 
@@ -58,7 +58,7 @@ def _span(context, num_splits, TILE: tl.constexpr):
     return tl.cdiv(tl.cdiv(context, num_splits), TILE) * TILE
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["num_splits", "table_stride"])
 def _split_kernel(
     query,
     keys,
@@ -148,23 +148,31 @@ def _merge_kernel(
     num_splits,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    SOME: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One query head of one row: the splits' results, weighted by their sums."""
+    """One query head of one row: the splits' results, weighted by their sums, ``SOME`` at a time."""
     row = tl.program_id(1).to(tl.int64)
     head = row * tl.num_programs(0) + tl.program_id(0)
     context = tl.load(context_lens + row).to(tl.int32)
-    splits = tl.arange(0, SPLITS_PAD)
+    span = _span(context, num_splits, TILE)
     # Splits beyond the context wrote nothing.
-    written = splits * _span(context, num_splits, TILE) < context
-    log_sum = tl.load(log_sums + head * num_splits + splits, mask=written, other=float("-inf"))
-    weights = tl.exp2(log_sum - tl.max(log_sum, 0))
+    splits = tl.arange(0, MAX_SPLITS)
+    log_sum = tl.load(log_sums + head * num_splits + splits, mask=splits * span < context, other=float("-inf"))
+    best = tl.max(log_sum, 0)
+    total = tl.sum(tl.exp2(log_sum - best), 0)
     dims = tl.arange(0, HEAD_PAD)
-    offsets = (head * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
-    mask = written[:, None] & (dims[None, :] < HEAD_DIM)
-    results = tl.load(partial + offsets, mask=mask, other=0.0)
-    merged = tl.sum(results * weights[:, None], 0) / tl.sum(weights, 0)
+    merged = tl.zeros([HEAD_PAD], tl.float32)
+    for first in range(0, num_splits, SOME):
+        some = first + tl.arange(0, SOME)
+        written = some * span < context
+        weights = tl.exp2(tl.load(log_sums + head * num_splits + some, mask=written, other=float("-inf")) - best)
+        offsets = (head * num_splits + some)[:, None] * HEAD_DIM + dims[None, :]
+        mask = written[:, None] & (dims[None, :] < HEAD_DIM)
+        results = tl.load(partial + offsets, mask=mask, other=0.0)
+        merged += tl.sum(results * weights[:, None], 0)
+    merged = merged / total
     tl.store(output + head * HEAD_DIM + dims, merged.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
@@ -234,7 +242,8 @@ def paged_decode(
             splits,
             HEAD_DIM=head_dim,
             HEAD_PAD=head_pad,
-            SPLITS_PAD=triton.next_power_of_2(splits),
+            MAX_SPLITS=MAX_SPLITS,
+            SOME=8,
             TILE=config.tile,
             num_warps=4,
         )

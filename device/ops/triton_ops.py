@@ -18,6 +18,8 @@ class TritonOps(CudaOps):
         cores: multiprocessors of the GPU; the decode kernel spreads its work over them.
     """
 
+    # few tokens and many; contexts in one split and in several
+    compiled_by = ((33, 2), (1, 2 * triton_decode.MIN_SPLIT_TOKENS + 1), (triton_layers.MANY_TOKENS, 0))
     draw = staticmethod(triton_sample.draw)
 
     def __init__(self, cores: int, varlen: Varlen | None) -> None:

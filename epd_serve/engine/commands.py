@@ -51,6 +51,7 @@ class CreateCache(msgspec.Struct, frozen=True, kw_only=True, tag="cache"):
     num_position_axes: int
     graph_sizes: list[int]
     max_num_seqs: int
+    prefill_graph_sizes: list[int]
     max_model_len: int
 
 

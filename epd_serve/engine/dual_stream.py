@@ -38,6 +38,7 @@ class TowerStream:
 
     Attributes:
         num_signs: of life: grows with each layer, and with each pause before one.
+        least_pixel_bytes: that a batch takes for each pixel where it is not a graph: its memory is there already.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class TowerStream:
         self.num_signs = 0
         self._is_encoding = self._hurries = False
         self._pixel_bytes: float | None = None
+        self.least_pixel_bytes = 0.0
         self._pixel_layer_s: float | None = None
 
     @contextmanager
@@ -92,7 +94,8 @@ class TowerStream:
             self._is_encoding = False
             self._board.encode_ends()
         seconds = self._clock() - began_s - (self._paused_s - paused_s)
-        self._pixel_bytes = _smooth(self._pixel_bytes, (self._device.peak_memory() - in_use) / num_pixels)
+        pixel_bytes = max((self._device.peak_memory() - in_use) / num_pixels, self.least_pixel_bytes)
+        self._pixel_bytes = _smooth(self._pixel_bytes, pixel_bytes)
         self._pixel_layer_s = _smooth(self._pixel_layer_s, seconds / max(self._num_layers, 1) / num_pixels)
 
     def between_layers(self) -> None:

@@ -12,6 +12,7 @@ from device.base import AttnMeta, Device, GraphRunner
 from device.copies import to_device
 from epd_serve.engine.commands import CreateCache
 from epd_serve.engine.decode_tables import DeviceTables
+from epd_serve.engine.prefill_graphs import PrefillGraphs
 from epd_serve.engine.sampling.sampler import PromptLogprobs
 from epd_serve.engine.step_inputs import Fed, StepInputs, block_table, integers
 from epd_serve.models.decoder import StepContext
@@ -28,7 +29,8 @@ class StepExecutor:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
         graph_sizes: decode batch sizes to capture, where the device can; empty: none.
         max_num_seqs: decodes of a step at most.
-        max_model_len: longest context of a sequence that decodes.
+        prefill_graph_sizes: the same for numbers of tokens of steps with prompts.
+        max_model_len: longest context of a sequence that decodes, and of a captured step.
         emulation: the time of steps on an emulated device; None: as long as they take.
 
     Attributes:
@@ -45,6 +47,7 @@ class StepExecutor:
         graph_sizes: Sequence[int],
         max_num_seqs: int,
         max_model_len: int,
+        prefill_graph_sizes: Sequence[int] = (),
         emulation: Emulation | None = None,
     ) -> None:
         self._emulation = emulation
@@ -73,6 +76,13 @@ class StepExecutor:
                 sizes=graph_sizes,
             )
 
+        self._prefill_graphs: PrefillGraphs | None = None
+        graphs = device.graph_runner()
+        if prefill_graph_sizes and graphs.cuts and model.capturable:
+            self._prefill_graphs = PrefillGraphs(
+                model, device, graphs, kv, num_position_axes=num_position_axes, sizes=prefill_graph_sizes
+            )
+
     @classmethod
     def for_cache(
         cls,
@@ -91,6 +101,7 @@ class StepExecutor:
             graph_sizes=cache.graph_sizes,
             max_num_seqs=cache.max_num_seqs,
             max_model_len=cache.max_model_len,
+            prefill_graph_sizes=cache.prefill_graph_sizes,
             emulation=emulation,
         )
 
@@ -170,6 +181,9 @@ class StepExecutor:
             features,
             None if features is None else integers(inputs.feature_rows, target),
             logprobs,
+            self._prefill_graphs.forward
+            if self._prefill_graphs is not None and self._prefill_graphs.fits(len(inputs.ids))
+            else None,
         )
 
     def _pack(self, inputs: StepInputs) -> tuple[AttnMeta, Tensor]:

@@ -68,9 +68,14 @@ class _Item:
 
 
 class Tower(Protocol):
-    """Makes features of pictures."""
+    """Makes features of pictures.
+
+    Attributes:
+        pixel_bytes: memory that a batch takes for each pixel, as far as is known when it is loaded; 0: unknown.
+    """
 
     num_parameters: int
+    pixel_bytes: float
 
     def encode(self, batch: Sequence[Any], *, on_device: bool = False) -> list[Any]:
         """One feature for each picture's inputs, in order: an array [tokens, width], on the host or the device."""
@@ -475,6 +480,7 @@ class EncodeService:
         if self._tower is None:
             with self._stream.loading():
                 self._tower = self._load_tower()
+            self._stream.least_pixel_bytes = self._tower.pixel_bytes
         return self._tower
 
     async def _put(self, mm_hash: str, feature: Any, owner: str) -> StoredFeature:

@@ -32,6 +32,8 @@ class StepContext:
         on_layer: called with the layer index once that layer's K and V are in the cache.
         both_ways: for each prefill, the runs of its sequence's tokens that see all of themselves; empty: none do.
         states: [sequences, blocks of a recurrent state], decodes first; None where there are no such states.
+        attend: attention of a layer, in place of the plan and the device's; takes the layer's index, query, key,
+            value and scale as ``AttentionOps.attend``.
     """
 
     plan: AttentionPlan
@@ -39,6 +41,7 @@ class StepContext:
     on_layer: Callable[[int], None] | None = None
     both_ways: Sequence[Sequence[tuple[int, int]]] = ()
     states: Tensor | None = None
+    attend: Callable[[int, Tensor, Tensor, Tensor, float], Tensor] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +59,7 @@ class Decoder:
     """Runs the layers of one rank's share of a language model.
 
     Attributes:
-        kv_heads: the model's KV heads that this rank keeps.
+        kv_heads: the model's KV heads that this rank keeps. num_query_heads: query heads that it computes.
         capturable: no layer routes tokens to experts, which reads values back from the device.
     """
 
@@ -75,6 +78,7 @@ class Decoder:
         self.num_layers: int = config.num_hidden_layers
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = Heads.of_rank(config.num_attention_heads, config.num_key_value_heads, self._group)
+        self.num_query_heads = self._heads.num_query
         self.kv_heads = range(self._heads.first_kv, self._heads.first_kv + self._heads.num_kv)
         self.capturable = all(hasattr(layer.mlp, "gate_proj") for layer in model.layers)
         self._layers: list[_Layer] = []
@@ -100,7 +104,7 @@ class Decoder:
 
         Args:
             ids: [T], which these layers do not read. embeddings: [T, hidden]. positions: [axes, T].
-            feature_rows: [F] int64, tokens that stand for media.
+            feature_rows: [F] int64, tokens that stand for media; None: all do.
             deepstack: features to add to those tokens after each of the first layers, [F, hidden] each.
 
         Returns:
@@ -117,8 +121,8 @@ class Decoder:
             hidden, residual = ops.add_rms_norm(attended, residual, layer.post_norm, self._epsilon)
             hidden = layer.mlp(hidden)
             if index < len(deepstack):
-                assert feature_rows is not None, "deepstack levels come with their rows"
-                hidden = hidden.index_add(0, feature_rows, deepstack[index].to(hidden.dtype))
+                added = deepstack[index].to(hidden.dtype)
+                hidden = hidden + added if feature_rows is None else hidden.index_add(0, feature_rows, added)
             norm = layers[index + 1].input_norm if index + 1 < len(layers) else self._final_norm
             hidden, residual = ops.add_rms_norm(hidden, residual, norm, self._epsilon)
         return hidden
@@ -137,7 +141,11 @@ class Decoder:
         ops.write_kv(key, value, kv_layer, context.plan.meta.slot_mapping)
         if context.on_layer is not None and self._group.size == 1:
             context.on_layer(index)
-        attended = ops.attend(query, key, value, kv_layer, context.plan, self.head_dim**-0.5)
+        scale = self.head_dim**-0.5
+        if context.attend is not None:
+            attended = context.attend(index, query, key, value, scale)
+        else:
+            attended = ops.attend(query, key, value, kv_layer, context.plan, scale)
         return layer.output(attended.flatten(1))
 
     def _convert(self, layer: Any) -> _Layer:

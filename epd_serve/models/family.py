@@ -81,6 +81,8 @@ class Family:
         num_position_axes: axes of the rotary positions: 3 for M-RoPE, 1 else.
         input_names: what the tower takes of the image processor's output.
         joins: whether the tower takes several items in one call, their inputs joined along dimension 0.
+        captures: whether all that the tower of its pictures derives from their sizes can be given to it as tensors
+            (:mod:`epd_serve.models.tower_graphs`), so that it may be captured as a graph.
         splits_videos: whether the tower looks at each of a video's patches in time by itself, so that several
             encoders may share them.
         tokens: special ones in the text between the rows of a picture's feature.
@@ -113,6 +115,7 @@ class Family:
     num_position_axes: ClassVar[int] = 1
     input_names: ClassVar[tuple[str, ...]] = ("pixel_values",)
     joins: ClassVar[bool] = True
+    captures: ClassVar[bool] = False
     splits_videos: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
     shown: ClassVar[str] = ""

@@ -53,10 +53,10 @@ class GenericDecoder:
     Attributes:
         kv_heads, head_dim: of a plane of the cache: all of a layer's KV heads, where layers are alike.
         num_layers: planes of the cache: layers with K and V, where these are alike.
-        capturable: False; masks are made on the host.
+        capturable: False; masks are made on the host. num_query_heads: 0; not all layers have as many.
     """
 
-    capturable = False
+    capturable, num_query_heads = False, 0
 
     def __init__(
         self,

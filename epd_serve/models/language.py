@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +42,9 @@ class LanguageModel:
         state_blocks: of a block size, how many blocks the recurrent state of a sequence takes; 0: there is none.
         kv_heads: those that this rank keeps.
         capturable: whether a step may be captured as a graph.
+        num_query_heads: that this rank computes; 0 where layers differ.
+        layers: computes them: :meth:`epd_serve.models.decoder.Decoder.forward`.
+        hidden_size: numbers of a token's hidden state.
         feature_width: (1 + deepstack levels) * hidden, what a feature has for each token.
         max_model_len: longest context that the rotary embedding and the attention window allow.
         num_parameters: of the language model and its head, all ranks together.
@@ -71,10 +74,10 @@ class LanguageModel:
         family = family_of(model.config)
         decoder = decoder or family.decoder
         self.max_model_len = _max_model_len(text) if decoder == "fused" else text.max_position_embeddings
-        self._hidden_size: int = text.hidden_size
+        self.hidden_size: int = text.hidden_size
         vision = getattr(model.config, "vision_config", None)
         num_levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
-        self.feature_width = (1 + num_levels) * self._hidden_size
+        self.feature_width = (1 + num_levels) * self.hidden_size
         self._device = device.torch_device
         self.group = group or Alone()
         inner = without_head(model)
@@ -107,6 +110,8 @@ class LanguageModel:
         self.num_kv_heads: int = text.num_key_value_heads if decoder == "fused" else len(self.kv_heads)
         self.head_dim = self._decoder.head_dim
         self.capturable = self._decoder.capturable
+        self.num_query_heads = self._decoder.num_query_heads
+        self.layers = self._decoder.forward
         self.state_blocks = self._decoder.state_blocks
         self.inner = None
         if language_model is not inner:
@@ -129,6 +134,7 @@ class LanguageModel:
         features: Tensor | None = None,
         feature_rows: Tensor | None = None,
         more: MoreLogits | None = None,
+        layers: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """One step over a packed batch. Reads nothing back from the device.
 
@@ -138,6 +144,7 @@ class LanguageModel:
             features: [F, (1 + deepstack levels) * hidden], in batch order.
             feature_rows: [F] int64, the placeholder tokens that these features replace.
             more: takes the logits of rows that may be too many to be kept.
+            layers: computes the layers in place of :attr:`layers`, with its arguments.
 
         Returns:
             Logits [len(rows), vocab] of the model's dtype.
@@ -147,9 +154,10 @@ class LanguageModel:
         embeddings: Tensor = self._embed(ids)
         deepstack: list[Tensor] = []
         if features is not None and feature_rows is not None:
-            first, *deepstack = torch.split(features.to(embeddings.dtype), self._hidden_size, dim=-1)
+            first, *deepstack = torch.split(features.to(embeddings.dtype), self.hidden_size, dim=-1)
             embeddings = embeddings.index_copy(0, feature_rows, first)
-        hidden = self._decoder.forward(ids, embeddings, positions, context, feature_rows, deepstack)
+        run = layers or self.layers
+        hidden = run(ids, embeddings, positions, context, feature_rows, deepstack)
         if more is not None:
             for piece in more.pieces():
                 more.take(self._logits(hidden.index_select(0, piece)))

@@ -17,12 +17,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from device.base import AttentionOps, Device
+from device.copies import to_device
 from device.ops.linear import Product, activated_linear, fused, gated_linear, linear, pack_modules
 from device.ops.shared_weights import shared_weights
 from epd_serve.models.families import family_of
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, Size, TowerInputs, picture, sound
 from epd_serve.models.loader import ModelPart, attend_by, load_part, num_parameters, without_head
 from epd_serve.models.stored_weights import read_weights
+from epd_serve.models.tower_graphs import LONGEST, TowerGraphs, size_tensors
 from epd_serve.protocol.wire import MediaRef
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class TowerAttention:
         self.name = f"epd_flash_{id(self):x}"
         self._ops = ops
         self._borders: Any = WeakTensorKeyDictionary()
+        self._captured: Any = WeakTensorKeyDictionary()
         ALL_ATTENTION_FUNCTIONS.register(self.name, self)
 
     def install(self, tower: nn.Module) -> None:
@@ -68,24 +71,35 @@ class TowerAttention:
         if attention_mask is not None and cu_seq_lens_q is None:
             raise _MaskedInput
         batch, heads, length, head_dim = query.shape
-        if cu_seq_lens_q is None:
-            borders = list(range(0, batch * length + 1, length))
-        else:
-            borders = self.borders(cu_seq_lens_q)
         scale = head_dim**-0.5 if scaling is None else scaling
         # transformers has swapped tokens and heads: for one row this only swaps them back
         query, key, value = (
             states.transpose(1, 2).reshape(batch * length, heads, head_dim) for states in (query, key, value)
         )
-        output = self._ops.encode(query, key, value, borders, scale)
+        if cu_seq_lens_q is not None and cu_seq_lens_q in self._captured:
+            encode = self._ops.encode_captured(query.dtype)
+            assert encode is not None, "graphs are made where there is one"
+            output = encode(query, key, value, cu_seq_lens_q, self._captured[cu_seq_lens_q], scale)
+        elif cu_seq_lens_q is not None:
+            output = self._ops.encode(query, key, value, self.borders(cu_seq_lens_q), scale)
+        else:
+            output = self._ops.encode(query, key, value, range(0, batch * length + 1, length), scale)
         return output.view(batch, length, heads, head_dim), None
 
     def borders(self, borders: Tensor) -> list[int]:
         """Borders of segments, on the host. All layers get the same tensor: it is read back once."""
         if borders not in self._borders:
-            self._borders[borders] = borders.tolist()
+            self.knows(borders, borders.tolist())
         host: list[int] = self._borders[borders]
         return host
+
+    def knows(self, borders: Tensor, host: list[int]) -> None:
+        """Note what borders on the device are, so that nobody reads them back."""
+        self._borders[borders] = host
+
+    def captures(self, borders: Tensor, longest: int) -> None:
+        """Note that borders are those of a graph: of each replay others, with segments of ``longest`` tokens."""
+        self._captured[borders] = longest
 
 
 class _MaskedInput(Exception):
@@ -100,7 +114,10 @@ class Tower:
 
     Attributes:
         uses_device_attention: whether its layers attend by the device's operators, and not by torch's.
+        pixel_bytes: that a batch takes for each pixel, as far as was measured; 0 where nothing was.
     """
+
+    pixel_bytes = 0.0
 
     def __init__(
         self,
@@ -109,6 +126,7 @@ class Tower:
         device: Device,
         before_layer: Callable[[], None] | None = None,
         family: Family | None = None,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
         """Raises ValueError for a tower that does not make the tokens which its family counts.
 
@@ -116,6 +134,7 @@ class Tower:
             before_layer: called on the thread that encodes, before each layer of the tower is computed.
             family: tries the tower on pictures of it: where the device's attention makes other features of them
                 than torch's, as it does where inputs are padded, torch's is used.
+            graph_sizes: patches of batches to capture, ascending, where the device and the family can.
         """
         model = read_weights(load_part(path, ModelPart.TOWER, dtype, device.torch_device), device.torch_device)
         attention = TowerAttention(device.ops)
@@ -126,6 +145,9 @@ class Tower:
         self.dtype = dtype
         kind = family_of(model.config)
         self._joins, self._features = kind.joins, kind.features
+        self._attention = attention
+        self._visual = without_head(model).visual if kind.captures else None
+        self._graphs: TowerGraphs | None = None
         with shared_weights(ModelPart.TOWER.value, f"{path} {dtype}"):
             if device.type == "cpu":
                 replace_blocks(model, device.ops, attention)
@@ -135,9 +157,15 @@ class Tower:
             self._try(family, attention)
         towers = [_layers(part) for part in without_head(model).children()]
         self.num_layers = max(map(len, towers))
+        runner = device.graph_runner()
         if before_layer is not None:
             for layer in chain.from_iterable(towers):
-                layer.register_forward_pre_hook(lambda module, arguments: before_layer())
+                layer.register_forward_pre_hook(lambda module, arguments: runner.cut(before_layer))
+        is_capturable = self._visual is not None and self.uses_device_attention and runner.cuts
+        if graph_sizes and is_capturable and device.ops.encode_captured(dtype) is not None:
+            with torch.inference_mode():
+                self._graphs = TowerGraphs(self._visual, attention.captures, device, runner, dtype, graph_sizes)
+            self.pixel_bytes = self._graphs.pixel_bytes
 
     def _try(self, family: Family, attention: TowerAttention) -> None:
         """Choose the attention by the features of two pictures and two sounds, joined where they may be."""
@@ -188,8 +216,16 @@ class Tower:
         return features
 
     def _call(self, batch: Sequence[TowerInputs]) -> list[Tensor]:
-        inputs = {name: torch.cat([item[name] for item in batch]).to(self._device) for name in batch[0]}
+        inputs = {name: torch.cat([item[name] for item in batch]) for name in batch[0]}
         values = "input_features" if "input_features" in inputs else "pixel_values"
+        known: dict[str, Any] = {}  # what the tower need not compute, and the device need not read back
+        if self._visual is not None and "image_grid_thw" in inputs:
+            grid = inputs.pop("image_grid_thw")
+            tensors = size_tensors(self._visual, grid)
+            if self._graphs is not None and (rows := self._graphs.run(inputs[values], tensors)) is not None:
+                return list(torch.split(rows, (grid.prod(-1) // self._visual.spatial_merge_size**2).tolist()))
+            known = {"image_grid_thw": grid, **self._on_device(tensors)}
+        inputs = {name: tensor.to(self._device) for name, tensor in inputs.items()} | known
         inputs[values] = inputs[values].to(self.dtype)
         output = self._features(self._model, inputs)
         features = [feature.reshape(-1, feature.shape[-1]) for feature in output.pooler_output]
@@ -202,6 +238,14 @@ class Tower:
             parts = torch.split(level, lengths) if isinstance(level, Tensor) else level
             features = [torch.cat((feature, part), dim=-1) for feature, part in zip(features, parts, strict=True)]
         return [feature.contiguous() for feature in features]
+
+    def _on_device(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """The arguments by which the tower is called without a graph."""
+        arguments: dict[str, Any] = {name: to_device(tensor, self._device) for name, tensor in tensors.items()}
+        for name in LONGEST.keys() & tensors.keys():
+            self._attention.knows(arguments[name], tensors[name].tolist())
+            arguments[LONGEST[name]] = int(tensors[name].diff().max())
+        return arguments
 
 
 def _tried(family: Family) -> Iterator[tuple[MediaRef, TowerInputs]]:

@@ -101,6 +101,29 @@ def test_graphs_of_several_sizes_share_a_runner(name: str) -> None:
 
 
 @EACH
+def test_a_step_in_pieces_calls_what_is_between_them(name: str) -> None:
+    device = opened(name)
+    numbers, staged, seen = (torch.zeros(2, device=device.torch_device) for _ in range(3))
+    runner = device.graph_runner()
+    if runner.captures and not runner.cuts:
+        pytest.skip(f"not run: {runner.name}s are not in pieces")
+
+    def between() -> None:
+        seen.add_(staged)
+
+    def step() -> torch.Tensor:
+        staged.copy_(numbers * 2)
+        runner.cut(between)
+        return seen + 1
+
+    runner.capture(2, step)
+    seen.zero_()
+    for number, expected in ((3.0, 7.0), (5.0, 17.0)):
+        numbers.fill_(number)
+        assert runner.replay(2).tolist() == [expected] * 2
+
+
+@EACH
 def test_pinned_memory(name: str) -> None:
     """The device reads it when it comes to it; only torch's own devices make torch say that it is pinned."""
     device = opened(name)

@@ -69,7 +69,9 @@ def plain_varlen(
     outputs: list[Tensor] = []
     for queries, keys in zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True):
         count, context = queries[1] - queries[0], keys[1] - keys[0]
-        assert 0 < count <= max_query and context <= max_key
+        assert count <= max_query and context <= max_key
+        if not count:  # behind the last segment of a captured batch
+            continue
         seen = torch.ones(count, context, dtype=torch.bool).tril(context - count if causal else context)
         states = (query[slice(*queries)], key[slice(*keys)], value[slice(*keys)])
         q, k, v = (state.transpose(0, 1).float() for state in states)

@@ -70,7 +70,7 @@ class HeldFamily(Family):
 class Tower:
     """Fails once as no list of exceptions foresees, and once with too few features."""
 
-    calls = 0
+    calls, pixel_bytes = 0, 0.0
 
     def encode(self, batch: list[TowerInputs]) -> list[Tensor]:
         self.calls += 1
@@ -82,7 +82,7 @@ class Tower:
 class SlowTower:
     """Encodes when it is let go."""
 
-    num_images = 0
+    num_images, pixel_bytes = 0, 0.0
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -337,6 +337,8 @@ async def test_a_guard_that_fails_does_not_end_the_encoder(bench: Bench) -> None
 
 class ReadyTower:
     """Encodes at once."""
+
+    pixel_bytes = 0.0
 
     def encode(self, batch: list[TowerInputs]) -> list[Tensor]:
         return [torch.ones(2, 3) for _ in batch]

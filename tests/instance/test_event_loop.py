@@ -56,7 +56,7 @@ class Engine:
 
 
 class Tower:
-    num_parameters = 0
+    num_parameters, pixel_bytes = 0, 0.0
 
     def encode(self, batch: list[TowerInputs]) -> list[Tensor]:
         return [torch.zeros(FEATURE_SHAPE, dtype=torch.bfloat16) for _ in batch]

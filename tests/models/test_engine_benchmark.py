@@ -26,6 +26,7 @@ def test_the_gpu_part_runs_with_tiny_sizes() -> None:
     assert set(tiny["decode"]) == set(tiny["dual_stream"]) == {"batch 1", "batch 4"}
     assert all(row["ms"] > 0 and row["mfu"] > 0 for row in (*tiny["encode"].values(), *tiny["prefill"].values()))
     assert tiny["decode"]["batch 4"]["graph"]["bandwidth"] > 0
+    assert {row["graph"]["launches"] for part in ("tower", "mixed") for row in tiny[part].values()} == {None}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU")

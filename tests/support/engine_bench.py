@@ -86,7 +86,7 @@ class EngineBench(EngineHooks):
         device = self.device
         self.family = load_family(self.path)
         if self.family.modalities:
-            self.tower = Tower(self.path, torch.float32, device)
+            self.tower = Tower(self.path, torch.float32, device, graph_sizes=(64, 256))
         language = LanguageModel(self.path, torch.float32, device)
         layout = wire.KVLayout(
             num_layers=language.num_layers,
@@ -107,6 +107,7 @@ class EngineBench(EngineHooks):
             graph_sizes=decode_graph_sizes(self.budget.max_num_seqs),
             max_num_seqs=self.budget.max_num_seqs,
             max_model_len=language.max_model_len,
+            prefill_graph_sizes=(8, 64),
             emulation=self.emulation,
         )
         runner = UnwaitingRunner(

@@ -83,6 +83,8 @@ class Held:
 class DigestTower:
     """Takes the time of a vision tower. Fills the Tower protocol of an encoder."""
 
+    pixel_bytes = 0.0
+
     def __init__(
         self,
         time: DeviceTime,

@@ -15,11 +15,12 @@ from epd_serve.engine.runner import LanguageRunner
 from epd_serve.models.family import Family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sched.step_sizes import StepShape
+from epd_serve.sched.step_sizes import StepShape, prompts_of
 from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import SamplingParams
 
 _RUNS = 3
+_GREEDY = SamplingParams(seed=0, temperature=0.0)
 
 
 class StepTimer:
@@ -50,22 +51,39 @@ class StepTimer:
         """The median time of a step (see :func:`median_s`). The pool must have blocks for all contexts."""
         return median_s(self.step(shape), self._clock, least_s)
 
-    def step(self, shape: StepShape) -> Callable[[], object]:
+    def step(self, shape: StepShape, sampling: SamplingParams = _GREEDY) -> Callable[[], object]:
         """Return a callable that computes the step, each time the same."""
         blocks = iter(range(1, self._num_blocks))
-        decodes = [self._sequence(blocks, context - 1, 1) for context in shape.contexts]
+        decodes = [self._sequence(blocks, context - 1, 1, sampling) for context in shape.contexts]
         for sequence in decodes:
             sequence.output_ids.append(sequence.prompt_ids.pop())
-        prefills = [(self._sequence(blocks, start, count), count) for start, count in shape.chunks]
+        prefills = [(self._sequence(blocks, start, count, sampling), count) for start, count in shape.chunks]
         output = ScheduleOutput(decodes=decodes, prefills=prefills)
         return lambda: self._runner.step(output, {})
 
-    def _sequence(self, blocks: Iterator[int], num_computed: int, count: int) -> Sequence:
+    def warm_up(self, compiled_by: AbstractSequence[tuple[int, int]], max_num_tokens: int, longest: int) -> None:
+        """Compute steps that use each of the device's kernels, so that none is compiled for a request.
+
+        Args:
+            compiled_by: see :class:`device.base.AttentionOps`; steps that can never be are left out.
+            max_num_tokens: of a step. longest: tokens of a sequence.
+        """
+        sampling = SamplingParams(seed=0, temperature=1.0, top_p=0.9)
+        for count, context in compiled_by:
+            chunks = prompts_of(count, longest)
+            shape = StepShape(num_decodes=1 if context else 0, context=context, chunks=chunks)
+            has_room = shape.num_blocks(self._block_size) < self._num_blocks
+            if has_room and count <= max_num_tokens and context <= longest:
+                self.step(shape, sampling)()
+
+    def _sequence(
+        self, blocks: Iterator[int], num_computed: int, count: int, sampling: SamplingParams
+    ) -> Sequence:
         length = num_computed + count
         return Sequence(
             request_id="profile",
             prompt_ids=[0] * length,
-            sampling=SamplingParams(seed=0, temperature=0.0),
+            sampling=sampling,
             max_tokens=1,
             positions=torch.arange(length).expand(self._num_position_axes, -1),
             num_computed=num_computed,

@@ -28,6 +28,7 @@ from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import Family
 from epd_serve.models.loader import load_family, media_fingerprint
 from epd_serve.models.tower import Tower
+from epd_serve.models.tower_graphs import GRAPH_SIZES
 from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
 from epd_serve.transfer.transport import Transport
 
@@ -70,10 +71,12 @@ class CheckpointModel:
         )
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
+        # one that is loaded for want of an encoder has no time for graphs
+        sizes = GRAPH_SIZES if self._options.role.encodes else ()
         if self.emulation is None:
-            return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family)
+            return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family, sizes)
         paced = self.emulation.between_layers(before_layer)
-        tower = Tower(self.path, self.torch_dtype, self.device, paced, self.family)
+        tower = Tower(self.path, self.torch_dtype, self.device, paced, self.family, sizes)
         self.emulation.num_tower_layers = tower.num_layers
         return tower
 

@@ -17,6 +17,7 @@ from epd_serve.engine.commands import CreateCache
 from epd_serve.engine.followers import Followers
 from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.engine.pace.step_timer import StepTimer
+from epd_serve.engine.prefill_graphs import prefill_graph_sizes
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.sampling.grammar import Grammars
 from epd_serve.engine.step import StepExecutor
@@ -99,13 +100,16 @@ class LanguageWeights:
         )
 
     def step_seconds(self, runner: LanguageRunner) -> Callable[[StepShape], float]:
+        return self._timer(runner).seconds
+
+    def _timer(self, runner: LanguageRunner) -> StepTimer:
         return StepTimer(
             runner,
             num_blocks=self.memory.num_blocks - self.layout.state_blocks,
             block_size=self.layout.block_size,
             num_position_axes=self._model.family.num_position_axes,
             state_blocks=self.layout.state_blocks,
-        ).seconds
+        )
 
     def compiler(self, instance: Instance) -> Compile:
         assert self.prompts.grammars is not None
@@ -137,12 +141,13 @@ class LanguageWeights:
             slab=memory.region,
             num_position_axes=self._model.family.num_position_axes,
             graph_sizes=decode_graph_sizes(options.sizes.max_num_seqs) if options.role.decodes else [],
+            prefill_graph_sizes=prefill_graph_sizes(most) if options.role.prefills else [],
             max_num_seqs=options.sizes.max_num_seqs,
             max_model_len=self.max_model_len,
         )
         if self.followers is not None:
             memory.offer(self.followers.create_cache(create))
-        return LanguageRunner(
+        runner = LanguageRunner(
             StepExecutor.for_cache(
                 self.language, self._model.device, memory.tensor, create, emulation=self._model.emulation
             ),
@@ -152,6 +157,8 @@ class LanguageWeights:
             eos_token_ids=self.eos_token_ids,
             followers=self.followers,
         )
+        self._timer(runner).warm_up(self._model.device.ops.compiled_by, most, self.max_model_len)
+        return runner
 
     def forget(self, transport: Transport) -> None:
         """Give the KV memory back. Nobody may be about to write there. Blocks until nobody maps it."""

@@ -32,6 +32,7 @@ class Glm4v(QwenVL):
     )
     towers: ClassVar = {"glm4v_vision": _TOWER}
     modalities = ("image",)
+    captures = False  # each picture's position embedding is resampled by its size
     bounds = None
 
     def __init__(self, config: Any, image_processor: Any) -> None:

@@ -37,6 +37,7 @@ class QwenVL(Family):
     }
     modalities: ClassVar[tuple[str, ...]] = ("image", "video")
     num_position_axes = 3
+    captures = True
     input_names = ("pixel_values", "image_grid_thw")
     #: Edges of its processor's ``size`` by the words of ``mm_processor_kwargs``; None where a request has no say.
     bounds: ClassVar[Mapping[str, str] | None] = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}

@@ -1,0 +1,161 @@
+"""Steps with prompts as device graphs: all but attention, which runs between the pieces of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from device.base import AttentionPlan, AttnMeta, Device, GraphRunner
+from epd_serve.models.decoder import StepContext
+from epd_serve.models.language import LanguageModel
+
+#: Tokens of the steps that are captured. Above, the work of the device takes longer than the host's launches.
+_SIZES = (16, 32, 64, 128, 192, 256, 384, 512)
+
+
+def prefill_graph_sizes(max_num_tokens: int) -> list[int]:
+    """Numbers of tokens at which steps with prompts are captured, where a step has ``max_num_tokens`` at most."""
+    return [size for size, below in zip(_SIZES, (0, *_SIZES), strict=False) if below < max_num_tokens]
+
+
+class _Between:
+    """The eager part of a step: attention, on the tokens that there are. The graphs' pieces refer to it.
+
+    Attributes:
+        queries, keys, values: [tokens, heads, head_dim], those of a layer, from the piece before.
+        attended: as queries, for the piece behind; of padding 0.
+        context: of the step that is replayed; None: of one that is captured. num_tokens: its tokens.
+    """
+
+    def __init__(self, model: LanguageModel, device: Device, kv: Tensor, most: int) -> None:
+        self._ops, self._kv, self._is_alone = device.ops, kv, model.group.size == 1
+        zeros = partial(torch.zeros, dtype=model.dtype, device=device.torch_device)
+        self.queries, self.attended = zeros(2, most, model.num_query_heads, model.head_dim).unbind(0)
+        self.keys, self.values = zeros(2, most, kv.shape[4], model.head_dim).unbind(0)
+        self.context: StepContext | None = None
+        self.num_tokens = 0
+
+    def attend(self, layer: int, scale: float) -> None:
+        if self.context is None:
+            return
+        if self._is_alone:
+            self.tell(layer)
+        count = self.num_tokens
+        query, key, value = (buffer[:count] for buffer in (self.queries, self.keys, self.values))
+        attended = self._ops.attend(query, key, value, self._kv[layer], self.context.plan, scale)
+        self.attended[:count].copy_(attended)
+
+    def tell(self, layer: int) -> None:
+        if self.context is not None and self.context.on_layer is not None:
+            self.context.on_layer(layer)
+
+
+class PrefillGraphs:
+    """Captures a model's layers at its making, for steps of prompts and of decodes beside them.
+
+    A graph reads embeddings, positions and slots from buffers that stay. It ends at each layer's attention, which
+    is computed as in any step, on the tokens that there are: lengths and tables are no part of a graph. Rows of
+    padding write into block 0, which belongs to no sequence.
+
+    Args:
+        kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
+        num_position_axes: rows of the rotary positions.
+        sizes: tokens of the steps to capture, ascending; larger ones do not run here.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        device: Device,
+        graphs: GraphRunner,
+        kv: Tensor,
+        *,
+        num_position_axes: int,
+        sizes: Sequence[int],
+    ) -> None:
+        self._model, self._graphs, self._kv, self._sizes = model, graphs, kv, sizes
+        most, width = sizes[-1], model.hidden_size
+        zeros = partial(torch.zeros, dtype=model.dtype, device=device.torch_device)
+        integers = partial(torch.zeros, dtype=torch.long, device=device.torch_device)
+        self._embeddings = zeros(most, width)
+        self._added = zeros(model.feature_width // width - 1, most, width)  # by deepstack, to the first layers
+        self._adds = False  # the last step did
+        self._between = _Between(model, device, kv, most)
+        self._positions, self._slots = integers(num_position_axes, most), integers(most)
+        self._no_table = torch.zeros(0, 1, dtype=torch.int32, device=device.torch_device)
+        self._spare = torch.arange(most, device=device.torch_device) % kv.shape[3]
+        with torch.inference_mode():
+            for size in reversed(sizes):  # the largest first: its memory pool serves the others
+                graphs.capture(size, partial(self._layers, size))
+
+    def fits(self, num_tokens: int) -> bool:
+        return num_tokens <= self._sizes[-1]
+
+    def forward(
+        self,
+        ids: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        context: StepContext,
+        feature_rows: Tensor | None = None,
+        deepstack: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """As :meth:`epd_serve.models.decoder.Decoder.forward`; the result is overwritten by the next."""
+        count = len(embeddings)
+        size = next(size for size in self._sizes if size >= count)
+        slots = context.plan.meta.slot_mapping
+        self._embeddings[:count].copy_(embeddings)
+        self._positions[:, :count].copy_(positions)
+        self._slots[:count].copy_(slots)
+        if size > count:
+            self._slots[count:size].copy_(self._spare[: size - count])
+            for padded in (self._embeddings, self._between.attended):  # block 0 holds numbers
+                padded[count:size].zero_()
+        if self._adds:
+            self._added.zero_()
+        self._adds = feature_rows is not None and len(deepstack) > 0
+        if feature_rows is not None and deepstack:
+            self._added.index_copy_(1, feature_rows, torch.stack(list(deepstack)))
+        self._between.context, self._between.num_tokens = context, count
+        try:
+            return self._graphs.replay(size)[:count]
+        finally:
+            self._between.context = None
+
+    def _layers(self, size: int) -> Tensor:
+        """The step that is captured."""
+        meta = AttnMeta(
+            block_size=self._kv.shape[3],
+            slot_mapping=self._slots[:size],
+            num_decodes=0,
+            decode_block_table=self._no_table,
+            decode_context_lens=self._slots[:0],
+            decode_context_lens_host=[],
+            prefill_query_lens=[],
+            prefill_context_lens=[],
+            prefill_block_table=self._no_table,
+        )
+        context = StepContext(
+            plan=AttentionPlan(meta=meta),
+            kv=self._kv,
+            attend=self._attend,
+            # else it is told between the pieces, beside the attention
+            on_layer=self._cut_to_tell if self._model.group.size > 1 else None,
+        )
+        added = self._added[:, :size].unbind(0)
+        return self._model.layers(
+            self._slots[:size], self._embeddings[:size], self._positions[:, :size], context, None, added
+        )
+
+    def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        size, between = len(query), self._between
+        for buffer, states in ((between.queries, query), (between.keys, key), (between.values, value)):
+            buffer[:size].copy_(states)
+        self._graphs.cut(partial(between.attend, layer, scale))
+        return between.attended[:size]
+
+    def _cut_to_tell(self, layer: int) -> None:
+        self._graphs.cut(partial(self._between.tell, layer))

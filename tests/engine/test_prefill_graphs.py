@@ -1,0 +1,94 @@
+"""Steps with prompts as graphs in pieces, on an emulated device where what is not computed is no number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from torch import Tensor
+
+from device.distributed import Alone, Group
+from device.emulated.accelerator import EmulatedDevice
+from device.registry import get_device
+from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step_inputs import StepInputs, block_table
+from epd_serve.models.language import LanguageModel
+
+BLOCK_SIZE, AXES, DECODED = 8, 3, 9
+
+
+class First:
+    """The first of two ranks, of whom the other has the same parts."""
+
+    rank, size = 0, 2
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return partial + partial
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        return torch.cat((part, part), dim=-1)
+
+    def broadcast(self, own: Tensor) -> Tensor:
+        return own
+
+
+def inputs_of(start: int, count: int, features: Tensor | None = None) -> StepInputs:
+    """A decode of ``DECODED`` tokens, and behind it the tokens of a prompt from ``start`` on; features stand for
+    its third and those behind."""
+    positions = [DECODED - 1, *range(start, start + count)]
+    end = start + count
+    return StepInputs(
+        ids=[7, *range(5, 5 + count)],
+        positions=torch.tensor(positions).expand(AXES, -1),
+        slots=[BLOCK_SIZE + DECODED - 1, *range(4 * BLOCK_SIZE + start, 4 * BLOCK_SIZE + end)],
+        rows=[0, count],
+        decode_context_lens=[DECODED],
+        decode_blocks=block_table([[1, 2]]),
+        prefill_query_lens=[count],
+        prefill_context_lens=[end],
+        prefill_blocks=[list(range(4, 4 + -(-end // BLOCK_SIZE)))],
+        features=features,
+        feature_rows=[] if features is None else list(range(3, 3 + len(features))),
+    )
+
+
+@pytest.mark.parametrize("group", [Alone(), First()], ids=["alone", "two ranks"])
+def test_logits_and_kv_equal_those_without_graphs(group: Group, tmp_path: Path) -> None:
+    """Chunks behind others, and with features, whose numbers lie in the same buffers; in few launches."""
+    device = get_device("emulated:h200")
+    assert isinstance(device, EmulatedDevice)
+    device.activate()
+    model = LanguageModel(
+        tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model"), torch.float32, device, group
+    )
+    shape = (model.num_layers, 2, 20, BLOCK_SIZE, len(model.kv_heads), model.head_dim)
+    features = torch.randn(9, model.feature_width, generator=torch.Generator().manual_seed(0))
+    answers: list[list[Tensor]] = []
+    counts: list[int] = []
+    layers: list[int] = []
+    for sizes in ((), (8, 64)):
+        kv = torch.zeros(shape, device=device.torch_device)
+        executor = StepExecutor(
+            model,
+            device,
+            kv,
+            num_position_axes=AXES,
+            graph_sizes=(),
+            max_model_len=128,
+            prefill_graph_sizes=sizes,
+        )
+        answers.append([])
+        for inputs in (inputs_of(0, 40), inputs_of(40, 30, features), inputs_of(70, 7), inputs_of(77, 20)):
+            before = device.num_launches
+            logits = executor.compute(inputs, layers.append)
+            counts.append(device.num_launches - before)
+            answers[-1].append(logits.cpu())
+        assert kv[:, :, 0].isfinite().all(), "where padding is written"
+        answers[-1].append(kv[:, :, 1:].cpu())
+    assert layers == list(range(model.num_layers)) * len(counts)
+    for expected, found in zip(*answers, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    eager, captured = counts[0], counts[len(counts) // 2]
+    assert captured < 4 * model.num_layers + 30 < 20 * model.num_layers < eager
