@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import tiny_models
-import torch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("not run: Triton is not installed", allow_module_level=True)
@@ -174,5 +173,4 @@ def _main(path: Path, graphs: str) -> None:
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        _main(Path(sys.argv[1]), sys.argv[2])
+    _main(Path(sys.argv[1]), sys.argv[2])
