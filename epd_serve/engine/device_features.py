@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from device.base import Device
+from epd_serve.engine.device_regions import registered
 from epd_serve.protocol.wire import FeatureEvent, Region
 from epd_serve.transfer.feature_store import (
     FeatureBooks,
@@ -37,12 +38,16 @@ from epd_serve.transfer.shared_memory import (
     map_region,
     release_mapped,
 )
-from epd_serve.transfer.transport import NotMapped, PeerGone, TransferError, Transport
+from epd_serve.transfer.staging import CellLender
+from epd_serve.transfer.transport import DeviceSlab, NotMapped, PeerGone, TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
 #: Features begin at multiples of it; each has its generation in a table of as many entries.
 SLOT_BYTES = 1 << 16
+#: A feature from another host lands in one of so many places, in parts of so many bytes.
+_LANDING_PARTS = 4
+_LANDING_BYTES = 8 << 20
 #: Bytes → the context of their copy.
 Taking = Callable[[int], AbstractContextManager[object]]
 _GENERATION = struct.Struct("<Q")
@@ -70,6 +75,11 @@ class Copies:
         done.synchronize()
         return target
 
+    def empty(self, nbytes: int) -> Tensor:
+        """New memory of the device."""
+        with self._copying, self._stream:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
+
     def to_host(self, source: Tensor) -> memoryview:
         self._device.activate()
         with self._copying, self._stream:
@@ -96,6 +106,9 @@ class DeviceFeatureStore:
         host: the store on the host.
         capacity_bytes: of the area; 0: there is none.
         taking: as of :class:`Copies`.
+        shares: other instances on this host may map the area.
+        registers: the transport reaches the device's memory.
+        lease_s: as of :class:`LandedFeatures`.
     """
 
     on_device = True
@@ -108,6 +121,10 @@ class DeviceFeatureStore:
         capacity_bytes: int,
         observe: StoreObserver = unobserved,
         taking: Taking | None = None,
+        *,
+        shares: bool = True,
+        registers: bool = False,
+        lease_s: float = 0.0,
     ) -> None:
         self._host, self._transport, self._observe = host, transport, observe
         self._copies = Copies(device, taking)
@@ -116,11 +133,12 @@ class DeviceFeatureStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-store")
         self._area: FeatureArea | None = None
         if capacity_bytes:
-            area = FeatureArea(device, transport, capacity_bytes, observe)
-            if area.region.handle:
+            area = FeatureArea(device, transport, capacity_bytes, observe, shares=shares, registers=registers)
+            if area.region.handle or area.memory is not None:
                 self._area = area
-            else:  # nobody could map it
+            else:  # nobody could get at it
                 area.close(transport)
+        self._landed = LandedFeatures.of(device, transport, lease_s) if registers else None
 
     @property
     def num_owners(self) -> int:
@@ -183,7 +201,7 @@ class DeviceFeatureStore:
     def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
         if self._area is None or not feature.generation:
             return self._host.event(mm_hash, feature, request_id)
-        return feature.event(mm_hash, request_id, region=self._area.region)
+        return feature.event(mm_hash, request_id, region=self._area.region, memory=self._area.memory)
 
     def fetch(self, event: FeatureEvent) -> Tensor:
         """A copy of the feature, [nbytes] uint8, on this device."""
@@ -192,12 +210,16 @@ class DeviceFeatureStore:
         with observed_fetch(self._observe, "embedded", event):
             if self._area is not None and event.region.name == self._area.region.name:
                 return self._area.features.copied(event, self._copies)
+            if event.memory is not None and self._landed is not None:
+                return self._landed.copied(event, event.memory, event.region)
             return self._mapped.copied(event, event.region)
 
     def close(self) -> None:
         """End the copies, and wait until nobody maps the area any more."""
         self._thread.shutdown()
         self._mapped.close()
+        if self._landed is not None:
+            self._landed.close()
         area, self._area = self._area, None
         if area is not None:
             area.close(self._transport)
@@ -238,10 +260,61 @@ class GuardedMemory:
             copy = copies.within(self.part(event.offset, event.nbytes))
         except torch.OutOfMemoryError as error:
             raise TransferError(f"the device has no room for feature {event.mm_hash[:12]}: {error}") from error
-        [generation] = _GENERATION.unpack_from(self.table, event.offset // SLOT_BYTES * _GENERATION.size)
-        if generation != event.generation:
-            raise TransferError(f"feature {event.mm_hash[:12]} has been given up by its encoder")
+        start = event.offset // SLOT_BYTES * _GENERATION.size
+        check_generation(event, self.table[start : start + _GENERATION.size])
         return copy
+
+
+def check_generation(event: FeatureEvent, entry: bytes | bytearray | memoryview) -> None:
+    """Raise TransferError unless the feature of the event still has its place, as its table says."""
+    if _GENERATION.unpack(entry) != (event.generation,):
+        raise TransferError(f"feature {event.mm_hash[:12]} has been given up by its encoder")
+
+
+class LandedFeatures:
+    """Features that the transport reads from encoders' devices, through a registered part of this one's memory.
+
+    As elsewhere, the generation is looked at behind the copy.
+
+    Args:
+        lease_s: for which a place is kept that something may still be copied to.
+    """
+
+    def __init__(
+        self, device: Device, transport: Transport, slab: DeviceSlab, memory: Tensor, lease_s: float
+    ) -> None:
+        self._device, self._transport, self._slab, self._memory = device, transport, slab, memory
+        self._copies = Copies(device, None)
+        self._places = CellLender(0, _LANDING_PARTS, lease_s)
+
+    @classmethod
+    def of(cls, device: Device, transport: Transport, lease_s: float) -> LandedFeatures | None:
+        """None where the memory cannot be registered."""
+        memory, _ = device.share_memory(_LANDING_PARTS * _LANDING_BYTES)
+        slab = registered(device, transport, "landing", memory)
+        return None if slab is None else cls(device, transport, slab, memory, lease_s)
+
+    def copied(self, event: FeatureEvent, there: Region, table: Region) -> Tensor:
+        """Raises TransferError where the feature is not there, or memory for it is not to be had."""
+        self._device.activate()
+        try:
+            feature = self._copies.empty(event.nbytes)
+        except torch.OutOfMemoryError as error:
+            raise TransferError(f"the device has no room for feature {event.mm_hash[:12]}: {error}") from error
+        for start in range(0, event.nbytes, _LANDING_BYTES):
+            count = min(_LANDING_BYTES, event.nbytes - start)
+            with self._places.lend(1) as place:
+                here = slice(place * _LANDING_BYTES, place * _LANDING_BYTES + count)
+                self._transport.read(there, [(event.offset + start, self._slab.buffer[here])])
+                self._device.settle_arrivals()
+                self._copies.within(self._memory[here], feature[start : start + count])
+        entry = bytearray(_GENERATION.size)
+        self._transport.read(table, [(event.offset // SLOT_BYTES * _GENERATION.size, memoryview(entry))])
+        check_generation(event, entry)
+        return feature
+
+    def close(self) -> None:
+        self._transport.release(self._slab)
 
 
 class FeatureArea(FeatureBooks):
@@ -250,15 +323,29 @@ class FeatureArea(FeatureBooks):
     Attributes:
         features: their memory.
         region: the table, with the handle by which others map the memory; it is empty where they cannot.
+        memory: the memory itself, where the transport reaches it.
     """
 
-    def __init__(self, device: Device, transport: Transport, nbytes: int, observe: StoreObserver) -> None:
+    def __init__(
+        self,
+        device: Device,
+        transport: Transport,
+        nbytes: int,
+        observe: StoreObserver,
+        *,
+        shares: bool,
+        registers: bool,
+    ) -> None:
         nbytes = max(nbytes // SLOT_BYTES, 1) * SLOT_BYTES
         super().__init__(nbytes, SLOT_BYTES)
         memory, handle = device.share_memory(nbytes)
         self._slab = transport.allocate("generations", nbytes // SLOT_BYTES * _GENERATION.size)
         self.features = GuardedMemory(memory, self._slab.buffer)
-        self.region = msgspec.structs.replace(self._slab.region, device=device.type, handle=handle)
+        self.region = self._slab.region
+        if shares:
+            self.region = msgspec.structs.replace(self.region, device=device.type, handle=handle)
+        self._registered = registered(device, transport, "features", memory) if registers else None
+        self.memory = None if self._registered is None else self._registered.region
         self._observe = observe
         self._num_features = 0
 
@@ -280,6 +367,8 @@ class FeatureArea(FeatureBooks):
 
     def close(self, transport: Transport) -> None:
         """Blocks until no other process maps it."""
+        if self._registered is not None:
+            transport.release(self._registered)
         release_mapped(transport, self._slab)
 
     def _evict(self, mm_hash: str, feature: StoredFeature) -> None:

@@ -461,9 +461,10 @@ class Region(Message, frozen=True):
     Attributes:
         protocol: of Mooncake's Transfer Engine, where that is what moves the bytes: then ``host:port`` only says
             whether the region is still there. Else "".
-        engine_port: of the Transfer Engine. address: where the memory begins in its process.
-        device, handle: type of the device that holds the KV itself, and what its vendor's library maps that memory
-            by in other processes of this host; empty where there is only this memory.
+        engine_port: of the Transfer Engine. address: where the memory begins in its process, or on its device.
+        identity_address: where the process keeps the end of the region's name for the engine's peers.
+        device: type of the device that holds the memory that is meant. handle: what its vendor's library maps it by
+            in other processes of this host, where the region itself is memory beside it.
     """
 
     name: str
@@ -476,6 +477,7 @@ class Region(Message, frozen=True):
     protocol: str = ""
     engine_port: int = 0
     address: int = 0
+    identity_address: int = 0
     device: str = ""
     handle: bytes = b""
 
@@ -491,6 +493,7 @@ class FeatureEvent(Message, frozen=True):
         region, offset: where the feature lies in E's memory; region is None where it lies in a store.
         generation: of the feature, on the device behind the region's handle
             (:mod:`epd_serve.engine.device_features`); 0 where it lies in the region itself.
+        memory: the memory of that device where its transport reaches it.
         store: name of the store that has it under ``mm_hash``; "" where there is a region.
         item: that was encoded; P knows from it how long the feature must be. None: E does not know.
         producer: kind of device and operators that made it (``instance/figures/parity.py``); "": unknown.
@@ -505,6 +508,7 @@ class FeatureEvent(Message, frozen=True):
     region: Region | None = None
     offset: int = 0
     generation: int = 0
+    memory: Region | None = None
     store: str = ""
     item: MediaRef | None = None
     producer: str = ""

@@ -20,6 +20,7 @@ from identity import MAX_TOKENS, start_fleet
 from in_process import deployment
 from pictures import noise
 from reference import Reference
+from transports import needs_mooncake
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.device_time import DeviceTime
@@ -30,6 +31,7 @@ from epd_serve.types import Role
 
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0"), "(E-P)-D": ("e1", "p1", "d0")}
 #: All instances are in the test's process, which a busy machine keeps from answering for a while.
+FIELDS = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
 UNWATCHED = {"probe_interval_s": None}
 CASES: dict[str, dict[str, Any]] = {
     "pushed KV, steps launched ahead": {"async_scheduling": "on"},
@@ -129,6 +131,39 @@ async def test_features_and_kv_go_from_device_to_device(
         assert len(mapped() - before) == 1
         of_p, of_d = await figures(prefill.url), await figures(decode.url)
         assert of_p["kv_bytes_total"] > 0 == of_d["kv_bytes_total"], "P writes, and D reads nothing"
+
+
+@needs_mooncake
+@pytest.mark.parametrize("mode", ["grouped", pytest.param("pull", marks=pytest.mark.slow)])
+async def test_mooncake_reads_features_and_kv_where_they_are(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between hosts: nothing is mapped, and the host copies nothing; also after a change of role."""
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    reference = Reference(model)
+    asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
+    tokens = {text: reference.generate(text, images, max_tokens=6) for text, images in asked}
+    transfer = {"mode": mode, "transport": "mooncake"}
+    options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
+    for part, name in ((KVCache, "copy"), (Copies, "to_host"), (Copies, "to_device")):
+        monkeypatch.setattr(part, name, None)
+    async with deployment(model, "E", "P", "D", options=options, health=UNWATCHED) as one:
+        for _ in range(2):
+            answers = await asyncio.gather(
+                *(one.post("/v1/chat/completions", chat(text, *images, **FIELDS)) for text, images in asked)
+            )
+            for (status, answer), (text, _) in zip(answers, asked, strict=True):
+                assert status == 200, answer
+                chosen = answer["choices"][0]["logprobs"]["content"]
+                found = [bytes(token["bytes"]).decode(errors="replace") for token in chosen]
+                assert found == [reference.tokenizer.decode([token]) for token in tokens[text]], text
+            await one.settle()
+            assert not mapped()
+            moved = {name: await figures(instance.url) for name, instance in one.instances.items()}
+            assert moved["d2"]["kv_bytes_total"] > 0, "D reads"
+            assert moved["p1"].get("encodes_total", 0) == 0 < moved["p1"]["store_fetches_total"]
+            await one.instances["d2"].rebuild(Role.parse("E"))
+            await one.instances["d2"].rebuild(Role.parse("D"))
 
 
 @pytest.mark.parametrize(
