@@ -8,10 +8,11 @@ import mmap
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -45,9 +46,9 @@ logger = logging.getLogger(__name__)
 
 #: Features begin at multiples of it; each has its generation in a table of as many entries.
 SLOT_BYTES = 1 << 16
-#: A feature from another host lands in one of so many places, in parts of so many bytes.
-_LANDING_PARTS = 4
-_LANDING_BYTES = 8 << 20
+#: Features that come by another way than within a device pass one of so many places, in parts of so many bytes.
+_NUM_PARTS = 4
+_PART_BYTES = 8 << 20
 #: Bytes → the context of their copy.
 Taking = Callable[[int], AbstractContextManager[object]]
 _GENERATION = struct.Struct("<Q")
@@ -56,6 +57,8 @@ _GENERATION = struct.Struct("<Q")
 class Copies:
     """Copies of features to and from a device's memory, on a stream of its own: done when a method returns.
 
+    Those to and from the host go part by part through a few places of pinned memory.
+
     Args:
         taking: the time of a copy of so many bytes between emulated devices; None: as long as it takes.
     """
@@ -63,6 +66,7 @@ class Copies:
     def __init__(self, device: Device, taking: Taking | None) -> None:
         self._device, self._taking = device, taking or nullcontext
         self._stream = device.stream()
+        self._places = CellLender(0, _NUM_PARTS, 0.0)
         self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
 
     def within(self, source: Tensor, target: Tensor | None = None) -> Tensor:
@@ -77,23 +81,47 @@ class Copies:
 
     def empty(self, nbytes: int) -> Tensor:
         """New memory of the device."""
+        self._device.activate()
         with self._copying, self._stream:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
 
     def to_host(self, source: Tensor) -> memoryview:
-        self._device.activate()
-        with self._copying, self._stream:
-            data: memoryview = source.cpu().numpy().data
-        return data
+        data = torch.empty(source.nbytes, dtype=torch.uint8)
+        for part in _parts(source.nbytes):
+            with self._place(part) as pinned:
+                self._copy(source[part], pinned)
+                data[part] = pinned
+        view: memoryview = data.numpy().data
+        return view
 
     def to_device(self, data: bytearray) -> Tensor:
+        source, copy = torch.frombuffer(data, dtype=torch.uint8), self.empty(len(data))
+        for part in _parts(len(data)):
+            with self._place(part) as pinned:
+                pinned.copy_(source[part])
+                self._copy(pinned, copy[part])
+        return copy
+
+    @contextmanager
+    def _place(self, part: slice) -> Iterator[Tensor]:
+        with self._places.lend(1) as place:
+            yield self._pinned[place, : part.stop - part.start]
+
+    @cached_property
+    def _pinned(self) -> Tensor:
+        return self._device.pin_memory(torch.empty(_NUM_PARTS, _PART_BYTES, dtype=torch.uint8))
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
         self._device.activate()
-        pinned = self._device.pin_memory(torch.frombuffer(data, dtype=torch.uint8))
         with self._copying, self._stream:
-            copy = pinned.to(self._device.torch_device, non_blocking=True)
+            target.copy_(source, non_blocking=True)
             done = self._device.record_event()
         done.synchronize()
-        return copy
+
+
+def _parts(nbytes: int) -> Iterator[slice]:
+    for start in range(0, nbytes, _PART_BYTES):
+        yield slice(start, min(start + _PART_BYTES, nbytes))
 
 
 class DeviceFeatureStore:
@@ -138,7 +166,7 @@ class DeviceFeatureStore:
                 self._area = area
             else:  # nobody could get at it
                 area.close(transport)
-        self._landed = LandedFeatures.of(device, transport, lease_s) if registers else None
+        self._landed = LandedFeatures(device, transport, lease_s) if registers else None
 
     @property
     def num_owners(self) -> int:
@@ -280,41 +308,43 @@ class LandedFeatures:
         lease_s: for which a place is kept that something may still be copied to.
     """
 
-    def __init__(
-        self, device: Device, transport: Transport, slab: DeviceSlab, memory: Tensor, lease_s: float
-    ) -> None:
-        self._device, self._transport, self._slab, self._memory = device, transport, slab, memory
+    def __init__(self, device: Device, transport: Transport, lease_s: float) -> None:
+        self._device, self._transport = device, transport
         self._copies = Copies(device, None)
-        self._places = CellLender(0, _LANDING_PARTS, lease_s)
+        self._registering = threading.Lock()
+        self._slab: DeviceSlab | None = None
+        self._places = CellLender(0, _NUM_PARTS, lease_s)
 
-    @classmethod
-    def of(cls, device: Device, transport: Transport, lease_s: float) -> LandedFeatures | None:
-        """None where the memory cannot be registered."""
-        memory, _ = device.share_memory(_LANDING_PARTS * _LANDING_BYTES)
-        slab = registered(device, transport, "landing", memory)
-        return None if slab is None else cls(device, transport, slab, memory, lease_s)
+    def _landing(self) -> DeviceSlab:
+        with self._registering:
+            if self._slab is None:
+                self._memory, _ = self._device.share_memory(_NUM_PARTS * _PART_BYTES)
+                self._slab = registered(self._device, self._transport, "landing", self._memory)
+            if self._slab is None:
+                raise NotMapped("the device has no memory in which features could land")
+            return self._slab
 
     def copied(self, event: FeatureEvent, there: Region, table: Region) -> Tensor:
         """Raises TransferError where the feature is not there, or memory for it is not to be had."""
-        self._device.activate()
+        landing = self._landing()
         try:
             feature = self._copies.empty(event.nbytes)
         except torch.OutOfMemoryError as error:
             raise TransferError(f"the device has no room for feature {event.mm_hash[:12]}: {error}") from error
-        for start in range(0, event.nbytes, _LANDING_BYTES):
-            count = min(_LANDING_BYTES, event.nbytes - start)
+        for part in _parts(event.nbytes):
             with self._places.lend(1) as place:
-                here = slice(place * _LANDING_BYTES, place * _LANDING_BYTES + count)
-                self._transport.read(there, [(event.offset + start, self._slab.buffer[here])])
+                here = slice(place * _PART_BYTES, place * _PART_BYTES + part.stop - part.start)
+                self._transport.read(there, [(event.offset + part.start, landing.buffer[here])])
                 self._device.settle_arrivals()
-                self._copies.within(self._memory[here], feature[start : start + count])
+                self._copies.within(self._memory[here], feature[part])
         entry = bytearray(_GENERATION.size)
         self._transport.read(table, [(event.offset // SLOT_BYTES * _GENERATION.size, memoryview(entry))])
         check_generation(event, entry)
         return feature
 
     def close(self) -> None:
-        self._transport.release(self._slab)
+        if self._slab is not None:
+            self._transport.release(self._slab)
 
 
 class FeatureArea(FeatureBooks):

@@ -1,4 +1,4 @@
-"""A device's memory as a region of a transport: peers on other hosts read it, and nothing passes through the host."""
+"""A device's memory as a region of a transport: peers on other hosts read it, and the host copies nothing."""
 
 from __future__ import annotations
 

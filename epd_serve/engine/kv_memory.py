@@ -146,8 +146,8 @@ def is_its_own_slab(device: Device, heads: range | None) -> bool:
 class KVMemory:
     """The KV of an instance: its slab, seen by the transport, and the cache of its only or first rank.
 
-    On a CPU that is not shared with other ranks the slab *is* the cache, and peers write right into it. On a device
-    that the transport reaches the cache itself is registered; peers read there what is offered to them. Else the
+    On a CPU that is not shared with other ranks the slab *is* the cache, and peers write right into it. On a
+    device that the transport reaches the cache is registered, and peers read there what they are offered. Else the
     slab is a bounded area of cells through which KV comes and goes (:mod:`epd_serve.transfer.staging`), on the
     threads of those who move it and on a stream of its own; peers on this host may map the cache on the device.
 

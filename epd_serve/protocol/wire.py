@@ -461,7 +461,8 @@ class Region(Message, frozen=True):
     Attributes:
         protocol: of Mooncake's Transfer Engine, where that is what moves the bytes: then ``host:port`` only says
             whether the region is still there. Else "".
-        engine_port: of the Transfer Engine. address: where the memory begins in its process, or on its device.
+        engine_port: of the Transfer Engine.
+        address: where the memory begins in its process, or on its device.
         identity_address: where the process keeps the end of the region's name for the engine's peers.
         device: type of the device that holds the memory that is meant. handle: what its vendor's library maps it by
             in other processes of this host, where the region itself is memory beside it.

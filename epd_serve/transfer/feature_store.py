@@ -18,7 +18,7 @@ from epd_serve.transfer.shared_memory import SlabAllocator
 from epd_serve.transfer.transport import NotMapped, TransferError, Transport
 
 #: Larger features are copied and hashed on a thread; a smaller one takes less time than the switch is worth.
-_INLINE_BYTES = 1 << 20
+_INLINE_BYTES = 1 << 16
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,11 +23,14 @@ from pictures import noise
 from reference import Reference
 from transports import needs_mooncake
 
+from device.emulated.accelerator import EmulatedOps
+from device.emulated.tensors import Chip
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.engine.device_features import Copies
 from epd_serve.engine.kv_memory import KVCache
 from epd_serve.launch import LocalDeployment
+from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import Role
 
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0"), "(E-P)-D": ("e1", "p1", "d0")}
@@ -56,19 +60,65 @@ async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pyt
     raise AssertionError("the pool was large enough for all")
 
 
-@pytest.mark.parametrize("mode", ["grouped", "pull"])
+class Copied:
+    """The threads and the streams on which KV and features are copied, and the streams of attention."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: dict[str, set[int]] = {}
+        self.streams: dict[str, set[Any]] = {}
+        self.attention: set[Any] = set()
+        self._inside = threading.local()
+        self._watch(monkeypatch, KVCache, "copy")
+        for name in ("to_host", "to_device"):
+            self._watch(monkeypatch, Copies, name)
+        for name in ("read", "write"):
+            self._watch(monkeypatch, EmbeddedTransport, name)
+        copy, attend = Chip.copy, EmulatedOps.attend
+
+        def copied(chip: Chip, work: Any, held: object, num_bytes: int) -> None:
+            if name := getattr(self._inside, "name", ""):
+                self.streams.setdefault(name, set()).add(chip.current())
+            copy(chip, work, held, num_bytes)
+
+        def attended(ops: EmulatedOps, *arguments: Any) -> Any:
+            self.attention.add(ops._chip.current())
+            return attend(ops, *arguments)
+
+        monkeypatch.setattr(Chip, "copy", copied)
+        monkeypatch.setattr(EmulatedOps, "attend", attended)
+
+    def _watch(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def watched(*arguments: Any, **keywords: Any) -> Any:
+            self.threads.setdefault(name, set()).add(threading.get_ident())
+            outer, self._inside.name = getattr(self._inside, "name", ""), name
+            try:
+                return inner(*arguments, **keywords)
+            finally:
+                self._inside.name = outer
+
+        monkeypatch.setattr(owner, name, watched)
+
+
+@pytest.mark.parametrize(("mode", "transport"), [("grouped", "tcp"), ("pull", "shm")])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
-async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: str, tmp_path: Path) -> None:
-    """All answers at once, each through the same few cells many times; a recurrent state as well."""
+async def test_kv_goes_through_host_memory_that_is_far_smaller(
+    kind: str, mode: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All answers at once, each through the same few cells many times; a recurrent state as well.
+
+    No copy of KV or a feature runs on the event loop, or in the stream of the engine.
+    """
     model = tiny_models.make_tiny_model(kind, tmp_path / "model")
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
-    transfer = {"mode": mode, "transport": "shm", "staging_bytes": "32KiB"}
+    transfer = {"mode": mode, "transport": transport, "staging_bytes": "32KiB"}
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
-    async with deployment(model, "EP", "D", options=options, health=UNWATCHED) as one:
+    copied = Copied(monkeypatch)
+    async with deployment(model, "E", "P", "D", options=options, health=UNWATCHED) as one:
         answers = await asyncio.gather(
-            *(one.post("/v1/chat/completions", chat(text, *images, **fields)) for text, images in asked)
+            *(one.post("/v1/chat/completions", chat(text, *images, **FIELDS)) for text, images in asked)
         )
         for (status, answer), (text, images) in zip(answers, asked, strict=True):
             assert status == 200, answer
@@ -78,12 +128,17 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: 
             assert found == [reference.tokenizer.decode([token]) for token in tokens], text
         await one.settle()
         for instance in one.instances.values():
-            assert instance.language is not None
+            if instance.language is None:
+                continue
             memory: Any = instance.language.weights.memory
             assert memory.region.nbytes <= 1 << 15
             moved = await figures(instance.url)
             if instance.options.role.decodes:
                 assert moved["kv_bytes_total"] > 3 * memory.region.nbytes
+    assert copied.threads.keys() >= {"copy", "to_host", "to_device", "read"} and copied.attention
+    assert threading.get_ident() not in set().union(*copied.threads.values())
+    assert copied.streams.keys() >= {"copy", "to_host", "to_device"}
+    assert copied.attention.isdisjoint(set().union(*copied.streams.values()))
 
 
 @pytest.mark.parametrize(("mode", "roles"), [("grouped", ("E", "P", "D")), ("pull", ("EP", "D"))])
