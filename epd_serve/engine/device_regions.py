@@ -35,6 +35,7 @@ def are_reached(device: Device, transport: Transport) -> bool:
     memory, _ = device.share_memory(2 * _PROBE_BYTES)
     slab = registered(device, transport, "probe", memory)
     if slab is None:
+        logger.info("%s: KV and features go to other hosts through host memory", device.name)
         return False
     sent, back = random.randbytes(_PROBE_BYTES), bytearray(_PROBE_BYTES)
     try:
