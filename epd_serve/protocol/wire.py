@@ -465,8 +465,8 @@ class Region(Message, frozen=True):
         address: where the memory begins in its process, or on its device.
         identity_address: where the process keeps the end of the region's name for the engine's peers.
         device: type of the device whose memory is meant.
-        handle: what its vendor's library maps that memory by in other processes of this host, where the region itself
-            is memory beside it.
+        handle: what its vendor's library maps that memory by in other processes of this host, where the region
+            itself is memory beside it.
     """
 
     name: str

@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import importlib.util
 import ipaddress
+import json
 import math
 import os
 import socket
@@ -137,10 +138,14 @@ class Engine:
     def reaches_device(self) -> bool:
         """Whether memory of the instance's device can be registered.
 
-        A wheel that is not made for GPUs takes their addresses for the host's; it has none in its topology.
+        A wheel that is not made for GPUs takes their addresses for the host's: it has none in its topology. Where
+        there is no network card beside one, the engine has chosen TCP by itself.
         """
         device = self.options.device
-        return bool(device) and (device != "cuda" or '"cuda:' in self._engine.get_local_topology())
+        if device != "cuda":
+            return bool(device)
+        cards: dict[str, list[list[str]]] = json.loads(self._engine.get_local_topology())
+        return any(any(near) for name, near in cards.items() if name.startswith("cuda:"))
 
     def register(self, address: int, nbytes: int) -> None:
         limit = self.options.max_regions
