@@ -17,7 +17,8 @@ all that they need, no model and no network, and takes a few minutes:
 * ``engine``: encode, prefill, decode and two streams of Qwen2.5-VL-7B's and Qwen3-VL-8B's shapes, random weights
   (``benchmarks.engine_gpu``; needs 40 GiB of disk and 30 GiB of GPU memory);
 * ``handoff``: the KV of a prompt of 2000 tokens (Qwen3-VL-8B's shape), and the feature of a picture, from one
-  process to another, from device to device and through the host (``benchmarks.handoff``); at most 10 ms;
+  process to another: from device to device, through the host by shared memory and by TCP, and over Mooncake from
+  device to device where it reaches the GPU's memory (``benchmarks.handoff``); at most 10 ms for the first;
 * ``tune``: the decode kernel's tiles, warps and stages.
 
 Times are medians over CUDA events. The exit status is 1 where a test or a target fails.
