@@ -326,6 +326,8 @@ class LandedFeatures:
 
     def copied(self, event: FeatureEvent, there: Region, table: Region) -> Tensor:
         """Raises TransferError where the feature is not there, or memory for it is not to be had."""
+        if event.offset % SLOT_BYTES:
+            raise TransferError(f"feature {event.mm_hash[:12]} is outside of its store")
         landing = self._landing()
         try:
             feature = self._copies.empty(event.nbytes)

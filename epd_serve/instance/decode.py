@@ -338,9 +338,8 @@ class DecodeService:
         return wire.KVTaken([part.transfer_id for part in parts])
 
     def _end_read(self, reading: asyncio.Task[None], parts: list[wire.OfferedKV]) -> None:
-        error = (
-            None if reading.cancelled() else reading.exception()
-        )  # whoever offers it hears, if it still listens
+        # whoever offers it hears of the error, if it still listens
+        error = None if reading.cancelled() else reading.exception()
         given_up_at = time.monotonic() if isinstance(error, StillCopying) else None
         for part in parts:
             self._reservations.end_read(part.transfer_id, given_up_at)

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from emulated import EMULATED
@@ -249,6 +250,12 @@ def test_a_feature_that_is_overwritten_while_it_is_read_is_a_miss(
     assert reads == [event.memory, event.memory, event.region]
     again = pair.put("a", 4)
     assert set(pair.consumer.fetch(again).tolist()) == {4}
+
+
+@pytest.mark.parametrize("change", [{"offset": 2 * SLOT_BYTES}, {"offset": -SLOT_BYTES}, {"offset": 8}])
+def test_what_lies_outside_is_refused(change: dict[str, int], pair: Pair) -> None:
+    with pytest.raises(TransferError, match="outside"):
+        pair.consumer.fetch(msgspec.structs.replace(pair.put("a", 1), **change))
 
 
 def test_a_place_that_may_still_be_written_to_is_out_of_use(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
