@@ -463,7 +463,7 @@ class Region(Message, frozen=True):
             whether the region is still there. Else "".
         engine_port: of the Transfer Engine.
         address: where the memory begins in its process, or on its device.
-        identity_address: where the process keeps the end of the region's name for the engine's peers.
+        identity_address: where the process keeps what the region is, for the engine's peers to compare.
         device: type of the device whose memory is meant.
         handle: what its vendor's library maps that memory by in other processes of this host, where the region
             itself is memory beside it.

@@ -83,7 +83,7 @@ def test_memory_that_is_not_to_be_had_is_named() -> None:
     transport.close()
 
 
-@pytest.mark.parametrize("kind", kinds("tcp", "mooncake"))
+@pytest.mark.parametrize("kind", kinds("tcp", "mooncake", "mooncake device"))
 def test_a_peer_checks_bounds_itself(kind: str) -> None:
     here, there = make_transport(kind), make_transport(kind)
     region = there.allocate("slab", 64).region

@@ -30,8 +30,8 @@ from epd_serve.transfer.transport import (
     on_host,
 )
 
-#: A slab's name, in host memory: a process that came in the place of another is not mistaken for it.
-_IDENTITY_BYTES = 32
+#: A slab's name, size and address, in host memory: a process in the place of another is not mistaken for it.
+_IDENTITY_BYTES = 64
 #: Of one call of the engine: more pieces are refused by it, and more bytes would keep it from being ended in time.
 _MAX_PIECES = 512
 _MAX_BYTES = 64 * 1024**2
@@ -41,9 +41,15 @@ _Transfer = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], bool]
 
 
 class MooncakeSlab:
-    """A registered slab; see :class:`epd_serve.transfer.transport.Slab`."""
+    """A registered slab; see :class:`epd_serve.transfer.transport.Slab`.
 
-    def __init__(self, name: str, nbytes: int, engine: Engine, port: int) -> None:
+    Args:
+        stands_for: registered memory that the region is of, in place of the slab's own.
+    """
+
+    def __init__(
+        self, name: str, nbytes: int, engine: Engine, port: int, stands_for: DeviceBytes | None = None
+    ) -> None:
         options = engine.options
         identity_at = -(-nbytes // 64) * 64
         size = -(-(identity_at + _IDENTITY_BYTES) // options.alignment_bytes) * options.alignment_bytes
@@ -59,10 +65,11 @@ class MooncakeSlab:
         self.buffer = self._slab.buffer[:nbytes]
         self.region = msgspec.structs.replace(
             self._slab.region,
-            nbytes=nbytes,
+            nbytes=nbytes if stands_for is None else stands_for.nbytes,
             protocol=options.protocol,
             engine_port=engine.port,
-            address=self.address,
+            address=self.address if stands_for is None else stands_for.address,
+            device="" if stands_for is None else options.device,
             identity_address=self.address + identity_at,
         )
         self._slab.buffer[identity_at : identity_at + _IDENTITY_BYTES] = _identity(self.region)
@@ -79,15 +86,13 @@ class MooncakeDeviceSlab:
         alignment, self._engine, self.buffer = engine.options.alignment_bytes, engine, memory
         assert memory.address % alignment == 0, f"memory of the device that is not aligned to {alignment} bytes"
         self.address, self.size = memory.address, -(-memory.nbytes // alignment) * alignment
-        self._name = MooncakeSlab(name, 0, engine, port)
+        self._name = MooncakeSlab(name, 0, engine, port, stands_for=memory)
+        self.region = self._name.region
         try:
             engine.register(self.address, self.size)
         except TransferError:
             self._name.close()
             raise
-        self.region = msgspec.structs.replace(
-            self._name.region, nbytes=memory.nbytes, address=memory.address, device=engine.options.device
-        )
 
     def close(self) -> None:
         self._engine.unregister(self.address)
@@ -339,5 +344,5 @@ class _Batch:
 
 
 def _identity(region: Region) -> bytes:
-    """The unique end of a region's name."""
-    return region.name.encode()[-_IDENTITY_BYTES:]
+    """The unique end of a region's name, its size and its address."""
+    return f"{region.name[-32:]}{region.nbytes:016x}{region.address:016x}".encode()
