@@ -18,7 +18,8 @@ all that they need, no model and no network, and takes a few minutes:
   small pictures and mixed steps with and without graphs, with their launches
   (``benchmarks.engine_gpu``; needs 40 GiB of disk and 30 GiB of GPU memory);
 * ``handoff``: the KV of a prompt of 2000 tokens (Qwen3-VL-8B's shape), and the feature of a picture, from one
-  process to another, from device to device and through the host (``benchmarks.handoff``); at most 10 ms;
+  process to another: from device to device, through the host by shared memory and by TCP, and over Mooncake from
+  device to device where it reaches the GPU's memory (``benchmarks.handoff``); at most 10 ms for the first;
 * ``colocation``: TPOT and encodes a second of Qwen2.5-VL-7B's shape side by side on the GPU: without priorities,
   with them, with the tower in a green context, in two processes without MPS and with its shares
   (``benchmarks.colocation``);

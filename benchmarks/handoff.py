@@ -1,8 +1,9 @@
 """The hand-over of a prompt's KV, and of a picture's feature, from a process to another on one device.
 
 Its time, and what the host copies. All is computed when it begins, so that nothing is hidden; blocks are in no
-order on either side. From device to device (``kv_transfer.transport: auto``), and through the host's memory
-(``shm``).
+order on either side. The ways are those of ``kv_transfer.transport``: from device to device on one host
+(``auto``), through the host's memory, shared (``shm``) or over TCP as between hosts (``tcp``), and from device to
+device over ``mooncake``, where it reaches the device's memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import statistics
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch
 from benchmarks.accelerator import Target
 from device.registry import get_device
 from epd_serve.engine.device_features import DeviceFeatureStore
+from epd_serve.engine.device_regions import are_reached
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.instance.decode import read_offered
 from epd_serve.protocol import wire
@@ -30,9 +33,11 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
-from epd_serve.transfer.transport import Piece
+from epd_serve.transfer.mooncake.engine import MooncakeOptions
+from epd_serve.transfer.mooncake.transport import MooncakeTransport
+from epd_serve.transfer.transport import DeviceBytes, Piece
 
-WAYS = {"auto": True, "shm": False}
+WAYS = ("auto", "shm", "tcp", "mooncake")
 #: Of Qwen3-VL-8B.
 LAYOUT = wire.KVLayout(
     num_layers=36, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16", model="random"
@@ -44,12 +49,13 @@ _STAGING_BYTES = 256 << 20
 _TARGET_MS = 10.0
 
 
-class Counting(EmbeddedTransport):
-    """Counts the bytes that the host copies: to and from an emulated device, and between processes."""
+class Counted:
+    """The bytes that the host copies: to and from an emulated device, and between processes."""
 
-    def __init__(self, device_name: str) -> None:
-        super().__init__(path="shm")
-        self.num_bytes = 0
+    num_bytes = 0
+
+    def count(self, device_name: str) -> None:
+        """Begin."""
         if device_name.startswith("emulated"):
             from device.emulated.tensors import Chip
 
@@ -61,22 +67,78 @@ class Counting(EmbeddedTransport):
 
             Chip.copy = count  # type: ignore[method-assign]
 
-    def read(self, region: wire.Region, pieces: Sequence[Piece]) -> None:
-        self.num_bytes += sum(data.nbytes for _, data in pieces)
-        super().read(region, pieces)
+    def moved(self, pieces: Sequence[Piece]) -> None:
+        self.num_bytes += sum(data.nbytes for _, data in pieces if not isinstance(data, DeviceBytes))
 
     def stored(self, store: str, operation: str, nbytes: int = 0, seconds: float = 0.0) -> None:
         """The observer of a store on the host, whose features are copied to its slab."""
         self.num_bytes += nbytes if operation == "put" else 0
 
 
+class CountingEmbedded(Counted, EmbeddedTransport):
+    def read(self, region: wire.Region, pieces: Sequence[Piece]) -> None:
+        self.moved(pieces)
+        super().read(region, pieces)
+
+
+class CountingMooncake(Counted, MooncakeTransport):
+    """What Mooncake itself copies is its own."""
+
+    def read(self, region: wire.Region, pieces: Sequence[Piece]) -> None:
+        self.moved(pieces)
+        super().read(region, pieces)
+
+
+def _transport(device_name: str, way: str) -> CountingEmbedded | CountingMooncake:
+    transport: CountingEmbedded | CountingMooncake
+    if way == "mooncake":
+        device = get_device(device_name)
+        capability = device.transport
+        transport = CountingMooncake(
+            MooncakeOptions(
+                host="127.0.0.1",
+                protocol=capability.device_protocols[0],
+                alignment_bytes=capability.alignment_bytes,
+                max_regions=capability.max_regions,
+                device=device.type,
+                activate=device.activate,
+            )
+        )
+    else:
+        transport = CountingEmbedded(path="tcp" if way == "tcp" else "shm")
+    transport.count(device_name)
+    return transport
+
+
+def _lacks(device_name: str, way: str) -> str:
+    """What a way lacks here; "" where nothing."""
+    if way != "mooncake":
+        return ""
+    try:
+        transport = _transport(device_name, way)
+    except ValueError as error:
+        return str(error)
+    try:
+        if are_reached(get_device(device_name), transport):
+            return ""
+        return f"its {transport.engine.options.protocol} does not reach the memory of {device_name} here"
+    finally:
+        transport.close()
+
+
+def _each_way(device_name: str, measured: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for way in WAYS:
+        rows[way] = {"lacks": lacks} if (lacks := _lacks(device_name, way)) else measured(way)
+        assert lacks or rows[way]["is_right"], f"{way}: what came is not what went"
+    return rows
+
+
 def measure(
     device_name: str, layout: wire.KVLayout = LAYOUT, *, num_tokens: int = NUM_TOKENS, repeats: int = 20
 ) -> tuple[dict[str, Any], list[Target]]:
     """Milliseconds of each way, the first time (mapping, allocation) and later; bytes on an emulated device."""
-    rows = {way: _measure(device_name, layout, num_tokens, repeats, shares) for way, shares in WAYS.items()}
-    for way, row in rows.items():
-        assert row["is_right"], f"{way}: the KV that came is not what went"
+    rows = _each_way(device_name, partial(_measure, device_name, layout, num_tokens, repeats))
     target = Target(
         name=f"hand-over of {num_tokens} tokens, ms",
         measured=rows["auto"]["median_ms"],
@@ -90,9 +152,7 @@ def measure_feature(
     device_name: str, shape: tuple[int, int] = FEATURE, *, repeats: int = 20
 ) -> tuple[dict[str, Any], list[Target]]:
     """The same of a feature in bfloat16, from the end of the tower's work to the consumer's device."""
-    rows = {way: _measure_feature(device_name, shape, repeats, shares) for way, shares in WAYS.items()}
-    for way, row in rows.items():
-        assert row["is_right"], f"{way}: the feature that came is not what went"
+    rows = _each_way(device_name, partial(_measure_feature, device_name, shape, repeats))
     required = _TARGET_MS
     measured = rows["auto"]["median_ms"]
     return rows, [Target(name="hand-over of a feature, ms", measured=measured, required=required, at_least=False)]
@@ -111,23 +171,22 @@ async def counted(repeats: int) -> dict[str, Any]:
             {"what": what, "transport": way} | {name: row[name] for name in names}
             for what, ways in (("KV", rows), ("feature", features))
             for way, row in ways.items()
+            if "lacks" not in row
         ],
     }
 
 
-def _measure(
-    device_name: str, layout: wire.KVLayout, num_tokens: int, repeats: int, shares: bool
-) -> dict[str, Any]:
+def _measure(device_name: str, layout: wire.KVLayout, num_tokens: int, repeats: int, way: str) -> dict[str, Any]:
     num_blocks = -(-num_tokens // layout.block_size)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(
-        target=_decode, args=(theirs, device_name, wire.encode(layout), num_blocks, shares), daemon=True
+        target=_decode, args=(theirs, device_name, wire.encode(layout), num_blocks, way), daemon=True
     )
     process.start()
     device = get_device(device_name)
     device.activate()
-    transport, memory = _memory(device_name, layout, num_blocks, shares)
+    transport, memory = _memory(device_name, layout, num_blocks, way)
     memory.tensor.copy_(torch.randint_like(memory.tensor, 256))
     device.synchronize()
     target = wire.decode(ours.recv_bytes(), wire.ReserveReply)
@@ -170,11 +229,19 @@ def _measure(
     return row
 
 
-def _memory(device_name: str, layout: wire.KVLayout, num_blocks: int, shares: bool) -> tuple[Counting, KVMemory]:
-    transport = Counting(device_name)
-    device = get_device(device_name)
+def _memory(
+    device_name: str, layout: wire.KVLayout, num_blocks: int, way: str
+) -> tuple[CountingEmbedded | CountingMooncake, KVMemory]:
+    transport = _transport(device_name, way)
     memory = KVMemory(
-        layout, num_blocks + 1, device, transport, staging_bytes=_STAGING_BYTES, lease_s=60.0, shares=shares
+        layout,
+        num_blocks + 1,
+        get_device(device_name),
+        transport,
+        staging_bytes=_STAGING_BYTES,
+        lease_s=60.0,
+        shares=way == "auto",
+        registers=way == "mooncake",
     )
     return transport, memory
 
@@ -184,10 +251,10 @@ def _checksum(memory: KVMemory, blocks: Sequence[int]) -> int:
     return zlib.crc32(content.contiguous().view(torch.uint8).numpy())
 
 
-def _decode(connection: Connection, device_name: str, layout: bytes, num_blocks: int, shares: bool) -> None:
+def _decode(connection: Connection, device_name: str, layout: bytes, num_blocks: int, way: str) -> None:
     """The other process: has memory, reads what it is offered, says what it has in the end."""
     get_device(device_name).activate()
-    transport, memory = _memory(device_name, wire.decode(layout, wire.KVLayout), num_blocks, shares)
+    transport, memory = _memory(device_name, wire.decode(layout, wire.KVLayout), num_blocks, way)
     blocks = random.Random(2).sample(range(1, num_blocks + 1), num_blocks)
     target = wire.ReserveReply(blocks, 0, memory.region, memory.num_blocks, memory.staged_cells)
     connection.send_bytes(wire.encode(target))
@@ -200,14 +267,14 @@ def _decode(connection: Connection, device_name: str, layout: bytes, num_blocks:
     connection.send((num_bytes, _checksum(memory, blocks)))
 
 
-def _measure_feature(device_name: str, shape: tuple[int, int], repeats: int, shares: bool) -> dict[str, Any]:
+def _measure_feature(device_name: str, shape: tuple[int, int], repeats: int, way: str) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_encode, args=(theirs, device_name, shape, repeats, shares), daemon=True)
+    process = context.Process(target=_encode, args=(theirs, device_name, shape, repeats, way), daemon=True)
     process.start()
     device = get_device(device_name)
     device.activate()
-    transport, store = _feature_store(device_name, 0)
+    transport, store = _feature_store(device_name, 0, way)
     assert ours.recv_bytes() == b"ready"
     transport.num_bytes, times, found = 0, list[float](), set[int]()
     for _ in range(1 + repeats):
@@ -237,17 +304,24 @@ def _measure_feature(device_name: str, shape: tuple[int, int], repeats: int, sha
     return row
 
 
-def _feature_store(device_name: str, capacity_bytes: int) -> tuple[Counting, DeviceFeatureStore]:
-    transport = Counting(device_name)
+def _feature_store(
+    device_name: str, capacity_bytes: int, way: str
+) -> tuple[CountingEmbedded | CountingMooncake, DeviceFeatureStore]:
+    transport = _transport(device_name, way)
     host = EmbeddedFeatureStore(transport, _STAGING_BYTES, transport.stored)
-    return transport, DeviceFeatureStore(get_device(device_name), transport, host, capacity_bytes)
+    shares, registers = way == "auto", way == "mooncake"
+    capacity_bytes = capacity_bytes if shares or registers else 0
+    device = get_device(device_name)
+    return transport, DeviceFeatureStore(
+        device, transport, host, capacity_bytes, shares=shares, registers=registers, lease_s=60.0
+    )
 
 
-def _encode(connection: Connection, device_name: str, shape: tuple[int, int], repeats: int, shares: bool) -> None:
+def _encode(connection: Connection, device_name: str, shape: tuple[int, int], repeats: int, way: str) -> None:
     """The other process: keeps a feature each time that it is asked, and says what it was in the end."""
     device = get_device(device_name)
     device.activate()
-    transport, store = _feature_store(device_name, _STAGING_BYTES if shares else 0)
+    transport, store = _feature_store(device_name, _STAGING_BYTES, way)
     feature = torch.randint(0, 256, (2 * shape[0] * shape[1],), dtype=torch.uint8).to(device.torch_device)
     device.synchronize()
     transport.num_bytes = 0

@@ -450,7 +450,8 @@ class Device(BareDevice, Protocol):
     def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
         """Zeroed memory of the device, [nbytes] uint8, and a handle by which other processes of this host map it.
 
-        The handle is empty where they cannot.
+        The handle is empty where they cannot. The memory begins at a multiple of ``transport.alignment_bytes``,
+        and nothing else lies in the last such part of it.
         """
         ...
 
@@ -459,6 +460,13 @@ class Device(BareDevice, Protocol):
 
         No work of the device may use it any more when the context ends. Raises ValueError where it cannot be
         mapped.
+        """
+        ...
+
+    def settle_arrivals(self) -> None:
+        """Let what is launched from now on see what a network card has written to the device's memory.
+
+        Raises ValueError where that cannot be had.
         """
         ...
 

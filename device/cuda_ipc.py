@@ -1,4 +1,4 @@
-"""GPU memory that processes of one host share without a copy: CUDA IPC, through the driver's own calls.
+"""GPU memory that others write to: CUDA IPC between processes of one host, through the driver's own calls.
 
 torch's sharing counts users in a file and keeps what nobody imports; here the importer says when it begins and
 ends, one handle serves any number of processes, and the owner waits for them before it frees.
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 _LAZY_PEER_ACCESS = 1
+# of CUflushGPUDirectRDMAWritesTarget and -Scope
+_CURRENT_CONTEXT = 0
+_TO_OWNER = 100
 _OUR_PART = struct.Struct("<qq")  # offset in the driver's allocation, bytes
 
 
@@ -55,6 +58,14 @@ def mapped_memory(handle: bytes, device: torch.device) -> Iterator[Tensor]:
         yield torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     finally:
         _call("cuIpcCloseMemHandle", address)
+
+
+def settle_arrivals() -> None:
+    """Let the current GPU see what was written to its memory from outside (GPUDirect RDMA). Raises ValueError.
+
+    A no-op of the driver where the platform keeps the order by itself.
+    """
+    _call("cuFlushGPUDirectRDMAWrites", ctypes.c_uint(_CURRENT_CONTEXT), ctypes.c_uint(_TO_OWNER))
 
 
 @cache

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from device.transport import TRANSPORTS
+
 
 class OwnMemory:
     """The part of a Device whose memory is no other process's, and no faster to reach where it is pinned."""
@@ -23,10 +25,16 @@ class OwnMemory:
         return lambda: None
 
     def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=torch.device(self.type, self.index)), b""
+        alignment = TRANSPORTS[self.type].alignment_bytes
+        size = nbytes if alignment == 1 else nbytes + 2 * alignment
+        memory = torch.zeros(size, dtype=torch.uint8, device=torch.device(self.type, self.index))
+        return memory[-memory.data_ptr() % alignment :][:nbytes], b""
 
     def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
         raise ValueError(f"memory of {self.type} devices is not shared between processes")
+
+    def settle_arrivals(self) -> None:
+        return
 
 
 def usable_cores() -> list[int]:

@@ -17,7 +17,12 @@ class TransportCapability:
     """Protocols of Mooncake's Transfer Engine that can reach what an instance offers; the portable one first.
 
     Its documentation (supported-protocols.md) says what each needs: rdma a network card, ascend an NPU. nvlink is
-    not among them: it moves GPU memory, and what instances offer lies in host memory.
+    not among them: it moves memory of its own allocator alone.
+    """
+    device_protocols: tuple[str, ...]
+    """Those of them that reach the device's own memory.
+
+    tcp is not among a GPU's: there Mooncake copies 64 KiB at a time, on the stream that torch computes on.
     """
     alignment_bytes: int
     """Registered regions start at a multiple of this; 1 where any address will do."""
@@ -30,12 +35,14 @@ TRANSPORTS: Mapping[str, TransportCapability] = MappingProxyType(
         "cpu": TransportCapability(
             distributed_backend="gloo",
             mooncake_protocols=("tcp", "rdma"),
+            device_protocols=(),
             alignment_bytes=1,
             max_regions=None,
         ),
         "cuda": TransportCapability(
             distributed_backend="nccl",
             mooncake_protocols=("tcp", "rdma"),
+            device_protocols=("rdma",),
             alignment_bytes=1,
             max_regions=None,
         ),
@@ -44,8 +51,17 @@ TRANSPORTS: Mapping[str, TransportCapability] = MappingProxyType(
         "npu": TransportCapability(
             distributed_backend="hccl",
             mooncake_protocols=("ascend",),
+            device_protocols=("ascend",),
             alignment_bytes=2 * 1024 * 1024,
             max_regions=256,
+        ),
+        # Its memory is the host's.
+        "emulated": TransportCapability(
+            distributed_backend="gloo",
+            mooncake_protocols=("tcp", "rdma"),
+            device_protocols=("tcp", "rdma"),
+            alignment_bytes=1,
+            max_regions=None,
         ),
     }
 )

@@ -251,7 +251,7 @@ class EmulatedDevice:
 
     @property
     def transport(self) -> TransportCapability:
-        return TRANSPORTS["cpu"]
+        return TRANSPORTS[TYPE]
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         check_share(share, start)
@@ -318,6 +318,9 @@ class EmulatedDevice:
 
     def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
         return self._chip.mapped(handle)
+
+    def settle_arrivals(self) -> None:
+        """There is no network card that would write without the host."""
 
 
 def _raw(tensor: Tensor) -> Tensor:

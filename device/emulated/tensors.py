@@ -414,6 +414,9 @@ class EmulatedTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"EmulatedTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
 

@@ -8,10 +8,11 @@ import mmap
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from device.base import Device
+from epd_serve.engine.device_regions import registered
 from epd_serve.protocol.wire import FeatureEvent, Region
 from epd_serve.transfer.feature_store import (
     FeatureBooks,
@@ -37,12 +39,16 @@ from epd_serve.transfer.shared_memory import (
     map_region,
     release_mapped,
 )
-from epd_serve.transfer.transport import NotMapped, PeerGone, TransferError, Transport
+from epd_serve.transfer.staging import CellLender
+from epd_serve.transfer.transport import DeviceSlab, NotMapped, PeerGone, TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
 #: Features begin at multiples of it; each has its generation in a table of as many entries.
 SLOT_BYTES = 1 << 16
+#: Features that come by another way than within a device pass one of so many places, in parts of so many bytes.
+_NUM_PARTS = 4
+_PART_BYTES = 8 << 20
 #: Bytes → the context of their copy.
 Taking = Callable[[int], AbstractContextManager[object]]
 _GENERATION = struct.Struct("<Q")
@@ -51,6 +57,8 @@ _GENERATION = struct.Struct("<Q")
 class Copies:
     """Copies of features to and from a device's memory, on a stream of its own: done when a method returns.
 
+    Those to and from the host go part by part through a few places of pinned memory.
+
     Args:
         taking: the time of a copy of so many bytes between emulated devices; None: as long as it takes.
     """
@@ -58,6 +66,7 @@ class Copies:
     def __init__(self, device: Device, taking: Taking | None) -> None:
         self._device, self._taking = device, taking or nullcontext
         self._stream = device.stream()
+        self._places = CellLender(0, _NUM_PARTS, 0.0)
         self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
 
     def within(self, source: Tensor, target: Tensor | None = None) -> Tensor:
@@ -70,20 +79,49 @@ class Copies:
         done.synchronize()
         return target
 
-    def to_host(self, source: Tensor) -> memoryview:
+    def empty(self, nbytes: int) -> Tensor:
+        """New memory of the device."""
         self._device.activate()
         with self._copying, self._stream:
-            data: memoryview = source.cpu().numpy().data
-        return data
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
+
+    def to_host(self, source: Tensor) -> memoryview:
+        data = torch.empty(source.nbytes, dtype=torch.uint8)
+        for part in _parts(source.nbytes):
+            with self._place(part) as pinned:
+                self._copy(source[part], pinned)
+                data[part] = pinned
+        view: memoryview = data.numpy().data
+        return view
 
     def to_device(self, data: bytearray) -> Tensor:
+        source, copy = torch.frombuffer(data, dtype=torch.uint8), self.empty(len(data))
+        for part in _parts(len(data)):
+            with self._place(part) as pinned:
+                pinned.copy_(source[part])
+                self._copy(pinned, copy[part])
+        return copy
+
+    @contextmanager
+    def _place(self, part: slice) -> Iterator[Tensor]:
+        with self._places.lend(1) as place:
+            yield self._pinned[place, : part.stop - part.start]
+
+    @cached_property
+    def _pinned(self) -> Tensor:
+        return self._device.pin_memory(torch.empty(_NUM_PARTS, _PART_BYTES, dtype=torch.uint8))
+
+    def _copy(self, source: Tensor, target: Tensor) -> None:
         self._device.activate()
-        pinned = self._device.pin_memory(torch.frombuffer(data, dtype=torch.uint8))
         with self._copying, self._stream:
-            copy = pinned.to(self._device.torch_device, non_blocking=True)
+            target.copy_(source, non_blocking=True)
             done = self._device.record_event()
         done.synchronize()
-        return copy
+
+
+def _parts(nbytes: int) -> Iterator[slice]:
+    for start in range(0, nbytes, _PART_BYTES):
+        yield slice(start, min(start + _PART_BYTES, nbytes))
 
 
 class DeviceFeatureStore:
@@ -96,6 +134,9 @@ class DeviceFeatureStore:
         host: the store on the host.
         capacity_bytes: of the area; 0: there is none.
         taking: as of :class:`Copies`.
+        shares: other instances on this host may map the area.
+        registers: the transport reaches the device's memory.
+        lease_s: as of :class:`LandedFeatures`.
     """
 
     on_device = True
@@ -108,6 +149,10 @@ class DeviceFeatureStore:
         capacity_bytes: int,
         observe: StoreObserver = unobserved,
         taking: Taking | None = None,
+        *,
+        shares: bool = True,
+        registers: bool = False,
+        lease_s: float = 0.0,
     ) -> None:
         self._host, self._transport, self._observe = host, transport, observe
         self._copies = Copies(device, taking)
@@ -116,11 +161,12 @@ class DeviceFeatureStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device-store")
         self._area: FeatureArea | None = None
         if capacity_bytes:
-            area = FeatureArea(device, transport, capacity_bytes, observe)
-            if area.region.handles:
+            area = FeatureArea(device, transport, capacity_bytes, observe, shares=shares, registers=registers)
+            if area.region.handles or area.memory is not None:
                 self._area = area
-            else:  # nobody could map it
+            else:  # nobody could get at it
                 area.close(transport)
+        self._landed = LandedFeatures(device, transport, lease_s) if registers else None
 
     @property
     def num_owners(self) -> int:
@@ -183,7 +229,7 @@ class DeviceFeatureStore:
     def event(self, mm_hash: str, feature: StoredFeature, request_id: str) -> FeatureEvent:
         if self._area is None or not feature.generation:
             return self._host.event(mm_hash, feature, request_id)
-        return feature.event(mm_hash, request_id, region=self._area.region)
+        return feature.event(mm_hash, request_id, region=self._area.region, memory=self._area.memory)
 
     def fetch(self, event: FeatureEvent) -> Tensor:
         """A copy of the feature, [nbytes] uint8, on this device."""
@@ -192,12 +238,16 @@ class DeviceFeatureStore:
         with observed_fetch(self._observe, "embedded", event):
             if self._area is not None and event.region.name == self._area.region.name:
                 return self._area.features.copied(event, self._copies)
+            if event.memory is not None and self._landed is not None:
+                return self._landed.copied(event, event.memory, event.region)
             return self._mapped.copied(event, event.region)
 
     def close(self) -> None:
         """End the copies, and wait until nobody maps the area any more."""
         self._thread.shutdown()
         self._mapped.close()
+        if self._landed is not None:
+            self._landed.close()
         area, self._area = self._area, None
         if area is not None:
             area.close(self._transport)
@@ -238,10 +288,65 @@ class GuardedMemory:
             copy = copies.within(self.part(event.offset, event.nbytes))
         except torch.OutOfMemoryError as error:
             raise TransferError(f"the device has no room for feature {event.mm_hash[:12]}: {error}") from error
-        [generation] = _GENERATION.unpack_from(self.table, event.offset // SLOT_BYTES * _GENERATION.size)
-        if generation != event.generation:
-            raise TransferError(f"feature {event.mm_hash[:12]} has been given up by its encoder")
+        start = event.offset // SLOT_BYTES * _GENERATION.size
+        check_generation(event, self.table[start : start + _GENERATION.size])
         return copy
+
+
+def check_generation(event: FeatureEvent, entry: bytes | bytearray | memoryview) -> None:
+    """Raise TransferError unless the feature of the event still has its place, as its table says."""
+    if _GENERATION.unpack(entry) != (event.generation,):
+        raise TransferError(f"feature {event.mm_hash[:12]} has been given up by its encoder")
+
+
+class LandedFeatures:
+    """Features that the transport reads from encoders' devices, through a registered part of this one's memory.
+
+    As elsewhere, the generation is looked at behind the copy.
+
+    Args:
+        lease_s: for which a place is kept that something may still be copied to.
+    """
+
+    def __init__(self, device: Device, transport: Transport, lease_s: float) -> None:
+        self._device, self._transport = device, transport
+        self._copies = Copies(device, None)
+        self._registering = threading.Lock()
+        self._slab: DeviceSlab | None = None
+        self._places = CellLender(0, _NUM_PARTS, lease_s)
+
+    def _landing(self) -> DeviceSlab:
+        with self._registering:
+            if self._slab is None:
+                self._memory, _ = self._device.share_memory(_NUM_PARTS * _PART_BYTES)
+                self._slab = registered(self._device, self._transport, "landing", self._memory)
+            if self._slab is None:
+                raise NotMapped("the device has no memory in which features could land")
+            return self._slab
+
+    def copied(self, event: FeatureEvent, there: Region, table: Region) -> Tensor:
+        """Raises TransferError where the feature is not there, or memory for it is not to be had."""
+        if event.offset % SLOT_BYTES:
+            raise TransferError(f"feature {event.mm_hash[:12]} is outside of its store")
+        landing = self._landing()
+        try:
+            feature = self._copies.empty(event.nbytes)
+        except torch.OutOfMemoryError as error:
+            raise TransferError(f"the device has no room for feature {event.mm_hash[:12]}: {error}") from error
+        for part in _parts(event.nbytes):
+            with self._places.lend(1) as place:
+                here = slice(place * _PART_BYTES, place * _PART_BYTES + part.stop - part.start)
+                self._transport.read(there, [(event.offset + part.start, landing.buffer[here])])
+                self._device.settle_arrivals()
+                self._copies.within(self._memory[here], feature[part])
+        entry = bytearray(_GENERATION.size)
+        self._transport.read(table, [(event.offset // SLOT_BYTES * _GENERATION.size, memoryview(entry))])
+        check_generation(event, entry)
+        return feature
+
+    def close(self) -> None:
+        if self._slab is not None:
+            self._transport.release(self._slab)
 
 
 class FeatureArea(FeatureBooks):
@@ -250,17 +355,31 @@ class FeatureArea(FeatureBooks):
     Attributes:
         features: their memory.
         region: the table, with the handle by which others map the memory; it is empty where they cannot.
+        memory: the memory itself, where the transport reaches it.
     """
 
-    def __init__(self, device: Device, transport: Transport, nbytes: int, observe: StoreObserver) -> None:
+    def __init__(
+        self,
+        device: Device,
+        transport: Transport,
+        nbytes: int,
+        observe: StoreObserver,
+        *,
+        shares: bool,
+        registers: bool,
+    ) -> None:
         nbytes = max(nbytes // SLOT_BYTES, 1) * SLOT_BYTES
         super().__init__(nbytes, SLOT_BYTES)
         memory, handle = device.share_memory(nbytes)
         self._slab = transport.allocate("generations", nbytes // SLOT_BYTES * _GENERATION.size)
         self.features = GuardedMemory(memory, self._slab.buffer)
-        self.region = msgspec.structs.replace(
-            self._slab.region, device=device.type, handles=(handle,) if handle else ()
-        )
+        self.region = self._slab.region
+        if shares:
+            self.region = msgspec.structs.replace(
+                self.region, device=device.type, handles=(handle,) if handle else ()
+            )
+        self._registered = registered(device, transport, "features", memory) if registers else None
+        self.memory = None if self._registered is None else self._registered.region
         self._observe = observe
         self._num_features = 0
 
@@ -282,6 +401,8 @@ class FeatureArea(FeatureBooks):
 
     def close(self, transport: Transport) -> None:
         """Blocks until no other process maps it."""
+        if self._registered is not None:
+            transport.release(self._registered)
         release_mapped(transport, self._slab)
 
     def _evict(self, mm_hash: str, feature: StoredFeature) -> None:

@@ -23,13 +23,14 @@ from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
 from epd_serve.engine.commands import CopyBlock
 from epd_serve.engine.computing import Pending
+from epd_serve.engine.device_regions import registered
 from epd_serve.engine.followers import Followers
 from epd_serve.models.sharding import HeadCopy, head_copies, kv_heads
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.transfer.kv_sender import ReadableKV, RemoteWrite
 from epd_serve.transfer.shared_memory import release_mapped
 from epd_serve.transfer.staging import Span, StagingArea, paired, rounds, slab_spans
-from epd_serve.transfer.transport import Piece, Transport
+from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Piece, Transport
 
 if TYPE_CHECKING:
     from epd_serve.engine.emulated.emulation import Emulation
@@ -53,6 +54,7 @@ class KVCache:
         emulation: the time of copies between emulated devices.
 
     Attributes:
+        memory: on a device, all of it: [bytes] uint8.
         handle: by which other processes of this host map it; empty where they cannot.
         copied: of the latest copy within the cache, which does not hold its blocks until it is done.
     """
@@ -75,13 +77,14 @@ class KVCache:
         self.copied: Event | None = None
         self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
         self._shape = (layout.num_layers, 2, num_blocks, layout.block_size, len(heads), layout.head_dim)
+        self.memory: Tensor | None = None
         self.handle = b""
         self._unpin: weakref.finalize[..., Any] | None = None
         if is_its_own_slab(device, size):
             self.tensor = torch.frombuffer(slab, dtype=self._dtype).view(self._shape)
         else:
-            memory, self.handle = device.share_memory(math.prod(self._shape) * self._dtype.itemsize)
-            self.tensor = memory.view(self._dtype).view(self._shape)
+            self.memory, self.handle = device.share_memory(math.prod(self._shape) * self._dtype.itemsize)
+            self.tensor = self.memory.view(self._dtype).view(self._shape)
             self._unpin = weakref.finalize(self, device.pin_in_place(torch.frombuffer(slab, dtype=torch.uint8)))
             self._unpin.atexit = False
 
@@ -194,7 +197,8 @@ class _CopiedEverywhere:
 class KVMemory:
     """The KV of an instance: its slab, seen by the transport, and the cache of its only or first rank.
 
-    On a CPU that is not shared with other ranks the slab *is* the cache, and peers write right into it. Else the
+    On a CPU that is not shared with other ranks the slab *is* the cache, and peers write right into it. On a
+    device that the transport reaches the cache is registered, and peers read there what they are offered. Else the
     slab is a bounded area of cells through which KV comes and goes (:mod:`epd_serve.transfer.staging`), on the
     threads of those who move it and on a stream of its own; peers on this host may map the cache on the device.
 
@@ -203,6 +207,7 @@ class KVMemory:
         staging_bytes: of that area, at most.
         lease_s: for which cells are kept that a peer may still copy to.
         shares: other instances on this host may write to the KV on the device itself, and this one to theirs.
+        registers: the transport reaches the device's memory.
         emulation: as of :class:`KVCache`.
     """
 
@@ -217,6 +222,7 @@ class KVMemory:
         staging_bytes: int = 0,
         lease_s: float = 0.0,
         shares: bool = False,
+        registers: bool = False,
         emulation: Emulation | None = None,
     ) -> None:
         self.layout = layout
@@ -234,8 +240,9 @@ class KVMemory:
             num_cells = num_blocks
         self.slab = slab = transport.allocate("kv", num_cells * nbytes)
         self.region: Region = slab.region
-        self.buffer = slab.buffer
+        self.buffer: memoryview | DeviceBytes = slab.buffer
         self._device = device
+        self._registered: DeviceSlab | None = None
         try:
             self._cache = KVCache(layout, num_blocks, device, slab.buffer, 0, size, emulation)
         except BaseException:  # the device has no room for it, say
@@ -245,6 +252,10 @@ class KVMemory:
         self._copied: _CopiedEverywhere | None = None
         if followers is None:
             self.offer([])
+        if registers and followers is None and self._cache.memory is not None:
+            self._registered = registered(device, transport, "kv", self._cache.memory)
+        if self._registered is not None:
+            self.region, self.buffer = self._registered.region, self._registered.buffer
 
     def offer(self, handles: Sequence[bytes]) -> None:
         """Let others map the KV on the device, with that of the other ranks; nothing where a handle is empty."""
@@ -258,6 +269,8 @@ class KVMemory:
     def release(self, transport: Transport) -> None:
         """Offer it to nobody any more. Blocks until no other process maps it."""
         self.unpin()
+        if self._registered is not None:
+            transport.release(self._registered)
         release_mapped(transport, self.slab)
 
     @property
@@ -267,6 +280,8 @@ class KVMemory:
 
     @property
     def staged_cells(self) -> int | None:
+        if self._registered is not None:
+            return self.layout.num_layers * self.num_blocks  # all: they are read, and not written, where they are
         return None if self._area is None else self._area.round_cells
 
     @property
@@ -301,7 +316,7 @@ class KVMemory:
 
     @contextmanager
     def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
-        if self._area is None:
+        if self._area is None or self._registered is not None:
             yield _InSlab(self, layers, blocks, self.num_blocks)
             return
         with self._area.leaving.lend(len(layers) * len(blocks)) as first:
@@ -310,8 +325,12 @@ class KVMemory:
 
     @contextmanager
     def land(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
-        if self._area is None:
+        if self._registered is not None and self.copied is not None:
+            self.copied.synchronize()  # it may still read blocks that are free since
+        if self._area is None or self._registered is not None:
             yield _InSlab(self, layers, blocks, self.num_blocks)
+            if self._registered is not None:
+                self._device.settle_arrivals()
             return
         with self._area.arriving.lend(len(layers) * len(blocks)) as first:
             yield self._in_cells(layers, len(blocks), first)
@@ -338,7 +357,7 @@ class KVMemory:
             (layout.num_layers, 2, len(blocks), layout.block_size, layout.num_kv_heads, layout.head_dim),
             dtype=getattr(torch, layout.dtype),
         )
-        for layers, part in rounds(range(self.layout.num_layers), len(blocks), self.staged_cells):
+        for layers, part in rounds(range(self.layout.num_layers), len(blocks), self._area.round_cells):
             self._copy(layers, blocks[part.start : part.stop], self._area.saved, lands=False)
             cells = self._cache.cells(self._area.saved, len(layers), len(part))
             saved[layers.start : layers.stop, :, part.start : part.stop] = cells
@@ -350,7 +369,7 @@ class KVMemory:
         if self._area is None:
             self.tensor[:, :, torch.tensor(blocks)] = saved
             return
-        for layers, part in rounds(range(self.layout.num_layers), len(blocks), self.staged_cells):
+        for layers, part in rounds(range(self.layout.num_layers), len(blocks), self._area.round_cells):
             cells = self._cache.cells(self._area.saved, len(layers), len(part))
             cells.copy_(saved[layers.start : layers.stop, :, part.start : part.stop])
             self._copy(layers, blocks[part.start : part.stop], self._area.saved, lands=True)

@@ -33,7 +33,7 @@ from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
 from epd_serve.transfer.shared_memory import is_being_written
 from epd_serve.transfer.staging import paired
-from epd_serve.transfer.transport import PeerGone, Piece, TransferError, Transport
+from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport
 from epd_serve.types import Grammar
 
 if TYPE_CHECKING:
@@ -345,10 +345,11 @@ class DecodeService:
         return wire.KVTaken([part.transfer_id for part in parts])
 
     def _end_read(self, reading: asyncio.Task[None], parts: list[wire.OfferedKV]) -> None:
-        if not reading.cancelled():
-            reading.exception()  # whoever offers it hears of it, if it still listens
+        # whoever offers it hears of the error, if it still listens
+        error = None if reading.cancelled() else reading.exception()
+        given_up_at = time.monotonic() if isinstance(error, StillCopying) else None
         for part in parts:
-            self._reservations.end_read(part.transfer_id)
+            self._reservations.end_read(part.transfer_id, given_up_at)
 
     def _read(self, offer: wire.KVOffer, parts: list[wire.OfferedKV]) -> None:
         if num_blocks := sum(len(part.block_ids) for part in parts):

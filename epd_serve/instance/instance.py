@@ -500,6 +500,7 @@ def _mooncake_options(options: InstanceOptions, device: BareDevice) -> MooncakeO
         timeout_s=_timeout_s(options),
         alignment_bytes=capability.alignment_bytes,
         max_regions=capability.max_regions,
+        device=device.type if protocol in capability.device_protocols else "",
         activate=device.activate,
     )
 

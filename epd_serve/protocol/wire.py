@@ -339,10 +339,12 @@ class Region(Message, frozen=True):
     Attributes:
         protocol: of Mooncake's Transfer Engine, where that is what moves the bytes: then ``host:port`` only says
             whether the region is still there. Else "".
-        engine_port: of the Transfer Engine. address: where the memory begins in its process.
-        device, handles: type of the devices that hold the KV or the features themselves, and what their vendor's
-            library maps that memory by in other processes of this host, one for each rank; empty where there is
-            only this memory.
+        engine_port: of the Transfer Engine.
+        address: where the memory begins in its process, or on its device.
+        identity_address: where the process keeps what the region is, for the engine's peers to compare.
+        device: type of the devices whose memory is meant.
+        handles: what their vendor's library maps that memory by in other processes of this host, one for each
+            rank, where the region itself is memory beside it; empty where there is only this memory.
     """
 
     name: str
@@ -355,6 +357,7 @@ class Region(Message, frozen=True):
     protocol: str = ""
     engine_port: int = 0
     address: int = 0
+    identity_address: int = 0
     device: str = ""
     handles: tuple[bytes, ...] = ()
 
@@ -370,6 +373,7 @@ class FeatureEvent(Message, frozen=True):
         region, offset: where the feature lies in E's memory; region is None where it lies in a store.
         generation: of the feature, on the device behind the region's handle
             (:mod:`epd_serve.engine.device_features`); 0 where it lies in the region itself.
+        memory: the memory of that device where its transport reaches it.
         store: name of the store that has it under ``mm_hash``; "" where there is a region.
         item: that was encoded; P knows from it how long the feature must be. None: E does not know.
         producer: kind of device and operators that made it (``instance/parity.py``); "": unknown.
@@ -384,6 +388,7 @@ class FeatureEvent(Message, frozen=True):
     region: Region | None = None
     offset: int = 0
     generation: int = 0
+    memory: Region | None = None
     store: str = ""
     item: MediaRef | None = None
     producer: str = ""

@@ -12,7 +12,15 @@ from epd_serve.protocol.wire import Region
 from epd_serve.transfer.shared_memory import SharedMemoryPeers, SharedSlab, host_id
 from epd_serve.transfer.tcp import TcpPeers
 from epd_serve.transfer.tcp_server import JoinedMemory, TcpServer
-from epd_serve.transfer.transport import Piece, Slab, TransferError, WriteGate
+from epd_serve.transfer.transport import (
+    DeviceBytes,
+    DeviceSlab,
+    Piece,
+    Slab,
+    TransferError,
+    WriteGate,
+    on_host,
+)
 
 Path = Literal["auto", "shm", "tcp"]
 
@@ -61,7 +69,10 @@ class EmbeddedTransport:
             self._slabs[slab.region.name] = slab
         return slab
 
-    def release(self, slab: Slab) -> None:
+    def register(self, name: str, memory: DeviceBytes) -> None:
+        """A device's memory is neither mapped by the host nor written to a socket."""
+
+    def release(self, slab: Slab | DeviceSlab) -> None:
         with self._lock:
             released = self._slabs.pop(slab.region.name, None)
         if released is not None:
@@ -89,10 +100,10 @@ class EmbeddedTransport:
         )
 
     def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
-        self._peers(region).write(region, pieces, transfer_ids)
+        self._peers(region).write(region, on_host(pieces), transfer_ids)
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
-        self._peers(region).read(region, pieces)
+        self._peers(region).read(region, on_host(pieces))
 
     def close(self) -> None:
         if self._server is not None:

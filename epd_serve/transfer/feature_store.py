@@ -18,7 +18,7 @@ from epd_serve.transfer.shared_memory import SlabAllocator
 from epd_serve.transfer.transport import NotMapped, TransferError, Transport
 
 #: Larger features are copied and hashed on a thread; a smaller one takes less time than the switch is worth.
-_INLINE_BYTES = 1 << 20
+_INLINE_BYTES = 1 << 16
 
 
 def checksum(data: bytes | bytearray | memoryview) -> str:
@@ -45,7 +45,13 @@ class StoredFeature:
     producer: str = ""
 
     def event(
-        self, mm_hash: str, request_id: str, *, region: Region | None = None, store: str = ""
+        self,
+        mm_hash: str,
+        request_id: str,
+        *,
+        region: Region | None = None,
+        memory: Region | None = None,
+        store: str = "",
     ) -> FeatureEvent:
         """The hash event of a feature that lies in a region, or in a store of that name."""
         return FeatureEvent(
@@ -58,6 +64,7 @@ class StoredFeature:
             region=region,
             offset=self.offset or 0,
             generation=self.generation,
+            memory=memory,
             store=store,
         )
 

@@ -19,7 +19,7 @@ from epd_serve.protocol.wire import KVOffer, KVTaken, OfferedKV, Region, Reserve
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.shared_memory import MAPPED_SLOT, UNMAP_S, WriteLocks, is_there
 from epd_serve.transfer.staging import Span, rounds
-from epd_serve.transfer.transport import Piece, TransferError, Transport
+from epd_serve.transfer.transport import DeviceBytes, Piece, TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class ReadableSource(KVSource, Protocol):
     def region(self) -> Region: ...
 
     @property
-    def buffer(self) -> memoryview: ...
+    def buffer(self) -> memoryview | DeviceBytes: ...
 
     def stage(self, layers: range, blocks: Sequence[int]) -> AbstractContextManager[ReadableKV]: ...
 

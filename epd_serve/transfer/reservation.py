@@ -82,6 +82,7 @@ class ReservationTable:
         self._live: dict[str, Reservation] = {}
         self._ended: Tombstones[ReservationState] = Tombstones()
         self._reading: Counter[str] = Counter()
+        self._late: list[tuple[float, str]] = []  # reads that were given up: (until, transfer)
 
     def __len__(self) -> int:
         """Reservations that hold or wait for blocks."""
@@ -128,7 +129,11 @@ class ReservationTable:
         self._reading[transfer_id] += 1
         return True
 
-    def end_read(self, transfer_id: str) -> None:
+    def end_read(self, transfer_id: str, given_up_at: float | None = None) -> None:
+        """A read is over; of one that was given up at some time, bytes may arrive for a lease."""
+        if given_up_at is not None:
+            self._late.append((given_up_at + self._live[transfer_id].lease_s, transfer_id))
+            return
         self._reading[transfer_id] -= 1
         if not self._reading[transfer_id]:
             del self._reading[transfer_id]
@@ -186,6 +191,10 @@ class ReservationTable:
 
     def expire(self, now: float) -> list[Reservation]:
         """Release what outlived its lease and is not being written; returns those that were still wanted."""
+        over = [transfer_id for until, transfer_id in self._late if until <= now]
+        self._late = [late for late in self._late if late[0] > now]
+        for transfer_id in over:
+            self.end_read(transfer_id)
         overdue = [r for r in self._live.values() if r.deadline <= now and r.state is not ReservationState.PENDING]
         wanted = [r for r in overdue if r.state is ReservationState.GRANTED]
         for reservation in overdue:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from device.emulated.timeline import Faults
 from epd_serve.cost.profile import Profile
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.transport import Piece, Slab, Transport, WriteGate
+from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Piece, Slab, Transport, WriteGate
 
 
 class ShapedTransport:
@@ -59,7 +59,10 @@ class ShapedTransport:
     def allocate(self, name: str, nbytes: int) -> Slab:
         return self._inner.allocate(name, nbytes)
 
-    def release(self, slab: Slab) -> None:
+    def register(self, name: str, memory: DeviceBytes) -> DeviceSlab | None:
+        return self._inner.register(name, memory)
+
+    def release(self, slab: Slab | DeviceSlab) -> None:
         self._inner.release(slab)
 
     def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer.transport import Piece, Slab, TransferError, Transport, check_bounds
+from epd_serve.transfer.transport import HostPiece, Slab, TransferError, Transport, check_bounds
 
 # Linux, on every architecture; the mmap module has neither.
 _MAP_FIXED = 0x10
@@ -103,14 +103,14 @@ class SharedMemoryPeers:
         self._lock = threading.Lock()
         self._maps: dict[str, tuple[Region, mmap.mmap]] = {}
 
-    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str]) -> None:
+    def write(self, region: Region, pieces: Sequence[HostPiece], transfer_ids: Sequence[str]) -> None:
         """The transfers are guarded by :class:`~epd_serve.transfer.shared_memory.WriteLocks`."""
         check_bounds(region.name, region.nbytes, pieces)
         target = memoryview(self._map(region))
         for offset, data in pieces:
             target[offset : offset + data.nbytes] = data
 
-    def read(self, region: Region, pieces: Sequence[Piece]) -> None:
+    def read(self, region: Region, pieces: Sequence[HostPiece]) -> None:
         check_bounds(region.name, region.nbytes, pieces)
         mapped = self._map(region)
         source = memoryview(mapped)

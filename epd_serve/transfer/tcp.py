@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from epd_serve.protocol.wire import Region
 from epd_serve.rpc import sockets
 from epd_serve.rpc.cluster import NONCE_BYTES, PROOF_BYTES, Greeting, NotProved
-from epd_serve.transfer.transport import PeerGone, Piece, TransferError, check_bounds
+from epd_serve.transfer.transport import HostPiece, PeerGone, TransferError, check_bounds
 
 HEADER = struct.Struct("!BHII")
 PIECE = struct.Struct("!QQ")
@@ -78,10 +78,10 @@ class TcpPeers:
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, int], list[socket.socket]] = {}
 
-    def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str]) -> None:
+    def write(self, region: Region, pieces: Sequence[HostPiece], transfer_ids: Sequence[str]) -> None:
         self._call(region, WRITE, pieces, transfer_ids)
 
-    def read(self, region: Region, pieces: Sequence[Piece]) -> None:
+    def read(self, region: Region, pieces: Sequence[HostPiece]) -> None:
         self._call(region, READ, pieces)
 
     def close(self) -> None:
@@ -91,12 +91,16 @@ class TcpPeers:
                     connection.close()
             self._idle.clear()
 
-    def _call(self, region: Region, op: int, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
+    def _call(
+        self, region: Region, op: int, pieces: Sequence[HostPiece], transfer_ids: Sequence[str] = ()
+    ) -> None:
         check_bounds(region.name, region.nbytes, pieces)
         for start in range(0, max(1, len(pieces)), MAX_PIECES):
             self._call_once(region, op, pieces[start : start + MAX_PIECES], transfer_ids)
 
-    def _call_once(self, region: Region, op: int, pieces: Sequence[Piece], transfer_ids: Sequence[str]) -> None:
+    def _call_once(
+        self, region: Region, op: int, pieces: Sequence[HostPiece], transfer_ids: Sequence[str]
+    ) -> None:
         address = (region.host, region.port)
         with self._lock:
             pooled = self._idle.get(address, [])
@@ -147,7 +151,7 @@ class TcpPeers:
         address: tuple[str, int],
         region: Region,
         op: int,
-        pieces: Sequence[Piece],
+        pieces: Sequence[HostPiece],
         transfer_ids: Sequence[str],
     ) -> None:
         name, transfers = region.name.encode(), SEPARATOR.join(transfer_ids).encode()

@@ -6,7 +6,8 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 from epd_serve.protocol.wire import Region
 
@@ -58,8 +59,25 @@ class WriteGate:
                     self._inside = +self._inside  # without those at zero
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """Bytes in a device's memory; a slice of them is a part.
+
+    Attributes:
+        address: as the libraries of the device's vendor have it.
+    """
+
+    address: int
+    nbytes: int
+
+    def __getitem__(self, part: slice) -> DeviceBytes:
+        start, stop, _ = part.indices(self.nbytes)
+        return DeviceBytes(self.address + start, max(stop - start, 0))
+
+
 #: An offset in a remote region and the local bytes that belong there.
-Piece = tuple[int, memoryview]
+Piece = tuple[int, memoryview | DeviceBytes]
+HostPiece = tuple[int, memoryview]
 
 
 class TransferError(Exception):
@@ -88,6 +106,16 @@ class Slab(Protocol):
     def buffer(self) -> memoryview: ...
 
 
+class DeviceSlab(Protocol):
+    """A device's memory that peers may read and write, and that is moved to and from other regions."""
+
+    @property
+    def region(self) -> Region: ...
+
+    @property
+    def buffer(self) -> DeviceBytes: ...
+
+
 class Transport(Protocol):
     """Moves bytes; knows nothing of requests. All calls block and are safe from any thread.
 
@@ -104,7 +132,14 @@ class Transport(Protocol):
         """Register ``nbytes`` of zeroed memory under a name that is new to this transport."""
         ...
 
-    def release(self, slab: Slab) -> None:
+    def register(self, name: str, memory: DeviceBytes) -> DeviceSlab | None:
+        """Let peers reach memory of the instance's device, which must stay there until the slab is released.
+
+        None where the transport does not reach such memory. Raises TransferError where it refuses this.
+        """
+        ...
+
+    def release(self, slab: Slab | DeviceSlab) -> None:
         """Offer a slab no longer; its memory goes with the last view of it. No transfer may be under way."""
         ...
 
@@ -126,6 +161,12 @@ class Transport(Protocol):
     def close(self) -> None:
         """Give back all memory and connections. Idempotent."""
         ...
+
+
+def on_host(pieces: Sequence[Piece]) -> Sequence[HostPiece]:
+    """The pieces, for a transport that registers no device's memory: nobody gives it other ones."""
+    assert not any(isinstance(data, DeviceBytes) for _, data in pieces), "a device's memory is not reached so"
+    return cast(Sequence[HostPiece], pieces)
 
 
 def check_bounds(region_name: str, region_nbytes: int, pieces: Sequence[Piece]) -> None:

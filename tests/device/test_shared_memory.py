@@ -137,6 +137,10 @@ class Driver:
         self.opened.remove(address.value)
         return 0
 
+    def cuFlushGPUDirectRDMAWrites(self, target: ctypes.c_uint, scope: ctypes.c_uint) -> int:
+        assert (target.value, scope.value) == (0, 100), "of the current context, for its owner"
+        return self.error
+
     def cuGetErrorString(self, error: int, text: Any) -> int:
         text._obj.value = b"invalid argument"
         return 0
@@ -155,9 +159,12 @@ def test_the_driver_is_called_as_its_documentation_says(monkeypatch: pytest.Monk
         mapped.fill_(1)
     assert driver.opened == []
     assert whole.tolist() == [*range(16), *[1] * 32, *range(48, 64)]
+    cuda_ipc.settle_arrivals()
     with pytest.raises(ValueError, match="7 bytes are no handle of GPU memory"):  # noqa: SIM117
         with cuda_ipc.mapped_memory(b"handle.", torch.device("cpu")):
             pass
     driver.error = 1
     with pytest.raises(ValueError, match="cuMemGetAddressRange_v2: invalid argument"):
         cuda_ipc.export_memory(memory)
+    with pytest.raises(ValueError, match="cuFlushGPUDirectRDMAWrites: invalid argument"):
+        cuda_ipc.settle_arrivals()

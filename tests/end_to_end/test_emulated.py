@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,7 +22,10 @@ from identity import MAX_TOKENS, start_fleet
 from in_process import deployment
 from pictures import noise
 from reference import Reference
+from transports import needs_mooncake
 
+from device.emulated.accelerator import EmulatedOps
+from device.emulated.tensors import Chip
 from device.emulated.timeline import Operation, Timeline, TimelineStream
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.device_time import DeviceTime
@@ -31,10 +35,12 @@ from epd_serve.engine.followers import Followers
 from epd_serve.engine.kv_memory import KVCache
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.launch import LocalDeployment
+from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import Role
 
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0"), "(E-P)-D": ("e1", "p1", "d0")}
 #: All instances are in the test's process, which a busy machine keeps from answering for a while.
+FIELDS = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
 UNWATCHED = {"probe_interval_s": None}
 CASES: dict[str, dict[str, Any]] = {
     "pushed KV, steps launched ahead": {"async_scheduling": "on"},
@@ -73,19 +79,65 @@ async def test_tokens_of_ranks_equal_generate(topology: str, ahead: str, tmp_pat
         assert moved.pop("d0") == 0 < sum(moved.values()), "P writes, and D reads nothing"
 
 
-@pytest.mark.parametrize("mode", ["grouped", "pull"])
+class Copied:
+    """The threads and the streams on which KV and features are copied, and the streams of attention."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: dict[str, set[int]] = {}
+        self.streams: dict[str, set[Any]] = {}
+        self.attention: set[Any] = set()
+        self._inside = threading.local()
+        self._watch(monkeypatch, KVCache, "copy")
+        for name in ("to_host", "to_device"):
+            self._watch(monkeypatch, Copies, name)
+        for name in ("read", "write"):
+            self._watch(monkeypatch, EmbeddedTransport, name)
+        copy, attend = Chip.copy, EmulatedOps.attend
+
+        def copied(chip: Chip, work: Any, held: object, num_bytes: int) -> None:
+            if name := getattr(self._inside, "name", ""):
+                self.streams.setdefault(name, set()).add(chip.current())
+            copy(chip, work, held, num_bytes)
+
+        def attended(ops: EmulatedOps, *arguments: Any) -> Any:
+            self.attention.add(ops._chip.current())
+            return attend(ops, *arguments)
+
+        monkeypatch.setattr(Chip, "copy", copied)
+        monkeypatch.setattr(EmulatedOps, "attend", attended)
+
+    def _watch(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def watched(*arguments: Any, **keywords: Any) -> Any:
+            self.threads.setdefault(name, set()).add(threading.get_ident())
+            outer, self._inside.name = getattr(self._inside, "name", ""), name
+            try:
+                return inner(*arguments, **keywords)
+            finally:
+                self._inside.name = outer
+
+        monkeypatch.setattr(owner, name, watched)
+
+
+@pytest.mark.parametrize(("mode", "transport"), [("grouped", "tcp"), ("pull", "shm")])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
-async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: str, tmp_path: Path) -> None:
-    """All answers at once, each through the same few cells many times; a recurrent state as well."""
+async def test_kv_goes_through_host_memory_that_is_far_smaller(
+    kind: str, mode: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All answers at once, each through the same few cells many times; a recurrent state as well.
+
+    No copy of KV or a feature runs on the event loop, or in the stream of the engine.
+    """
     model = tiny_models.make_tiny_model(kind, tmp_path / "model")
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
-    transfer = {"mode": mode, "transport": "shm", "staging_bytes": "32KiB"}
+    transfer = {"mode": mode, "transport": transport, "staging_bytes": "32KiB"}
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
-    async with deployment(model, "EP", "D", options=options, health=UNWATCHED) as one:
+    copied = Copied(monkeypatch)
+    async with deployment(model, "E", "P", "D", options=options, health=UNWATCHED) as one:
         answers = await asyncio.gather(
-            *(one.post("/v1/chat/completions", chat(text, *images, **fields)) for text, images in asked)
+            *(one.post("/v1/chat/completions", chat(text, *images, **FIELDS)) for text, images in asked)
         )
         for (status, answer), (text, images) in zip(answers, asked, strict=True):
             assert status == 200, answer
@@ -95,12 +147,17 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(kind: str, mode: 
             assert found == [reference.tokenizer.decode([token]) for token in tokens], text
         await one.settle()
         for instance in one.instances.values():
-            assert instance.language is not None
+            if instance.language is None:
+                continue
             memory: Any = instance.language.weights.memory
             assert memory.region.nbytes <= 1 << 15
             moved = await figures(instance.url)
             if instance.options.role.decodes:
                 assert moved["kv_bytes_total"] > 3 * memory.region.nbytes
+    assert copied.threads.keys() >= {"copy", "to_host", "to_device", "read"} and copied.attention
+    assert threading.get_ident() not in set().union(*copied.threads.values())
+    assert copied.streams.keys() >= {"copy", "to_host", "to_device"}
+    assert copied.attention.isdisjoint(set().union(*copied.streams.values()))
 
 
 async def test_the_language_model_s_work_goes_before_the_tower_s(
@@ -218,6 +275,40 @@ async def test_nothing_goes_through_the_host_to_or_from_ranks_that_share_a_model
     features = [command.features for command in sent if isinstance(command, StepInputs)]
     assert all(one is None or one.is_meta for one in features), "features are sent to ranks by the host"
     assert any(one is not None for one in features) == (split == "p1")
+
+
+@needs_mooncake
+@pytest.mark.parametrize("mode", ["grouped", pytest.param("pull", marks=pytest.mark.slow)])
+async def test_mooncake_reads_features_and_kv_where_they_are(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As between hosts: nothing is mapped, and the host copies nothing; also after a change of role."""
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    reference = Reference(model)
+    asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
+    tokens = {text: reference.generate(text, images, max_tokens=6) for text, images in asked}
+    transfer = {"mode": mode, "transport": "mooncake"}
+    options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
+    for part, name in ((KVCache, "copy"), (Copies, "to_host"), (Copies, "to_device")):
+        monkeypatch.setattr(part, name, None)
+    async with deployment(model, "E", "P", "D", options=options, health=UNWATCHED) as one:
+        for again in (False, True):
+            if again:
+                await one.instances["d2"].rebuild(Role.parse("E"))
+                await one.instances["d2"].rebuild(Role.parse("D"))
+            answers = await asyncio.gather(
+                *(one.post("/v1/chat/completions", chat(text, *images, **FIELDS)) for text, images in asked)
+            )
+            for (status, answer), (text, _) in zip(answers, asked, strict=True):
+                assert status == 200, answer
+                chosen = answer["choices"][0]["logprobs"]["content"]
+                found = [bytes(token["bytes"]).decode(errors="replace") for token in chosen]
+                assert found == [reference.tokenizer.decode([token]) for token in tokens[text]], text
+            await one.settle()
+            assert not mapped()
+            moved = {name: await figures(instance.url) for name, instance in one.instances.items()}
+            assert moved["d2"]["kv_bytes_total"] > 0, "D reads"
+            assert moved["p1"].get("encodes_total", 0) == 0 < moved["p1"]["store_fetches_total"]
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,15 @@ class Streamed:
 class Fleet:
     """Its instances are named like their hosts, by role and number."""
 
-    def __init__(self, lab: Hosts, file: Path, session: aiohttp.ClientSession, *, joined: bool) -> None:
+    def __init__(
+        self, lab: Hosts, file: Path, session: aiohttp.ClientSession, *, joined: bool, device: str
+    ) -> None:
         self.hosts = lab
         self.file = file
         self._num_commands = 0
         self._session = session
         self._joined = joined
+        self._device = device
 
     @property
     def _url(self) -> str:
@@ -55,6 +58,7 @@ class Fleet:
         join = ["--join", f"{self._url}:{_ADMIN_PORT}"] if self._joined else []
         command = ["epd_serve.cli", "instance", "--name", name, "--role", role, "--host", ip]
         command += ["--port", str(_INSTANCE_PORT), "--threads", "1", "--config", str(self.file), *join]
+        command += ["--device", self._device]
         await self.hosts[host or name].start(name, command, **_KEYS)
 
     async def start_host(self, name: str) -> RunningProcess:
@@ -94,6 +98,10 @@ class Fleet:
         async with self._session.get(f"http://{self.hosts[name].ip}:{_INSTANCE_PORT}/metrics") as answer:
             samples = [line.rsplit(" ", 1) for line in (await answer.text()).splitlines()]
         return sum(float(value) for series, value in samples if "stage_seconds_count" in series)
+
+    def log(self, name: str) -> str:
+        """The lines that a program has written."""
+        return (self.file.parent / f"{name}.log").read_text()
 
     def held(self, name: str) -> dict[str, int]:
         """The blocks and features that an instance holds, as its own host sees it."""
@@ -158,6 +166,7 @@ async def _fleet(
     *names: str,
     joined: bool = True,
     spares: tuple[str, ...] = (),
+    device: str = "cpu",
     deployment: dict[str, Any] | None = None,
     **gateway: Any,
 ) -> AsyncIterator[Fleet]:
@@ -178,7 +187,7 @@ async def _fleet(
         connector = aiohttp.TCPConnector(socket_factory=lab[_GATEWAY].socket, force_close=True)
         timeout = aiohttp.ClientTimeout(total=300)
         session = aiohttp.ClientSession(connector=connector, timeout=timeout)
-        fleet = Fleet(lab, file, await stack.enter_async_context(session), joined=joined)
+        fleet = Fleet(lab, file, await stack.enter_async_context(session), joined=joined, device=device)
         for name in names:
             await fleet.start(name)
         await fleet.ready(*names)

@@ -22,7 +22,7 @@ from epd_serve.protocol import wire
 from epd_serve.sequence import Sequence as Prompt
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer, Part
-from epd_serve.transfer.transport import PeerGone, Piece, TransferError, WriteGate
+from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, WriteGate
 from epd_serve.types import SamplingParams
 
 LAYOUT = wire.KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=4, dtype="float32", model="m")
@@ -277,6 +277,20 @@ async def test_a_read_that_failed_may_still_arrive_until_the_lease_ends(bench: B
         await task
     assert not bench.memory.landed
     bench.decode.cancel(wire.TransferRef("t", "r", may_arrive=True))
+    bench.decode.expire()
+    assert bench.num_free == 7
+    bench.decode._reservations.expire(time.monotonic() + LEASE_S)
+    assert bench.num_free == 10
+
+
+async def test_a_read_that_was_given_up_may_still_arrive_whatever_p_says(bench: Bench) -> None:
+    """It is this side's own: the engine copies on."""
+    task = await bench.begin()
+    bench.transport.error = StillCopying("not done in time")
+    bench.transport.go_on.set()
+    with pytest.raises(InstanceFailed, match="not done in time"):
+        await task
+    bench.decode.cancel(wire.TransferRef("t", "r", reason="it failed"))
     bench.decode.expire()
     assert bench.num_free == 7
     bench.decode._reservations.expire(time.monotonic() + LEASE_S)

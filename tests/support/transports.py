@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.mooncake.engine import MooncakeOptions
 from epd_serve.transfer.mooncake.transport import MooncakeTransport
-from epd_serve.transfer.transport import Transport
+from epd_serve.transfer.transport import DeviceBytes, Transport
 
 #: Mooncake's is fixed by the first engine of a process, so all tests have this one.
 TIMEOUT_S = 2.0
@@ -22,15 +24,51 @@ needs_mooncake = pytest.mark.skipif(not HAS_MOONCAKE, reason="mooncake is not in
 
 def kinds(*names: str) -> list[object]:
     """Test parameters; mooncake's is skipped where it is not installed."""
-    return [pytest.param(name, marks=needs_mooncake) if name == "mooncake" else name for name in names]
+    return [pytest.param(name, marks=needs_mooncake) if "mooncake" in name else name for name in names]
 
 
 def mooncake_options(staging_bytes: int = STAGING_BYTES) -> MooncakeOptions:
     return MooncakeOptions(host="127.0.0.1", protocol="tcp", staging_bytes=staging_bytes, timeout_s=TIMEOUT_S)
 
 
+#: As of an instance on an emulated device.
+DEVICE_OPTIONS = replace(mooncake_options(), device="emulated")
+
+
+class DeviceMemory:
+    """Memory of an emulated device that a transport has registered; ``buffer`` shows it as the device has it."""
+
+    def __init__(self, transport: MooncakeTransport, name: str, nbytes: int) -> None:
+        # Imported here because most tests of transports need no torch.
+        from emulated import EMULATED
+
+        from device.registry import get_device
+
+        self._memory, _ = get_device(EMULATED).share_memory(nbytes)
+        slab = transport.register(name, DeviceBytes(self._memory.data_ptr(), nbytes))
+        assert slab is not None
+        self.region = slab.region
+
+    @property
+    def buffer(self) -> memoryview:
+        shown: memoryview = self._memory.cpu().numpy().data
+        return shown
+
+
+class DeviceTransport(MooncakeTransport):
+    """One whose slabs are a device's memory."""
+
+    def __init__(self) -> None:
+        super().__init__(DEVICE_OPTIONS)
+
+    def allocate(self, name: str, nbytes: int) -> Any:
+        return DeviceMemory(self, name, nbytes)
+
+
 def make_transport(kind: str) -> Transport:
     if kind == "mooncake":
         return MooncakeTransport(mooncake_options())
+    if kind == "mooncake device":
+        return DeviceTransport()
     assert kind in ("shm", "tcp", "auto")
     return EmbeddedTransport(path=kind, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]

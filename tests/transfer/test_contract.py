@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from transfer_peer import BLOCK_BYTES, LEASE_S, NUM_BLOCKS, SLAB_BYTES, Peer
-from transports import TIMEOUT_S, kinds, make_transport
+from transports import TIMEOUT_S, kinds, make_transport, needs_mooncake
 
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.mooncake.transport import MooncakeTransport
@@ -199,15 +199,21 @@ class Contract(RuleBasedStateMachine):
             self.side.transport.check_integrity()
 
 
-@pytest.mark.parametrize("kind", kinds("shm", "tcp", "mooncake"))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *kinds("shm", "tcp", "mooncake"),
+        pytest.param("mooncake device", marks=[needs_mooncake, pytest.mark.slow]),  # its processes load torch
+    ],
+)
 def test_contract(kind: str) -> None:
     side = Side(make_transport(kind), Peer(kind))
     try:
-        machine = type(f"Contract_{kind}", (Contract,), {"kind": kind, "side": side})
+        machine = type("ContractOfKind", (Contract,), {"kind": kind, "side": side})
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=12 if kind == "mooncake" else 30,
+                max_examples=12 if "mooncake" in kind else 30,
                 stateful_step_count=30,
                 deadline=None,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transports import HAS_MOONCAKE
 
 from benchmarks import handoff
 from epd_serve.protocol.wire import KVLayout
@@ -17,7 +18,11 @@ def test_from_device_to_device_the_host_copies_indices_alone() -> None:
     num_indices = 2 * 8 * 400 // 16
     assert rows["auto"]["host_bytes"] == num_indices
     # P: to the host; D: from P's memory into its own, and to the device; one layer at a time
-    assert rows["shm"]["host_bytes"] == 3 * nbytes + 3 * num_indices
+    assert rows["shm"]["host_bytes"] == rows["tcp"]["host_bytes"] == 3 * nbytes + 3 * num_indices
+    if HAS_MOONCAKE:
+        assert rows["mooncake"]["host_bytes"] == 0
+    else:
+        assert "not installed" in rows["mooncake"]["lacks"]
     assert target.measured > 0 and target.required == 10
 
 
@@ -27,4 +32,7 @@ def test_the_host_copies_nothing_of_a_feature_from_device_to_device() -> None:
     assert rows["auto"]["host_bytes"] == 0
     # E: to the host, and into its store; P: from there, and to the device
     assert rows["shm"]["host_bytes"] == 4 * rows["shm"]["nbytes"] == 4 * 100 * 64 * 2
+    assert rows["tcp"]["host_bytes"] == rows["shm"]["host_bytes"]
+    if HAS_MOONCAKE:
+        assert rows["mooncake"]["host_bytes"] == 8, "its generation"
     assert target.measured > 0

@@ -33,6 +33,7 @@ class ReservationMachine(RuleBasedStateMachine):
         self.first_blocks: dict[str, int] = {}
         self.in_a_write: set[str] = set()
         self.in_a_read: set[str] = set()
+        self.late: dict[str, float] = {}
         self.table = ReservationTable(
             free=lambda blocks: self.pool.release(blocks.all()),
             is_being_written=lambda block: block in {self.first_blocks[name] for name in self.in_a_write},
@@ -80,13 +81,23 @@ class ReservationMachine(RuleBasedStateMachine):
 
     @rule(transfer_id=IDS)
     def end_a_read(self, transfer_id: str) -> None:
-        if transfer_id in self.in_a_read:
-            self.in_a_read.discard(transfer_id)
+        if transfer_id in self.in_a_read and transfer_id not in self.late:
             self.table.end_read(transfer_id)
+            self._has_been_read(transfer_id)
             self.pass_time(0.0)
-            if transfer_id not in self.table._live:
-                self.ended.add(transfer_id)
-                self.may_write.pop(transfer_id, None)
+
+    @rule(transfer_id=IDS)
+    def give_up_a_read(self, transfer_id: str) -> None:
+        """Bytes of it may still arrive, for a lease."""
+        if transfer_id in self.in_a_read and transfer_id not in self.late:
+            self.table.end_read(transfer_id, self.now)
+            self.late[transfer_id] = self.now + LEASE_S
+
+    def _has_been_read(self, transfer_id: str) -> None:
+        self.in_a_read.discard(transfer_id)
+        if transfer_id not in self.table._live:
+            self.ended.add(transfer_id)
+            self.may_write.pop(transfer_id, None)
 
     @rule(transfer_id=IDS)
     def complete(self, transfer_id: str) -> None:
@@ -137,6 +148,9 @@ class ReservationMachine(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         self.table.expire(self.now)
+        for transfer_id in [t for t, until in self.late.items() if until <= self.now]:
+            del self.late[transfer_id]
+            self._has_been_read(transfer_id)
         for transfer_id in [t for t, deadline in self.may_write.items() if deadline <= self.now]:
             if transfer_id in self.in_a_write | self.in_a_read:
                 continue

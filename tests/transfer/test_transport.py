@@ -83,10 +83,11 @@ def test_memory_that_is_not_to_be_had_is_named() -> None:
     transport.close()
 
 
-@pytest.mark.parametrize("kind", kinds("tcp", "mooncake"))
+@pytest.mark.parametrize("kind", kinds("tcp", "mooncake", "mooncake device"))
 def test_a_peer_checks_bounds_itself(kind: str) -> None:
     here, there = make_transport(kind), make_transport(kind)
-    region = there.allocate("slab", 64).region
+    slab = there.allocate("slab", 64)
+    region = slab.region
     lying = msgspec.structs.replace(region, nbytes=1 << 20)
     with pytest.raises(TransferError):
         here.write(lying, [(60, memoryview(b"12345678"))])
@@ -94,6 +95,7 @@ def test_a_peer_checks_bounds_itself(kind: str) -> None:
     with pytest.raises(TransferError):
         here.read(unknown, [(0, memoryview(bytearray(8)))])
     here.write(region, [(0, memoryview(b"fine"))])  # the transport survives refusals
+    assert bytes(slab.buffer[:4]) == b"fine"
     here.close()
     there.close()
 

@@ -16,6 +16,7 @@ from device.registry import get_device
 from epd_serve.config import InstanceOptions
 from epd_serve.config.model_files import check_model_files
 from epd_serve.engine.device_features import DeviceFeatureStore
+from epd_serve.engine.device_regions import are_reached
 from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
 from epd_serve.engine.pace.measurements import Measurements
 from epd_serve.engine.pace.step_limits import measurements
@@ -66,6 +67,7 @@ class CheckpointModel:
         self.max_positions: int = text.max_position_embeddings
         self.feature_token_bytes = self.torch_dtype.itemsize * text.hidden_size
         self.emulation = _emulation(options, device)
+        self._are_reached: bool | None = None
         self.decoders = DecoderPool(
             num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
         )
@@ -93,14 +95,32 @@ class CheckpointModel:
     ) -> FeatureStore:
         if self.device.type == "cpu":
             return host
-        shares = options.kv_transfer.transport == "auto" and options.feature_store == "embedded"
+        in_area = options.feature_store == "embedded"
+        shares = in_area and options.kv_transfer.transport == "auto"
+        registers = in_area and len(options.devices) == 1 and self.are_regions_reached(transport)
         taking = None
         if self.emulation is not None:
             taking = self.emulation.copying_features(self.path, self.torch_dtype.itemsize)
-        capacity_bytes = options.sizes.feature_store_bytes if shares and options.role.encodes else 0
+        capacity_bytes = options.sizes.feature_store_bytes if (shares or registers) and options.role.encodes else 0
         if options.feature_store_bytes is None:  # the size by the device's memory, of which others may have most
             capacity_bytes = min(capacity_bytes, self.device.headroom() // 4)
-        return DeviceFeatureStore(self.device, transport, host, capacity_bytes, observe, taking)
+        return DeviceFeatureStore(
+            self.device,
+            transport,
+            host,
+            capacity_bytes,
+            observe,
+            taking,
+            shares=shares,
+            registers=registers,
+            lease_s=options.lease_s,
+        )
+
+    def are_regions_reached(self, transport: Transport) -> bool:
+        """Whether the transport moves what is in the device's memory; a CPU's is the host's. Blocks."""
+        if self._are_reached is None:
+            self._are_reached = self.device.type != "cpu" and are_reached(self.device, transport)
+        return self._are_reached
 
     def measurements(self) -> Measurements:
         return measurements(self._options, self.device, self.fingerprint, torch=str(torch.__version__))

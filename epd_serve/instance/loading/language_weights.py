@@ -257,6 +257,7 @@ class LanguageWeights:
             staging_bytes=options.kv_transfer.staging_bytes,
             lease_s=options.lease_s,
             shares=options.kv_transfer.transport == "auto",
+            registers=self._model.are_regions_reached(instance.transport),
             emulation=self._model.emulation,
         )
 

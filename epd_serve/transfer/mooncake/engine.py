@@ -12,6 +12,7 @@ import ctypes
 import importlib
 import importlib.util
 import ipaddress
+import json
 import math
 import os
 import socket
@@ -58,6 +59,7 @@ class MooncakeOptions:
         staging_bytes: registered memory through which unregistered bytes pass.
         timeout_s: time for which a peer may accept nothing. The first engine of a process fixes it for all.
         alignment_bytes, max_regions: of registered memory (device.transport.TransportCapability).
+        device: type of the instance's device where the protocol reaches its memory; else "".
         activate: makes the instance's device that of the calling thread, before each call: over ascend the engine
             asks the thread for its context (ascend_direct_transport.md, "Device Setup Required").
     """
@@ -69,6 +71,7 @@ class MooncakeOptions:
     timeout_s: float = 30.0
     alignment_bytes: int = 1
     max_regions: int | None = None
+    device: str = ""
     activate: Callable[[], None] = lambda: None
 
 
@@ -130,6 +133,19 @@ class Engine:
     def shared(self) -> Any:
         """The handle that a store's client needs in order to move its bytes through this engine."""
         return self._engine.get_engine()
+
+    @property
+    def reaches_device(self) -> bool:
+        """Whether memory of the instance's device can be registered.
+
+        A wheel that is not made for GPUs takes their addresses for the host's: it has none in its topology. Where
+        there is no network card beside one, the engine has chosen TCP by itself.
+        """
+        device = self.options.device
+        if device != "cuda":
+            return bool(device)
+        cards: dict[str, list[list[str]]] = json.loads(self._engine.get_local_topology())
+        return any(any(near) for name, near in cards.items() if name.startswith("cuda:"))
 
     def register(self, address: int, nbytes: int) -> None:
         limit = self.options.max_regions

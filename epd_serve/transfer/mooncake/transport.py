@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -18,10 +18,20 @@ from epd_serve.transfer.reservation import Tombstones
 from epd_serve.transfer.shared_memory import SharedSlab
 from epd_serve.transfer.tcp import TcpPeers
 from epd_serve.transfer.tcp_server import TcpServer
-from epd_serve.transfer.transport import Piece, Slab, StillCopying, TransferError, WriteGate, check_bounds
+from epd_serve.transfer.transport import (
+    DeviceBytes,
+    DeviceSlab,
+    Piece,
+    Slab,
+    StillCopying,
+    TransferError,
+    WriteGate,
+    check_bounds,
+    on_host,
+)
 
-#: A slab's name, behind its bytes: a process that came in the place of another is not mistaken for it.
-_IDENTITY_BYTES = 32
+#: A slab's name, size and address, in host memory: a process in the place of another is not mistaken for it.
+_IDENTITY_BYTES = 64
 #: Of one call of the engine: more pieces are refused by it, and more bytes would keep it from being ended in time.
 _MAX_PIECES = 512
 _MAX_BYTES = 64 * 1024**2
@@ -31,11 +41,17 @@ _Transfer = Callable[[str, Sequence[int], Sequence[int], Sequence[int]], bool]
 
 
 class MooncakeSlab:
-    """A registered slab; see :class:`epd_serve.transfer.transport.Slab`."""
+    """A registered slab; see :class:`epd_serve.transfer.transport.Slab`.
 
-    def __init__(self, name: str, nbytes: int, engine: Engine, port: int) -> None:
+    Args:
+        stands_for: registered memory that the region is of, in place of the slab's own.
+    """
+
+    def __init__(
+        self, name: str, nbytes: int, engine: Engine, port: int, stands_for: DeviceBytes | None = None
+    ) -> None:
         options = engine.options
-        identity_at = _identity_offset(nbytes)
+        identity_at = -(-nbytes // 64) * 64
         size = -(-(identity_at + _IDENTITY_BYTES) // options.alignment_bytes) * options.alignment_bytes
         self._slab = SharedSlab(name, size, host=options.host, port=port, alignment=options.alignment_bytes)
         self._engine = engine
@@ -49,16 +65,38 @@ class MooncakeSlab:
         self.buffer = self._slab.buffer[:nbytes]
         self.region = msgspec.structs.replace(
             self._slab.region,
-            nbytes=nbytes,
+            nbytes=nbytes if stands_for is None else stands_for.nbytes,
             protocol=options.protocol,
             engine_port=engine.port,
-            address=self.address,
+            address=self.address if stands_for is None else stands_for.address,
+            device="" if stands_for is None else options.device,
+            identity_address=self.address + identity_at,
         )
         self._slab.buffer[identity_at : identity_at + _IDENTITY_BYTES] = _identity(self.region)
 
     def close(self) -> None:
         self._engine.unregister(self.address)
         self._slab.close()
+
+
+class MooncakeDeviceSlab:
+    """Registered memory of the instance's device, which is another's; its name lies in the host's memory."""
+
+    def __init__(self, name: str, memory: DeviceBytes, engine: Engine, port: int) -> None:
+        alignment, self._engine, self.buffer = engine.options.alignment_bytes, engine, memory
+        assert memory.address % alignment == 0, f"memory of the device that is not aligned to {alignment} bytes"
+        self.address, self.size = memory.address, -(-memory.nbytes // alignment) * alignment
+        self._name = MooncakeSlab(name, 0, engine, port, stands_for=memory)
+        self.region = self._name.region
+        try:
+            engine.register(self.address, self.size)
+        except TransferError:
+            self._name.close()
+            raise
+
+    def close(self) -> None:
+        self._engine.unregister(self.address)
+        self._name.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +124,7 @@ class MooncakeTransport:
         self.engine = Engine(options)
         self._options = options
         self._lock = threading.Lock()
-        self._slabs: list[MooncakeSlab] = []
+        self._slabs: list[MooncakeSlab | MooncakeDeviceSlab] = []
         self._staging = StagingPool(options.staging_bytes, max(options.alignment_bytes, 64))
         self.engine.register(self._staging.address, self._staging.nbytes)
         self.gate = WriteGate()
@@ -103,7 +141,15 @@ class MooncakeTransport:
             self._slabs.append(slab)
         return slab
 
-    def release(self, slab: Slab) -> None:
+    def register(self, name: str, memory: DeviceBytes) -> MooncakeDeviceSlab | None:
+        if not self.engine.reaches_device:
+            return None
+        slab = MooncakeDeviceSlab(name, memory, self.engine, self._server.port)
+        with self._lock:
+            self._slabs.append(slab)
+        return slab
+
+    def release(self, slab: Slab | DeviceSlab) -> None:
         with self._lock:
             released = [own for own in self._slabs if own.region.name == slab.region.name]
             self._slabs = [own for own in self._slabs if own not in released]
@@ -120,15 +166,18 @@ class MooncakeTransport:
         is_read = transfer == self.engine.read
         with self._open(region, pieces, transfer) as batch:
             for offset, data in pieces:
-                registered = data.nbytes and self._is_registered(data)
-                for start, part in _parts(data, _MAX_BYTES if registered else self._staged_part):
-                    there = region.address + offset + start
-                    if registered:
-                        batch.add(address_of(part), there, part.nbytes)
-                    elif is_read:
-                        batch.stage(there, part.nbytes, fills=part)
+                there = region.address + offset
+                if (here := self._registered_at(data)) is not None:
+                    for start in range(0, data.nbytes, _MAX_BYTES):
+                        batch.add(here + start, there + start, min(_MAX_BYTES, data.nbytes - start))
+                    continue
+                [(_, data)] = on_host([(offset, data)])
+                for start in range(0, data.nbytes, self._staged_part):
+                    part = data[start : start + self._staged_part]
+                    if is_read:
+                        batch.stage(there + start, part.nbytes, fills=part)
                     else:
-                        batch.stage(there, part.nbytes)[:] = part
+                        batch.stage(there + start, part.nbytes)[:] = part
             batch.run()
 
     def close(self) -> None:
@@ -156,15 +205,20 @@ class MooncakeTransport:
     def _staged_part(self) -> int:
         return min(_MAX_STAGED_BYTES, self._staging.nbytes // 2)
 
-    def _is_registered(self, data: memoryview) -> bool:
-        if data.readonly:
-            return False
-        address = address_of(data)
+    def _registered_at(self, data: memoryview | DeviceBytes) -> int | None:
+        """The address of bytes that the engine knows; None where they have to be staged."""
+        if isinstance(data, DeviceBytes):
+            address = data.address
+        elif data.readonly or not data.nbytes:
+            return None
+        else:
+            address = address_of(data)
         with self._lock:
-            return any(
+            is_registered = any(
                 slab.address <= address and address + data.nbytes <= slab.address + slab.size
                 for slab in self._slabs
             )
+        return address if is_registered else None
 
     def _find(self, name: str) -> memoryview | None:
         """The identity of a region, for a peer that asks whether the region is here; None where it is not."""
@@ -198,8 +252,7 @@ class MooncakeTransport:
         with _Batch(
             self.engine.read, peer, self.engine.call_limit_s, self._staging, self._options.timeout_s
         ) as check:
-            at = region.address + _identity_offset(region.nbytes)
-            check.stage(at, _IDENTITY_BYTES, fills=memoryview(there))
+            check.stage(region.identity_address, _IDENTITY_BYTES, fills=memoryview(there))
             check.run()
         if there != _identity(region):
             raise TransferError(f"region {region.name} is gone: {peer} is another process now")
@@ -290,16 +343,6 @@ class _Batch:
             self.run()
 
 
-def _identity_offset(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
-
-
 def _identity(region: Region) -> bytes:
-    """The unique end of a region's name."""
-    return region.name.encode()[-_IDENTITY_BYTES:]
-
-
-def _parts(data: memoryview, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-    """(start, part) of consecutive parts of at most ``nbytes``."""
-    for start in range(0, data.nbytes, nbytes):
-        yield start, data[start : start + nbytes]
+    """The unique end of a region's name, its size and its address."""
+    return f"{region.name[-32:]}{region.nbytes:016x}{region.address:016x}".encode()

@@ -1,0 +1,288 @@
+"""A device's memory as a region: peers read what is there, the host copies nothing, and what fails is a miss."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from emulated import EMULATED
+from transports import DEVICE_OPTIONS, TIMEOUT_S, mooncake_options, needs_mooncake
+
+from device.registry import get_device
+from epd_serve.engine import device_features
+from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
+from epd_serve.engine.device_regions import are_reached
+from epd_serve.engine.kv_memory import KVCache, KVMemory, block_nbytes
+from epd_serve.instance.decode import read_offered
+from epd_serve.protocol import wire
+from epd_serve.protocol.wire import FeatureEvent
+from epd_serve.transfer.embedded import EmbeddedTransport
+from epd_serve.transfer.feature_store import EmbeddedFeatureStore
+from epd_serve.transfer.grouping import GroupSizer
+from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
+from epd_serve.transfer.mooncake import transport as mooncake
+from epd_serve.transfer.mooncake.engine import Engine
+from epd_serve.transfer.mooncake.transport import MooncakeTransport
+from epd_serve.transfer.transport import StillCopying, TransferError
+
+pytestmark = needs_mooncake
+
+DEVICE = get_device(EMULATED)
+LAYOUT = wire.KVLayout(num_layers=3, num_kv_heads=4, head_dim=2, block_size=2, dtype="float32", model="m")
+ENCODER = f"""
+import asyncio, sys, torch
+from device.registry import get_device
+from epd_serve.engine.device_features import SLOT_BYTES, DeviceFeatureStore
+from epd_serve.protocol import wire
+from epd_serve.transfer.feature_store import EmbeddedFeatureStore
+from epd_serve.transfer.mooncake.engine import MooncakeOptions
+from epd_serve.transfer.mooncake.transport import MooncakeTransport
+device = get_device("{EMULATED}")
+options = MooncakeOptions(host="127.0.0.1", protocol="tcp", timeout_s={TIMEOUT_S}, device="emulated")
+transport = MooncakeTransport(options)
+host = EmbeddedFeatureStore(transport, 4096)
+store = DeviceFeatureStore(device, transport, host, SLOT_BYTES, shares=False, registers=True)
+data = torch.full((1000,), 7, dtype=torch.uint8).to(device.torch_device)
+feature = asyncio.run(store.put("a", data, [1000], "uint8", "r"))
+print(wire.encode(store.event("a", feature, "r")).hex(), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def transports() -> Iterator[list[MooncakeTransport]]:
+    """Of two instances."""
+    with ExitStack() as stack:
+        made = [MooncakeTransport(DEVICE_OPTIONS) for _ in range(2)]
+        for transport in made:
+            stack.callback(transport.close)
+        yield made
+        for transport in made:
+            transport.check_integrity()
+
+
+def test_it_is_tried_whether_memory_is_reached(
+    transports: list[MooncakeTransport], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    free = DEVICE.memory()[1]
+    assert are_reached(DEVICE, transports[0])
+    assert not caplog.messages and DEVICE.memory()[1] == free
+    with monkeypatch.context() as planted:  # a card that registers memory and does not get at it
+        planted.setattr(MooncakeTransport, "read", lambda *_: None)
+        assert not are_reached(DEVICE, transports[0])
+    assert caplog.messages.pop().endswith("other bytes arrive than were sent")
+    with monkeypatch.context() as planted:
+        planted.setattr(Engine, "write", lambda *_: False)
+        assert not are_reached(DEVICE, transports[0])
+    assert "registered and not reached: transfer with" in caplog.messages.pop()
+    with monkeypatch.context() as planted:
+        planted.setattr(transports[0].engine, "options", replace(DEVICE_OPTIONS, max_regions=0))
+        assert not are_reached(DEVICE, transports[0])
+    assert any("no more than 0 regions" in message for message in caplog.messages)
+
+
+def test_memory_that_only_the_host_reaches(caplog: pytest.LogCaptureFixture) -> None:
+    """A wheel without CUDA takes a GPU's address for the host's, and the process would end."""
+    caplog.set_level("INFO")
+    with ExitStack() as stack:
+        embedded = EmbeddedTransport(path="shm")
+        stack.callback(embedded.close)
+        of_a_gpu = MooncakeTransport(replace(DEVICE_OPTIONS, device="cuda"))
+        stack.callback(of_a_gpu.close)
+        over_tcp = MooncakeTransport(mooncake_options())
+        stack.callback(over_tcp.close)
+        for transport in (embedded, of_a_gpu, over_tcp):
+            assert not are_reached(DEVICE, transport)
+            assert caplog.messages.pop().endswith("go to other hosts through host memory")
+
+
+def memories(transports: list[MooncakeTransport]) -> list[KVMemory]:
+    """The KV of two instances; the first has numbers."""
+    made = [
+        KVMemory(LAYOUT, size, DEVICE, transport, registers=True)
+        for size, transport in zip((9, 18), transports, strict=True)
+    ]
+    made[0].tensor.copy_(torch.randn(made[0].tensor.shape))
+    DEVICE.synchronize()
+    return made
+
+
+def test_kv_is_read_from_one_device_s_memory_into_another_s(
+    transports: list[MooncakeTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In calls of a few bytes and pieces; the other blocks are as they were, and the memory is given back."""
+    free = DEVICE.memory()[1]
+    monkeypatch.setattr(mooncake, "_MAX_BYTES", 100)
+    monkeypatch.setattr(mooncake, "_MAX_PIECES", 4)
+    monkeypatch.setattr(KVCache, "copy", None)
+    here, there = memories(transports)
+    offers: list[wire.KVOffer] = []
+
+    def offer(offered: wire.KVOffer, there: KVMemory = there) -> wire.KVTaken:
+        offers.append(offered)
+        read_offered(offered, offered.parts, there, transports[1])
+        return wire.KVTaken([part.transfer_id for part in offered.parts])
+
+    sender = KVSender(transports[0], here, GroupSizer(num_layers=3), time.monotonic)
+    target = wire.ReserveReply([5, 17, 1], 0, there.region, there.num_blocks, staged_cells=there.staged_cells)
+    transfer = OutgoingTransfer("t", target, time.monotonic() + 60, offer=offer)
+    passed = threading.Event()
+    sender.push(range(1, 3), [Part(transfer, [3, 1, 7], [5, 17, 1])])
+    sender.fence(transfer, lambda _: passed.set())
+    assert passed.wait(60) and transfer.error is None
+    assert len(offers) == 1 and offers[0].region.device == "emulated", "as one, however few cells the host has"
+    old, new = here.tensor.cpu(), there.tensor.cpu()
+    torch.testing.assert_close(new[1:, :, [5, 17, 1]], old[1:, :, [3, 1, 7]], rtol=0, atol=0)
+    others = [block for block in range(18) if block not in (5, 17, 1)]
+    assert not new[:1].any() and not new[:, :, others].any()
+    sender.close()
+    for memory, transport in ((here, transports[0]), (there, transports[1])):
+        memory.release(transport)
+    with pytest.raises(TransferError):
+        transports[0].read(there.region, [(0, memoryview(bytearray(8)))])
+    del memory, here, there, sender, transfer, offer
+    DEVICE.synchronize()
+    assert DEVICE.memory()[1] == free
+
+
+def test_what_arrives_waits_for_copies_within_the_cache(transports: list[MooncakeTransport]) -> None:
+    """The block that a copy reads may be free before the device has done it."""
+    here, there = memories(transports)
+    there.tensor.fill_(3.0)
+    DEVICE.synchronize()
+    gate, arrived = threading.Event(), threading.Event()
+    DEVICE.current_stream().launch(gate.wait)  # type: ignore[attr-defined]
+    there.copy_block(5, 6)
+
+    def read() -> None:
+        with here.stage(range(3), [1]) as staged, there.land(range(3), [5]) as landing:
+            pairs = zip(staged.spans(0, 1), landing.spans(0, 1), strict=True)
+            pieces = [(start, there.buffer[to : to + count]) for (start, count), (to, _) in pairs]
+            transports[1].read(here.region, pieces)
+        arrived.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert not arrived.wait(0.3)
+    gate.set()
+    thread.join(60)
+    assert arrived.is_set()
+    new = there.tensor.cpu()
+    assert set(new[:, :, 6].flatten().tolist()) == {3.0}
+    torch.testing.assert_close(new[:, :, 5], here.tensor.cpu()[:, :, 1], rtol=0, atol=0)
+
+
+def test_a_device_s_kv_that_cannot_be_registered_goes_through_cells(
+    transports: list[MooncakeTransport], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a card maps less of a GPU's memory than it has."""
+    register = Engine.register
+
+    def small(engine: Engine, address: int, nbytes: int) -> None:
+        if nbytes >= 9 * block_nbytes(LAYOUT):
+            raise TransferError("mooncake cannot register it")
+        register(engine, address, nbytes)
+
+    monkeypatch.setattr(Engine, "register", small)
+    memory = KVMemory(LAYOUT, 9, DEVICE, transports[0], staging_bytes=1, registers=True)
+    assert memory.region.device == "" and memory.staged_cells == 1
+    assert "go through host memory: mooncake cannot register it" in caplog.text
+
+
+class Pair:
+    """An encoder's store of two places, and a consumer's, on two hosts."""
+
+    def __init__(self, stack: ExitStack, transports: list[MooncakeTransport]) -> None:
+        self.encoder, self.consumer = (
+            DeviceFeatureStore(
+                DEVICE, one, EmbeddedFeatureStore(one, 1 << 20), nbytes, shares=False, registers=True, lease_s=60.0
+            )
+            for one, nbytes in zip(transports, (2 * SLOT_BYTES, 0), strict=True)
+        )
+        stack.callback(self.consumer.close)
+        stack.callback(self.encoder.close)
+
+    def put(self, name: str, number: int, nbytes: int = SLOT_BYTES) -> FeatureEvent:
+        """Announce a feature that nobody holds any more."""
+        data = torch.full((nbytes,), number, dtype=torch.uint8).to(DEVICE.torch_device)
+        feature = asyncio.run(self.encoder.put(name, data, [nbytes], "uint8", "r"))
+        assert feature is not None
+        self.encoder.release("r", name)
+        return self.encoder.event(name, feature, "r")
+
+
+@pytest.fixture
+def pair(transports: list[MooncakeTransport], monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(device_features, "_PART_BYTES", 40_000)
+    with ExitStack() as stack:
+        yield Pair(stack, transports)
+
+
+def test_a_feature_that_is_overwritten_while_it_is_read_is_a_miss(
+    pair: Pair, transports: list[MooncakeTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = pair.put("a", 1)
+    assert set(pair.consumer.fetch(event).tolist()) == {1}
+    read = MooncakeTransport.read
+    reads: list[Any] = []
+
+    def late(transport: MooncakeTransport, region: wire.Region, pieces: Any) -> None:
+        reads.append(region)
+        if len(reads) == 2:  # between its first part and its second
+            for number in (2, 3):
+                pair.put(f"other {number}", number)
+        read(transport, region, pieces)
+
+    monkeypatch.setattr(MooncakeTransport, "read", late)
+    with pytest.raises(TransferError, match="given up by its encoder"):
+        pair.consumer.fetch(event)
+    assert reads == [event.memory, event.memory, event.region]
+    again = pair.put("a", 4)
+    assert set(pair.consumer.fetch(again).tolist()) == {4}
+
+
+@pytest.mark.parametrize("change", [{"offset": 2 * SLOT_BYTES}, {"offset": -SLOT_BYTES}, {"offset": 8}])
+def test_what_lies_outside_is_refused(change: dict[str, int], pair: Pair) -> None:
+    with pytest.raises(TransferError, match="outside"):
+        pair.consumer.fetch(msgspec.structs.replace(pair.put("a", 1), **change))
+
+
+def test_a_place_that_may_still_be_written_to_is_out_of_use(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    event = pair.put("a", 1)
+    with monkeypatch.context() as planted:
+
+        def hangs(*_: Any) -> None:
+            raise StillCopying("no answer")
+
+        planted.setattr(MooncakeTransport, "read", hangs)
+        for _ in range(3):
+            with pytest.raises(TransferError):
+                pair.consumer.fetch(event)
+    landed: Any = pair.consumer._landed
+    assert landed._places.num_lent == 3
+    assert set(pair.consumer.fetch(event).tolist()) == {1}
+
+
+@pytest.mark.slow
+def test_a_feature_of_a_killed_encoder_is_a_miss(pair: Pair) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", ENCODER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as encoder:
+        assert encoder.stdout is not None
+        event = wire.decode(bytes.fromhex(encoder.stdout.readline()), FeatureEvent)
+        assert set(pair.consumer.fetch(event).tolist()) == {7}
+        encoder.kill()
+        encoder.wait()
+        with pytest.raises(TransferError):
+            pair.consumer.fetch(event)
