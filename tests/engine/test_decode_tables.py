@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -84,11 +86,16 @@ def test_inputs_are_those_of_the_sequences(name: str, events: list[tuple[str, in
 
 
 class UploadBench(EngineBench):
-    """Counts the bytes that go to the device between the ends of two steps."""
+    """Counts the bytes that go to the device between the ends of two steps; begins when all is submitted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.num_bytes, self.steps = 0, list[tuple[list[Sequence], int]]()
+        self.submitted = threading.Event()
         super().__init__(*args, **kwargs)
+
+    def turn(self) -> AbstractContextManager[None]:
+        self.submitted.wait()
+        return nullcontext()
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
         self.steps.append((output.sequences, self.num_bytes))
@@ -110,6 +117,7 @@ def test_an_ordinary_step_uploads_new_blocks_alone(tmp_path: Path, monkeypatch: 
     try:
         for number in range(4):
             bench.engine.submit(bench.sequence(str(number), "hello " * 30, [], max_tokens=30))
+        bench.submitted.set()
         bench.collect(4)
     finally:
         bench.close()
