@@ -29,6 +29,8 @@ def test_an_empty_file_is_the_default_deployment() -> None:
         ("topology: EP-D\ndevices:\n  - cuda:0", 2, "EP-D needs 2 devices, but the list has 1 (cuda:0)"),
         ("topology: EPD\ndevices: []", 2, "EPD needs 1 device, but the list has 0"),
         ("topology: E-PD\ndevices:\n  - cuda:0\n  - gpu", 4, "devices.1: 'gpu' is no device; write cpu, cuda:0"),
+        ("devices: [cpu x 4]", 1, "devices.0: 'cpu x 4': a CPU has no numbers; write cpu, once for all"),
+        ("devices: ['cpu:0']", 1, "devices.0: 'cpu:0': a CPU has no numbers; write cpu, once for all"),
         ("devices: [npu]", 1, "'npu' lacks an index; write npu:0"),
         ("devices: cpu", 1, "expected a list, as in [cpu]"),
         ("engine: llama", 1, "engine: 'llama' is not possible here; write auto, native or vllm"),
