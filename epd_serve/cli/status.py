@@ -40,17 +40,17 @@ def _row(instance: dict[str, Any]) -> tuple[str, ...]:
         instance["device"] or "?",
         str(sum(instance["in_flight"].values())),
         str(waiting),
-        _sizes(instance.get("budgets", {})),
+        _sizes(instance["role"] or "", instance.get("budgets", {})),
     )
 
 
-def _sizes(budgets: dict[str, Any]) -> str:
-    """Sizes of a step and of the features' memory, from the options or the device."""
-    parts = [
-        f"{budgets[key]:g} {unit}"
-        for key, unit in (("max_num_seqs", "sequences"), ("max_num_batched_tokens", "tokens"))
-        if key in budgets
-    ]
-    if "feature_store_bytes" in budgets:
-        parts.append(f"{in_binary_units(int(budgets['feature_store_bytes']))} of features")
+def _sizes(role: str, budgets: dict[str, Any]) -> str:
+    """Sizes of a step of a language model and of the features that E keeps for P, or P has got."""
+    parts = []
+    if set(role) & set("PD"):
+        sizes = (("max_num_seqs", "sequences"), ("max_num_batched_tokens", "tokens"))
+        parts += [f"{budgets[key]:g} {unit}" for key, unit in sizes if key in budgets]
+    features = "feature_store_bytes" if "E" in role else "feature_cache_bytes" if "P" in role else ""
+    if features in budgets:
+        parts.append(f"{in_binary_units(int(budgets[features]))} of features")
     return ", ".join(parts)

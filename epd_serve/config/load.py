@@ -246,6 +246,9 @@ def _explained(error: ValidationError) -> Iterator[tuple[Location, str]]:
         location = tuple(part for part in fault["loc"] if not (isinstance(part, str) and _MEMBER.match(part)))
         faults.setdefault(location, []).append(fault)
     for location, same in faults.items():
+        if not location:  # of the whole file: the sentence begins with the option, if it is one option's
+            yield from map(_located, dict.fromkeys(_problem(fault, location) for fault in same))
+            continue
         where = ".".join(map(str, location))
         worded = [words for fault in same if (words := _words(fault)) is not None]
         if len(same) > 1 and len(worded) == len(same):
@@ -253,6 +256,13 @@ def _explained(error: ValidationError) -> Iterator[tuple[Location, str]]:
             continue
         for problem in dict.fromkeys(_problem(fault, location) for fault in same):
             yield location, f"{where}: {problem}"
+
+
+def _located(sentence: str) -> tuple[Location, str]:
+    """The sentence, and the location of the option that it begins with: () for none."""
+    name, colon, _ = sentence.partition(":")
+    known = colon and name in {*DeploymentConfig.model_fields, *_all_paths(DeploymentConfig)}
+    return (tuple(name.split(".")) if known else ()), sentence
 
 
 def _problem(fault: ErrorDetails, location: Location) -> str:

@@ -67,7 +67,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     @property
     def sizes(self) -> StepSizes:
         """The sizes that were asked for; the others follow from the device."""
-        sizes = StepSizes.of_device(self.device.partition(":")[0], self.device_memory_bytes)
+        sizes = StepSizes.of_device(self.devices[0].partition(":")[0], self.device_memory_bytes)
         asked = {name: value for name in StepSizes.__slots__ if (value := getattr(self, name)) is not None}
         return replace(sizes, **asked)
 

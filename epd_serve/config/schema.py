@@ -77,6 +77,8 @@ def _check_local(name: str) -> str:
     if kind in ("cuda", "npu", "emulated"):
         full = "emulated:h200" if name == "emulated" else name
         raise ValueError(f"{name!r} lacks an index; write {full}:0")
+    if re.fullmatch(r"cpu(:| x )\d+", name):
+        raise ValueError(f"{name!r}: a CPU has no numbers; write cpu, once for all instances")
     raise ValueError(f"{name!r} is no device; write cpu, cuda:0, npu:0 or emulated:h200:0")
 
 
@@ -97,6 +99,7 @@ def _read_devices(value: object) -> object:
     names: list[object] = []
     for one in value:
         many = re.fullmatch(r"(\S+) x (\d{1,4})", one) if isinstance(one, str) else None
+        many = None if many and many[1] == "cpu" else many
         names += [f"{many[1]}:{index}" for index in range(int(many[2]))] if many else [one]
     return tuple(names)
 

@@ -263,12 +263,12 @@ class InstanceSettings(Section):
         default=None, description="KV cache size, instead of num_blocks."
     )
     max_num_batched_tokens: LanguageRebuild[int | None] = Field(
-        default=None, ge=1, description="Token budget of a step; null: by the device's memory, 2048 on a CPU."
+        default=None, ge=1, description="Token budget of a step; null: by a GPU's memory, 2048 on a CPU or an NPU."
     )
     max_num_seqs: LanguageRebuild[int | None] = Field(
         default=None,
         ge=1,
-        description="Most sequences in a step; null: by the device's memory, 256 for 80 GB, 64 on a CPU.",
+        description="Most sequences in a step; null: by a GPU's memory, 256 for 80 GB, 64 on a CPU or an NPU.",
     )
     async_scheduling: LanguageRebuild[Literal["auto", "on", "off"]] = Field(
         default="auto",
@@ -287,13 +287,13 @@ class InstanceSettings(Section):
     )
     feature_store_bytes: Rebuild[Bytes | None] = Field(
         default=None,
-        description="Encoder output that E keeps for P to fetch, on its device where P maps that; null: by the "
-        "device's memory, 256MiB on a CPU.",
+        description="Encoder output that E keeps for P to fetch, on its device where P maps that; null: by a "
+        "GPU's memory, 256MiB on a CPU or an NPU.",
     )
     feature_cache_bytes: LanguageRebuild[Bytes | None] = Field(
         default=None,
-        description="Fetched encoder output that P keeps on its device; null: by the device's memory, 256MiB on a "
-        "CPU.",
+        description="Fetched encoder output that P keeps on its device; null: by a GPU's memory, 256MiB on a CPU "
+        "or an NPU.",
     )
     media_cpu_s: Restart[Seconds] = Field(
         default=2.0,

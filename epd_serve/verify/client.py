@@ -150,11 +150,20 @@ class Client:
         return seconds * self.slowness
 
     async def meet(self) -> None:
-        """Learn the model's name. Raises ValueError where no server answers."""
+        """Learn the model's name. Raises ValueError where no server answers, and where it lists no model."""
         exchange = await self.connections.get("/v1/models", self._headers(), timeout_s=10.0)
+        if exchange.failure is Failure.CONNECT:
+            raise ValueError(f"nothing answers at {self.target.url} ({exchange.detail}); name a server that runs")
         if exchange.failure:
-            raise ValueError(f"{self.target.url}/v1/models: {exchange.detail}")
-        self.model = self.model or str(json.loads(bytes(exchange.body))["data"][0]["id"])
+            status = f" answered {exchange.status}" if exchange.failure is Failure.HTTP_STATUS else ""
+            raise ValueError(f"{self.target.url}/v1/models{status}: {' '.join(exchange.detail.split())[:200]}")
+        if not self.model:
+            try:
+                self.model = str(json.loads(bytes(exchange.body))["data"][0]["id"])
+            except (ValueError, LookupError, TypeError):
+                raise ValueError(
+                    f"{self.target.url}/v1/models lists no model; name one with --model, or another server"
+                ) from None
         if self.reference is not None:
             await self.reference.meet()
 

@@ -19,7 +19,12 @@ from epd_serve import cli
 from epd_serve.launch.processes.runtime import RuntimeDirectory
 
 LOAD = {"num_waiting": 2, "num_waiting_encodes": 1}
-BUDGETS = {"max_num_seqs": 64.0, "max_num_batched_tokens": 2048.0, "feature_store_bytes": 2.0**28}
+BUDGETS = {
+    "max_num_seqs": 64.0,
+    "max_num_batched_tokens": 2048.0,
+    "feature_store_bytes": 2.0**28,
+    "feature_cache_bytes": 2.0**29,
+}
 INSTANCES = [
     {
         "name": "e0",
@@ -31,6 +36,11 @@ INSTANCES = [
         "budgets": BUDGETS,
     },
     {"name": "p0", "role": None, "ready": False, "in_flight": {}, "device": None, "load": None, "budgets": {}},
+    *(
+        {"name": f"{role.lower()}1", "role": role, "ready": True, "in_flight": {}, "device": "cpu", "load": None}
+        | {"budgets": BUDGETS}
+        for role in ("P", "D", "EPD")
+    ),
 ]
 ANSWERS: dict[str, Any] = {
     "/instances": {"engine": "vllm", "instances": INSTANCES},
@@ -112,8 +122,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *ar
 TABLE = """\
 {name}, engine vllm: 3 requests running, 4 waiting
 instance  role  state      device  in flight  waiting  at most
-e0        E     ready      cpu     1          3        64 sequences, 2048 tokens, 256MiB of features
+e0        E     ready      cpu     1          3        256MiB of features
 p0        ?     not ready  ?       0          0
+p1        P     ready      cpu     0          0        64 sequences, 2048 tokens, 512MiB of features
+d1        D     ready      cpu     0          0        64 sequences, 2048 tokens
+epd1      EPD   ready      cpu     0          0        64 sequences, 2048 tokens, 256MiB of features
 """
 
 
@@ -138,6 +151,7 @@ def test_a_gateway_elsewhere_has_a_url(
     ("arguments", "said"),
     [
         ((), "start one with 'epd-serve up'"),
+        (("--deployment", "8000"), "start one with 'epd-serve up'"),
         (("--admin", "127.0.0.1:8001"), "is no URL; write --admin http://127.0.0.1:8001"),
         (("--admin", "URL/v1"), "Where it is the gateway's own port, give that of gateway.admin.port"),
         (("--admin", "URL/text"), "answered 404, and no JSON; set gateway.admin.port"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -57,6 +58,32 @@ async def test_a_right_server_gives_no_alarm_and_a_whole_report(tmp_path: Path) 
 def test_what_is_mistyped_is_named(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (0, "", r"nothing answers at http://127\.0\.0\.1:\d+ \(.*\); name a server that runs"),
+        (404, "<p>\n not here", "/v1/models answered 404: <p> not here$"),
+        (200, "<html>", "/v1/models lists no model; name one with --model, or another server"),
+        (200, '{"data": []}', "/v1/models lists no model"),
+        (200, "[]", "/v1/models lists no model"),
+    ],
+)
+async def test_an_address_that_serves_no_model_is_named(status: int, body: str, message: str) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status} X\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        if not status:
+            server.close()
+        with pytest.raises(ValueError, match=message):
+            await client.meet()
+        await client.close()
 
 
 def test_pods_of_a_role_can_be_cut_off_and_let_back_in() -> None:

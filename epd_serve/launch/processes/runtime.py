@@ -113,8 +113,10 @@ def find_deployment(wanted: str | None, preferred_port: int | None = None) -> tu
     if wanted is not None and Path(wanted).is_file():
         wanted = str(load_config(Path(wanted)).gateway.port)
     running = running_deployments()
+    if not running:
+        raise ValueError("no deployment of this user is running; start one with 'epd-serve up'")
     ports = {name: name.rpartition(":")[2] for name in running}
-    names = ", ".join(running) or "none"
+    names = ", ".join(running)
     if wanted is not None:
         chosen = [name for name in running if wanted in (name, ports[name])]
         if len(chosen) != 1:
@@ -123,8 +125,6 @@ def find_deployment(wanted: str | None, preferred_port: int | None = None) -> tu
         chosen = list(running)
     else:
         chosen = [name for name in running if ports[name] == str(preferred_port)]
-        if not running:
-            raise ValueError("no deployment of this user is running; start one with 'epd-serve up'")
         if len(chosen) != 1:
             raise ValueError(f"several deployments are running; choose one with --deployment: {names}")
     return chosen[0], running[chosen[0]]
