@@ -60,12 +60,16 @@ async def test_a_device_that_hangs_and_one_that_is_lost(
         with pytest.raises(ServeError, match=r"in 1 s") as error:
             await instance.probe(1)
         assert error.value.code == WEDGED and not stuck.done()
+        language, instance.language = instance.language, None
+        with pytest.raises(ServeError, match=r"the tower computed nothing in 1 s"):  # though it was launched
+            await instance.probe(1)
+        instance.language = language
         inject("")
         assert (await stuck).content.replace(b"stuck", b"healthy") == healthy.content, "it goes on where it was"
         await instance.probe(60)
         await Books({"epd": instance.url}).check()
 
-        language, ended = instance.language, list[str]()
+        ended = list[str]()
         monkeypatch.setattr(instance, "end_process", lambda: ended.append("process"))
         inject(f'{{"{DEVICE}": {{"lost": true}}}}')
         lost = await ask("lost")
