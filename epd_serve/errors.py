@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from copy import copy
+from typing import Any, ClassVar, Self
 
 import msgspec
 
@@ -61,6 +62,13 @@ class ServeError(Exception):
         self.message = message
         self.param = param
         self.code = code or self.default_code
+
+    def with_more(self, more: str) -> Self:
+        """The same error, with ``more`` behind its message."""
+        other = copy(self)
+        other.message = f"{self.message}; {more}"
+        other.args = (other.message,)
+        return other
 
     def body(self) -> dict[str, Any]:
         """The JSON object ``{"error": {message, type, param, code}}`` of the OpenAI API."""

@@ -257,8 +257,11 @@ class RequestFlow:
         if is_worth_waiting and event.now_s < self._until_s:
             self._actions.append(do.Wait(self._until_s))
         else:
-            assert self._waits_for is not None
-            self._end_request(do.Fail(self._waits_for))
+            why = self._waits_for
+            assert why is not None
+            if is_worth_waiting and why is history.failure and fleet.wait_s:
+                why = why.with_more(f"nothing could take over within {fleet.wait_s:g} s (gateway.failover.wait_s)")
+            self._end_request(do.Fail(why))
         return None
 
     def _begin_try(self, route: Route, kind: do.Kind | None = None, held: HeldKV | None = None) -> None:

@@ -266,7 +266,8 @@ async def test_why_p_gave_up_comes_from_d(start, kit):
         *kit.fail(502, "the KV transfer failed: no such region"),
     ]
     status, error = await gateway.error(kit.chat())
-    assert (status, error["message"]) == (502, "the KV transfer failed: no such region")
+    late = "nothing could take over within 0.5 s (gateway.failover.wait_s)"
+    assert (status, error["message"]) == (502, f"the KV transfer failed: no such region; {late}")
     await gateway.settle()
 
 
