@@ -25,7 +25,7 @@ from device.ops.linear import pack_modules
 from epd_serve.models.checkpoint_config import layer_configs
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.loader import attend_by
-from epd_serve.models.recurrent_states import RecurrentStates
+from epd_serve.models.recurrent_states import RecurrentStates, cache_argument
 from epd_serve.models.stored_weights import read_weights
 
 
@@ -120,7 +120,7 @@ class GenericDecoder:
         if self._embeds_by_layer:
             more["per_layer_inputs"] = self._model.get_per_layer_inputs(ids[None])
         if self._asks_for_positions:
-            more["past_key_values"] = _Positions(positions[0])
+            more[cache_argument(self._model)] = _Positions(positions[0])
         output = self._model(inputs_embeds=embeddings[None], position_ids=positions, use_cache=False, **more)
         hidden: Tensor = output.last_hidden_state[0]
         if self._states.layers and context.on_layer is not None:

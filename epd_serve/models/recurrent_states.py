@@ -7,6 +7,7 @@ admitted: so states are counted, forked, saved, sent and freed as KV is, and the
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +15,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from epd_serve.models.decoder import StepContext
 
-#: Kinds of layers with a state: the name of their module, and of its argument for the cache.
-_MODULES = {"linear_attention": ("linear_attn", "cache_params"), "conv": ("conv", "past_key_values")}
+#: Kinds of layers with a state, and the name of their module.
+_MODULES = {"linear_attention": "linear_attn", "conv": "conv"}
+#: Names of a module's argument for the cache: since transformers 5.24, and before.
+_CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 #: Of the numbers as which blocks are copied.
 _WORD = torch.float32
 
@@ -44,8 +48,8 @@ class RecurrentStates:
         self._memory: Tensor
         self._groups: list[_Group]
         for number, index in enumerate(self.layers):
-            name, argument = _MODULES[kinds[index]]
-            module = getattr(model.layers[index], name)
+            module = getattr(model.layers[index], _MODULES[kinds[index]])
+            argument = cache_argument(module)
             if not number:
                 self._parts = _parts(module, argument, index, config.hidden_size)
             module.forward = partial(self._forward, module.forward, argument, number, index)
@@ -160,6 +164,16 @@ class _Part:
             layer.conv_kernel_size[0] = states.shape[-1]
         else:
             layer.recurrent_states[0], layer.is_recurrent_states_initialized[0] = states, True
+
+
+def cache_argument(module: Any) -> str:
+    """The name by which a module of transformers takes its cache. Raises ValueError for one that takes none."""
+    taken = inspect.signature(module.forward).parameters
+    for name in _CACHE_ARGUMENTS:
+        if name in taken:
+            return name
+    kind, version, names = type(module).__name__, transformers.__version__, ", ".join(_CACHE_ARGUMENTS)
+    raise ValueError(f"{kind} of transformers {version} takes no {names}: install transformers 5.23 or 5.24")
 
 
 def _parts(module: Any, argument: str, index: int, hidden_size: int) -> list[_Part]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 
 import pytest
 import tiny_models
+import torch
 from engine_bench import BLOCK_SIZE, EngineBench
 from reference import Reference
 
 from epd_serve.cache.block_pool import num_blocks_for
+from epd_serve.models.recurrent_states import cache_argument
 from epd_serve.sched.schedule import Budget
 
 QUESTIONS = ("Say apple", "What is this?", "Repeat: " + "apple banana " * 6, "What is 2 + 3?")
@@ -48,3 +51,23 @@ def test_tokens_are_those_of_generate(
         assert bench.num_preemptions > 0
     bench.check_idle()
     bench.close()
+
+
+def test_the_cache_has_the_name_that_transformers_gives_it() -> None:
+    """transformers 5.24 has a new one, and decorates the old one's function."""
+
+    class Module(torch.nn.Module):
+        def forward(self, hidden_states: torch.Tensor, cache_params: object = None) -> None:
+            raise NotImplementedError
+
+    module = Module()
+    assert cache_argument(module) == "cache_params"
+
+    def newer(hidden_states: torch.Tensor, cache: object = None) -> None:
+        raise NotImplementedError
+
+    module.forward = wraps(newer)(lambda *args, **kwargs: newer(*args, **kwargs))
+    assert cache_argument(module) == "cache"
+    module.forward = lambda hidden_states: None
+    with pytest.raises(ValueError, match=r"Module of transformers 5\.\d+.* takes no cache, cache_params"):
+        cache_argument(module)
