@@ -51,7 +51,11 @@ def test_an_empty_file_is_the_default_deployment() -> None:
         ("gateway:\n  port: true", 2, "gateway.port: true is not possible here"),
         ("instances: {kv_cache_bytes: true}", 1, "true is not possible here"),
         ("instances: {kv_transfer: {group_layers: false}}", 1, "false is not possible here"),
-        ("devices: [emulated:h200 x 3]\ntopology: EP@tp2-D", 2, ":2: topology: emulated devices share no"),
+        (
+            "model: {shape_of: qwen2-vl-7b}\ndevices: [emulated:h200 x 3]\ntopology: EP@tp2-D",
+            3,
+            ":3: topology: emulated devices share no",
+        ),
         ("dtype: auto\nvllm: {}", 1, ":1: vllm and engine_args are for engine: vllm"),
         ("- topology", 1, "expected keys and values such as 'topology: E-P-D'"),
         ("model: demo\ntopology: [", 2, "expected"),

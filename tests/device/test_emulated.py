@@ -202,12 +202,12 @@ def test_work_that_fails_is_heard_of_when_the_host_waits() -> None:
 
 
 def test_memory_ends_and_comes_back() -> None:
-    device = get_device("emulated:rtx-4090:3")
+    device = get_device("emulated:rtx-4090:14")
     total, free = device.memory()
     assert total == free == 24_000_000_000
     device.set_memory_fraction(0.001)
     kept = torch.empty(20_000_000, dtype=torch.uint8, device=device.torch_device)
-    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 9\.54 MiB on emulated:rtx-4090:3"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 9\.54 MiB on emulated:rtx-4090:14"):
         torch.empty(10_000_000, dtype=torch.uint8, device=device.torch_device)
     half = kept[:10_000_000]
     del kept

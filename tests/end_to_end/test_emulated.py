@@ -256,7 +256,7 @@ async def test_nothing_goes_through_the_host_to_or_from_ranks_that_share_a_model
         send(followers, command)
 
     monkeypatch.setattr(Followers, "send", sending)
-    of = {split: {"device": "emulated:h200:3,emulated:h200:4"}}
+    of = {split: {"device": "emulated:h200:3,emulated:h200:16"}}
     async with deployment(model, "E", "P", "D", options=options, of=of, health=UNWATCHED) as one:
         answers = await asyncio.gather(
             *(one.post("/v1/chat/completions", chat(text, *images, **fields)) for text, images in asked)
