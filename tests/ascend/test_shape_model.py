@@ -151,7 +151,7 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_passes(step: str, executor: StepExecutor) -> None:
     decodes, chunks, image_tokens = STEPS[step]
-    hidden = executor._model._hidden_size
+    hidden = executor._model.hidden_size
     levels = 2 if hidden == 4096 else 1  # Qwen3-VL has one deepstack level here
     features = torch.empty(image_tokens, levels * hidden, dtype=torch.bfloat16) if image_tokens else None
     with NpuRecorder("shape") as recorder:
