@@ -82,7 +82,7 @@ class CountingEmbedded(Counted, EmbeddedTransport):
 
 
 class CountingMooncake(Counted, MooncakeTransport):
-    """What Mooncake itself copies is its own."""
+    """Bytes that Mooncake itself copies are not counted."""
 
     def read(self, region: wire.Region, pieces: Sequence[Piece]) -> None:
         self.moved(pieces)
@@ -111,7 +111,7 @@ def _transport(device_name: str, way: str) -> CountingEmbedded | CountingMooncak
 
 
 def _lacks(device_name: str, way: str) -> str:
-    """What a way lacks here; "" where nothing."""
+    """The reason why a way cannot run here; "" where it can."""
     if way != "mooncake":
         return ""
     try:

@@ -30,7 +30,10 @@ LONGEST = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"}
 
 
 def size_tensors(visual: Any, grid: Tensor) -> dict[str, Tensor]:
-    """What transformers' tower derives from the sizes of pictures [N, 3], on the host, by its arguments' names."""
+    """Tensors that a transformers tower derives from the sizes of pictures [N, 3], by its arguments' names.
+
+    They are on the host.
+    """
     merge = visual.spatial_merge_size
     tensors = {"position_ids": get_vision_position_ids(grid, merge), "cu_seqlens": get_vision_cu_seqlens(grid)}
     if hasattr(visual, "window_size"):

@@ -19,7 +19,7 @@ import tiny_models
 from chat import chat
 from fleet import Books, figures
 from identity import MAX_TOKENS, start_fleet
-from in_process import deployment
+from in_process import Deployment, deployment
 from pictures import noise
 from reference import Reference
 from transports import needs_mooncake
@@ -39,8 +39,8 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import Role
 
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0"), "(E-P)-D": ("e1", "p1", "d0")}
+FIELDS: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
 #: All instances are in the test's process, which a busy machine keeps from answering for a while.
-FIELDS = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
 UNWATCHED = {"probe_interval_s": None}
 CASES: dict[str, dict[str, Any]] = {
     "pushed KV, steps launched ahead": {"async_scheduling": "on"},
@@ -70,13 +70,27 @@ async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pyt
     ("topology", "ahead"), [("E-P@tp2-D@tp2", "on"), ("E-P@tp4-D@tp2", "off"), ("EP@tp2-D", "on")]
 )
 async def test_tokens_of_ranks_equal_generate(topology: str, ahead: str, tmp_path: Path) -> None:
-    """Where KV goes from ranks to as many, to fewer that share heads, and to one; none of it by the host."""
+    """KV goes from ranks to as many, to fewer that share heads, and to one; none of it by the host."""
     model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
     instances = {"async_scheduling": ahead}
     async with start_fleet(model, topology, devices=["emulated:h200 x 7"], instances=instances) as fleet:
         await fleet.check_tokens(fleet.urls)
         moved = {name: (await figures(url))["kv_bytes_total"] for name, url in fleet.urls.items()}
         assert moved.pop("d0") == 0 < sum(moved.values()), "P writes, and D reads nothing"
+
+
+async def check_answers(one: Deployment, reference: Reference, asked: list[tuple[str, list[Any]]]) -> None:
+    """Ask all texts with their pictures at once: the tokens are those of ``generate``, nothing is held."""
+    answers = await asyncio.gather(
+        *(one.post("/v1/chat/completions", chat(text, *images, **FIELDS)) for text, images in asked)
+    )
+    for (status, answer), (text, images) in zip(answers, asked, strict=True):
+        assert status == 200, answer
+        chosen = answer["choices"][0]["logprobs"]["content"]
+        found = [bytes(token["bytes"]).decode(errors="replace") for token in chosen]
+        tokens = reference.generate(text, images, max_tokens=FIELDS["max_tokens"])
+        assert found == [reference.tokenizer.decode([token]) for token in tokens], text
+    await one.settle()
 
 
 class Copied:
@@ -136,16 +150,7 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
     copied = Copied(monkeypatch)
     async with deployment(model, "E", "P", "D", options=options, health=UNWATCHED) as one:
-        answers = await asyncio.gather(
-            *(one.post("/v1/chat/completions", chat(text, *images, **FIELDS)) for text, images in asked)
-        )
-        for (status, answer), (text, images) in zip(answers, asked, strict=True):
-            assert status == 200, answer
-            chosen = answer["choices"][0]["logprobs"]["content"]
-            found = [bytes(token["bytes"]).decode(errors="replace") for token in chosen]
-            tokens = reference.generate(text, images, max_tokens=6)
-            assert found == [reference.tokenizer.decode([token]) for token in tokens], text
-        await one.settle()
+        await check_answers(one, reference, asked)
         for instance in one.instances.values():
             if instance.language is None:
                 continue
@@ -196,8 +201,6 @@ async def test_features_and_kv_go_from_device_to_device(
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
-    tokens = {text: reference.generate(text, images, max_tokens=6) for text, images in asked}
     options = {
         "device": "emulated:h200:2",
         "block_size": 8,
@@ -209,19 +212,7 @@ async def test_features_and_kv_go_from_device_to_device(
     monkeypatch.setattr(Copies, "to_device", None)
     async with deployment(model, *roles, options=options, health=UNWATCHED) as one:
         prefill, decode = list(one.instances.values())[-2:]
-
-        async def ask() -> None:
-            answers = await asyncio.gather(
-                *(one.post("/v1/chat/completions", chat(text, *images, **fields)) for text, images in asked)
-            )
-            for (status, answer), (text, _) in zip(answers, asked, strict=True):
-                assert status == 200, answer
-                chosen = answer["choices"][0]["logprobs"]["content"]
-                found = [bytes(token["bytes"]).decode(errors="replace") for token in chosen]
-                assert found == [reference.tokenizer.decode([token]) for token in tokens[text]], text
-            await one.settle()
-
-        await ask()
+        await check_answers(one, reference, asked)
         before = mapped()
         assert len(before) == len(roles) - 1, "D's KV, and E's features where E is apart"
         used = decode.device.memory()
@@ -229,7 +220,7 @@ async def test_features_and_kv_go_from_device_to_device(
         assert len(mapped()) == len(roles) - 2, "P maps memory that is no longer D's"
         await decode.rebuild(Role.parse("D"))
         assert decode.device.memory()[1] >= used[1]
-        await ask()
+        await check_answers(one, reference, asked)
         assert len(mapped() - before) == 1
         of_p, of_d = await figures(prefill.url), await figures(decode.url)
         assert of_p["kv_bytes_total"] > 0 == of_d["kv_bytes_total"], "P writes, and D reads nothing"
@@ -243,7 +234,6 @@ async def test_nothing_goes_through_the_host_to_or_from_ranks_that_share_a_model
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, [])]
-    fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40}
     monkeypatch.setattr(KVCache, "copy", None)  # between the device and the host's cells
     monkeypatch.setattr(Copies, "to_host", None)
@@ -258,18 +248,7 @@ async def test_nothing_goes_through_the_host_to_or_from_ranks_that_share_a_model
     monkeypatch.setattr(Followers, "send", sending)
     of = {split: {"device": "emulated:h200:3,emulated:h200:16"}}
     async with deployment(model, "E", "P", "D", options=options, of=of, health=UNWATCHED) as one:
-        answers = await asyncio.gather(
-            *(one.post("/v1/chat/completions", chat(text, *images, **fields)) for text, images in asked)
-        )
-        for (status, answer), (text, images) in zip(answers, asked, strict=True):
-            assert status == 200, answer
-            found = [
-                bytes(token["bytes"]).decode(errors="replace")
-                for token in answer["choices"][0]["logprobs"]["content"]
-            ]
-            tokens = reference.generate(text, images, max_tokens=6)
-            assert found == [reference.tokenizer.decode([token]) for token in tokens], text
-        await one.settle()
+        await check_answers(one, reference, asked)
         of_p, of_d = [await figures(one.instances[name].url) for name in ("p1", "d2")]
         assert of_p["kv_bytes_total"] > 0 == of_d["kv_bytes_total"], "P writes, and D reads nothing"
     features = [command.features for command in sent if isinstance(command, StepInputs)]
@@ -286,7 +265,6 @@ async def test_mooncake_reads_features_and_kv_where_they_are(
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    tokens = {text: reference.generate(text, images, max_tokens=6) for text, images in asked}
     transfer = {"mode": mode, "transport": "mooncake"}
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
     for part, name in ((KVCache, "copy"), (Copies, "to_host"), (Copies, "to_device")):
@@ -296,15 +274,7 @@ async def test_mooncake_reads_features_and_kv_where_they_are(
             if again:
                 await one.instances["d2"].rebuild(Role.parse("E"))
                 await one.instances["d2"].rebuild(Role.parse("D"))
-            answers = await asyncio.gather(
-                *(one.post("/v1/chat/completions", chat(text, *images, **FIELDS)) for text, images in asked)
-            )
-            for (status, answer), (text, _) in zip(answers, asked, strict=True):
-                assert status == 200, answer
-                chosen = answer["choices"][0]["logprobs"]["content"]
-                found = [bytes(token["bytes"]).decode(errors="replace") for token in chosen]
-                assert found == [reference.tokenizer.decode([token]) for token in tokens[text]], text
-            await one.settle()
+            await check_answers(one, reference, asked)
             assert not mapped()
             moved = {name: await figures(instance.url) for name, instance in one.instances.items()}
             assert moved["d2"]["kv_bytes_total"] > 0, "D reads"
@@ -323,11 +293,10 @@ async def test_features_go_by_the_host_where_the_device_is_not_reached(
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     tokens = (reference := Reference(model)).generate("What is this?", [noise(1)], max_tokens=6)
     encoder = {**consumer, "device": "emulated:h200:2"}
-    fields = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
     of = {"e0": encoder, "pd1": {"device": "emulated:h200:2", **consumer}}
     async with deployment(model, "E", "PD", of=of, health=UNWATCHED) as one:
         for _ in range(2):
-            status, answer = await one.post("/v1/chat/completions", chat("What is this?", noise(1), **fields))
+            status, answer = await one.post("/v1/chat/completions", chat("What is this?", noise(1), **FIELDS))
             assert status == 200, answer
             chosen = answer["choices"][0]["logprobs"]["content"]
             found = [bytes(token["bytes"]).decode(errors="replace") for token in chosen]

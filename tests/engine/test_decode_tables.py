@@ -128,12 +128,13 @@ def test_an_ordinary_step_uploads_new_blocks_alone(tmp_path: Path, monkeypatch: 
         # the steps around it, as the next one is launched before this one ends
         if len(batches[place]) == 4 and batches[place - 2 : place + 2] == [batches[place]] * 4
     ]
-    # A place and a block for each: one sequence is a token ahead, whose prompt the others have from the cache.
-    assert len(ordinary) > 20 and set(ordinary) == {0, 2 * 8, 3 * 2 * 8}
+    # A place and a block for each sequence that begins a block, and nothing for the others.
+    assert len(ordinary) > 20 and ordinary.count(0) > len(ordinary) / 2
+    assert sum(ordinary) > 0 and set(ordinary) <= {2 * 8 * count for count in range(5)}
 
 
 def test_an_ordinary_step_names_new_blocks_alone() -> None:
-    """Of 256 sequences of any length, one in every block's tokens takes a block; nothing grows with contexts."""
+    """A step of 256 sequences takes a block for one in sixteen of them; nothing grows with contexts."""
     host = DecodeTables(16, 256)
     lens = [8000 + row for row in range(256)]
     tables = [list(range(600)) for _ in lens]
