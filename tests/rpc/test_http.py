@@ -246,6 +246,9 @@ def test_calls_that_are_given_up_while_they_connect_keep_no_pool_open(loop_facto
                 async with asyncio.timeout(300):
                     await pool.close()
         listening.close()
+        async with asyncio.timeout(300):
+            while len(asyncio.all_tasks()) > 1:  # the server's side of what was accepted  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(scenario())
