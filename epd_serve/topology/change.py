@@ -126,12 +126,14 @@ class _Change:
         able = any(part.can_become(Role.parse("EPD")) for part in running)
         self._all_stages = Role.parse("EPD" if all_encode and able else "PD")
         self._aside = ""  # who serves all stages meanwhile
+        self._kept: dict[str, Part] = {}  # the wanted instance that one is, or has become
         for part in reversed(wanted):  # the first names are for those that are started
             name = next((name for name in self.spare if _is_same(self.now[name], part)), None)
             if name is None:
                 self.missing.setdefault(part.kind, []).insert(0, part)
             else:
                 self.spare.remove(name)
+                self._kept[name] = part
 
     def start_missing(self) -> None:
         """Start as many of each kind as are wanted beyond those that run, first those that serve P and D.
@@ -164,23 +166,28 @@ class _Change:
         self._switch(name, role)
         self.spare.remove(name)
         parts = self.missing[one.kind]
-        parts.remove(next(part for part in reversed(parts) if part.role == role))
+        self._kept[name] = next(part for part in reversed(parts) if part.role == role)
+        parts.remove(self._kept[name])
         return True
 
     def switch_aside(self) -> bool:
-        """Have one instance serve all stages while others change; return whether one can."""
+        """Have one instance serve all stages while others change; return whether one can.
+
+        One that this change starts on a CPU does not: a CPU has room for what is missing.
+        """
         serving, role = self._serving(), self._all_stages
+        started = {step.name for step in self.starts if not self.now[step.name].accelerators}
         able = [
             (*self._rank(one, role, serving), len(one.floor), name)
             for name, one in self.now.items()
-            if one.role != role and one.can_become(role) and _can_leave(one, serving)
+            if name not in started and one.role != role and one.can_become(role) and _can_leave(one, serving)
         ]
         if self._aside or not able:
             return False
         self._aside = name = min(able)[-1]
         if name not in self.spare:
             self.spare.append(name)
-            self.missing.setdefault(self.now[name].kind, []).append(self.now[name])
+            self.missing.setdefault(self.now[name].kind, []).append(self._kept[name])
         self._switch(name, role)
         return True
 
@@ -211,7 +218,7 @@ class _Change:
 
     def _start(self, part: Part) -> None:
         self.missing[part.kind].remove(part)
-        self.now[part.name] = part
+        self.now[part.name] = self._kept[part.name] = part
         self.starts.append(Step(kind=StepKind.START, name=part.name, role=part.role))
 
     def _switch(self, name: str, role: Role) -> None:

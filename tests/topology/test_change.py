@@ -127,6 +127,8 @@ def test_what_can_change_its_role_does() -> None:
         "switch epd0 from EPD to E",
     ]
     assert said(placed("E-P-D", cpu, ""), placed("EP-D", cpu, "w")) == ["switch e0 from E to EP", "stop p0 (P)"]
+    alone = said([part("epd0", "EPD")], [part("ep0", "EP"), part("d0", "D")])
+    assert alone == ["start ep0 (EP)", "start d0 (D)", "stop epd0 (EPD)"], "nobody can take its place meanwhile"
     swap = said(placed("EP-D", cpu, ""), placed("ED-P", cpu, "w"))
     assert [step.split()[0] for step in swap] == ["start", "switch", "stop"], "P and D are both the only ones"
 
