@@ -8,10 +8,10 @@ from told import told
 
 from epd_serve.config import DeploymentConfig, parse_config
 from epd_serve.config.shares import DeviceShare
-from epd_serve.launch import ProcessSpec
 from epd_serve.launch.commands import gateway_spec, instance_specs, shared_parts, sharing_weights
 from epd_serve.launch.dry_run import dry_run
 from epd_serve.launch.processes.ports import Ports
+from epd_serve.launch.processes.process import ProcessSpec
 
 
 def specs(

@@ -19,11 +19,10 @@ from fake_mps import install
 
 from device import mps
 from epd_serve.config import DeploymentConfig, parse_config
-from epd_serve.launch import Backoff, ProcessDied
 from epd_serve.launch.commands import check_mps, instance_specs, mps_note, mps_spec, with_mps
 from epd_serve.launch.processes.ports import choose_ports
-from epd_serve.launch.processes.process import ProcessSpec
-from epd_serve.launch.processes.supervisor import Supervisor
+from epd_serve.launch.processes.process import ProcessDied, ProcessSpec
+from epd_serve.launch.processes.supervisor import Backoff, Supervisor
 from epd_serve.launch.remote.part import PartRecord, unit_placement
 
 SHARED = "topology: (E-PD)\ndevices: [cuda:0]\nroles: {E: {share: 0.5}}\ngateway: {port: 0}\n"

@@ -15,10 +15,10 @@ from aiohttp import web
 
 from epd_serve.config import change_config, parse_config
 from epd_serve.config.role_files import in_role, remember
-from epd_serve.launch import Supervisor
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
+from epd_serve.launch.processes.supervisor import Supervisor
 from epd_serve.launch.rollout import ApplyLimits, ApplyStopped, OwnGateway, Rollout
 from epd_serve.types import Role
 
