@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
+from epd_serve.cli import ended_by_ctrl_c
 from epd_serve.cli.flags import Join
-from epd_serve.cli.interrupt import ended_by_ctrl_c
 from epd_serve.config import load_config
 
 

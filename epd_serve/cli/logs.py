@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from epd_serve.cli.admin import AdminUrl, ask_admin, choose_gateway
-from epd_serve.launch.processes.logs import LogPiece, log_files, log_piece
+from epd_serve.launch.processes.logs import LogPiece, log_files, log_piece, log_root, log_runs
 from epd_serve.rpc.admin import AdminClient
 
 _POLL_S = 0.3
@@ -31,8 +31,6 @@ def logs(
 
     They are those of this machine, or with --admin those of all hosts of a deployment file.
     """
-    from epd_serve.launch.processes.runtime import log_root, log_runs
-
     found = log_runs()
     if list_runs:
         for number, directory in enumerate(found, start=1):

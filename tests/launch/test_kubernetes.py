@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 
 from epd_serve.cli.app import app
 from epd_serve.config import load_config, parse_config
-from epd_serve.launch.remote.kubernetes import manifests, render
+from epd_serve.launch.remote.kubernetes import InferencePool, Keda, Values, load_values, manifests, render
 from epd_serve.launch.remote.part import PartRecord, unit_placement
-from epd_serve.launch.remote.values import InferencePool, Keda, Values, load_values
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.glob("*.yaml"))

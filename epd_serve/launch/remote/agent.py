@@ -24,9 +24,8 @@ from epd_serve.config.gateway import read_secret
 from epd_serve.config.keys import admin_headers, join_headers
 from epd_serve.config.load import placed_keys, with_placed_keys
 from epd_serve.launch.commands import mps_note
-from epd_serve.launch.processes.logs import log_files, log_piece
+from epd_serve.launch.processes.logs import log_files, log_piece, new_log_run
 from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, spawn
-from epd_serve.launch.processes.runtime import new_log_run
 from epd_serve.launch.processes.supervisor import Supervisor
 from epd_serve.launch.remote.part import PartRecord, Place, at_address
 from epd_serve.launch.rollout import ApplyLimits, GatewayOrders, Rollout
