@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +109,8 @@ class LocalDeployment:
         record.weight_files = self._weight_files
         record.admin = None if self._runtime is None else self._runtime.admin
         self._preloaded = _PRELOADED if isinstance(config.model, str) else _PRELOADED_OF_SHAPES
-        self._fork_server = self._fork_server_for([spec for spec in specs if spec.can_fork])
+        forked = [spec for spec in specs if spec.can_fork]
+        self._fork_server = self._new_fork_server(forked[0]) if len(forked) > 1 else None
         config_file = record.write_gateway_file(config)
         gateway = gateway_spec(config, ports, config_file, record.environment, record.admin)
         self.gateway_url = gateway.url
@@ -134,8 +135,10 @@ class LocalDeployment:
             on_death=died,
             start=self._start,
         )
-        orders = None if record.admin is None else OwnGateway(record.admin, record)
-        self._applier = Rollout(record, self._supervisor, orders, self._make_forkable, on_apply)
+        self._applier: Rollout | None = None
+        if record.admin is not None:
+            orders = OwnGateway(record.admin, record)
+            self._applier = Rollout(record, self._supervisor, orders, self._make_forkable, on_apply)
         self._control: ControlServer | None = None
 
     async def __aenter__(self) -> Self:
@@ -174,9 +177,11 @@ class LocalDeployment:
 
     async def start(self) -> None:
         """Start all processes; returns before they are ready. Raises ProcessDied where MPS does not start."""
-        if self._runtime is not None:
+        if self._runtime is not None and self._applier is not None:
             try:
-                self._control = await ControlServer.start(self._runtime.control, self._applier)
+                control = ControlServer(self._applier)
+                await control.start(self._runtime.control)
+                self._control = control
             except OSError as error:
                 self.no_control = f"{self._runtime.control}: {error.strerror or error}"
         if self._fork_server is not None:
@@ -202,15 +207,19 @@ class LocalDeployment:
         ``tell`` is called with each step. Raises ValueError for a change that cannot be made, ApplyStopped for one
         that stopped midway: the deployment serves on with the instances that it has then.
         """
+        if self._applier is None:
+            raise ValueError("this deployment was started without a way to change it")
         await self._applier.apply(config, limits, tell)
 
     async def stop(self) -> None:
         """End all processes within 10 s, the gateway first and a mooncake_master last."""
-        self._applier.call_off()  # it ends what it was starting, while the others end
+        if self._applier is not None:
+            self._applier.call_off()  # it ends what it was starting, while the others end
         if self._control is not None:
             await self._control.close()
         await self._supervisor.stop()
-        await self._applier.close()
+        if self._applier is not None:
+            await self._applier.close()
         if self._fork_server is not None:
             await self._fork_server.close()
         died = any(process.state is ProcessState.DIED for process in self.processes)
@@ -229,9 +238,6 @@ class LocalDeployment:
     def kill(self) -> None:
         """End all processes at once. :meth:`stop` must still be awaited."""
         self._supervisor.kill()
-
-    def _fork_server_for(self, specs: Sequence[ProcessSpec]) -> ForkServer | None:
-        return self._new_fork_server(specs[0]) if len(specs) > 1 else None
 
     def _new_fork_server(self, spec: ProcessSpec) -> ForkServer:
         log_file = self.log_dir / "fork-server.log"

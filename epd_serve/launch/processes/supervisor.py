@@ -275,7 +275,7 @@ class Supervisor:
             if not (self._restart and was_ready):
                 return death
             ready_s = process.ready_s
-            process.wait_for_restart()
+            process.enter(ProcessState.WAITING)
             while process.state is ProcessState.WAITING:
                 delay_s = backoff.next_delay_s(ready_s)
                 self._on_death(death, delay_s)
