@@ -66,26 +66,13 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
     boards = _boards(live, prepared, record.directory)
     names = _names(set(live), prepared)
     running = [
-        Part(
-            name=name,
-            role=one.options.role,
-            kind=one.kind(_board(one)),
-            devices=one.placement.devices,
+        replace(
+            _part(name, one, _board(one)),
             is_current=one.is_current(config.settings_for(str(one.options.role))),
-            roles=one.roles,
         )
         for name, one in live.items()
     ]
-    wanted = [
-        Part(
-            name=name,
-            role=one.options.role,
-            kind=one.kind(boards.get(_board(one))),
-            devices=one.placement.devices,
-            roles=one.roles,
-        )
-        for name, one in zip(names, prepared, strict=True)
-    ]
+    wanted = [_part(name, one, boards.get(_board(one))) for name, one in zip(names, prepared, strict=True)]
     steps = plan_change(running, wanted, record.elsewhere(config))
     started = {step.name for step in steps if step.kind is StepKind.START}
     named = {name: one for name, one in zip(names, prepared, strict=True) if name in started}
@@ -93,6 +80,16 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
         steps=tuple(steps),
         to_start=_placed(record, config, named, boards),
         notes=tuple(_notes(record, config, prepared, steps)),
+    )
+
+
+def _part(name: str, one: Prepared, board: str | None) -> Part:
+    return Part(
+        name=name,
+        role=one.options.role,
+        kind=one.kind(board),
+        devices=one.placement.devices,
+        roles=one.roles,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,24 +109,17 @@ class LocalDeployment:
         record.weight_files = self._weight_files
         record.admin = None if self._runtime is None else self._runtime.admin
         self._preloaded = _PRELOADED if isinstance(config.model, str) else _PRELOADED_OF_SHAPES
-        forked = [spec for spec in specs if spec.can_fork]
-        self._fork_server = self._new_fork_server(forked[0]) if len(forked) > 1 else None
-        config_file = record.write_gateway_file(config)
-        gateway = gateway_spec(config, ports, config_file, record.environment, record.admin)
+        self._fork_server = self._fork_server_for([spec for spec in specs if spec.can_fork])
+        gateway, *others = self._gateway_specs()
         self.gateway_url = gateway.url
         self._ready_timeout_s = ready_timeout_s
-        specs = [*([] if master is None else [master]), *specs, gateway]
-        if config.elastic.enabled or config.elastic.drift.enabled:
-            if record.admin is None:
-                raise ValueError(f"elastic needs the gateway's socket, which cannot be made: {self.no_control}")
-            specs.append(autoscale_spec(config_file, record.environment, record.admin))
 
         def died(death: ProcessDied, delay_s: float) -> None:
             record.restarts(death.name)
             on_death(death, delay_s)
 
         self._supervisor = Supervisor(
-            specs,
+            [*([] if master is None else [master]), *specs, gateway, *others],
             self.log_dir,
             restart=config.restart == "on-failure",
             hang_timeout_s=config.hang_timeout_s,
@@ -225,6 +218,17 @@ class LocalDeployment:
         died = any(process.state is ProcessState.DIED for process in self.processes)
         self._give_back(keep_logs=died or self._supervisor.num_deaths > 0)
 
+    def _gateway_specs(self) -> list[ProcessSpec]:
+        """The gateway and, where it is enabled, ``epd-serve autoscale``."""
+        record, config = self._record, self._record.config
+        config_file = record.write_gateway_file(config)
+        specs = [gateway_spec(config, record.ports, config_file, record.environment, record.admin)]
+        if config.elastic.enabled or config.elastic.drift.enabled:
+            if record.admin is None:
+                raise ValueError(f"elastic needs the gateway's socket, which cannot be made: {self.no_control}")
+            specs.append(autoscale_spec(config_file, record.environment, record.admin))
+        return specs
+
     def _give_back(self, *, keep_logs: bool) -> None:
         """Close what instances share, and remove the logs unless somebody wants to read them."""
         release(self._claims)
@@ -238,6 +242,9 @@ class LocalDeployment:
     def kill(self) -> None:
         """End all processes at once. :meth:`stop` must still be awaited."""
         self._supervisor.kill()
+
+    def _fork_server_for(self, specs: Sequence[ProcessSpec]) -> ForkServer | None:
+        return self._new_fork_server(specs[0]) if len(specs) > 1 else None
 
     def _new_fork_server(self, spec: ProcessSpec) -> ForkServer:
         log_file = self.log_dir / "fork-server.log"

@@ -326,14 +326,14 @@ class ManagedProcess:
         self._on_change(self)
 
 
-async def spawn(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Process:
-    """Spawn a process: the usual :data:`Starter`."""
+async def spawn(spec: ProcessSpec, log_file: Path, *, shares_output: bool = False) -> asyncio.subprocess.Process:
+    """Spawn a process: the usual :data:`Starter`. ``shares_output``: it writes where this process writes."""
     with log_file.open("ab") as log:
         return await asyncio.create_subprocess_exec(
             *spec.command,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=asyncio.subprocess.STDOUT,
+            stdout=None if shares_output else log,
+            stderr=None if shares_output else log,
             env=dict(spec.environment),
             start_new_session=True,
             pass_fds=spec.descriptors,

@@ -10,6 +10,7 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import read_secret
 from epd_serve.config.keys import admin_headers, join_headers
 from epd_serve.config.load import placed_keys, with_placed_keys
+from epd_serve.errors import InvalidRequest
 from epd_serve.launch.commands import mps_note
 from epd_serve.launch.processes.logs import log_files, log_piece, new_log_run
 from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, spawn
@@ -89,7 +91,7 @@ async def run_agent(
             hang_timeout_s=record.config.hang_timeout_s,
             on_change=places.follow,
             on_death=died,
-            start=_spawn if log_dir is None else spawn,
+            start=partial(spawn, shares_output=log_dir is None),  # which whoever runs the agent collects
         )
         tasks = [asyncio.create_task(_run(supervisor)), asyncio.create_task(stop.wait())]
         if host is not None:
@@ -211,8 +213,7 @@ async def _served(
 
 
 def _refused(status: int, message: str) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return Response(msgspec.json.encode({"error": error}), status, media_type="application/json")
+    return Response(InvalidRequest(message).to_json(), status, media_type="application/json")
 
 
 class _Places:
@@ -253,14 +254,3 @@ class _Places:
         for task in self._joined.values():
             task.cancel()
         await asyncio.gather(*self._joined.values(), return_exceptions=True)
-
-
-async def _spawn(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Process:
-    """A process with the agent's own output, which whoever runs the agent collects."""
-    return await asyncio.create_subprocess_exec(
-        *spec.command,
-        stdin=asyncio.subprocess.DEVNULL,
-        env=dict(spec.environment),
-        start_new_session=True,
-        pass_fds=spec.descriptors,
-    )

@@ -340,24 +340,28 @@ class _Cluster:
             limits=limits,
             labels={"llm-d.ai/role": _LLM_D[stages]} if stages in _LLM_D else {},
         )
-        if (keda := self._values.keda) is not None:
+        if self._values.keda is not None:
             del docs[0]["spec"]["replicas"]
-            pods = f"{self._name}-{part}-[a-z0-9]+-[a-z0-9]+(-[a-z]+[0-9]+)?"
-            query = f'sum(max by (instance) (epd_serve_pending_seconds{{instance=~"{pods}"}}))'
-            trigger = {
-                "type": "prometheus",
-                "metricType": "AverageValue",
-                "metadata": {"serverAddress": keda.prometheus, "query": query, "threshold": f"{keda.queued_s:g}"},
-            }
-            scaled = self._object("keda.sh/v1alpha1", "ScaledObject", part)
-            scaled["spec"] = {
-                "scaleTargetRef": {"name": f"{self._name}-{part}"},
-                "minReplicaCount": count,
-                "maxReplicaCount": max(count, keda.max_replicas),
-                "triggers": [trigger],
-            }
-            docs.append(scaled)
+            docs.append(self._scaled(part, count, self._values.keda))
         return docs
+
+    def _scaled(self, part: str, count: int, keda: Keda) -> Manifest:
+        """KEDA adds pods to a workload by the work that waits for its instances."""
+        pods = f"{self._name}-{part}-[a-z0-9]+-[a-z0-9]+(-[a-z]+[0-9]+)?"
+        query = f'sum(max by (instance) (epd_serve_pending_seconds{{instance=~"{pods}"}}))'
+        trigger = {
+            "type": "prometheus",
+            "metricType": "AverageValue",
+            "metadata": {"serverAddress": keda.prometheus, "query": query, "threshold": f"{keda.queued_s:g}"},
+        }
+        scaled = self._object("keda.sh/v1alpha1", "ScaledObject", part)
+        scaled["spec"] = {
+            "scaleTargetRef": {"name": f"{self._name}-{part}"},
+            "minReplicaCount": count,
+            "maxReplicaCount": max(count, keda.max_replicas),
+            "triggers": [trigger],
+        }
+        return scaled
 
     def _master(self) -> list[Manifest]:
         """Mooncake Store's, which instances find by its service."""
