@@ -39,7 +39,7 @@ from benchmarks.common import (
 from benchmarks.deployed import Figures, ask, deployed, figures, growth
 from benchmarks.models import make_model
 from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.routing.encoders import BoundedHash
 from epd_serve.routing.routes import EncoderChoice, Router

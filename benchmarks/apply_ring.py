@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.chaos import Chaos, counters, heading, publish
 from benchmarks.common import ROOT, argument_parser
 from epd_serve.config import load_config
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.verify.client import Client
 from epd_serve.verify.traffic import Outcome, Request, mixed_requests
 

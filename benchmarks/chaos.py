@@ -32,7 +32,9 @@ from rich.console import Console
 from benchmarks.common import RESULTS, machine, typed, write
 from benchmarks.deployed import held_in
 from epd_serve.config import DEMO_MODEL, DeploymentConfig
-from epd_serve.launch import Backoff, LocalDeployment, ProcessState
+from epd_serve.launch.deployment import LocalDeployment
+from epd_serve.launch.processes.process import ProcessState
+from epd_serve.launch.processes.supervisor import Backoff
 from epd_serve.types import KVMode
 from epd_serve.verify.books import balanced
 from epd_serve.verify.check import Failed

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.ablations.processes import ablated
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 Figures = dict[str, float]
 _PREFIX = "epd_serve_instance_"

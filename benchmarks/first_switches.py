@@ -22,7 +22,7 @@ from rich.console import Console
 from benchmarks.common import RESULTS, argument_parser, machine, write
 from benchmarks.models import SHAPES, make_shape
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
 
 RESULT = RESULTS / "first-switches-cpu.json"

@@ -20,7 +20,7 @@ import psutil
 from benchmarks.common import argument_parser, machine, typed
 from benchmarks.deployed import held_in
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.verify.client import Client
 from epd_serve.verify.fuzz import Findings, Fuzzer, answered, run_cases, valid_bodies
 

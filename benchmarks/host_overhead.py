@@ -31,7 +31,7 @@ from benchmarks.common import argument_parser, machine, typed, write
 from benchmarks.deployed import figures, held_in
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.device_time import DeviceTime
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 _EVENT = b'data: {"'
 _INSTANCE, _GATEWAY = "pd0", "gateway"

@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.common import argument_parser, machine, write
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 CHAT, COMPLETION, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 _SHORT = '{"role":"user","content":"hi"}'

@@ -20,7 +20,7 @@ from benchmarks.common import argument_parser, machine, write
 from benchmarks.hostile import p99
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.keys import hash_key
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 _QUESTION = [{"role": "user", "content": "What colours are there?"}]
 _MODEST = {"messages": _QUESTION, "max_tokens": 8, "temperature": 0}

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.common import RESULTS, argument_parser, machine, write
 from epd_serve.config import DeploymentConfig, change_config
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 RESULT = RESULTS / "memory-cpu.json"
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from benchmarks.common import RESULTS, argument_parser, machine, write
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 RESULT = RESULTS / "rehearsal-cpu.json"
 TOPOLOGY = "8E-8P-16D"

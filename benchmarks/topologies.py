@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.common import CHAT_PATH, RESULTS, ROOT, argument_parser, data_url, machine, user_message, write
 from epd_serve.config import change_config, load_config
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 PICTURE = ROOT / "docs" / "images" / "three-shapes.png"
 RESULT = RESULTS / "topologies-cpu.json"

@@ -29,7 +29,7 @@ from benchmarks.common import RESULTS as FOLDER
 from benchmarks.vllm_soundness import INSTANCES, MODEL, chat, cpu_s, processes
 from epd_serve.backends.vllm_command import VllmOptions, command_of, environment_of
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, model_path
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.launch.vllm.probe import probe_vllm
 from epd_serve.types import Role

@@ -25,7 +25,7 @@ from benchmarks.ablations.processes import environment
 from benchmarks.common import RESULTS, argument_parser, machine, write
 from benchmarks.deployed import ask, deployed
 from benchmarks.models import HEAD_DIM, make_model
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 PATH = "/v1/completions"
 LAYERS, KV_HEADS, HIDDEN = 12, 2, 256

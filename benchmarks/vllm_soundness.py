@@ -28,7 +28,7 @@ import psutil
 from benchmarks.common import CHAT_PATH, RESULTS, argument_parser, data_url, greedy_chat, machine, noise, write
 from benchmarks.deployed import figures
 from epd_serve.config import DEMO_MODEL, DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.vllm.probe import probe_vllm
 
 TOPOLOGIES = ("EPD", "E-P-D", "E-PD", "EP-D")

@@ -30,7 +30,7 @@ from rich.console import Console
 from benchmarks.common import argument_parser, machine, write
 from benchmarks.hosts.lab import URL, Clock, Lab, lab, own_network
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.verify.books import balanced
 from epd_serve.verify.check import Failed
 from epd_serve.verify.client import Client

@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.common import RESULTS, ROOT, argument_parser, write
 from benchmarks.topologies import image_message
 from epd_serve.config import change_config, load_config
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 RESULT = RESULTS / "request-path.json"
 #: What is done when the client has its answer belongs to the request.

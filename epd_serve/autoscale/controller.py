@@ -158,13 +158,32 @@ class Controller:
             names = " and ".join(_NAMES[stage] for stage in missing)
             return Decision(at_s=now_s, kind=Kind.STARTING, reason=f"no instance has served {names} so far")
         self._is_starting = False
+        loads, recent = self._observe(now_s, instances)
+        kind, reason, order, wish = self._judge(now_s, instances, loads, recent)
+        dry = self.options.dry_run
+        return Decision(
+            at_s=now_s,
+            kind=kind,
+            reason=f"dry run, nothing is ordered: {reason}" if dry and order is not None else reason,
+            order=None if dry else order,
+            would=order if dry else None,
+            pressures={stage: load.pressure for stage, load in loads.items()},
+            wish=wish,
+        )
+
+    # ------------------------------------------------------------------ parts
+
+    def _observe(
+        self, now_s: float, instances: Sequence[InstanceLoad]
+    ) -> tuple[dict[Stage, StageLoad], Sequence[_At]]:
+        """Take a sample; return the load of each stage and the samples of the last ``hold_s``, a few at least."""
+        options = self.options
         serving = frozenset((one.name, one.role) for one in instances if one.is_serving)
         if serving != self._serving:
             self._serving, self._since_s = serving, now_s
         self._heed_others(now_s, instances)
         sent = self._sent_since(instances)
         self._samples.append((now_s, {stage: sample(stage, instances, sent[stage]) for stage in self._stages}))
-        options = self.options
         while len(self._samples) > 1 and self._samples[1][0] <= now_s - max(options.window_s, options.hold_s):
             self._samples.popleft()
         steady = [one for one in self._samples if one[0] >= self._since_s]
@@ -180,55 +199,49 @@ class Controller:
             )
             for stage in self._stages
         }
+        return loads, recent
+
+    def _judge(
+        self,
+        now_s: float,
+        instances: Sequence[InstanceLoad],
+        loads: Mapping[Stage, StageLoad],
+        recent: Sequence[_At],
+    ) -> tuple[Kind, str, Order | None, Wish | None]:
+        """The kind and the reason of the decision, its order and its wish."""
         pressures = {stage: load.pressure for stage, load in loads.items()}
         stage = max(pressures, key=lambda one: pressures[one])
         worst = pressures[stage]
         foreseen = self._foreseen(now_s, loads)
         if worst <= 1 and foreseen is not None:
             stage, worst = foreseen, _SOON_LATE
-
-        def decision(kind: Kind, reason: str, order: Order | None = None, wish: Wish | None = None) -> Decision:
-            dry = self.options.dry_run
-            return Decision(
-                at_s=now_s,
-                kind=kind,
-                reason=f"dry run, nothing is ordered: {reason}" if dry and order is not None else reason,
-                order=None if dry else order,
-                would=order if dry else None,
-                pressures=pressures,
-                wish=wish,
-            )
-
         if (pending := self._pending(now_s, instances)) is not None:
-            return decision(*pending)
+            return *pending, None, None
         span_s = now_s - recent[0][0]
-        is_known = len(recent) >= _FEWEST_SAMPLES and span_s >= options.hold_s
+        is_known = len(recent) >= _FEWEST_SAMPLES and span_s >= self.options.hold_s
         here = [one for one in instances if one.is_serving]
         if worst <= 1:
             wish = self._too_many(now_s, here, loads) if is_known else None
-            return decision(Kind.CALM, f"every stage keeps the SLO; {_words(pressures)}", wish=wish)
+            return Kind.CALM, f"every stage keeps the SLO; {_words(pressures)}", None, wish
         self._calm_since = None
         late = f"{_NAMES[stage]} is at {pressures[stage]:.1f} times what the SLO allows"
         if pressures[stage] <= 1:
             late += f", and grows to {loads[stage].coming:.1f} times"
         if not is_known:
-            return decision(Kind.WATCHING, f"{late}, for {span_s:.1f} s of the {self.options.hold_s:g} s so far")
+            reason = f"{late}, for {span_s:.1f} s of the {self.options.hold_s:g} s so far"
+            return Kind.WATCHING, reason, None, None
         if (rest_s := self._ordered_s + self.options.cooldown_s - now_s) > 0:
-            return decision(Kind.COOLDOWN, f"{late}; the last switch is {rest_s:.1f} s too young for another")
+            return Kind.COOLDOWN, f"{late}; the last switch is {rest_s:.1f} s too young for another", None, None
         move, why_not = self._best(now_s, here, loads, worst)
         if move is None:
-            wish = self._too_few(now_s, stage, late)
-            return decision(Kind.NOTHING_HELPS, f"{late}; {why_not}", wish=wish)
+            return Kind.NOTHING_HELPS, f"{late}; {why_not}", None, self._too_few(now_s, stage, late)
         order = Order(instance=move.instance.name, role=move.role)
         self._take(now_s, move, order, here, worst)
-        return decision(
-            Kind.SWITCH,
+        reason = (
             f"{late}: {order.instance} goes from {move.instance.role} to {order.role}, which is predicted to take "
-            f"the pressure of all stages from {move.before:.2f} to {move.after:.2f} ({_words(move.pressures)})",
-            order,
+            f"the pressure of all stages from {move.before:.2f} to {move.after:.2f} ({_words(move.pressures)})"
         )
-
-    # ------------------------------------------------------------------ parts
+        return Kind.SWITCH, reason, order, None
 
     def _foreseen(self, now_s: float, loads: Mapping[Stage, StageLoad]) -> Stage | None:
         """The stage whose growing batches have been heading beyond the SLO for ``hold_s``.

@@ -77,14 +77,17 @@ class DriftDetector:
 
     def _compare(self, at_s: float) -> list[Drift | None]:
         before, after = self._reference, list(self._recent)
+        prompts = ([one.num_prompt_tokens for one in every] for every in (before, after))
+        answers = ([one.num_output_tokens for one in every] for every in (before, after))
+        images = ([float(one.num_images > 0) for one in every] for every in (before, after))
         return [
-            self._lengths(at_s, "tokens of a prompt", _values(before, "prompt"), _values(after, "prompt")),
-            self._lengths(at_s, "tokens of an answer", _values(before, "output"), _values(after, "output")),
-            self._share(at_s, _values(before, "image"), _values(after, "image")),
+            self._lengths(at_s, "tokens of a prompt", *prompts),
+            self._lengths(at_s, "tokens of an answer", *answers),
+            self._share(at_s, *images),
             self._rate(at_s, before, after),
         ]
 
-    def _lengths(self, at_s: float, figure: str, before: list[float], after: list[float]) -> Drift | None:
+    def _lengths(self, at_s: float, figure: str, before: list[int], after: list[int]) -> Drift | None:
         """Compare lengths by Welch's statistic of their logarithms: a few giants are no drift."""
         old, new = [log(1 + one) for one in before], [log(1 + one) for one in after]
         error = sqrt((pvariance(old) + pvariance(new)) / len(old))
@@ -116,14 +119,6 @@ class DriftDetector:
             return None
         num = len(before) - 1
         return Drift(at_s=at_s, figure="requests a second", before=num / old_s, after=num / new_s)
-
-
-def _values(every: Sequence[Observed], what: str) -> list[float]:
-    if what == "prompt":
-        return [float(one.num_prompt_tokens) for one in every]
-    if what == "output":
-        return [float(one.num_output_tokens) for one in every]
-    return [float(one.num_images > 0) for one in every]
 
 
 def _log_odds(share: float, num: int) -> float:

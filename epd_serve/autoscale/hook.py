@@ -6,9 +6,11 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import aiohttp
+import psutil
 
 from epd_serve.config.elastic import HookConfig
 
@@ -38,19 +40,28 @@ async def tell(hook: HookConfig, message: Mapping[str, object]) -> bool:
 
 
 async def _run(command: Sequence[str], body: bytes) -> str:
+    status, _, words = await run_program(command, body)
+    return "" if status == 0 else f"exit status {status}: {words}"
+
+
+async def run_program(command: Sequence[str], body: bytes = b"", niceness: int = 0) -> tuple[int, bytes, str]:
+    """Run a program to its end, or until cancelled; return its exit status, its output and the end of its errors.
+
+    ``body`` is its input. Raises OSError where it cannot be started.
+    """
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=asyncio.subprocess.DEVNULL, stderr=pipe
-    )
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe)
     try:
-        _, words = await process.communicate(body)
+        if niceness:
+            with suppress(psutil.Error):
+                psutil.Process(process.pid).nice(niceness)
+        output, words = await process.communicate(body)
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode == 0:
-        return ""
-    return f"exit status {process.returncode}: {words.decode(errors='replace').strip()[-_SHOWN:]}"
+    assert process.returncode is not None
+    return process.returncode, output, words.decode(errors="replace").strip()[-_SHOWN:]
 
 
 async def _post(url: str, body: bytes) -> str:

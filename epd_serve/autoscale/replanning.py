@@ -9,15 +9,13 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from epd_serve.autoscale.drift import Drift, DriftDetector, Observed
-from epd_serve.autoscale.hook import tell
+from epd_serve.autoscale.hook import run_program, tell
 from epd_serve.config import DeploymentConfig
 
 logger = logging.getLogger(__name__)
@@ -26,7 +24,6 @@ logger = logging.getLogger(__name__)
 _IMAGE_PIXELS = 802 * 652
 #: So that requests are served first.
 _NICENESS = 10
-_SHOWN = 300
 
 
 class _Served(msgspec.Struct):
@@ -130,20 +127,8 @@ class Replanner:
 
     async def _run(self, *arguments: str) -> bytes | None:
         """The standard output of epd-serve; None where it failed, which is logged."""
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *self._program, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe
-        )
-        try:
-            with suppress(psutil.Error):
-                psutil.Process(process.pid).nice(_NICENESS)
-            output, words = await process.communicate()
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        if process.returncode != 0:
-            problem = words.decode(errors="replace").strip()[-_SHOWN:]
-            logger.warning("elastic: epd-serve %s failed: %s", arguments[0], problem)
+        status, output, words = await run_program((*self._program, *arguments), niceness=_NICENESS)
+        if status != 0:
+            logger.warning("elastic: epd-serve %s failed: %s", arguments[0], words)
             return None
         return output

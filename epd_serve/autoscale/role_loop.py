@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,6 @@ from epd_serve.autoscale.instance_load import InstanceLoad, from_json
 from epd_serve.autoscale.pressure import Limits
 from epd_serve.autoscale.replanning import Replanner
 from epd_serve.config import DeploymentConfig
-from epd_serve.config.elastic import HookConfig
 from epd_serve.rpc.admin import AdminClient, AdminError, AdminRefused
 from epd_serve.types import Stage
 
@@ -25,35 +24,24 @@ logger = logging.getLogger(__name__)
 
 #: Beyond its deadline, for an instance that makes its new stages.
 _REBUILD_S = 60.0
+_TIMEOUT_S = 10.0
+#: Beyond an order's deadline, for an instance that makes its new stages, or its old ones again.
+_ORDER_MARGIN_S = 130.0
+#: Between two looks at the requests that were served.
+_LOOK_S = 0.5
 
 #: HTTP statuses of refusals for good.
 _FOR_GOOD = (400, 404)
 
-#: Returns the instances as they are now. Raises AdminError or TimeoutError.
-Look = Callable[[], Awaitable[Sequence[InstanceLoad]]]
-#: Carries out an order. Raises AdminError or TimeoutError where it cannot.
-GiveOrder = Callable[[Order, float], Awaitable[Any]]
-#: Takes down a decision. Raises nothing.
-Report = Callable[[dict[str, Any]], Awaitable[None]]
-
 
 class RoleLoop:
-    """Decides each ``interval_s``; an order is carried out beside it, one at a time.
+    """Decides each ``interval_s``; an order is carried out beside it, one at a time."""
 
-    Args:
-        report: called with each decision that orders or wishes something, and with the first of each row of equal
-            ones.
-    """
-
-    def __init__(
-        self, config: DeploymentConfig, look: Look, give: GiveOrder, report: Report, *, calm_s: float = 60.0
-    ) -> None:
+    def __init__(self, config: DeploymentConfig, admin: AdminClient, *, calm_s: float = 60.0) -> None:
         slo = config.slo
         assert slo.ttft_ms is not None and slo.tpot_ms is not None
         self._options = config.elastic
-        self._look = look
-        self._give = give
-        self._report = report
+        self._admin = admin
         self._controller = Controller(
             config.elastic,
             Limits(ttft_s=slo.ttft_ms / 1e3, tpot_s=slo.tpot_ms / 1e3),
@@ -70,16 +58,33 @@ class RoleLoop:
                 await asyncio.sleep(self._options.interval_s)
                 decision = await self._decide()
                 if (noted := self._note(decision)) is not None:
-                    await self._report(noted)
+                    await self.report(noted)
                 if decision.order is not None:
                     group.create_task(self._carry_out(decision.order))
                 if decision.wish is not None and self._options.hook is not None:
-                    group.create_task(self._tell(self._options.hook, decision.wish))
+                    wish = decision.wish
+                    message = {"event": _event(wish), "role": str(wish.role), "reason": wish.reason}
+                    group.create_task(tell(self._options.hook, message))
+
+    async def look(self) -> Sequence[InstanceLoad]:
+        """Return the instances as they are now. Raises AdminError or TimeoutError."""
+        return from_json((await self._admin.ask("GET", "/load", timeout_s=_TIMEOUT_S))["instances"])
+
+    async def give(self, order: Order) -> None:
+        """Carry out an order. Raises AdminError or TimeoutError where it cannot be."""
+        deadline_s = self._options.deadline_s
+        body = {"role": str(order.role), "deadline_s": deadline_s, "automatic": True}
+        await self._admin.ask("POST", f"/instances/{order.instance}/role", body, deadline_s + _ORDER_MARGIN_S)
+
+    async def report(self, decision: dict[str, Any]) -> None:
+        """Take down a decision that orders or wishes something, or the first of a row of equal ones."""
+        with suppress(AdminError, TimeoutError):
+            await self._admin.ask("POST", "/elastic", decision, _TIMEOUT_S)
 
     async def _decide(self) -> Decision:
         """The decision of this moment; a moment that cannot be judged is not the last one."""
         try:
-            instances = await self._look()
+            instances = await self.look()
             return self._controller.decide(time.monotonic(), instances)
         except (AdminError, TimeoutError) as error:
             reason = str(error) or "the gateway does not answer"
@@ -112,7 +117,7 @@ class RoleLoop:
 
     async def _carry_out(self, order: Order) -> None:
         try:
-            await self._give(order, self._options.deadline_s)
+            await self.give(order)
         except (AdminError, TimeoutError) as error:
             is_final = isinstance(error, AdminRefused) and error.status in _FOR_GOOD
             (self._controller.refused if is_final else self._controller.failed)(order)
@@ -125,19 +130,9 @@ class RoleLoop:
         else:
             logger.info("elastic: %s serves %s", order.instance, order.role)
 
-    async def _tell(self, hook: HookConfig, wish: Wish) -> None:
-        await tell(hook, {"event": _event(wish), "role": str(wish.role), "reason": wish.reason})
-
 
 def _event(wish: Wish) -> str:
     return "more" if wish.change > 0 else "fewer"
-
-
-_TIMEOUT_S = 10.0
-#: Beyond an order's deadline, for an instance that makes its new stages, or its old ones again.
-_ORDER_MARGIN_S = 130.0
-#: Between two looks at the requests that were served.
-_LOOK_S = 0.5
 
 
 async def autoscale(config: DeploymentConfig, admin: AdminClient, deployment: tuple[str, ...]) -> None:
@@ -147,31 +142,12 @@ async def autoscale(config: DeploymentConfig, admin: AdminClient, deployment: tu
     """
     async with asyncio.TaskGroup() as group:
         if config.elastic.enabled:
-            site = _Site(admin)
-            group.create_task(RoleLoop(config, site.look, site.give, site.report).run())
+            group.create_task(RoleLoop(config, admin).run())
         if config.elastic.drift.enabled:
             replanner = Replanner(config)
             replanner.deployment = deployment
             group.create_task(replanner.run())
             group.create_task(_follow_requests(admin, replanner))
-
-
-class _Site:
-    """The deployment as the controller sees and changes it."""
-
-    def __init__(self, admin: AdminClient) -> None:
-        self._admin = admin
-
-    async def look(self) -> Sequence[InstanceLoad]:
-        return from_json((await self._admin.ask("GET", "/load", timeout_s=_TIMEOUT_S))["instances"])
-
-    async def give(self, order: Order, deadline_s: float) -> None:
-        body = {"role": str(order.role), "deadline_s": deadline_s, "automatic": True}
-        await self._admin.ask("POST", f"/instances/{order.instance}/role", body, deadline_s + _ORDER_MARGIN_S)
-
-    async def report(self, decision: dict[str, Any]) -> None:
-        with suppress(AdminError, TimeoutError):
-            await self._admin.ask("POST", "/elastic", decision, _TIMEOUT_S)
 
 
 async def _follow_requests(admin: AdminClient, replanner: Replanner) -> None:

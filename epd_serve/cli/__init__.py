@@ -3,7 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process at once, without a word; only for code that leaves nothing behind.
+
+    For imports: Python may lose the exception in a callback of its own import system.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # somebody else has a use for it, or it is ignored
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def main() -> None:
@@ -13,8 +33,6 @@ def main() -> None:
     """
     try:
         import io
-
-        from epd_serve.cli.interrupt import ended_by_ctrl_c
 
         with ended_by_ctrl_c():
             from epd_serve.cli.app import app

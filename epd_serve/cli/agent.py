@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
+from epd_serve.cli import ended_by_ctrl_c
 from epd_serve.cli.flags import Join
-from epd_serve.cli.interrupt import ended_by_ctrl_c
 from epd_serve.config import load_config
 
 
@@ -59,28 +60,29 @@ def agent(
     if host_name is not None and not join and not dry:
         raise ValueError("say where the gateway is: --join http://10.0.0.1:8001, with its gateway.admin.port")
     with ended_by_ctrl_c():
-        from epd_serve.launch.remote.agent import HostOfFile, run_agent
-        from epd_serve.launch.remote.part import host_part, unit_part
+        from epd_serve.launch.remote.agent import run_agent
+        from epd_serve.launch.remote.part import PartRecord, host_placement, unit_placement
 
         if not dry and isinstance(config.model, str):
             from epd_serve.launch.download import download
 
             download(config.model)
-        host_of, port = None, health_port
-        if host_name is not None:
-            part = host_part(config, host_name)
-            address = host or config.hosts[host_name].address
-            host_of, port = HostOfFile(config=config, name=host_name), config.agent_port
+        port = health_port
+        if unit is not None:
+            place = partial(unit_placement, unit=unit, name=name, replica=replica or 0)
+            address = host or "127.0.0.1"
         else:
-            assert unit is not None
-            part, address = unit_part(config, unit, name, replica or 0), host or "127.0.0.1"
+            assert host_name is not None
+            place = partial(host_placement, host=host_name)
+            place(config)  # before the address of a host that the file lacks
+            address, port = host or config.hosts[host_name].address, config.agent_port
     if dry:
         from epd_serve.launch.dry_run import process_lines
-        from epd_serve.launch.remote.part import part_specs
 
         with TemporaryDirectory() as directory:
-            for line in process_lines(part_specs(part, address, os.environ, Path(directory)), os.environ):
+            specs = PartRecord.of(config, place, address, os.environ, Path(directory)).begin()
+            for line in process_lines(specs, os.environ):
                 typer.echo(line)
         return
-    code = asyncio.run(run_agent(part, host=address, gateways=join or (), port=port, host_of=host_of))
+    code = asyncio.run(run_agent(config, place, address=address, gateways=join or (), port=port, host=host_name))
     raise typer.Exit(code)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from epd_serve.cli.interrupt import ended_by_ctrl_c
+from epd_serve.cli import ended_by_ctrl_c
 
 _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
 #: The commands, and an example of each. The function of that name in the module of that name is the command.

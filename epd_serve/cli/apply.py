@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -54,7 +54,7 @@ def apply(
     With --admin, topology, devices, hosts, instances and roles of the new file are written into the gateway's own
     file, which the agents of all hosts follow; --deadline is for all of it, and --patience is 1 s.
     """
-    from epd_serve.launch.control import ApplyRequest, ask_launcher, to_json
+    from epd_serve.launch.control import ApplyRequest, ask_launcher
     from epd_serve.launch.processes.runtime import find_deployment
 
     if file is None and topology is None:
@@ -64,9 +64,7 @@ def apply(
         _, gateway = choose_gateway(deployment, admin)
         _apply_to_hosts(gateway, config, topology, topology_only=topology_only, dry=dry, deadline_s=deadline)
         return
-    changes: dict[str, Any] = {} if topology is None else {"topology": topology}
-    port = (config or DeploymentConfig()).gateway.port
-    address, directory = find_deployment(deployment, port)
+    address, directory = find_deployment(deployment, (config or DeploymentConfig()).gateway.port)
     steps: list[str] = []
 
     def say(text: str) -> None:
@@ -74,9 +72,9 @@ def apply(
         typer.echo(text)
 
     request = ApplyRequest(
-        config=None if config is None else to_json(config),
+        config=None if config is None else config.model_dump(mode="json", exclude_unset=True),
         topology_only=topology_only,
-        changes=changes,
+        changes={} if topology is None else {"topology": topology},
         dry_run=dry,
         deadline_s=deadline,
         patience_s=patience,

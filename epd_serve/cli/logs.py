@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 import typer
 
 from epd_serve.cli.admin import AdminUrl, ask_admin, choose_gateway
-from epd_serve.launch.processes.logs import LogPiece, log_files, log_piece
+from epd_serve.launch.processes.logs import LogPiece, log_files, log_piece, log_root, log_runs
 from epd_serve.rpc.admin import AdminClient
 
 _POLL_S = 0.3
@@ -31,14 +31,12 @@ def logs(
 
     They are those of this machine, or with --admin those of all hosts of a deployment file.
     """
-    from epd_serve.launch.processes.runtime import log_root, log_runs
-
     found = log_runs()
     if list_runs:
         for number, directory in enumerate(found, start=1):
             typer.echo(f"{number:>3}  {directory}  {' '.join(log_files(directory))}")
         return
-    source: _Source
+    source: _Run | _Hosts
     if admin is not None:
         source = _Hosts(choose_gateway(None, admin)[1])
     elif len(found) < run:
@@ -55,22 +53,8 @@ def logs(
             ends[one] = _show_rest(source, one, ends.get(one, 0), f"{one:<8} " if name is None else "")
 
 
-class _Source(Protocol):
-    """Logs by the names of their processes."""
-
-    where: str
-
-    def names(self) -> list[str]: ...
-
-    def title(self, name: str) -> str: ...
-
-    def piece(self, name: str, after: int | None) -> LogPiece:
-        """As :func:`log_piece`."""
-        ...
-
-
 class _Run:
-    """The logs of one run on this machine."""
+    """The logs of one run on this machine, by the names of their processes."""
 
     def __init__(self, directory: Path) -> None:
         self.where = str(directory)
@@ -114,7 +98,7 @@ class _Hosts:
         return msgspec.convert(ask_admin(self._gateway, "GET", path), LogPiece)
 
 
-def _show(source: _Source, name: str, *, whole: bool) -> int:
+def _show(source: _Run | _Hosts, name: str, *, whole: bool) -> int:
     if whole:
         return _show_rest(source, name, 0, "")
     piece = source.piece(name, None)
@@ -123,7 +107,7 @@ def _show(source: _Source, name: str, *, whole: bool) -> int:
     return piece.end
 
 
-def _show_rest(source: _Source, name: str, place: int, prefix: str) -> int:
+def _show_rest(source: _Run | _Hosts, name: str, place: int, prefix: str) -> int:
     """Show what was written from ``place`` on, up to the last end of a line, and return where that is."""
     while (piece := source.piece(name, place)).text:
         for line in piece.text.splitlines():

@@ -25,8 +25,8 @@ def kubernetes(
     ] = None,
 ) -> None:
     """Print Kubernetes manifests for 'kubectl apply -f -'."""
+    from epd_serve.launch.remote.kubernetes import Values, load_values
     from epd_serve.launch.remote.kubernetes import render as rendered
-    from epd_serve.launch.remote.values import Values, load_values
 
     chosen = load_values(values) if values else Values()
     flags = {key: value for key, value in (("namespace", namespace), ("image", image)) if value is not None}

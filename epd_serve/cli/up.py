@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from epd_serve.cli import ended_by_ctrl_c
 from epd_serve.cli.flags import Host, On, Port, model_of, ray_address
-from epd_serve.cli.interrupt import ended_by_ctrl_c
 from epd_serve.config import DeploymentConfig, change_config, load_config
 
 

@@ -341,12 +341,14 @@ class DeploymentConfig(SharedConfig):
                     )
         return self
 
-    def device_shares(self, matrix: InterferenceMatrix | None = None) -> dict[str, DeviceShare]:
+    def device_shares(
+        self, matrix: InterferenceMatrix | None = None, placement: Sequence[InstancePlacement] | None = None
+    ) -> dict[str, DeviceShare]:
         """The shares of instances by name, those without a limit left out; ``matrix`` decides about ``auto``.
 
-        Raises ValueError where they do not fit.
+        ``placement``: None: that of this deployment. Raises ValueError where they do not fit.
         """
-        placement = self.placement()
+        placement = self.placement() if placement is None else placement
         roles = {str(instance.role) for instance in placement}
         return device_shares(placement, {role: self.settings_for(role).share for role in roles}, matrix)
 
@@ -430,6 +432,7 @@ class DeploymentConfig(SharedConfig):
         device: str,
         port: int,
         threads: int | None,
+        placement: Sequence[InstancePlacement] | None = None,
         master: str | None = None,
         share: DeviceShare | None = None,
         device_board: str | None = None,
@@ -437,6 +440,7 @@ class DeploymentConfig(SharedConfig):
     ) -> InstanceOptions:
         """The options of one placed instance; ``device`` is what its devices are called in its process.
 
+        ``placement`` has all instances of its place; None: of this deployment.
         ``master`` is the address of the mooncake_master where the deployment itself starts one; ``device_board``
         the instance's slot of the file that instances on its device share; ``switch_dir`` keeps its role.
 
@@ -444,9 +448,8 @@ class DeploymentConfig(SharedConfig):
         """
         settings = self.settings_for(str(instance.role))
         own = {name: getattr(settings, name) for name in InstanceSettings.model_fields} | {"threads": threads}
-        rivals = [
-            one for one in self.placement() if one.role.has_language_model and {*one.devices} & {*instance.devices}
-        ]
+        others = self.placement() if placement is None else placement
+        rivals = [one for one in others if one.role.has_language_model and {*one.devices} & {*instance.devices}]
         if instance.devices[0] != "cpu" and instance in rivals and len(rivals) > 1 and share is None:
             own["memory_share"] = settings.memory_share or round(_LANGUAGE_MEMORY / len(rivals), 3)
         shared = {name: getattr(self, name) for name in SharedConfig.model_fields}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from device import mps
 from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
 from device.present import EMULATED_MEMORY, num_cores, visibility
 from device.weight_files import COPIES, VARIABLE, to_variable
-from epd_serve.config import DeploymentConfig, InstanceOptions, ShapeConfig, decode_graph_sizes
+from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, ShapeConfig, decode_graph_sizes
+from epd_serve.config.applied import changes, leaves
 from epd_serve.config.model_files import read_model_config
+from epd_serve.config.role_files import rebuilt, with_settings
 from epd_serve.config.shares import DeviceShare
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.launch.processes.ports import Ports
@@ -22,6 +25,7 @@ from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology import InstancePlacement
 from epd_serve.transfer.mooncake.engine import check_installed, master_command
+from epd_serve.types import Role
 
 #: How an instance's heap is kept: in huge pages (weights are read faster), one heap for all threads, and nothing
 #: given back between steps, which would only fault it in again. A user's own GLIBC_TUNABLES take its place.
@@ -32,16 +36,18 @@ HEAP_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1" + "".join(
 #: The directory of the MPS daemon, below that of the deployment's files, and what it takes to quit.
 _MPS, _MPS_GRACE_S = "mps", 3.0
 
+#: What two processes of the same kind may differ in besides what a rebuild applies.
+_OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir", "memory_share"})
 #: How this program is started again. -P: a user's directory is no place to import "device" or "proxy" from.
 PROGRAM = (sys.executable, "-P", "-m", "epd_serve.cli")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedInstance:
-    """One instance of a deployment before there is a process of it.
+    """One native instance of a deployment before there is a process of it.
 
     Attributes:
-        variables: variables that its devices need. own_variables: those that no other process may have.
+        variables: variables that its devices need.
         chose_threads: whether the number of its threads merely follows from that of all instances.
         chose_memory: whether its part of the device's memory merely follows from who else is there.
     """
@@ -49,64 +55,113 @@ class PreparedInstance:
     placement: InstancePlacement
     options: InstanceOptions
     variables: Mapping[str, str]
-    own_variables: Mapping[str, str]
     chose_threads: bool
     chose_memory: bool
+
+    #: Roles to which it can be switched; None: all.
+    roles: ClassVar[None] = None
+
+    @property
+    def slot(self) -> str | None:
+        """Its slot of the file that the instances in its parentheses share; None outside parentheses."""
+        return self.options.device_board
+
+    def kind(self, board: str | None) -> Hashable:
+        """All that another process would have to be started for; ``board`` stands for the one that it has."""
+        options = tuple(
+            str(value) for path, how, value in leaves(self.options) if path not in _OWN and how.how != "rebuild"
+        )
+        threads = None if self.chose_threads else self.options.threads
+        memory = None if self.chose_memory else self.options.memory_share
+        return self.placement.devices, board, threads, memory, options, tuple(sorted(self.variables.items()))
+
+    def is_current(self, settings: InstanceSettings) -> bool:
+        """Whether it has these settings of its role, as far as a rebuild applies them."""
+        return not any(
+            how.how == "rebuild" and (how.encoders or self.options.role.has_language_model)
+            for _, how in changes(self.options, settings, InstanceSettings)
+        )
+
+    def placed(self, placement: InstancePlacement, port: int, slot: str | None) -> PreparedInstance:
+        """The same with another name, port and slot."""
+        own = {"name": placement.name, "port": port, "device_board": slot}
+        return replace(self, placement=placement, options=self.options.model_copy(update=own))
+
+    def switched(self, role: Role, settings: InstanceSettings) -> PreparedInstance:
+        """The same process in another role, with those of the role's settings that need no other process."""
+        return replace(self, options=rebuilt(self.options, role, settings))
+
+    def started_again(self, settings: InstanceSettings) -> PreparedInstance:
+        """Another process in its role, with all settings of that."""
+        return replace(self, options=with_settings(self.options, self.options.role, settings))
+
+    def spec(self, config: DeploymentConfig, environment: Mapping[str, str]) -> ProcessSpec:
+        """Its process; ``environment`` as of :func:`with_trust`."""
+        options, devices = self.options, self.placement.devices
+        return ProcessSpec(
+            name=options.name,
+            label=f"{options.role} on {', '.join(dict.fromkeys(devices))}",
+            command=(*PROGRAM, "instance", "--options", options.to_json(), "--parent-pid", str(os.getpid())),
+            environment={
+                **({"GLIBC_TUNABLES": HEAP_TUNABLES} if isinstance(config.model, str) else {}),
+                **_common(environment),
+                **self.variables,
+                "OMP_NUM_THREADS": str(options.threads),
+                **hccl_variables(self.placement),
+            },
+            url=url_of(config.instances.host, options.port, tls=config.read_tls() is not None),
+            can_fork=config.instances.preload
+            and (set(devices) == {"cpu"} or isinstance(config.model, ShapeConfig)),
+            measures=measured(devices),
+        )
 
 
 def prepare_instances(
     config: DeploymentConfig,
+    placement: Sequence[InstancePlacement],
     ports: Ports,
     environment: Mapping[str, str],
     directory: Path | None = None,
-    here: Collection[str] | None = None,
 ) -> tuple[PreparedInstance, ...]:
-    """Each instance in placement order. Raises ValueError where the model is not there.
+    """The native instances of ``placement``, those of one machine, in its order.
 
     ``directory`` takes the files that instances on one device share; without it they know nothing of each other.
-    ``here``: names of the instances whose devices ``environment`` may limit; None: of all.
+    Raises ValueError where the model is not there, or an NPU has too few streams or graph tasks.
     """
-    placement = config.placement()
     num_ranks = sum(instance.tensor_parallel for instance in placement)
     master = f"{config.instances.host}:{ports.master[0]}" if ports.master else None
-    shares = _shares(config)
+    shares = _shares(config, placement)
     boards = _device_boards(placement, directory) if directory else {}
-    chosen = []
+    prepared = []
     for instance, port in zip(placement, ports.instances, strict=True):
-        share = shares.get(instance.name)
-        threads = threads_each(num_ranks, environment, share)
-        if (wished := config.settings_for(str(instance.role)).threads) is not None:
-            on_a_share = share is not None and instance.devices[0] == "cpu"
-            threads = min(wished, threads) if on_a_share else wished  # more would take turns on the share's cores
-        limits = environment if here is None or instance.name in here else {}
-        visible, local_devices = visibility(instance.devices, limits)
+        share, settings = shares.get(instance.name), config.settings_for(str(instance.role))
+        variables, local_devices = visibility(instance.devices, environment)
         options = config.options_for(
             instance,
             device=local_devices,
             port=port,
-            threads=threads,
+            threads=threads_of(instance, settings, num_ranks, environment, share),
+            placement=placement,
             master=master,
             share=share,
             device_board=boards.get(instance.name),
             switch_dir=directory,
         )
         if directory and instance.devices[0].startswith("emulated:"):
-            visible[EMULATED_MEMORY] = str(directory)
+            variables[EMULATED_MEMORY] = str(directory)
         if share and instance.devices[0].startswith("cuda:"):
-            visible |= mps.share_variables(share.share)
-        chosen.append((instance, options, visible, wished is None and share is None))
-    own = npu_environments([(instance, options) for instance, options, _, _ in chosen])
-    return tuple(
-        PreparedInstance(
-            placement=instance,
-            options=options,
-            variables=variables,
-            own_variables=own_variables,
-            chose_threads=chose_threads,
-            chose_memory=config.settings_for(str(instance.role)).memory_share is None,
+            variables |= mps.share_variables(share.share)
+        prepared.append(
+            PreparedInstance(
+                placement=instance,
+                options=options,
+                variables=variables,
+                chose_threads=settings.threads is None and share is None,
+                chose_memory=settings.memory_share is None,
+            )
         )
-        for (instance, options, variables, chose_threads), own_variables in zip(chosen, own, strict=True)
-    )
+    _check_npus(prepared)
+    return tuple(prepared)
 
 
 def with_trust(config: DeploymentConfig, environment: Mapping[str, str]) -> dict[str, str]:
@@ -116,38 +171,42 @@ def with_trust(config: DeploymentConfig, environment: Mapping[str, str]) -> dict
     return {**environment, **({CLUSTER_KEY: key} if key else {}), **(tls.environment if tls else {})}
 
 
-def _shares(config: DeploymentConfig) -> dict[str, DeviceShare]:
-    return config.device_shares(InterferenceMatrix.read(config.interference) if config.interference else None)
+def _shares(config: DeploymentConfig, placement: Sequence[InstancePlacement] | None) -> dict[str, DeviceShare]:
+    matrix = InterferenceMatrix.read(config.interference) if config.interference else None
+    return config.device_shares(matrix, placement)
 
 
-def parts_gpus(config: DeploymentConfig, names: Collection[str] | None = None) -> bool:
-    """Whether instances, among them one with these names in the placement (None: any), have shares of a GPU."""
-    shared = [one for one in config.placement() if one.devices[0].startswith("cuda:")]
-    shares = _shares(config) if shared else {}
-    return any(one.name in shares and (names is None or one.name in names) for one in shared)
+def parts_gpus(config: DeploymentConfig, placement: Sequence[InstancePlacement] | None = None) -> bool:
+    """Whether instances of ``placement`` (None: of the deployment) have shares of a GPU."""
+    placement = config.placement() if placement is None else placement
+    shared = [one for one in placement if one.devices[0].startswith("cuda:")]
+    shares = _shares(config, placement) if shared else {}
+    return any(one.name in shares for one in shared)
 
 
 def with_mps(
     config: DeploymentConfig,
     environment: Mapping[str, str],
     directory: Path,
-    names: Collection[str] | None = None,
+    placement: Sequence[InstancePlacement] | None = None,
 ) -> dict[str, str]:
     """The environment, with the variables of an MPS daemon of its own where shares of GPUs need one.
 
-    A daemon that runs already is used. ``directory`` takes the files of the other one. ``names``: as
+    A daemon that runs already is used. ``directory`` takes the files of the other one. ``placement``: as
     :func:`parts_gpus`. Raises ValueError where it cannot be started.
     """
-    if not parts_gpus(config, names) or mps.is_running(environment):
+    if not parts_gpus(config, placement) or mps.is_running(environment):
         return dict(environment)
     return {**environment, **mps.own_daemon(directory / _MPS, environment)}
 
 
 def check_mps(
-    config: DeploymentConfig, environment: Mapping[str, str], names: Collection[str] | None = None
+    config: DeploymentConfig,
+    environment: Mapping[str, str],
+    placement: Sequence[InstancePlacement] | None = None,
 ) -> None:
     """Raise ValueError where a deployment that runs would get shares of a GPU, and MPS does not run."""
-    if parts_gpus(config, names) and not mps.is_running(environment):
+    if parts_gpus(config, placement) and not mps.is_running(environment):
         raise ValueError("shares of a GPU need MPS, which does not run here; start the deployment anew")
 
 
@@ -167,42 +226,21 @@ def mps_spec(environment: Mapping[str, str], directory: Path) -> ProcessSpec | N
 
 
 def mps_note(
-    config: DeploymentConfig, environment: Mapping[str, str], names: Collection[str] | None = None
+    config: DeploymentConfig,
+    environment: Mapping[str, str],
+    placement: Sequence[InstancePlacement] | None = None,
 ) -> str:
-    """Whether processes that share GPUs compute at once there; "": none of ``names`` (None: of all) does."""
-    shared = [
-        one
-        for one in config.placement()
-        if one.shares_device_with and one.devices[0].startswith("cuda:") and (names is None or one.name in names)
-    ]
+    """Whether processes that share GPUs compute at once there; "": none of ``placement`` (None: of all) does."""
+    placement = config.placement() if placement is None else placement
+    shared = [one for one in placement if one.shares_device_with and one.devices[0].startswith("cuda:")]
     if not shared:
         return ""
     if mps.is_running(environment):
         return f"MPS: on, by the daemon of {mps.pid_file(environment).parent}, which goes on when this ends"
-    if parts_gpus(config, names):
+    if parts_gpus(config, placement):
         return f"MPS: comes with 'epd-serve up', for the shares of GPUs; by hand: {mps.PIPES}=DIR {mps.CONTROL} -d"
     where = ", ".join(dict.fromkeys(device for one in shared for device in one.devices))
     return f"MPS: off, so the instances on {where} take turns there; write shares, as in instances: {{share: 0.5}}"
-
-
-def spec_of(config: DeploymentConfig, instance: PreparedInstance, environment: Mapping[str, str]) -> ProcessSpec:
-    """The process of an instance; ``environment`` as of :func:`with_trust`."""
-    options, devices = instance.options, instance.placement.devices
-    return ProcessSpec(
-        name=options.name,
-        label=f"{options.role} on {', '.join(dict.fromkeys(devices))}",
-        command=(*PROGRAM, "instance", "--options", options.to_json(), "--parent-pid", str(os.getpid())),
-        environment={
-            **({"GLIBC_TUNABLES": HEAP_TUNABLES} if isinstance(config.model, str) else {}),
-            **_common(environment),
-            **instance.variables,
-            "OMP_NUM_THREADS": str(options.threads),
-            **instance.own_variables,
-        },
-        url=url_of(config.instances.host, options.port, tls=config.read_tls() is not None),
-        can_fork=config.instances.preload and (set(devices) == {"cpu"} or isinstance(config.model, ShapeConfig)),
-        measures=measured(devices),
-    )
 
 
 def measured(devices: Iterable[str]) -> frozenset[str]:
@@ -213,10 +251,10 @@ def measured(devices: Iterable[str]) -> frozenset[str]:
 def instance_specs(
     config: DeploymentConfig, ports: Ports, environment: Mapping[str, str], directory: Path | None = None
 ) -> tuple[ProcessSpec, ...]:
-    """One process for each instance; as :func:`prepare_instances`."""
-    prepared = prepare_instances(config, ports, environment, directory)
+    """One process for each instance of a deployment on one machine; as :func:`prepare_instances`."""
+    prepared = prepare_instances(config, config.placement(), ports, environment, directory)
     environment = with_trust(config, environment)
-    return tuple(spec_of(config, instance, environment) for instance in prepared)
+    return tuple(instance.spec(config, environment) for instance in prepared)
 
 
 def shared_parts(config: DeploymentConfig, *, later: bool = False) -> list[str]:
@@ -238,21 +276,16 @@ def shared_parts(config: DeploymentConfig, *, later: bool = False) -> list[str]:
     return [part for part, count in holders.items() if count > 1]
 
 
-def sharing_weights(
-    specs: Sequence[ProcessSpec], files: Mapping[str, int], *, copies: bool = False
-) -> tuple[ProcessSpec, ...]:
-    """The instances with these memory files, by part of the model, to keep their weights in.
+def sharing_weights(spec: ProcessSpec, files: Mapping[str, int], *, copies: bool = False) -> ProcessSpec:
+    """The instance with these memory files, by part of the model, to keep its weights in.
 
     Args:
-        copies: instances that begin with a language model have one of their own: decode steps read all of it.
+        copies: one that begins with a language model has its own copy: decode steps read all of it.
     """
     if not files:
-        return tuple(specs)
+        return spec
     variables = {VARIABLE: to_variable(files), **({COPIES: "language_model"} if copies else {})}
-    return tuple(
-        replace(spec, environment={**spec.environment, **variables}, descriptors=tuple(files.values()))
-        for spec in specs
-    )
+    return replace(spec, environment={**spec.environment, **variables}, descriptors=tuple(files.values()))
 
 
 def master_spec(config: DeploymentConfig, ports: Ports, environment: Mapping[str, str]) -> ProcessSpec | None:
@@ -327,17 +360,28 @@ def _common(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def threads_each(num_ranks: int, environment: Mapping[str, str], share: DeviceShare | None) -> int:
-    """The threads of an instance: the number of cores in its share.
+def threads_of(
+    instance: InstancePlacement,
+    settings: InstanceSettings,
+    num_ranks: int,
+    environment: Mapping[str, str],
+    share: DeviceShare | None,
+) -> int:
+    """The threads of an instance: those that are wished for it, else the number of cores in its share.
 
     Without a share, the user's OMP_NUM_THREADS if it is a number, else an equal part of the cores this process may
     use.
     """
+    wished, given = settings.threads, environment.get("OMP_NUM_THREADS", "")
     if share is not None:
-        return max(1, round(share.share * num_cores()))
-    wished = environment.get("OMP_NUM_THREADS", "")
-    if wished.isdecimal() and int(wished) > 0:
-        return int(wished)
+        threads = max(1, round(share.share * num_cores()))
+        if wished is None or instance.devices[0] != "cpu":
+            return wished or threads
+        return min(wished, threads)  # more would take turns on the share's cores
+    if wished is not None:
+        return wished
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
     return max(1, num_cores() // num_ranks)
 
 
@@ -353,23 +397,19 @@ def _device_boards(placement: Sequence[InstancePlacement], directory: Path) -> d
     return boards
 
 
-def npu_environments(
-    instances: Sequence[tuple[InstancePlacement, InstanceOptions]],
-) -> list[dict[str, str]]:
-    """Variables for each instance's process; empty for those on other devices.
+def hccl_variables(placement: InstancePlacement) -> dict[str, str]:
+    """Variables of an instance on NPUs, none of one on other devices."""
+    return hccl_environment(placement.index) if placement.devices[0].startswith("npu:") else {}
 
-    Raises ValueError where the instances on one NPU need more streams or graph tasks than it has.
-    """
+
+def _check_npus(instances: Sequence[PreparedInstance]) -> None:
+    """Raise ValueError where the instances on one NPU need more streams or graph tasks than it has."""
     sharing: dict[str, dict[str, InstanceUse]] = {}
-    environments: list[dict[str, str]] = []
-    for index, (placed, options) in enumerate(instances):
-        npus = [device for device in placed.devices if device.startswith("npu:")]
-        environments.append(hccl_environment(index) if npus else {})
-        for npu in npus:
-            sharing.setdefault(npu, {})[placed.name] = _use(options)
+    for one in instances:
+        for npu in (device for device in one.placement.devices if device.startswith("npu:")):
+            sharing.setdefault(npu, {})[one.placement.name] = _use(one.options)
     for uses in sharing.values():
         check_colocation(uses)
-    return environments
 
 
 def _use(options: InstanceOptions) -> InstanceUse:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
 
-from device.ascend_limits import hccl_environment
-from epd_serve.backends.vllm_command import roles_of
-from epd_serve.config import DeploymentConfig, InstanceSettings, ShapeConfig, model_path
-from epd_serve.config.applied import changes, leaves
+from epd_serve.config import DeploymentConfig, ShapeConfig, model_path
+from epd_serve.config.applied import changes
 from epd_serve.config.vllm import connectors
-from epd_serve.launch.commands import PreparedInstance
 from epd_serve.launch.deployment_record import DeploymentRecord, Prepared
 from epd_serve.launch.processes.ports import next_port
-from epd_serve.launch.vllm.process import VllmProcess
 from epd_serve.topology.change import Part, Step, StepKind, plan_change
-from epd_serve.types import Role
-
-#: What two processes of the same kind may differ in besides what a rebuild applies.
-_OWN = frozenset({"name", "role", "port", "threads", "device_board", "switch_dir", "memory_share"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,26 +66,13 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
     boards = _boards(live, prepared, record.directory)
     names = _names(set(live), prepared)
     running = [
-        Part(
-            name=name,
-            role=one.options.role,
-            kind=_kind(one, _board(one)),
-            devices=one.placement.devices,
-            is_current=_is_current(one, config.settings_for(str(one.options.role))),
-            roles=_roles(one),
+        replace(
+            _part(name, one, _board(one)),
+            is_current=one.is_current(config.settings_for(str(one.options.role))),
         )
         for name, one in live.items()
     ]
-    wanted = [
-        Part(
-            name=name,
-            role=one.options.role,
-            kind=_kind(one, boards.get(_board(one))),
-            devices=one.placement.devices,
-            roles=_roles(one),
-        )
-        for name, one in zip(names, prepared, strict=True)
-    ]
+    wanted = [_part(name, one, boards.get(_board(one))) for name, one in zip(names, prepared, strict=True)]
     steps = plan_change(running, wanted, record.elsewhere(config))
     started = {step.name for step in steps if step.kind is StepKind.START}
     named = {name: one for name, one in zip(names, prepared, strict=True) if name in started}
@@ -105,34 +83,19 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
     )
 
 
-def _roles(one: Prepared) -> frozenset[Role] | None:
-    """The roles to which it can be switched; None: all."""
-    return roles_of(one.options.role, one.options.connectors) if isinstance(one, VllmProcess) else None
-
-
-def _is_current(one: Prepared, settings: InstanceSettings) -> bool:
-    return isinstance(one, VllmProcess) or not any(
-        how.how == "rebuild" and (how.encoders or one.options.role.has_language_model)
-        for _, how in changes(one.options, settings, InstanceSettings)
+def _part(name: str, one: Prepared, board: str | None) -> Part:
+    return Part(
+        name=name,
+        role=one.options.role,
+        kind=one.kind(board),
+        devices=one.placement.devices,
+        roles=one.roles,
     )
-
-
-def _kind(one: Prepared, board: str | None) -> Hashable:
-    """The properties of an instance that need another process to change."""
-    if isinstance(one, VllmProcess):
-        return one.kind
-    options = tuple(
-        str(value) for path, how, value in leaves(one.options) if path not in _OWN and how.how != "rebuild"
-    )
-    threads = None if one.chose_threads else one.options.threads
-    memory = None if one.chose_memory else one.options.memory_share
-    return one.placement.devices, board, threads, memory, options, tuple(sorted(one.variables.items()))
 
 
 def _board(one: Prepared) -> str | None:
     """The file that the instances in its parentheses share; None outside parentheses, and for vLLM's."""
-    board = None if isinstance(one, VllmProcess) else one.options.device_board
-    return None if board is None else board.rpartition(":")[0]
+    return None if one.slot is None else one.slot.rpartition(":")[0]
 
 
 def _boards(live: Mapping[str, Prepared], prepared: Sequence[Prepared], directory: Path) -> dict[str | None, str]:
@@ -151,11 +114,11 @@ def _boards(live: Mapping[str, Prepared], prepared: Sequence[Prepared], director
     return found
 
 
-def _groups(instances: Any) -> dict[str, Counter[Hashable]]:
+def _groups(instances: Iterable[Prepared]) -> dict[str, Counter[Hashable]]:
     groups: dict[str, Counter[Hashable]] = {}
     for one in instances:
         if (board := _board(one)) is not None:
-            groups.setdefault(board, Counter())[_kind(one, None)] += 1
+            groups.setdefault(board, Counter())[one.kind(None)] += 1
     return groups
 
 
@@ -181,40 +144,25 @@ def _placed(
     ports = {one.options.port for one in record.live.values()} | {record.ports.gateway}
     if config.gateway.admin.port is not None:
         ports.add(config.gateway.admin.port)
-    natives = [one for one in record.live.values() if isinstance(one, PreparedInstance)]
-    slots = {one.options.device_board for one in natives}
-    variables = [one.own_variables for one in natives if one.own_variables]
-    numbers = {one.index for one in record.live.values() if isinstance(one, VllmProcess)}
+    slots = {one.slot for one in record.live.values()}
+    indices = {one.placement.index for one in record.live.values()}
     placed: dict[str, Prepared] = {}
     for name, one in named.items():
         port = next_port(config, ports, name)
         ports.add(port)
-        placement = replace(one.placement, name=name, shares_device_with=())
-        if isinstance(one, VllmProcess):
-            number = next(number for number in count() if number not in numbers)
-            numbers.add(number)
-            options = replace(one.options, name=name, port=port, number=number)
-            placed[name] = replace(one, placement=placement, index=number, options=options)
-            continue
-        board = boards.get(_board(one))
+        index = next(index for index in count() if index not in indices)
+        indices.add(index)
+        board, slot = boards.get(_board(one)), None
         if board is not None:
-            board = next(slot for slot in _slots(board) if slot not in slots)
-            slots.add(board)
-        own: Mapping[str, str] = {}
-        if one.own_variables:
-            own = next(one for one in map(hccl_environment, count()) if one not in variables)
-            variables.append(own)
-        placed[name] = replace(
-            one,
-            placement=placement,
-            options=one.options.model_copy(update={"name": name, "port": port, "device_board": board}),
-            own_variables=own,
-        )
+            slot = next(slot for slot in _slots(board) if slot not in slots)
+            slots.add(slot)
+        placement = replace(one.placement, name=name, shares_device_with=(), index=index)
+        placed[name] = one.placed(placement, port, slot)
     return placed
 
 
 def _slots(board: str) -> Iterator[str]:
-    return (f"{board}:{slot}" for slot in count())
+    return (f"{board}:{number}" for number in count())
 
 
 def _notes(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -48,10 +47,6 @@ class News(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: str = ""
     done: bool = False
 
-    @property
-    def is_last(self) -> bool:
-        return self.done or bool(self.error)
-
 
 _REQUESTS: msgspec.msgpack.Decoder[ApplyRequest] = msgspec.msgpack.Decoder(ApplyRequest)
 _NEWS: msgspec.msgpack.Decoder[News] = msgspec.msgpack.Decoder(News)
@@ -62,18 +57,13 @@ class ControlServer:
 
     def __init__(self, applier: Rollout) -> None:
         self._applier = applier
-        self._server: asyncio.Server | None = None
         self._answering: set[asyncio.Task[None]] = set()
 
-    @classmethod
-    async def start(cls, path: Path, applier: Rollout) -> ControlServer:
+    async def start(self, path: Path) -> None:
         """Listen at ``path``. Raises OSError."""
-        own = cls(applier)
-        own._server = await asyncio.start_unix_server(own._answer, path)
-        return own
+        self._server = await asyncio.start_unix_server(self._answer, path)
 
     async def close(self) -> None:
-        assert self._server is not None
         self._server.close()
         if self._answering:
             await asyncio.wait(self._answering, timeout=_CLOSE_S)
@@ -89,11 +79,8 @@ class ControlServer:
         try:
             await _carry_out(await link.receive(), self._applier, link.send)
         except NoMessage as error:
-            link.send(
-                News(
-                    error=f"{_OTHER_VERSION} epd-serve {__version__}, which does not understand this one ({error})"
-                )
-            )
+            text = f"{_OTHER_VERSION} epd-serve {__version__}, which does not understand this one ({error})"
+            link.send(News(error=text))
         except LinkClosed:  # who only looks whether somebody listens says nothing
             pass
         finally:
@@ -147,7 +134,7 @@ async def ask_launcher(path: Path, request: ApplyRequest, say: Callable[[str], N
     link = AsyncLink(reader, writer, _NEWS)
     link.send(request)
     try:
-        while not (news := await link.receive()).is_last:
+        while not ((news := await link.receive()).done or news.error):
             say(news.say)
     except NoMessage as error:
         raise ValueError(f"{_OTHER_VERSION} another version of epd-serve than {__version__}: {error}") from None
@@ -157,9 +144,3 @@ async def ask_launcher(path: Path, request: ApplyRequest, say: Callable[[str], N
         link.close()
     if news.error:
         raise ValueError(news.error)
-
-
-def to_json(config: DeploymentConfig) -> dict[str, Any]:
-    """A deployment as JSON, for :class:`ApplyRequest`."""
-    found: dict[str, Any] = json.loads(config.model_dump_json(exclude_unset=True))
-    return found

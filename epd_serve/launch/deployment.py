@@ -14,18 +14,7 @@ from typing import Self
 
 from device.weight_files import open_weight_files
 from epd_serve.config import DeploymentConfig
-from epd_serve.config.role_files import write_role_settings
-from epd_serve.launch.commands import (
-    PreparedInstance,
-    autoscale_spec,
-    gateway_spec,
-    master_spec,
-    mps_spec,
-    prepare_instances,
-    shared_parts,
-    with_mps,
-    with_trust,
-)
+from epd_serve.launch.commands import autoscale_spec, gateway_spec, master_spec, shared_parts, with_trust
 from epd_serve.launch.control import ControlServer
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.preflight import check_deployment
@@ -42,8 +31,6 @@ from epd_serve.launch.processes.process import (
 from epd_serve.launch.processes.runtime import AddressTaken, RuntimeDirectory
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
 from epd_serve.launch.rollout import DEFAULT_LIMITS, ApplyLimits, OwnGateway, Rollout
-from epd_serve.launch.vllm.probe import VllmFound
-from epd_serve.launch.vllm.process import VllmProcess, prepare_vllm
 from epd_serve.types import Role
 
 #: What CPU instances run, transformers' part of it included that is imported when a model is loaded.
@@ -105,56 +92,34 @@ class LocalDeployment:
         self._log_dir_is_ours = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="epd-serve-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        directory = self.log_dir.resolve()
-        parts = shared_parts(config)
         self._weight_files = open_weight_files(shared_parts(config, later=True))
-        prepared: Sequence[PreparedInstance | VllmProcess]
-        engines: dict[str, VllmFound] = {}
+        self._record = record = DeploymentRecord(
+            config=config,
+            ports=ports,
+            environment=environment,
+            directory=self.log_dir.resolve(),
+            weight_files={part: self._weight_files[part] for part in shared_parts(config)},
+        )
         try:
-            write_role_settings(directory, config)
-            environment = with_mps(config, environment, directory)
-            if config.engine == "vllm":
-                prepared = prepare_vllm(config, ports.instances, environment, directory, engines=engines)
-            else:
-                prepared = prepare_instances(config, ports, environment, directory)
+            specs = record.begin()
             self._runtime = self._make_runtime(config.gateway.host, ports.gateway)
         except BaseException:
             self._give_back(keep_logs=False)
             raise
-        self._record = DeploymentRecord(
-            config=config,
-            role_config=config,
-            ports=ports,
-            environment=environment,
-            directory=directory,
-            urls={},
-            engines=engines,
-            weight_files={part: self._weight_files[part] for part in parts},
-            admin=None if self._runtime is None else self._runtime.admin,
-        )
-        for one in prepared:
-            self._record.joined(one)
-        instances = [self._record.spec(name) for name in self._record.live]
-        self._record.weight_files = self._weight_files
+        record.weight_files = self._weight_files
+        record.admin = None if self._runtime is None else self._runtime.admin
         self._preloaded = _PRELOADED if isinstance(config.model, str) else _PRELOADED_OF_SHAPES
-        self._fork_server = self._fork_server_for([spec for spec in instances if spec.can_fork])
-        config_file = self._record.write_gateway_file(config)
-        gateway = gateway_spec(config, ports, config_file, environment, self._record.admin)
+        self._fork_server = self._fork_server_for([spec for spec in specs if spec.can_fork])
+        gateway, *others = self._gateway_specs()
         self.gateway_url = gateway.url
         self._ready_timeout_s = ready_timeout_s
-        daemons = [one for one in (mps_spec(environment, directory), master) if one is not None]
-        specs = [*daemons, *instances, gateway]
-        if config.elastic.enabled or config.elastic.drift.enabled:
-            if self._record.admin is None:
-                raise ValueError(f"elastic needs the gateway's socket, which cannot be made: {self.no_control}")
-            specs.append(autoscale_spec(config_file, environment, self._record.admin))
 
         def died(death: ProcessDied, delay_s: float) -> None:
-            self._record.restarts(death.name)
+            record.restarts(death.name)
             on_death(death, delay_s)
 
         self._supervisor = Supervisor(
-            specs,
+            [*([] if master is None else [master]), *specs, gateway, *others],
             self.log_dir,
             restart=config.restart == "on-failure",
             hang_timeout_s=config.hang_timeout_s,
@@ -163,8 +128,10 @@ class LocalDeployment:
             on_death=died,
             start=self._start,
         )
-        orders = None if self._record.admin is None else OwnGateway(self._record.admin, self._record)
-        self._applier = Rollout(self._record, self._supervisor, orders, self._make_forkable, on_apply)
+        self._applier: Rollout | None = None
+        if record.admin is not None:
+            orders = OwnGateway(record.admin, record)
+            self._applier = Rollout(record, self._supervisor, orders, self._make_forkable, on_apply)
         self._control: ControlServer | None = None
 
     async def __aenter__(self) -> Self:
@@ -187,7 +154,7 @@ class LocalDeployment:
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
-        """MPS and the mooncake_master if it has them, instances in placement order, the gateway and, where it is
+        """The mooncake_master and MPS if it has them, instances in placement order, the gateway and, where it is
         enabled, ``epd-serve autoscale``; none before the start."""
         return self._supervisor.processes
 
@@ -203,9 +170,11 @@ class LocalDeployment:
 
     async def start(self) -> None:
         """Start all processes; returns before they are ready. Raises ProcessDied where MPS does not start."""
-        if self._runtime is not None:
+        if self._runtime is not None and self._applier is not None:
             try:
-                self._control = await ControlServer.start(self._runtime.control, self._applier)
+                control = ControlServer(self._applier)
+                await control.start(self._runtime.control)
+                self._control = control
             except OSError as error:
                 self.no_control = f"{self._runtime.control}: {error.strerror or error}"
         if self._fork_server is not None:
@@ -231,19 +200,34 @@ class LocalDeployment:
         ``tell`` is called with each step. Raises ValueError for a change that cannot be made, ApplyStopped for one
         that stopped midway: the deployment serves on with the instances that it has then.
         """
+        if self._applier is None:
+            raise ValueError("this deployment was started without a way to change it")
         await self._applier.apply(config, limits, tell)
 
     async def stop(self) -> None:
         """End all processes within 10 s, the gateway first and a mooncake_master last."""
-        self._applier.call_off()  # it ends what it was starting, while the others end
+        if self._applier is not None:
+            self._applier.call_off()  # it ends what it was starting, while the others end
         if self._control is not None:
             await self._control.close()
         await self._supervisor.stop()
-        await self._applier.close()
+        if self._applier is not None:
+            await self._applier.close()
         if self._fork_server is not None:
             await self._fork_server.close()
         died = any(process.state is ProcessState.DIED for process in self.processes)
         self._give_back(keep_logs=died or self._supervisor.num_deaths > 0)
+
+    def _gateway_specs(self) -> list[ProcessSpec]:
+        """The gateway and, where it is enabled, ``epd-serve autoscale``."""
+        record, config = self._record, self._record.config
+        config_file = record.write_gateway_file(config)
+        specs = [gateway_spec(config, record.ports, config_file, record.environment, record.admin)]
+        if config.elastic.enabled or config.elastic.drift.enabled:
+            if record.admin is None:
+                raise ValueError(f"elastic needs the gateway's socket, which cannot be made: {self.no_control}")
+            specs.append(autoscale_spec(config_file, record.environment, record.admin))
+        return specs
 
     def _give_back(self, *, keep_logs: bool) -> None:
         """Close what instances share, and remove the logs unless somebody wants to read them."""

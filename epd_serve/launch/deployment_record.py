@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from epd_serve.config import DeploymentConfig, change_config
-from epd_serve.config.role_files import (
-    rebuilt,
-    replace_role_settings,
-    with_settings,
-)
+from epd_serve.config.role_files import replace_role_settings, write_role_settings
 from epd_serve.config.sections import InstanceSettings
-from epd_serve.launch.commands import PreparedInstance, check_mps, prepare_instances, sharing_weights, spec_of
+from epd_serve.launch.commands import (
+    PreparedInstance,
+    check_mps,
+    mps_spec,
+    prepare_instances,
+    sharing_weights,
+    with_mps,
+)
 from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.vllm.probe import VllmFound
-from epd_serve.launch.vllm.process import VllmProcess, prepare_vllm, vllm_spec
+from epd_serve.launch.vllm.process import VllmProcess, prepare_vllm
+from epd_serve.topology import InstancePlacement
 from epd_serve.topology.remembered import remember_role, remembered_role, role_file
 from epd_serve.types import Role, Stage
 
@@ -37,34 +41,58 @@ class DeploymentRecord:
         config: the deployment that was started, or applied last.
         role_config: the deployment whose settings instances take when they change their role.
         directory: of the launcher, with the files that the processes share.
-        urls: of all instances by name.
         live: all instances, with the settings that their processes have.
         engines: what is known of the vLLM of each interpreter.
         admin: the socket of the gateway's admin API; None: it has none.
     """
 
     config: DeploymentConfig
-    role_config: DeploymentConfig
     ports: Ports
     environment: Mapping[str, str]
     directory: Path
-    urls: dict[str, str]
+    role_config: DeploymentConfig = field(init=False)
     live: dict[str, Prepared] = field(default_factory=dict)
     weight_files: Mapping[str, int] = field(default_factory=dict)
     engines: dict[str, VllmFound] = field(default_factory=dict)
     admin: Path | None = None
     _of_roles: dict[str, InstanceSettings] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.role_config = self.config
+
+    def begin(self) -> list[ProcessSpec]:
+        """The processes of all instances that are to be started in the directory, in which nothing runs yet.
+
+        An MPS daemon, where they need one, comes first. Raises ValueError where the model or a package is not
+        there.
+        """
+        placement = self.placement(self.config)
+        write_role_settings(self.directory, self.config)
+        self.environment = with_mps(self.config, self.environment, self.directory, placement)
+        for instance in self._prepared(self.config, placement, self.ports):
+            self.joined(instance)
+        daemon = mps_spec(self.environment, self.directory)
+        return [*([] if daemon is None else [daemon]), *(self.spec(name) for name in self.live)]
+
     def prepare(self, config: DeploymentConfig) -> Sequence[Prepared]:
         """The instances of another deployment, were they started here, with ports that they would not get.
 
         Raises ValueError where they cannot be.
         """
-        check_mps(config, self.environment)
-        ports = Ports(gateway=0, instances=(1,) * len(config.placement()), master=self.ports.master)
+        placement = self.placement(config)
+        check_mps(config, self.environment, placement)
+        return self._prepared(config, placement, replace(self.ports, instances=(1,) * len(placement)))
+
+    def _prepared(
+        self, config: DeploymentConfig, placement: Sequence[InstancePlacement], ports: Ports
+    ) -> Sequence[Prepared]:
         if config.engine == "vllm":
-            return prepare_vllm(config, ports.instances, self.environment, self.directory, engines=self.engines)
-        return prepare_instances(config, ports, self.environment, self.directory)
+            return prepare_vllm(config, placement, ports.instances, self.environment, self.directory, self.engines)
+        return prepare_instances(config, placement, ports, self.environment, self.directory)
+
+    def placement(self, config: DeploymentConfig) -> Sequence[InstancePlacement]:
+        """The instances of a deployment that belong here."""
+        return config.placement()
 
     def elsewhere(self, config: DeploymentConfig) -> Counter[Stage]:
         """The number of instances of each stage that others look after."""
@@ -75,13 +103,8 @@ class DeploymentRecord:
         return self.spec_of(self._started_again(name))
 
     def spec_of(self, instance: Prepared) -> ProcessSpec:
-        if isinstance(instance, VllmProcess):
-            return vllm_spec(instance, self.environment)
-        copies = not self.config.instances.share_weights
-        [spec] = sharing_weights(
-            [spec_of(self.config, instance, self.environment)], self.weight_files, copies=copies
-        )
-        return spec
+        spec = instance.spec(self.config, self.environment)
+        return sharing_weights(spec, self.weight_files, copies=not self.config.instances.share_weights)
 
     def starts(self, instance: Prepared) -> None:
         """An instance is about to be started, perhaps with a name that another had before."""
@@ -93,10 +116,9 @@ class DeploymentRecord:
         """Add an instance to the deployment."""
         self._of_roles.pop(instance.options.name, None)
         self.live[instance.options.name] = instance
-        self.urls[instance.options.name] = self.spec(instance.options.name).url
 
     def left(self, name: str) -> None:
-        del self.live[name], self.urls[name]
+        del self.live[name]
 
     def replace_role_settings(self, config: DeploymentConfig) -> None:
         """Replace the settings that instances take when they change their role from now on."""
@@ -110,20 +132,13 @@ class DeploymentRecord:
             self.live[name] = self._started_again(name)
 
     def _started_again(self, name: str) -> Prepared:
-        instance = self.live[name]
         settings = self._of_roles.get(name)
-        if settings is None or isinstance(instance, VllmProcess):
-            return instance
-        return replace(instance, options=with_settings(instance.options, instance.options.role, settings))
+        return self.live[name] if settings is None else self.live[name].started_again(settings)
 
     def switched(self, name: str, role: Role) -> None:
         """Note that an instance has this role, with those of the role's settings that need no other process."""
-        instance = self.live[name]
-        if isinstance(instance, VllmProcess):
-            self.live[name] = replace(instance, options=replace(instance.options, role=role))
-            return
         self._of_roles[name] = settings = self.role_config.settings_for(str(role))
-        self.live[name] = replace(instance, options=rebuilt(instance.options, role, settings))
+        self.live[name] = self.live[name].switched(role, settings)
 
     def look(self) -> bool:
         """Take over the roles that others ordered for instances; return whether there were any."""
@@ -143,7 +158,8 @@ class DeploymentRecord:
         whole = change_config(config, {"gateway": {"instances": None}})
         if config.cluster_key is not None:
             whole = change_config(whole, {"cluster_key": None})
-        whole = change_config(whole, {"gateway": {"instances": self.urls}})
+        urls = {name: self.spec(name).url for name in self.live}
+        whole = change_config(whole, {"gateway": {"instances": urls}})
         return whole.model_dump_json(exclude_unset=True)
 
     def write_gateway_file(self, config: DeploymentConfig) -> Path:

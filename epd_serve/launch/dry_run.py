@@ -97,7 +97,7 @@ def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping
     except ValueError as error:
         model = beside(config.checkpoint, Path.cwd())
         yield f"# not on this machine: {error}"
-    for process in vllm_processes(config, ports, environment, path, found=found, model=model):
+    for process in vllm_processes(config, config.placement(), ports, environment, path, found=found, model=model):
         placed = process.placement
         yield f"\n# {placed.name}: {placed.role} on {', '.join(dict.fromkeys(placed.devices))}"
         yield shell_line(process.command, process.variables)

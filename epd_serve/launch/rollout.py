@@ -55,7 +55,7 @@ class Rollout:
     """Carries out one change of the deployment at a time.
 
     Args:
-        gateway: gets the orders; None: the deployment has no way to change it.
+        orders: to the gateway.
         before_start: called with each process that will be added.
         told: called with each step and note, besides the function that the caller of ``apply`` gives.
     """
@@ -64,13 +64,13 @@ class Rollout:
         self,
         record: DeploymentRecord,
         supervisor: Supervisor,
-        gateway: GatewayOrders | None,
+        orders: GatewayOrders,
         before_start: Callable[[ProcessSpec], Awaitable[None]],
         told: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._record = record
         self._supervisor = supervisor
-        self._orders = gateway
+        self._orders = orders
         self._before_start = before_start
         self._told = told
         self._under_way = ""
@@ -117,7 +117,10 @@ class Rollout:
     # ------------------------------------------------------------------ before the first step
 
     async def _checked(self, config: DeploymentConfig) -> tuple[DeploymentConfig, Difference]:
-        self._check_started()
+        if not self._supervisor.has_started or any(
+            one.num_restarts == 0 and one.state in _STARTING for one in self._supervisor.processes
+        ):
+            raise ValueError("the deployment is still starting; wait until it is ready")
         old, port = self._record.config, self._record.ports.gateway
         notes = []
         if config.gateway.host != old.gateway.host or config.gateway.port not in (old.gateway.port, port):
@@ -127,20 +130,12 @@ class Rollout:
             changes["engine"] = old.engine
         config = resolved(change_config(config, changes))
         check_same_deployment(old, config)
-        if self._orders is None:
-            raise ValueError("this deployment was started without a way to change it")
         found = difference(self._record, config)
         try:
             await self._orders.check(config, Deadline(_GATEWAY_S))
         except OrderRefused as error:
             raise ValueError(f"the gateway does not take the file: {error}") from error
         return config, Difference(steps=found.steps, to_start=found.to_start, notes=(*notes, *found.notes))
-
-    def _check_started(self) -> None:
-        if not self._supervisor.has_started or any(
-            one.num_restarts == 0 and one.state in _STARTING for one in self._supervisor.processes
-        ):
-            raise ValueError("the deployment is still starting; wait until it is ready")
 
     # ------------------------------------------------------------------ the steps
 
@@ -181,7 +176,7 @@ class Rollout:
                     f"{', '.join(map(str, found.steps))}\n{self._serves_on()}"
                 )
             record.config = config
-            await self._tell_gateway(Deadline(limits.deadline_s))
+            await self._orders.take_over(config, Deadline(limits.deadline_s))
         except OrderRefused as error:
             raise ApplyStopped(f"all steps are done; the gateway does not take the new file: {error}") from error
         finally:
@@ -197,22 +192,19 @@ class Rollout:
             deadline = Deadline(limits.deadline_s)
             try:
                 await self._hold(limits.deadline_s + _HOLD_MARGIN_S, deadline)
-                await self._take(step, found, deadline, limits.patience_s)
+                body = {"deadline_s": deadline.seconds, "patience_s": limits.patience_s}
+                if step.kind is StepKind.START:
+                    await self._start(step.name, found, deadline)
+                elif step.kind is StepKind.SWITCH:
+                    await self._switch(step, body, deadline)
+                else:
+                    await self._stop(step.name, body, deadline)
             except (OrderRefused, ProcessDied, TimeoutError, OSError) as error:
                 raise ApplyStopped(self._stopped(steps, number, error)) from error
 
     async def _hold(self, seconds: float, deadline: Deadline) -> None:
         """Let the controller give no orders for this time."""
-        await self._order("POST", "/hold", {"seconds": seconds}, deadline)
-
-    async def _take(self, step: Step, found: Difference, deadline: Deadline, patience_s: float) -> None:
-        body = {"deadline_s": deadline.seconds, "patience_s": patience_s}
-        if step.kind is StepKind.START:
-            await self._start(step.name, found, deadline)
-        elif step.kind is StepKind.SWITCH:
-            await self._switch(step, body, deadline)
-        else:
-            await self._stop(step.name, body, deadline)
+        await self._order("/hold", {"seconds": seconds}, deadline)
 
     async def _start(self, name: str, found: Difference, deadline: Deadline) -> None:
         record, instance = self._record, found.to_start[name]
@@ -222,13 +214,13 @@ class Rollout:
             await self._before_start(spec)
         await self._supervisor.add(spec, deadline.left_s)
         record.joined(instance)
-        await self._tell_gateway(deadline)
-        await self._gateway.is_ready(name, deadline)
+        await self._orders.take_over(record.config, deadline)
+        await self._orders.is_ready(name, deadline)
 
     async def _switch(self, step: Step, body: dict[str, Any], deadline: Deadline) -> None:
         record = self._record
         try:
-            await self._order("POST", f"/instances/{step.name}/role", body | {"role": str(step.role)}, deadline)
+            await self._order(f"/instances/{step.name}/role", body | {"role": str(step.role)}, deadline)
         except OrderRefused:
             role = remembered_role(record.directory, step.name)
             if role is not None:  # its stages may have been made anew, of either role
@@ -242,35 +234,21 @@ class Rollout:
         process = next(one for one in self._supervisor.processes if one.spec.name == name)
         if process.state is ProcessState.READY:
             try:
-                await self._order("POST", f"/instances/{name}/leave", body, deadline)
+                await self._order(f"/instances/{name}/leave", body, deadline)
             except OrderRefused:
                 if process.state is ProcessState.READY:
                     raise
         self._record.left(name)
         try:
-            await self._tell_gateway(deadline)  # one that is starting reads the file by itself
+            await self._orders.take_over(
+                self._record.config, deadline
+            )  # one that is starting reads the file by itself
         finally:
             await self._supervisor.remove(name)
             role_file(self._record.directory, name).unlink(missing_ok=True)
 
-    # ------------------------------------------------------------------ the gateway
-
-    @property
-    def _gateway(self) -> GatewayOrders:
-        assert self._orders is not None
-        return self._orders
-
-    async def _order(
-        self, method: str, path: str, body: dict[str, Any], deadline: Deadline
-    ) -> dict[str, list[str]]:
-        answer: dict[str, list[str]] = await self._gateway.give(
-            method, path, body, deadline, lambda reason: self._say(f"waiting: {reason}")
-        )
-        return answer
-
-    async def _tell_gateway(self, deadline: Deadline) -> None:
-        """Have the gateway take over the present instances."""
-        await self._gateway.take_over(self._record.config, deadline)
+    async def _order(self, path: str, body: dict[str, Any], deadline: Deadline) -> None:
+        await self._orders.give("POST", path, body, deadline, lambda reason: self._say(f"waiting: {reason}"))
 
     def _stopped(self, steps: Sequence[Step], number: int, error: Exception) -> str:
         reason = str(error) or f"it took longer than it may ({type(error).__name__})"

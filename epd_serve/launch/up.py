@@ -26,8 +26,8 @@ from epd_serve.config.model_files import read_model_config
 from epd_serve.cost.shape import shape_of
 from epd_serve.launch.commands import mps_note
 from epd_serve.launch.deployment import LocalDeployment
+from epd_serve.launch.processes.logs import new_log_run
 from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessState
-from epd_serve.launch.processes.runtime import new_log_run
 from epd_serve.models.families import TEXT
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -56,16 +56,15 @@ def sends_kv(source: Role, target: Role) -> bool:
     return source.prefills and target.decodes and not (source.decodes and target.prefills)
 
 
-def draw(topology: Topology, devices: Sequence[str] | None = None) -> str:
+def draw(topology: Topology) -> str:
     """Boxes for devices with their instances in them, and a line for each kind of transfer.
 
-    Equal replicas are drawn once. Without ``devices`` the boxes are called "device 0", "device 1" ...
-    Raises ValueError as :func:`~epd_serve.topology.placement.place` does.
+    Equal replicas are drawn once. The boxes are called "device 0", "device 1" ...
     """
     canvas = Canvas()
     places: list[_Place] = []
     left = _MARGIN if len(topology.members) > 1 else 0
-    for device in _devices(topology, devices):
+    for device in _devices(topology):
         left = _draw_device(canvas, device, left, places) + _GAP
     row = _DEVICE_BOTTOM + 2
     for label, sends in (("features", sends_features), ("KV", sends_kv)):
@@ -73,9 +72,9 @@ def draw(topology: Topology, devices: Sequence[str] | None = None) -> str:
     return str(canvas)
 
 
-def explain(topology: Topology, devices: Sequence[str] | None = None) -> list[str]:
+def explain(topology: Topology) -> list[str]:
     """One sentence for each device box of the picture, then what travels between instances."""
-    sentences = [_describe(device) for device in _devices(topology, devices)]
+    sentences = [_describe(device) for device in _devices(topology)]
     roles = [member.role for member in topology.members]
     pairs = [(source, target) for source in roles for target in roles]
     if any(sends_features(source, target) for source, target in pairs):
@@ -87,9 +86,8 @@ def explain(topology: Topology, devices: Sequence[str] | None = None) -> list[st
     return sentences
 
 
-def _devices(topology: Topology, devices: Sequence[str] | None) -> list[_Device]:
-    if devices is None:
-        devices = [f"device {index}" for index in range(topology.num_devices)]
+def _devices(topology: Topology) -> list[_Device]:
+    devices = [f"device {index}" for index in range(topology.num_devices)]
     boxes = []
     for unit, replicas in zip(topology.units, place_units(topology, devices), strict=True):
         members = unit.members if isinstance(unit, Group) else (unit,)

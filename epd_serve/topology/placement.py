@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, repeat
+from dataclasses import dataclass, field
+from itertools import count, islice, repeat
 
 from epd_serve.topology.notation import Group, Topology, Unit, width_of
 from epd_serve.types import Role
@@ -24,6 +24,7 @@ class InstancePlacement:
         host: that has them, by its name in the deployment; "": it has but one, or they are all on this machine.
         shares_device_with: names of the instances in the same group of the notation. Instances that merely
             run on the same CPU are not listed.
+        index: of the instance in its deployment, from 0; processes on one host have HCCL ports by it.
     """
 
     name: str
@@ -32,6 +33,7 @@ class InstancePlacement:
     shares_device_with: tuple[str, ...] = ()
     tensor_parallel: int = 1
     host: str = ""
+    index: int = field(default=0, compare=False)
 
 
 def split_host(device: str) -> tuple[str, str]:
@@ -58,16 +60,18 @@ def place_units(
     topology: Topology, devices: Sequence[str]
 ) -> tuple[tuple[tuple[InstancePlacement, ...], ...], ...]:
     """As :func:`place`, nested as unit → replica → the instances that share the replica's devices."""
-    remaining = _devices(topology, devices)
-    names = _names()
+    remaining, names, indices = _devices(topology, devices), _names(), count()
     return tuple(
-        tuple(_place_replica(unit, tuple(islice(remaining, width_of(unit))), names) for _ in range(unit.count))
+        tuple(
+            _place_replica(unit, tuple(islice(remaining, width_of(unit))), names, indices)
+            for _ in range(unit.count)
+        )
         for unit in topology.units
     )
 
 
 def _place_replica(
-    unit: Unit, devices: tuple[str, ...], names: Callable[[Role], str]
+    unit: Unit, devices: tuple[str, ...], names: Callable[[Role], str], indices: Iterator[int]
 ) -> tuple[InstancePlacement, ...]:
     if isinstance(unit, Group):
         members = [member for member in unit.members for _ in range(member.count)]
@@ -89,6 +93,7 @@ def _place_replica(
             shares_device_with=tuple(other for other, _ in named if other != name),
             tensor_parallel=member.tensor_parallel,
             host=hosts[0],
+            index=next(indices),
         )
         for name, member in named
     )

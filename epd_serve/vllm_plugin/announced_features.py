@@ -40,7 +40,6 @@ class AnnouncedFeatures:
         self._asked_at: dict[str, float] = {}
         self._arrivals: OrderedDict[str, float] = OrderedDict()
         self._news = threading.Event()
-        self.num_given_up = 0
 
     def handle(self, notice: AnyNotice, has_left: Callable[[], bool]) -> str:
         """For a :class:`~epd_serve.vllm_plugin.notices.NoticeServer`."""
@@ -86,9 +85,6 @@ class AnnouncedFeatures:
         if self._news.wait(timeout_s):
             self._news.clear()
 
-    def has(self, mm_hash: str) -> bool:
-        return mm_hash in self._memory
-
     def locate(self, mm_hash: str, request_id: str) -> tuple[Region, StoredFeature] | None:
         kept = self._memory.acquire(mm_hash, request_id)
         return None if kept is None else (self._memory.region, kept)
@@ -133,7 +129,6 @@ class AnnouncedFeatures:
     def _withdraw(self, request_id: str, mm_hash: str) -> None:
         with self._lock:
             self._withdrawn.add(f"{request_id}>{mm_hash}", True)
-            self.num_given_up += 1
 
     def _let_go(self) -> None:
         """Let go of features that arrived so long ago that their requests must have come."""

@@ -238,10 +238,11 @@ class Worker(GroupedKVConnector):
         if not self._produces:
             return
         trace = self._extra.get("trace")
+        self._sizer = GroupSizer(num_layers=len(self._layers))
         self._sender = KVHandOvers(
             factory("transport", as_it_is)(transport),
             self._layers,
-            GroupSizer(num_layers=len(self._layers)),
+            self._sizer,
             trace=None if trace is None else Path(trace),
         )
         self._server = NoticeServer(self._host, self._port, self._sender.handle)
@@ -263,7 +264,8 @@ class Worker(GroupedKVConnector):
             return
         num_blocks = sum(len(chunk.blocks) for chunk in self._chunks)
         layer_bytes = num_blocks * self._layers[0].block_bytes * self._layers[0].planes
-        size = self._sender.group_size(max(1, num_blocks * self._block_size), layer_bytes)
+        num_tokens = max(1, num_blocks * self._block_size)
+        size = self._sizer.group_size(self._sender.last_link, num_tokens, layer_bytes)
         self._ends = group_ends(len(self._layers), size)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
@@ -279,7 +281,7 @@ class Worker(GroupedKVConnector):
             return
         self._push(len(self._layers))
         num_tokens = sum(chunk.num_tokens for chunk in self._chunks)
-        self._sender.observe_compute(num_tokens, time.monotonic() - self._began_at)
+        self._sizer.observe_compute(num_tokens, time.monotonic() - self._began_at)
         self._chunks = []
 
     def _push(self, end: int) -> None:

@@ -101,6 +101,9 @@ class KVHandOvers:
     Args:
         lease_s: how long the blocks of a finished prompt are kept for a D that has not asked for them.
         trace: directory for a record of each transfer; None: none is written.
+
+    Attributes:
+        last_link: the link that was used last; "" before.
     """
 
     def __init__(
@@ -114,7 +117,6 @@ class KVHandOvers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._layers = layers
-        self._sizer = sizer
         self._lease_s = lease_s
         self._clock = clock
         self._sender = KVSender(transport, _Memory(layers), sizer, clock)
@@ -125,7 +127,7 @@ class KVHandOvers:
         self._refused: Tombstones[str] = Tombstones()
         self._sent: set[str] = set()
         self._news = threading.Event()
-        self._last_link = ""
+        self.last_link = ""
 
     # ------------------------------------------------------------------ the engine's thread
 
@@ -262,7 +264,7 @@ class KVHandOvers:
         local = chunk.blocks[max(0, ahead) :]
         remote = target.block_ids[max(0, -ahead) :][: len(local)]
         if remote:
-            self._last_link = target.region.name
+            self.last_link = target.region.name
             self._sender.push(layers, [Part(transfer.out, local[: len(remote)], remote)])
         if last and chunk.last:
             self._sender.fence(transfer.out, lambda out: self._written(transfer))
@@ -272,14 +274,6 @@ class KVHandOvers:
             if transfer.outcome is None:
                 self._record(transfer.out)
                 self._end(transfer.out.transfer_id, transfer, str(transfer.out.error or ""))
-
-    def group_size(self, num_tokens: int, layer_bytes: float) -> int:
-        """Layers to send together in a step, for the link that was used last."""
-        return self._sizer.group_size(self._last_link, num_tokens, layer_bytes)
-
-    def observe_compute(self, num_tokens: int, seconds: float) -> None:
-        """A prefill step took ``seconds``."""
-        self._sizer.observe_compute(num_tokens, seconds)
 
     def _record(self, out: OutgoingTransfer) -> None:
         if self._trace is None:

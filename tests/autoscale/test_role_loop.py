@@ -6,8 +6,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +16,34 @@ from pydantic import ValidationError
 
 from epd_serve.autoscale.controller import Order
 from epd_serve.autoscale.instance_load import InstanceLoad, from_json, instance_loads, to_json
-from epd_serve.autoscale.role_loop import GiveOrder, Look, RoleLoop
+from epd_serve.autoscale.role_loop import RoleLoop
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import load_config
 from epd_serve.protocol.instance_state import InstanceInfo, Load
 from epd_serve.routing.table import InstanceTable
-from epd_serve.rpc.admin import AdminRefused, AdminUnreachable
+from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.types import StageRate
 
 SLO = {"ttft_ms": 2000, "tpot_ms": 50}
+GiveOrder = Callable[[Order], Awaitable[None]]
+Look = Callable[[], Awaitable[Sequence[InstanceLoad]]]
 OPTIONS = {"enabled": True, "cooldown_s": 0.05, "hold_s": 0.02, "window_s": 0.1, "interval_s": 0.01}
 
 
-@dataclass
-class Looping:
-    """A loop with the decisions that it reported."""
+class Looping(RoleLoop):
+    """A loop over a table, with the decisions that it reported."""
 
-    loop: RoleLoop
-    decisions: list[dict[str, Any]]
+    def __init__(self, here: InstanceTable, give: GiveOrder, look: Look | None = None, **options: Any) -> None:
+        config = DeploymentConfig.model_validate({"slo": SLO, "elastic": OPTIONS | options})
+        super().__init__(config, AdminClient("http://127.0.0.1:1"), calm_s=0.05)
+        self.here, self.give, self.look_at = here, give, look
+        self.decisions: list[dict[str, Any]] = []
 
+    async def look(self) -> Sequence[InstanceLoad]:
+        return await self.look_at() if self.look_at else from_json(to_json(instance_loads(self.here)))
 
-def looping(here: InstanceTable, give: GiveOrder, look: Look | None = None, **options: Any) -> Looping:
-    config = DeploymentConfig.model_validate({"slo": SLO, "elastic": OPTIONS | options})
-    decisions: list[dict[str, Any]] = []
-
-    async def look_here() -> list[InstanceLoad]:
-        return from_json(to_json(instance_loads(here)))
-
-    async def report(decision: dict[str, Any]) -> None:
-        decisions.append(decision)
-
-    return Looping(RoleLoop(config, look or look_here, give, report, calm_s=0.05), decisions)
+    async def report(self, decision: dict[str, Any]) -> None:
+        self.decisions.append(decision)
 
 
 def info(name: str, role: str, num_running: int = 0) -> InstanceInfo:
@@ -62,7 +58,7 @@ def table(roles: dict[str, str], num_running: int) -> InstanceTable:
 
 
 async def run_until(looping: Looping, condition: Callable[[], bool]) -> None:
-    running = asyncio.create_task(looping.loop.run())
+    running = asyncio.create_task(looping.run())
     try:
         async with asyncio.timeout(300):
             while not condition():
@@ -76,17 +72,17 @@ async def run_until(looping: Looping, condition: Callable[[], bool]) -> None:
 async def test_a_late_stage_gets_an_instance_and_the_admin_plane_says_why() -> None:
     here, given = table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100), []
 
-    async def give(order: Order, deadline_s: float) -> None:
+    async def give(order: Order) -> None:
         here["e0"].accepting = False
         await asyncio.sleep(0.05)
         here.update(order.instance, info(order.instance, str(order.role), 10), contains=0)
         here.update("d0", info("d0", "D", 10), contains=0)
         here["e0"].accepting = True
-        given.append((order.instance, str(order.role), deadline_s))
+        given.append((order.instance, str(order.role)))
 
-    loop = looping(here, give)
+    loop = Looping(here, give)
     await run_until(loop, lambda: bool(given) and loop.decisions[-1]["kind"] == "calm")
-    assert given == [("e0", "D", 30.0)]
+    assert given == [("e0", "D")]
     switch = next(one for one in loop.decisions if one["order"])
     assert switch["order"] == {"instance": "e0", "role": "D"}
     assert switch["reason"].startswith("decode is at 2.4 times what the SLO allows: e0 goes from E to D")
@@ -105,12 +101,12 @@ async def test_an_order_that_fails_is_given_again_unless_it_cannot_be(
 ) -> None:
     given: list[str] = []
 
-    async def give(order: Order, deadline_s: float) -> None:
+    async def give(order: Order) -> None:
         given.append(order.instance)
         raise error
 
     here = table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100)
-    loop = looping(here, give)
+    loop = Looping(here, give)
     with caplog.at_level(logging.WARNING):
         await run_until(loop, lambda: len(given) == 2)
     assert given == ["e0", "e0" if again else "e1"]
@@ -137,7 +133,7 @@ async def test_a_moment_that_cannot_be_judged_is_not_the_last_and_a_row_of_them_
             raise fault
         return instance_loads(here)
 
-    loop = looping(here, never, look)
+    loop = Looping(here, never, look)
     await run_until(loop, lambda: len(loop.decisions) > 1)
     assert [one["kind"] for one in loop.decisions] == ["undecided", "calm"]
     assert loop.decisions[0]["reason"] == reason
@@ -148,20 +144,20 @@ async def test_without_an_instance_to_move_a_command_is_told(tmp_path: Path) -> 
     file = tmp_path / "told"
     program = f"import sys; open({str(file)!r}, 'a').write(sys.stdin.read() + chr(10))"
     hook = {"command": [sys.executable, "-c", program]}
-    loop = looping(table({"e0": "E", "p0": "P", "d0": "D"}, num_running=100), never, hook=hook)
+    loop = Looping(table({"e0": "E", "p0": "P", "d0": "D"}, num_running=100), never, hook=hook)
     await run_until(loop, lambda: file.exists() and file.read_text().endswith("\n"))
     told = json.loads(file.read_text().splitlines()[0])
     assert (told["event"], told["role"]) == ("more", "D")
     assert told["reason"].startswith("decode is at 2.4 times")
 
 
-async def never(order: Order, deadline_s: float) -> None:
+async def never(order: Order) -> None:
     raise AssertionError(order)
 
 
 async def test_a_dry_run_gives_no_order() -> None:
     here = table({"e0": "E", "e1": "E", "p0": "P", "d0": "D"}, num_running=100)
-    loop = looping(here, never, dry_run=True)
+    loop = Looping(here, never, dry_run=True)
     await run_until(loop, lambda: any(one["order"] for one in loop.decisions))
     assert "dry run, nothing is ordered" in next(one for one in loop.decisions if one["order"])["reason"]
 
@@ -184,6 +180,3 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     file = tmp_path / "deployment.yaml"
     file.write_text("elastic: {drift: {enabled: true, devices: fleet.yaml}}")
     assert load_config(file).elastic.drift.devices == tmp_path / "fleet.yaml"
-
-
-_: GiveOrder = never

@@ -15,7 +15,7 @@ from PIL import Image
 from epd_serve.bench.server import sampled
 from epd_serve.bench.types import Item, Media, Message
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 
 def picture(shade: int) -> Media:

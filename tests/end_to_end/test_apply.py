@@ -16,7 +16,8 @@ import pytest
 
 from benchmarks import apply_ring, chaos
 from epd_serve.config import DeploymentConfig, change_config, parse_config
-from epd_serve.launch import Backoff, LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
+from epd_serve.launch.processes.supervisor import Backoff
 from epd_serve.launch.rollout import ApplyLimits, ApplyStopped
 
 PORTS = "gateway: {port: 0}\ninstances: {base_port: 0}\n"

@@ -29,7 +29,7 @@ from reference import Reference
 from sounds import encoded, sound
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

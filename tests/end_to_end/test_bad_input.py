@@ -18,7 +18,7 @@ from pictures import noise, png
 from PIL import Image
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,7 +12,7 @@ from fleet import Books
 from pictures import noise
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 NUM_REQUESTS = 200
 

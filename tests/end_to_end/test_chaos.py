@@ -14,7 +14,7 @@ import pytest
 from transports import needs_mooncake
 
 from benchmarks import chaos
-from epd_serve.launch import ProcessState
+from epd_serve.launch.processes.process import ProcessState
 from epd_serve.verify.client import Client
 
 NUM_REQUESTS = 30

@@ -7,7 +7,7 @@ from chat import chat
 from pictures import noise
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 KEY = "only-this-cluster-knows"
 

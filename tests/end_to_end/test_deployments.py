@@ -26,7 +26,7 @@ from told import told
 from transports import needs_mooncake
 
 from epd_serve.config import change_config, load_config
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes import supervisor
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.telemetry.breakdown import read_traces

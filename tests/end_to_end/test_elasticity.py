@@ -15,7 +15,7 @@ from fleet import Books
 from pictures import noise
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
 
 #: One place in a step: whoever waits for it makes decode late on a machine of any speed.

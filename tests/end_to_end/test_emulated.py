@@ -34,7 +34,7 @@ from epd_serve.engine.device_features import Copies
 from epd_serve.engine.followers import Followers
 from epd_serve.engine.kv_memory import KVCache
 from epd_serve.engine.step_inputs import StepInputs
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import Role
 

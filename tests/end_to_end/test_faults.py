@@ -16,7 +16,7 @@ from fleet import Books, figures, until_decoding
 from pictures import noise
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 
 @pytest_asyncio.fixture

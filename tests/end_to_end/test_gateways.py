@@ -18,7 +18,7 @@ from chat import chat
 from fleet import Books, gateway, is_up, wait_until
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

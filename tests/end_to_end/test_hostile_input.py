@@ -19,7 +19,7 @@ from pictures import noise
 from PIL import Image
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.protocol import wire
 from epd_serve.protocol.wire import TokenizeRequest
 from epd_serve.types import SamplingParams

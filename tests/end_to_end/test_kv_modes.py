@@ -20,7 +20,7 @@ from reference import Reference
 
 from benchmarks.ablations.processes import ablated
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 #: One way each, over one of the paths of the bytes and in groups of each kind.
 WAYS = {

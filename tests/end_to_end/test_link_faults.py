@@ -20,7 +20,8 @@ from pictures import noise
 
 from benchmarks.ablations.processes import ablated
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import Backoff, LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
+from epd_serve.launch.processes.supervisor import Backoff
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -25,8 +25,9 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.demo import weights_dir
 from epd_serve.instance.http import Reply
 from epd_serve.instance.language_engine import LanguageEngine
-from epd_serve.launch import Backoff, LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
+from epd_serve.launch.processes.supervisor import Backoff
 from epd_serve.protocol import instance_state, wire
 from epd_serve.transfer.kv_sender import Part
 from epd_serve.transfer.shared_memory import is_being_written

@@ -16,7 +16,7 @@ from reference import Reference
 from transports import HAS_MOONCAKE
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 if not HAS_MOONCAKE:
     pytest.skip("mooncake is not installed", allow_module_level=True)

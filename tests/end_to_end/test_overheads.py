@@ -12,7 +12,7 @@ from anyio.from_thread import start_blocking_portal
 from epd_serve.bench.deployed import Candidate
 from epd_serve.config import change_config
 from epd_serve.cost.profile import Profile
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.profiling import overheads
 from epd_serve.profiling.overheads import OverheadOptions, with_overheads
 

@@ -14,7 +14,7 @@ from PIL import Image
 from reference import Reference
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 TEXT, MAX_TOKENS = "What is in the pictures?", 8
 SIZES = [(60, 140), (90, 90), (140, 60), (120, 90), (90, 90)]

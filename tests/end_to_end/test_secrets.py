@@ -14,7 +14,7 @@ from pictures import noise
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.keys import hash_key, new_key
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
 
 SECRETS = {

@@ -14,7 +14,7 @@ from chat import chat
 from fleet import Books
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
 
 

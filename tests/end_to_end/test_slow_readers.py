@@ -14,7 +14,7 @@ from chat import chat
 from fleet import Books
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 NUM_READERS = 16
 #: Each event has the twenty most likely tokens: a stream is several megabytes.

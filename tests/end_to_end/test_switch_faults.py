@@ -21,8 +21,9 @@ from PIL import Image
 from epd_serve.config import DeploymentConfig
 from epd_serve.demo import weights_dir
 from epd_serve.instance.http import Peers
-from epd_serve.launch import Backoff, LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
+from epd_serve.launch.processes.supervisor import Backoff
 from epd_serve.protocol import wire
 
 QUESTION = {"model": "demo", "prompt": "apple banana cherry", "temperature": 0, "ignore_eos": True, "stream": True}

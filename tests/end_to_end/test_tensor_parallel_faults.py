@@ -17,7 +17,7 @@ from chat import chat
 from fleet import until_decoding, wait_until
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 
 @pytest_asyncio.fixture

@@ -13,7 +13,7 @@ from pictures import noise
 
 from epd_serve.config import ConfigError, DeploymentConfig, load_config
 from epd_serve.errors import InstanceLost
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.rpc.http import HttpCall, HttpPool
 
 KEY = "only-this-cluster-knows"

@@ -30,7 +30,7 @@ from sounds import sound
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.demo import weights_dir
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.types import MODALITIES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -20,7 +20,7 @@ from plain_video import Clip
 from reference import Reference
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.routing import encoders
 
 KINDS = ["qwen3_vl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_5_vl", "gemma4"))]

@@ -23,8 +23,9 @@ from device.cpu import CpuEvent
 from device.emulated.timeline import EMULATED_FAULTS, WHOLE
 from epd_serve.config import DeploymentConfig, ShapeConfig
 from epd_serve.engine.emulated.digests import DigestMemory
-from epd_serve.launch import Backoff, LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
+from epd_serve.launch.processes.supervisor import Backoff
 from epd_serve.routing import encoders
 
 SHAPE = ShapeConfig(shape_of="qwen2.5-vl-7b")

@@ -13,8 +13,7 @@ import pytest
 from chat import chat
 from pictures import noise
 
-from epd_serve.launch.remote.kubernetes import manifests
-from epd_serve.launch.remote.values import Values
+from epd_serve.launch.remote.kubernetes import Values, manifests
 
 FILE = Path(__file__).parents[2] / "deploy" / "cpu-e_p-d.yaml"
 

@@ -9,8 +9,9 @@ from typing import Literal
 import psutil
 import pytest
 
-from epd_serve.launch import ProcessSpec, commands
+from epd_serve.launch import commands
 from epd_serve.launch.processes.ports import free_port
+from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.protocol.addresses import url_of
 
 FAKE_PROGRAM = Path(__file__).parent / "fake_program.py"

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from epd_serve.launch import Backoff, ProcessDied, ProcessState, Supervisor
+from epd_serve.launch.processes.process import ProcessDied, ProcessState
+from epd_serve.launch.processes.supervisor import Backoff, Supervisor
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.launch import Backoff
+from epd_serve.launch.processes.supervisor import Backoff
 
 
 def test_waits_double_up_to_a_limit() -> None:

@@ -146,7 +146,7 @@ def test_every_help_fits_80_columns_and_has_an_example(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     names = [name for group in GROUPS.values() for name in group]
-    assert set(names) | {"app", "admin", "flags", "interrupt"} == {
+    assert set(names) | {"app", "admin", "flags"} == {
         file.stem for file in Path(cli.__file__).parent.glob("[a-z]*.py")
     }
     for arguments in ((), *((name,) for name in names)):

@@ -8,10 +8,10 @@ from told import told
 
 from epd_serve.config import DeploymentConfig, parse_config
 from epd_serve.config.shares import DeviceShare
-from epd_serve.launch import ProcessSpec
 from epd_serve.launch.commands import gateway_spec, instance_specs, shared_parts, sharing_weights
 from epd_serve.launch.dry_run import dry_run
 from epd_serve.launch.processes.ports import Ports
+from epd_serve.launch.processes.process import ProcessSpec
 
 
 def specs(
@@ -91,7 +91,7 @@ def test_weights_are_shared_that_several_instances_hold(topology: str, parts: li
     config, instances = specs(f"topology: {topology}\ninstances: {{share_weights: true}}")
     assert shared_parts(config) == parts
     files = {part: 7 + i for i, part in enumerate(parts)}
-    shared = sharing_weights(instances, files)
+    shared = [sharing_weights(spec, files) for spec in instances]
     assert {spec.descriptors for spec in shared} == {tuple(files.values())}
     names = {spec.environment.get("EPD_SERVE_WEIGHT_FILES") for spec in shared}
     assert names == {",".join(f"{part}={number}" for part, number in files.items()) or None}
@@ -115,7 +115,7 @@ def test_weights_of_all_roles_are_kept_where_roles_may_be_switched(text: str, ke
     if keeps:
         [kept] = {
             spec.environment["EPD_SERVE_WEIGHT_COPIES"]
-            for spec in sharing_weights(instances, {"tower": 7, "language_model": 8}, copies=True)
+            for spec in (sharing_weights(one, {"tower": 7, "language_model": 8}, copies=True) for one in instances)
         }
         assert kept == "language_model"
 

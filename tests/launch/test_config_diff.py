@@ -11,13 +11,12 @@ import pytest
 from told import told
 
 from epd_serve.config import DeploymentConfig, InstanceOptions, parse_config
-from epd_serve.config.role_files import remember, write_role_settings
-from epd_serve.launch.commands import prepare_instances
+from epd_serve.config.role_files import remember
+from epd_serve.launch.commands import hccl_variables
 from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.vllm.probe import VllmFound
-from epd_serve.launch.vllm.process import prepare_vllm
 from epd_serve.topology.change import ChangeImpossible
 from epd_serve.topology.remembered import remembered_role
 from epd_serve.types import Role
@@ -29,15 +28,11 @@ def record(tmp_path: Path, text: str, environment: dict[str, str] | None = None)
     """As if a deployment of that file ran, with no process of it."""
     config = resolved(parse_config(text))
     ports = Ports(gateway=8000, instances=tuple(range(30100, 30100 + config.topology.num_instances)))
-    write_role_settings(tmp_path, config)
-    prepared = prepare_instances(config, ports, environment or {}, tmp_path)
-    held = DeploymentRecord(
-        config=config, role_config=config, ports=ports, environment=environment or {}, directory=tmp_path, urls={}
-    )
-    for one in prepared:
-        if one.options.device_board:
-            Path(one.options.device_board.rpartition(":")[0]).touch()
-        held.joined(one)
+    held = DeploymentRecord(config=config, ports=ports, environment=environment or {}, directory=tmp_path)
+    held.begin()
+    for one in held.live.values():
+        if one.slot:
+            Path(one.slot.rpartition(":")[0]).touch()
     return held
 
 
@@ -161,7 +156,7 @@ def test_on_npus_every_process_has_ports_of_its_own(tmp_path: Path) -> None:
     devices = "devices: [npu:0, npu:1, npu:2, npu:3]"
     held = record(tmp_path, f"topology: E-P-D\n{devices}\n{FREE}")
     apply(held, f"topology: E-P-2D\n{devices}\n{FREE}")
-    ports = [tuple(sorted(one.own_variables.items())) for one in held.live.values()]
+    ports = [hccl_variables(one.placement)["HCCL_IF_BASE_PORT"] for one in held.live.values()]
     assert len(set(ports)) == 4
 
 
@@ -214,11 +209,8 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Dep
     def make(text: str) -> DeploymentRecord:
         config = resolved(parse_config(text))
         ports = Ports(gateway=8000, instances=tuple(range(30100, 30100 + 16 * len(config.placement()), 16)))
-        held = DeploymentRecord(
-            config=config, role_config=config, ports=ports, environment={}, directory=tmp_path, urls={}
-        )
-        for one in prepare_vllm(config, ports.instances, {}, tmp_path):
-            held.joined(one)
+        held = DeploymentRecord(config=config, ports=ports, environment={}, directory=tmp_path)
+        held.begin()
         return held
 
     return make

@@ -27,7 +27,8 @@ async def test_a_launcher_of_another_version_is_told_as_one(tmp_path: Path) -> N
 
 
 async def test_an_order_of_another_version_gets_an_answer(tmp_path: Path) -> None:
-    server = await ControlServer.start(tmp_path / "control", cast(Rollout, None))
+    server = ControlServer(cast(Rollout, None))
+    await server.start(tmp_path / "control")
     try:
         reader, writer = await asyncio.open_unix_connection(tmp_path / "control")
         writer.write(pack(["what", "a later version asks"]))

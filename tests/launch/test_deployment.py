@@ -12,10 +12,11 @@ import pytest
 from aiohttp import web
 
 from epd_serve.config import change_config, load_config, parse_config
-from epd_serve.launch import LocalDeployment, ProcessDied, ProcessState, commands, deployment
+from epd_serve.launch import commands, deployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes import supervisor
 from epd_serve.launch.processes.forking import ForkServer
-from epd_serve.launch.processes.process import ProcessSpec
+from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState
 
 pytestmark = pytest.mark.usefixtures("fake_program")
 CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0, preload: false}\ngateway: {port: 0, api_key: secret}"

@@ -14,9 +14,9 @@ import psutil
 import pytest
 from program import until
 
-from epd_serve.launch import Backoff, ProcessDied, ProcessSpec, Supervisor
 from epd_serve.launch.processes.forking import ForkedProcess, ForkServer, ForkServerGone
-from epd_serve.launch.processes.process import RunningProcess, spawn
+from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, RunningProcess, spawn
+from epd_serve.launch.processes.supervisor import Backoff, Supervisor
 
 
 def open_file(pid: int, number: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from epd_serve.config import parse_config
 from epd_serve.config.load import ConfigError, placed_keys, with_placed_keys
 from epd_serve.launch.config_diff import difference
-from epd_serve.launch.processes.ports import Ports, instance_urls
-from epd_serve.launch.remote.part import HostRecord, at_address, host_part, part_specs, prepare_part
+from epd_serve.launch.processes.ports import instance_urls
+from epd_serve.launch.remote.part import PartRecord, Place, at_address, host_placement
 
 FILE = """
 topology: 2E-P-2D
@@ -22,6 +23,10 @@ devices:
   ["n1/emulated:h200:6", "n2/emulated:h200:0", "n1/emulated:h200:7", "n2/emulated:h200:1", "n2/emulated:h200:2"]
 instances: {base_port: 8100}
 """
+
+
+def on(host: str) -> Place:
+    return partial(host_placement, host=host)
 
 
 def test_each_host_starts_its_own(tmp_path: Path) -> None:
@@ -35,7 +40,7 @@ def test_each_host_starts_its_own(tmp_path: Path) -> None:
     }
     found = {}
     for host, settings in config.hosts.items():
-        for spec in part_specs(host_part(config, host), settings.address, {}, tmp_path):
+        for spec in PartRecord.of(config, on(host), settings.address, {}, tmp_path).begin():
             options = json.loads(spec.command[spec.command.index("--options") + 1])
             assert options["name"] == spec.name
             found[spec.name] = options["device"], spec.url
@@ -52,17 +57,8 @@ def test_each_host_starts_its_own(tmp_path: Path) -> None:
 def test_a_host_changes_what_is_its_own(tmp_path: Path) -> None:
     """The only P goes from n1 to n2: each agent takes its own steps, the gateway says when."""
     config = parse_config(FILE)
-    record = HostRecord(
-        config=at_address(config, "127.0.0.1"),
-        role_config=config,
-        ports=Ports(gateway=0, instances=()),
-        environment={},
-        directory=tmp_path,
-        urls={},
-        host="n1",
-    )
-    for one in prepare_part(host_part(config, "n1"), "127.0.0.1", {}, tmp_path):
-        record.joined(one)
+    record = PartRecord.of(config, on("n1"), "127.0.0.1", {}, tmp_path)
+    taken = [spec.url for spec in record.begin()]
     other = {"topology": "E-2P-2D", "roles": {"P": {"max_num_seqs": 3}}}
     steps = difference(
         record, at_address(with_placed_keys(config, placed_keys(config) | other), "127.0.0.1")
@@ -81,7 +77,7 @@ def test_a_host_changes_what_is_its_own(tmp_path: Path) -> None:
     more = placed_keys(config) | {"topology": "2E-P-3D", "devices": [*config.devices, "n1/emulated:h200:5"]}
     found = difference(record, at_address(with_placed_keys(config, more), "127.0.0.1"))
     assert [str(one) for one in found.steps] == ["start n1-d0 (D)"]
-    assert record.spec_of(found.to_start["n1-d0"]).url not in record.urls.values()
+    assert record.spec_of(found.to_start["n1-d0"]).url not in taken
 
 
 @pytest.mark.parametrize(
@@ -103,10 +99,10 @@ def test_what_hosts_cannot_do(old: str, new: str, sentence: str) -> None:
 def test_cpus_of_hosts(tmp_path: Path) -> None:
     hosts = "hosts: {n1: {address: 10.0.0.1}, n2: {address: 10.0.0.2}}, instances: {base_port: 9000}"
     config = parse_config(f"{{topology: (E-P)-2D, devices: [n1/cpu, n2/cpu, n2/cpu], {hosts}}}")
-    specs = part_specs(host_part(config, "n2"), "10.0.0.2", {"OMP_NUM_THREADS": "1"}, tmp_path)
+    specs = PartRecord.of(config, on("n2"), "10.0.0.2", {"OMP_NUM_THREADS": "1"}, tmp_path).begin()
     assert [(spec.name, spec.url) for spec in specs] == [
         ("n2-d0", "http://10.0.0.2:9000"),
         ("n2-d1", "http://10.0.0.2:9001"),
     ]
     with pytest.raises(ValueError, match="the file names no host 'n7'; it has: n1, n2"):
-        host_part(config, "n7")
+        host_placement(config, "n7")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from program import read_until
 
-from epd_serve.launch.processes import runtime
+from epd_serve.launch.processes import logs
 
 COMMAND = [sys.executable, "-P", "-m", "epd_serve.cli", "logs"]
 
@@ -35,24 +35,24 @@ def show(*arguments: str) -> tuple[int, str]:
 
 
 def test_the_last_runs_stay_with_their_logs_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "NUM_LOGS_KEPT", 2)
+    monkeypatch.setattr(logs, "NUM_LOGS_KEPT", 2)
     for number in range(3):
         make(folder, f"20260101-00000{number}-1", p0="old")
-    with runtime.new_log_run() as directory:
+    with logs.new_log_run() as directory:
         assert directory is not None
-        assert [one.name for one in runtime.log_runs()] == [directory.name, "20260101-000002-1"]
+        assert [one.name for one in logs.log_runs()] == [directory.name, "20260101-000002-1"]
         (directory / "p0.log").write_text("said")
         (directory / "gateway.yaml").write_text("api_key: secret")
         (directory / "roles").mkdir()
         make(folder, "20990101-000000-1"), make(folder, "20990101-000001-1")
-        with runtime.new_log_run():
+        with logs.new_log_run():
             assert directory.is_dir(), "it still runs"
     assert [file.name for file in directory.iterdir()] == ["p0.log"]
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_run_that_said_nothing_leaves_nothing(folder: Path) -> None:
-    with runtime.new_log_run() as directory:
+    with logs.new_log_run() as directory:
         assert directory is not None
     assert list(folder.iterdir()) == []
 
@@ -60,7 +60,7 @@ def test_a_run_that_said_nothing_leaves_nothing(folder: Path) -> None:
 def test_without_a_place_for_logs_it_runs_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("EPD_SERVE_LOG_DIR", str(tmp_path / "file" / "logs"))
-    with runtime.new_log_run() as directory:
+    with logs.new_log_run() as directory:
         assert directory is None
 
 
@@ -68,7 +68,7 @@ def test_on_a_full_disk_it_runs_all_the_same(folder: Path) -> None:
     """A limit on the size of files fails a write as a full disk does, and lets directories be made."""
     program = (
         "import resource\n"
-        "from epd_serve.launch.processes.runtime import new_log_run\n"
+        "from epd_serve.launch.processes.logs import new_log_run\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
         "with new_log_run() as directory:\n"
         "    print(directory)\n"

@@ -16,8 +16,8 @@ from told import told
 from transports import needs_mooncake
 
 from epd_serve.config import parse_config
-from epd_serve.launch import LocalDeployment
 from epd_serve.launch.commands import instance_specs, master_spec
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import Ports, choose_ports
 from epd_serve.transfer.mooncake import engine as mooncake
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,11 @@ from fake_mps import install
 
 from device import mps
 from epd_serve.config import DeploymentConfig, parse_config
-from epd_serve.launch import Backoff, ProcessDied
 from epd_serve.launch.commands import check_mps, instance_specs, mps_note, mps_spec, with_mps
 from epd_serve.launch.processes.ports import choose_ports
-from epd_serve.launch.processes.process import ProcessSpec
-from epd_serve.launch.processes.supervisor import Supervisor
-from epd_serve.launch.remote.part import part_specs, unit_part
+from epd_serve.launch.processes.process import ProcessDied, ProcessSpec
+from epd_serve.launch.processes.supervisor import Backoff, Supervisor
+from epd_serve.launch.remote.part import PartRecord, unit_placement
 
 SHARED = "topology: (E-PD)\ndevices: [cuda:0]\nroles: {E: {share: 0.5}}\ngateway: {port: 0}\n"
 
@@ -162,7 +162,7 @@ def test_a_running_deployment_gets_no_shares_that_nothing_would_give(
 ) -> None:
     with pytest.raises(ValueError, match="shares of a GPU need MPS, which does not run here"):
         check_mps(config, environment)
-    check_mps(config, environment, names=["d0"])
+    check_mps(config, environment, placement=())
     running = environment | {mps.PIPES: str(tmp_path)}
     mps.pid_file(running).touch()
     check_mps(config, running)
@@ -171,8 +171,9 @@ def test_a_running_deployment_gets_no_shares_that_nothing_would_give(
 
 def test_a_part_on_another_host_has_a_daemon_of_its_own(environment: dict[str, str], tmp_path: Path) -> None:
     several = parse_config(SHARED.replace("(E-PD)", "(E-PD)-D").replace("[cuda:0]", "[cuda:0, cuda:1]"))
-    daemon_spec, *specs = part_specs(unit_part(several, 0, None), "127.0.0.1", environment, tmp_path)
+    here, there = (partial(unit_placement, unit=unit, name=None) for unit in range(2))
+    daemon_spec, *specs = PartRecord.of(several, here, "127.0.0.1", environment, tmp_path).begin()
     assert daemon_spec.name == "mps" and [one.environment[mps.SHARE] for one in specs] == ["50", "50"]
-    assert mps_note(several, environment, ["d0"]) == "" != mps_note(several, environment, ["e0"])
-    [alone] = part_specs(unit_part(several, 1, None), "127.0.0.1", environment, tmp_path)
+    assert mps_note(several, environment, there(several)) == "" != mps_note(several, environment, here(several))
+    [alone] = PartRecord.of(several, there, "127.0.0.1", environment, tmp_path).begin()
     assert mps.PIPES not in alone.environment

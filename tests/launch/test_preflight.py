@@ -296,7 +296,7 @@ def test_ctrl_c_at_once_is_no_traceback(after_s: float) -> None:
 def test_ctrl_c_inside_a_callback_of_the_interpreter_is_not_lost() -> None:
     """Python drops what is raised there, as it does in those of its import system."""
     program = (
-        "import os, signal\nfrom epd_serve.cli.interrupt import ended_by_ctrl_c\n"
+        "import os, signal\nfrom epd_serve.cli import ended_by_ctrl_c\n"
         "class Dropped:\n    def __del__(self): os.kill(os.getpid(), signal.SIGINT)\n"
         "with ended_by_ctrl_c():\n    Dropped()\n"
         "raise SystemExit(7)"

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from epd_serve.config import parse_config
 from epd_serve.config.keys import ADMIN_KEY
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.launch.remote import ray as on_ray
-from epd_serve.launch.remote.part import part_ports, part_specs, unit_part
+from epd_serve.launch.remote.part import PartRecord, unit_placement
 from epd_serve.launch.vllm.process import vllm_processes
 
 ROOT = Path(__file__).parents[2]
@@ -55,26 +56,26 @@ def test_agents_have_the_ports_and_names_of_the_whole_deployment(tmp_path: Path)
     urls = {}
     for group in on_ray.groups(config):
         file = parse_config(on_ray._file(config, group.base_port, "10.0.0.1", 8001))
-        part = unit_part(file, group.unit, None, group.replica)
-        urls |= {spec.name: spec.url for spec in part_specs(part, "10.0.0.2", {}, tmp_path)}
+        place = partial(unit_placement, unit=group.unit, name=None, replica=group.replica)
+        specs = PartRecord.of(file, place, "10.0.0.2", {}, tmp_path).begin()
+        urls |= {spec.name: spec.url for spec in specs}
     names = [one.name for one in config.placement()]
     assert urls == {name: f"http://10.0.0.2:{8100 + index}" for index, name in enumerate(names)}
     with pytest.raises(ValueError, match="replicas 0 to 1, not 2"):
-        unit_part(config, 0, None, 2)
+        unit_placement(config, 0, None, 2)
 
 
 def test_instances_see_the_devices_that_ray_shows(tmp_path: Path) -> None:
     """Also where an @tp takes several, and where other instances are elsewhere; vLLM as our engine."""
     config = parse_config("{topology: P@tp2-D, engine: vllm, devices: ['npu x 3'], model: /models/m}")
-    part = unit_part(config, 0, None)
     shown = {"ASCEND_RT_VISIBLE_DEVICES": "4,6", "OMP_NUM_THREADS": "2"}
-    processes = vllm_processes(part.config, part_ports(part), shown, names=part.names, model="/models/m")
-    (p0,) = [one for one in processes if one.placement.name in part.names]
+    (p0,) = vllm_processes(config, unit_placement(config, 0, None), [8100], shown, model="/models/m")
     assert p0.variables["ASCEND_RT_VISIBLE_DEVICES"] == "4,6"
     assert p0.command[p0.command.index("--tensor-parallel-size") + 1] == "2"
     assert not any("executor" in word for word in p0.command), "vLLM's own choice within a host"
     config = parse_config("{topology: E-PD, engine: native, devices: ['cuda x 2'], model: demo}")
-    (spec,) = part_specs(unit_part(config, 1, None), "10.0.0.2", {"CUDA_VISIBLE_DEVICES": "GPU-7"}, tmp_path)
+    place = partial(unit_placement, unit=1, name=None)
+    (spec,) = PartRecord.of(config, place, "10.0.0.2", {"CUDA_VISIBLE_DEVICES": "GPU-7"}, tmp_path).begin()
     assert spec.environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
 
 

@@ -14,12 +14,11 @@ import pytest
 from aiohttp import web
 
 from epd_serve.config import change_config, parse_config
-from epd_serve.config.role_files import in_role, remember, write_role_settings
-from epd_serve.launch import Supervisor
-from epd_serve.launch.commands import prepare_instances
+from epd_serve.config.role_files import in_role, remember
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
+from epd_serve.launch.processes.supervisor import Supervisor
 from epd_serve.launch.rollout import ApplyLimits, ApplyStopped, OwnGateway, Rollout
 from epd_serve.types import Role
 
@@ -88,18 +87,8 @@ async def launcher(fakes: Any, tmp_path: Path) -> AsyncIterator[Launcher]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, as the path of a socket must be
         orders = Path(folder) / "orders"
         ports = Ports(gateway=8000, instances=tuple(range(30100, 30104)))
-        write_role_settings(tmp_path, CONFIG)
-        held = DeploymentRecord(
-            config=CONFIG,
-            role_config=CONFIG,
-            ports=ports,
-            environment={},
-            directory=tmp_path,
-            urls={},
-            admin=orders,
-        )
-        for one in prepare_instances(CONFIG, ports, {}, tmp_path):
-            held.joined(one)
+        held = DeploymentRecord(config=CONFIG, ports=ports, environment={}, directory=tmp_path, admin=orders)
+        held.begin()
         gateway = Gateway(held)
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", gateway.answer)

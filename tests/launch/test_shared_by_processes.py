@@ -12,7 +12,7 @@ import pytest
 
 from device.weight_files import VARIABLE
 from epd_serve.config import load_config, parse_config
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.rpc.cluster import CLUSTER_KEY
 
 pytestmark = pytest.mark.usefixtures("fake_program")

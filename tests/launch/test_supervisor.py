@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 from program import until
 
-from epd_serve.launch import (
-    Backoff,
-    ManagedProcess,
-    ProcessDied,
-    ProcessSpec,
-    ProcessState,
-    Supervisor,
-)
 from epd_serve.launch.processes import supervisor
+from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
+from epd_serve.launch.processes.supervisor import Backoff, Supervisor
 
 
 class Recorder:

@@ -30,7 +30,7 @@ from epd_serve.launch.vllm.probe import (
     needed_modules,
     probe_vllm,
 )
-from epd_serve.launch.vllm.process import VllmProcess, check_engines, link_plugin, vllm_processes, vllm_spec
+from epd_serve.launch.vllm.process import VllmProcess, check_engines, link_plugin, vllm_processes
 
 ROOT = Path(__file__).parents[2]
 SNAPSHOT = Path(__file__).parent / "vllm-ascend-qwen3-vl-8b.txt"
@@ -55,7 +55,7 @@ def model(tmp_path: Path) -> Path:
 def processes(text: str, model: Path) -> dict[str, VllmProcess]:
     config = parse_config(f"engine: vllm\nmodel: {model}\n{text}")
     ports = range(9000, 9000 + 16 * len(config.placement()), 16)
-    return {one.placement.name: one for one in vllm_processes(config, list(ports), {})}
+    return {one.placement.name: one for one in vllm_processes(config, config.placement(), list(ports), {})}
 
 
 def flag(process: VllmProcess, name: str) -> str | None:
@@ -159,7 +159,7 @@ def test_pixels_are_normalised_where_the_model_does_not_say_how(
         (model / name).write_text(json.dumps(content))
     config = parse_config(f"engine: vllm\nmodel: {model}\ntopology: PD")
     found = {sys.executable: changed(good, flags=flags)}
-    (process,) = vllm_processes(config, [9000], {}, found=found)
+    (process,) = vllm_processes(config, config.placement(), [9000], {}, found=found)
     assert ("--no-mm-device-do-normalize" in process.command) is raw
 
 
@@ -169,7 +169,7 @@ def test_options_of_videos_are_taken_from_the_gateway_where_vllm_asks_for_trust(
 ) -> None:
     config = parse_config(f"engine: vllm\nmodel: {model}\ntopology: PD")
     found = {sys.executable: changed(good, flags=flags)}
-    (process,) = vllm_processes(config, [9000], {}, found=found)
+    (process,) = vllm_processes(config, config.placement(), [9000], {}, found=found)
     assert ("--trust-request-mm-kwargs" in process.command) is bool(flags)
 
 
@@ -239,7 +239,7 @@ def test_each_kind_of_device_has_its_own_vllm(
     monkeypatch.setattr("epd_serve.launch.vllm.process.probe_vllm", lambda python: engines[python])
     config = load_config(file)
     assert check_engines(config) == engines
-    found = vllm_processes(config, [8100, 8116], {}, "plugin", found=engines)
+    found = vllm_processes(config, config.placement(), [8100, 8116], {}, "plugin", found=engines)
     assert [one.command[0] for one in found] == [ascend, cuda]
     assert [one.variables.get("PYTHONPATH") for one in found] == ["plugin", None]
     lines = list(dry_run(config, file, {}))
@@ -471,5 +471,5 @@ def test_with_tls_each_server_shows_a_certificate_and_asks_for_one(model: Path) 
         assert flag(process, "ssl-certfile") == "/tls/cert.pem" and flag(process, "ssl-cert-reqs") == "2"
     config = parse_config(f"engine: vllm\nmodel: {model}\n{text}")
     assert config.read_cluster_key() == "only-this-cluster-knows"
-    [url, *_] = [vllm_spec(one, with_trust(config, {})).url for one in found.values()]
+    [url, *_] = [one.spec(config, with_trust(config, {})).url for one in found.values()]
     assert url == "https://127.0.0.1:9000"

@@ -22,7 +22,7 @@ from reference import Reference
 from sounds import sound
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.models.loader import load_family
 
 MAX_TOKENS = 10

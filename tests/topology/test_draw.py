@@ -63,12 +63,6 @@ def test_equal_replicas_are_drawn_once() -> None:
     assert "d0…d19" in picture
 
 
-def test_given_devices_give_the_titles() -> None:
-    picture = draw(parse_topology("(E-P)-D"), ["npu:4", "npu:5"])
-    assert "─ npu:4 ─" in picture
-    assert "─ npu:5 ─" in picture
-
-
 def test_plain_words_for_each_device() -> None:
     assert explain(parse_topology("2E-PD@tp2")) == [
         "2 × device 0…1: e0…e1 encode images.",

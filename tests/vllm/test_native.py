@@ -14,7 +14,7 @@ import pytest
 from vllm_runs import MODEL, Tokens, ask_all
 
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch import LocalDeployment
+from epd_serve.launch.deployment import LocalDeployment
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -44,7 +44,7 @@ def test_the_vendors_vllm_takes_every_command(vendor: Vendor, found: VllmFound, 
     names: list[tuple[str, str]] = []
     for name, config in _deployments(model).items():
         ports = range(9000, 9000 + 16 * len(config.placement()), 16)
-        for one in vllm_processes(config, list(ports), {}, found={sys.executable: found}):
+        for one in vllm_processes(config, config.placement(), list(ports), {}, found={sys.executable: found}):
             command = list(one.command)
             asked.append((command[command.index("serve") + 1 :], one.variables))
             names.append((name, str(one.placement.role)))

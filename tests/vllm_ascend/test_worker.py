@@ -33,7 +33,8 @@ def ask(vendor: Vendor, model: Path, topology: str, role: str, *more: str, featu
         "{enforce_eager: true, async_scheduling: false, skip_mm_profiling: true}}"
     )
     ports = range(9000, 9000 + 16 * len(config.placement()), 16)
-    one = next(one for one in vllm_processes(config, list(ports), {}) if str(one.placement.role) == role)
+    processes = vllm_processes(config, config.placement(), list(ports), {})
+    one = next(one for one in processes if str(one.placement.role) == role)
     command = [*one.command, *more]
     # E has had another picture before: a name that is no hash of its content would be another's.
     first = chat("", noise(4, (56, 56))) if role == "E" else chat(TEXT)

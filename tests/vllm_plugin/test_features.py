@@ -128,13 +128,13 @@ def test_a_feature_that_is_late_is_given_up(peers: Peers, now: list[float]) -> N
     assert not peers.announced.is_settled("engine-r", "r", "a")
     now[0] = 10.0
     assert peers.announced.is_settled("engine-r", "r", "a")
-    assert peers.announced.num_given_up == 1
+    assert not peers.announced.hold("engine-r", "a")
 
 
 def test_a_feature_that_is_not_what_it_should_be_is_encoded_here(peers: Peers) -> None:
     assert "fails its checksum" in peers.announce("a", checksum="0" * 64)
     assert peers.announced.is_settled("engine-r", "r", "a")
-    assert not peers.announced.has("a")
+    assert not peers.announced.hold("engine-r", "a")
 
 
 def test_a_feature_larger_than_the_cache_is_encoded_here(now: list[float]) -> None:
@@ -152,7 +152,7 @@ def test_an_arrival_outlives_others_until_its_request_has_had_its_time(peers: Pe
     now[0] = 11.0
     peers.announced.forget("any")
     assert peers.announce("third", bytes(900)) == ""
-    assert not peers.announced.has("first")
+    assert not peers.announced.hold("engine-r", "first")
 
 
 def test_what_is_here_already_stays_for_the_request_that_it_was_announced_for(peers: Peers) -> None:
@@ -193,5 +193,5 @@ def test_threads_may_announce_at_once(peers: Peers) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(peers.announced.has(f"f{n}") for n in range(8))
+    assert all(peers.announced.hold("engine-r", f"f{n}") for n in range(8))
     peers.announced.check_integrity()

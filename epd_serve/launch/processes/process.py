@@ -184,10 +184,6 @@ class ManagedProcess:
         managed._process = await start(spec, managed.log_file)
         return managed
 
-    def wait_for_restart(self) -> None:
-        """Note that it has died and will be started again after a while by :meth:`restart`."""
-        self._enter(ProcessState.WAITING)
-
     async def restart(self) -> None:
         """Start the process once more from its spec. Raises OSError where that is not possible now."""
         self._process = await self._start(self.spec, self.log_file)
@@ -195,7 +191,7 @@ class ManagedProcess:
         self._hung = ""
         self.ready_after_s = None
         self.num_restarts += 1
-        self._enter(ProcessState.STARTING)
+        self.enter(ProcessState.STARTING)
 
     @property
     def pid(self) -> int:
@@ -226,7 +222,7 @@ class ManagedProcess:
                 raise self.death()
         self.ready_after_s = self.elapsed_s
         self._health = "/health"
-        self._enter(ProcessState.READY)
+        self.enter(ProcessState.READY)
         self.ready.set()
 
     async def wait_end_or_hang(self, hang_timeout_s: float | None) -> None:
@@ -254,14 +250,14 @@ class ManagedProcess:
         self.ready.clear()
         with suppress(ProcessLookupError):  # the rest of its group, right now, while its id is not used again
             os.killpg(self.pid, signal.SIGKILL)
-        self._enter(ProcessState.STOPPED if self.state is ProcessState.STOPPING else ProcessState.DIED)
+        self.enter(ProcessState.STOPPED if self.state is ProcessState.STOPPING else ProcessState.DIED)
 
     async def stop(self, grace_s: float) -> None:
         """Ask the process to end (SIGTERM), and after ``grace_s`` seconds end it (SIGKILL)."""
         if self.state is ProcessState.WAITING:
-            self._enter(ProcessState.STOPPED)
+            self.enter(ProcessState.STOPPED)
         if self._running.returncode is None and self.state is not ProcessState.STOPPING:
-            self._enter(ProcessState.STOPPING)
+            self.enter(ProcessState.STOPPING)
             with suppress(ProcessLookupError):
                 self._running.terminate()
         try:
@@ -305,7 +301,7 @@ class ManagedProcess:
         """Ask once whether the process is ready; one that listens and is not ready is loading."""
         status = await self._ask(_POLL_TIMEOUT_S)
         if self.state is ProcessState.STARTING and status not in (None, 200):
-            self._enter(ProcessState.LOADING)
+            self.enter(ProcessState.LOADING)
         return status == 200
 
     async def _ask(self, timeout_s: float) -> int | None:
@@ -323,20 +319,21 @@ class ManagedProcess:
                 pass
             return call.status
 
-    def _enter(self, state: ProcessState) -> None:
+    def enter(self, state: ProcessState) -> None:
+        """Change its state; WAITING is that of one that has died, until :meth:`restart`."""
         assert state in _NEXT[self.state], f"{self.spec.name}: {self.state} → {state}"
         self.state = state
         self._on_change(self)
 
 
-async def spawn(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Process:
-    """Spawn a process: the usual :data:`Starter`."""
+async def spawn(spec: ProcessSpec, log_file: Path, *, shares_output: bool = False) -> asyncio.subprocess.Process:
+    """Spawn a process: the usual :data:`Starter`. ``shares_output``: it writes where this process writes."""
     with log_file.open("ab") as log:
         return await asyncio.create_subprocess_exec(
             *spec.command,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=asyncio.subprocess.STDOUT,
+            stdout=None if shares_output else log,
+            stderr=None if shares_output else log,
             env=dict(spec.environment),
             start_new_session=True,
             pass_fds=spec.descriptors,

@@ -151,15 +151,16 @@ class Supervisor:
             if not is_ready.done():  # it has died for good
                 is_ready.cancel()
                 return
-            before = await ManagedProcess.start(spec, self._log_dir, self._on_change, self._start)
-            self._insert(before)
+            before = await self._insert(spec)
             self._watches[spec.name] = asyncio.create_task(self._watch(before))
             self._tell_changed()
 
-    def _insert(self, process: ManagedProcess) -> None:
-        """Add a process to the others, before those that stop first."""
+    async def _insert(self, spec: ProcessSpec) -> ManagedProcess:
+        """Start one more process; its place is before those that stop first."""
+        process = await ManagedProcess.start(spec, self._log_dir, self._on_change, self._start)
         place = next((i for i, one in enumerate(self._processes) if one.spec.stops == "first"), None)
         self._processes.insert(len(self._processes) if place is None else place, process)
+        return process
 
     async def _all_ready(self) -> None:
         await asyncio.gather(*self._turns)
@@ -210,8 +211,7 @@ class Supervisor:
             TimeoutError: it was not ready in time, and was ended.
             OSError: it cannot be started now.
         """
-        process = await ManagedProcess.start(spec, self._log_dir, self._on_change, self._start)
-        self._insert(process)
+        process = await self._insert(spec)
         try:
             async with asyncio.timeout(timeout_s):
                 await process.wait_ready()
@@ -275,7 +275,7 @@ class Supervisor:
             if not (self._restart and was_ready):
                 return death
             ready_s = process.ready_s
-            process.wait_for_restart()
+            process.enter(ProcessState.WAITING)
             while process.state is ProcessState.WAITING:
                 delay_s = backoff.next_delay_s(ready_s)
                 self._on_death(death, delay_s)

@@ -10,7 +10,7 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import read_secret
 from epd_serve.config.keys import admin_headers, join_headers
 from epd_serve.config.load import placed_keys, with_placed_keys
-from epd_serve.launch.commands import mps_note, with_mps, with_trust
-from epd_serve.launch.processes.logs import log_files, log_piece
-from epd_serve.launch.processes.ports import Ports
+from epd_serve.errors import InvalidRequest
+from epd_serve.launch.commands import mps_note
+from epd_serve.launch.processes.logs import log_files, log_piece, new_log_run
 from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState, spawn
-from epd_serve.launch.processes.runtime import new_log_run
 from epd_serve.launch.processes.supervisor import Supervisor
-from epd_serve.launch.remote.part import HostRecord, Part, at_address, part_environment, part_specs, prepare_part
+from epd_serve.launch.remote.part import PartRecord, Place, at_address
 from epd_serve.launch.rollout import ApplyLimits, GatewayOrders, Rollout
 from epd_serve.rpc.admin import AdminClient, AdminError
 from epd_serve.rpc.app_server import serving
@@ -45,24 +44,23 @@ _FORMAT = "%(asctime)s agent %(levelname)s %(message)s"
 _LOOK_S, _AGAIN_S = 1.0, 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostOfFile:
-    """A host that the deployment file names; its agent follows the file of the gateway that is named first."""
-
-    config: DeploymentConfig
-    name: str
-
-
 async def run_agent(
-    part: Part, *, host: str, gateways: Sequence[str], port: int | None, host_of: HostOfFile | None = None
+    config: DeploymentConfig,
+    place: Place,
+    *,
+    address: str,
+    gateways: Sequence[str],
+    port: int | None,
+    host: str | None = None,
 ) -> int:
     """Run a part until SIGTERM or SIGINT; returns the exit code, 1 where a process died before it was ready.
 
     Args:
-        host: address that the instances listen on, and under which others reach them.
+        address: that the instances listen on, and under which others reach them.
         gateways: URLs of admin planes that they join.
         port: of ``/health/live`` and ``/health/ready``, and of the logs; None: there is none.
-        host_of: where the part is a host's; its logs are files then, and the part changes with the gateway's file.
+        host: its name where the part is a host's: its logs are files then, and the part changes with the file of
+            the gateway that is named first.
     """
     logging.basicConfig(level=logging.INFO, format=_FORMAT)
     stop = asyncio.Event()
@@ -70,37 +68,37 @@ async def run_agent(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="epd-serve-agent-")))
-        log_dir = None if host_of is None else stack.enter_context(new_log_run()) or directory
-        if host_of is not None and log_dir is not None:
-            own = logging.FileHandler(log_dir / f"{host_of.name}-agent.log")
+        log_dir = None if host is None else stack.enter_context(new_log_run()) or directory
+        if log_dir is not None:
+            own = logging.FileHandler(log_dir / f"{host}-agent.log")
             own.setFormatter(logging.Formatter(_FORMAT))
             logging.getLogger().addHandler(own)
-        if note := mps_note(part.config, os.environ, part.names):
+        record = PartRecord.of(config, place, address, os.environ, directory)
+        if note := mps_note(record.config, os.environ, place(record.config)):
             logger.info("%s", note)
-        secret, tls = _cluster_key(part.config), part.config.read_tls()
-        places = _Places(part, gateways, secret, tls)
-        record = None if host_of is None else _record(part, host_of, host, directory)
+        specs = record.begin()
+        secret, tls = _cluster_key(record.config), record.config.read_tls()
+        places = _Places(record, gateways, secret, tls)
 
         def died(death: ProcessDied, delay_s: float) -> None:
             logger.warning("%s died: %s; it is started again in %g s", death.name, death.how, delay_s)
-            if record is not None:
-                record.restarts(death.name)
+            record.restarts(death.name)
 
         supervisor = Supervisor(
-            part_specs(part, host, os.environ, directory),
+            specs,
             log_dir or directory,
-            restart=part.config.restart == "on-failure",
-            hang_timeout_s=part.config.hang_timeout_s,
+            restart=record.config.restart == "on-failure",
+            hang_timeout_s=record.config.hang_timeout_s,
             on_change=places.follow,
             on_death=died,
-            start=_spawn if log_dir is None else spawn,
+            start=partial(spawn, shares_output=log_dir is None),  # which whoever runs the agent collects
         )
         tasks = [asyncio.create_task(_run(supervisor)), asyncio.create_task(stop.wait())]
-        if record is not None:
+        if host is not None:
             orders = GatewayOrders(AdminClient(gateways[0], admin_headers(), secret, tls))
             tasks.append(asyncio.create_task(_follow(record, supervisor, orders)))
         if port is not None:
-            await stack.enter_async_context(_served(host, port, supervisor, log_dir, secret, tls))
+            await stack.enter_async_context(_served(address, port, supervisor, log_dir, secret, tls))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[1] not in done:
@@ -128,27 +126,7 @@ def _cluster_key(config: DeploymentConfig) -> str | None:
     return cluster_key() if named is None else check_cluster_key(named, "cluster_key")
 
 
-def _record(part: Part, host_of: HostOfFile, address: str, directory: Path) -> HostRecord:
-    """The record of a host's instances as they are started."""
-    config = at_address(host_of.config, address).model_copy(update={"engine": part.config.engine})
-    record = HostRecord(
-        config=config,
-        role_config=config,
-        ports=Ports(gateway=0, instances=()),
-        environment=with_mps(
-            config, with_trust(config, part_environment(part, os.environ)), directory, part.names
-        ),
-        directory=directory,
-        urls={},
-        host=host_of.name,
-    )
-    if config.engine != "vllm":
-        for one in prepare_part(part, address, os.environ, directory):
-            record.joined(one)
-    return record
-
-
-async def _follow(record: HostRecord, supervisor: Supervisor, orders: GatewayOrders) -> None:
+async def _follow(record: PartRecord, supervisor: Supervisor, orders: GatewayOrders) -> None:
     """Have a host's instances follow the gateway's file until cancelled.
 
     A change that is impossible now is tried again: what stands in its way may be on another host.
@@ -235,17 +213,18 @@ async def _served(
 
 
 def _refused(status: int, message: str) -> Response:
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-    return Response(msgspec.json.encode({"error": error}), status, media_type="application/json")
+    return Response(InvalidRequest(message).to_json(), status, media_type="application/json")
 
 
 class _Places:
     """The places of the instances at their gateways: each has one while it is ready."""
 
-    def __init__(self, part: Part, gateways: Sequence[str], secret: str | None, tls: TlsFiles | None) -> None:
+    def __init__(
+        self, record: PartRecord, gateways: Sequence[str], secret: str | None, tls: TlsFiles | None
+    ) -> None:
         # A gateway asks native ones; vLLM says no role.
-        is_vllm = part.config.engine == "vllm"
-        self._roles = {part.names[one.name]: str(one.role) for one in part.placement} if is_vllm else {}
+        is_vllm = record.config.engine == "vllm"
+        self._roles = {name: str(one.options.role) for name, one in record.live.items()} if is_vllm else {}
         self._gateways = gateways
         self._headers = join_headers()
         self._key = secret
@@ -275,14 +254,3 @@ class _Places:
         for task in self._joined.values():
             task.cancel()
         await asyncio.gather(*self._joined.values(), return_exceptions=True)
-
-
-async def _spawn(spec: ProcessSpec, log_file: Path) -> asyncio.subprocess.Process:
-    """A process with the agent's own output, which whoever runs the agent collects."""
-    return await asyncio.create_subprocess_exec(
-        *spec.command,
-        stdin=asyncio.subprocess.DEVNULL,
-        env=dict(spec.environment),
-        start_new_session=True,
-        pass_fds=spec.descriptors,
-    )

@@ -8,25 +8,30 @@ import sys
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
-from zlib import crc32
+from typing import Any, ClassVar, Literal, cast
 
 from device import mps
-from device.ascend_limits import hccl_environment
 from device.present import visibility
 from epd_serve import lifeline
-from epd_serve.backends.vllm_command import Connectors, VllmOptions, command_of, environment_of, takes_features
+from epd_serve.backends.vllm_command import (
+    Connectors,
+    VllmOptions,
+    command_of,
+    environment_of,
+    roles_of,
+    takes_features,
+)
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.sizes import StepSizes
 from epd_serve.config.vllm import connectors
-from epd_serve.launch.commands import measured, threads_each
+from epd_serve.launch.commands import hccl_variables, measured, threads_of
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.vllm.probe import CONNECTORS, VllmFound, check_flags, check_found, probe_vllm
 from epd_serve.protocol.addresses import is_loopback, url_of
 from epd_serve.rpc.tls import tls_files
 from epd_serve.topology import InstancePlacement
-from epd_serve.types import Stage
+from epd_serve.types import Role, Stage
 
 Kind = Literal["cpu", "cuda", "npu"]
 #: Keys of ``instances`` and the flags of vllm serve that mean the same.
@@ -44,20 +49,21 @@ _GRACE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class VllmProcess:
-    """The process of one instance.
+    """The process of one instance; in a launcher's eyes as :class:`~epd_serve.launch.commands.PreparedInstance`.
 
     Attributes:
-        index: of the instance in its deployment; processes on one host have HCCL ports by it.
         own: variables besides those that follow from ``options``.
         chose_threads, chose_memory: whether these merely follow from how many instances there are.
     """
 
     placement: InstancePlacement
-    index: int
     options: VllmOptions
     own: Mapping[str, str]
     chose_threads: bool
     chose_memory: bool
+
+    #: No file is shared by those in parentheses.
+    slot: ClassVar[None] = None
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -65,19 +71,48 @@ class VllmProcess:
 
     @property
     def variables(self) -> dict[str, str]:
-        npu = hccl_environment(self.index) if self.options.kind == "npu" else {}
-        return {**environment_of(self.options), **npu, **self.own}
+        return {**environment_of(self.options), **hccl_variables(self.placement), **self.own}
 
     @property
-    def kind(self) -> Hashable:
+    def roles(self) -> frozenset[Role]:
+        return roles_of(self.options.role, self.options.connectors)
+
+    def kind(self, board: str | None) -> Hashable:
         """All that another process would have to be started for."""
         options = replace(self.options, name="", port=0, number=0)
         if self.chose_threads:
             options = replace(options, threads=0)
         if self.chose_memory:
             options = replace(options, memory_share=None)
-        alike = replace(self, options=options, index=0)
+        alike = replace(self, options=options, placement=replace(self.placement, index=0))
         return self.placement.devices, alike.command, tuple(sorted(alike.variables.items()))
+
+    def is_current(self, settings: InstanceSettings) -> bool:
+        return True
+
+    def placed(self, placement: InstancePlacement, port: int, slot: str | None) -> VllmProcess:
+        options = replace(self.options, name=placement.name, port=port, number=placement.index)
+        return replace(self, placement=placement, options=options)
+
+    def switched(self, role: Role, settings: InstanceSettings) -> VllmProcess:
+        return replace(self, options=replace(self.options, role=role))
+
+    def started_again(self, settings: InstanceSettings) -> VllmProcess:
+        return self
+
+    def spec(self, config: DeploymentConfig, environment: Mapping[str, str]) -> ProcessSpec:
+        options, devices = self.options, self.placement.devices
+        # As a script it loads nothing else, of which its waiting half would keep a copy.
+        tie = (sys.executable, "-IS", lifeline.__file__, "--group", str(os.getpid()))
+        return ProcessSpec(
+            name=options.name,
+            label=f"{options.role} on {', '.join(dict.fromkeys(devices))}, vLLM",
+            command=(*tie, *self.command),
+            environment={**environment, **self.variables},
+            url=url_of(options.host, options.port, tls=tls_files(environment) is not None),
+            grace_s=_GRACE_S,
+            measures=measured(devices),
+        )
 
 
 def connectors_of(config: DeploymentConfig) -> Connectors:
@@ -100,42 +135,33 @@ def connectors_of(config: DeploymentConfig) -> Connectors:
 
 def vllm_processes(
     config: DeploymentConfig,
+    placement: Sequence[InstancePlacement],
     ports: Sequence[int],
     environment: Mapping[str, str],
     plugin_path: str = "",
     *,
     found: Mapping[str, VllmFound] | None = None,
     model: str | None = None,
-    names: Mapping[str, str] | None = None,
 ) -> list[VllmProcess]:
-    """The processes in placement order; ``ports`` are theirs.
+    """The processes of ``placement``, the instances of one machine, in its order; ``ports`` are theirs.
 
     ``plugin_path`` is a directory from which a Python without epd_serve can import it. ``found`` is what is known
     of the vLLM of each interpreter. ``model`` is the model's directory where it need not be on this machine.
-    ``names``: what others call the instances that ``environment`` is for, by their names in the placement.
     Raises ValueError where the model must be here and is not.
     """
     model = model or str(model_path(config.checkpoint))
     used = connectors_of(config)
     if used.features == "file" and not used.feature_dir:
         raise ValueError("vllm.feature_dir is not set: a directory through which E hands its features to P")
-    placement = config.placement()
     num_ranks = sum(instance.tensor_parallel for instance in placement)
-    shares = config.device_shares()
+    shares = config.device_shares(placement=placement)
     processes = []
-    for number, (instance, port) in enumerate(zip(placement, ports, strict=True)):
-        share = shares.get(instance.name)
-        settings = config.settings_for(str(instance.role))
+    for instance, port in zip(placement, ports, strict=True):
+        share, settings = shares.get(instance.name), config.settings_for(str(instance.role))
         engine = (found or {}).get(config.vllm.python_of(str(instance.role)))
         media = media_flags(Path(model), engine.flags if engine else ())
-        limits = environment if names is None or instance.name in names else {}
-        threads = threads_each(num_ranks, environment, share)
-        if settings.threads is not None:  # more would take turns on the share's cores
-            on_a_share = share is not None and _kind(instance.devices[0]) == "cpu"
-            threads = min(settings.threads, threads) if on_a_share else settings.threads
-        options = _options(config, settings, instance, number, port, used, limits, threads, share, model, media)
-        if other := (names or {}).get(instance.name):
-            options = replace(options, name=other, number=crc32(other.encode()))
+        threads = threads_of(instance, settings, num_ranks, environment, share)
+        options = _options(config, settings, instance, port, used, environment, threads, share, model, media)
         own = {}
         if used.kv == "nixl" and is_loopback(options.host):
             own["UCX_NET_DEVICES"] = "lo"  # it would listen on every interface
@@ -146,7 +172,6 @@ def vllm_processes(
         processes.append(
             VllmProcess(
                 placement=instance,
-                index=number,
                 options=options,
                 own={**own, **config.vllm.environment},
                 chose_threads=settings.threads is None and share is None,
@@ -156,39 +181,23 @@ def vllm_processes(
     return processes
 
 
-def vllm_spec(process: VllmProcess, environment: Mapping[str, str]) -> ProcessSpec:
-    options, devices = process.options, process.placement.devices
-    # As a script it loads nothing else, of which its waiting half would keep a copy.
-    tie = (sys.executable, "-IS", lifeline.__file__, "--group", str(os.getpid()))
-    return ProcessSpec(
-        name=options.name,
-        label=f"{options.role} on {', '.join(dict.fromkeys(devices))}, vLLM",
-        command=(*tie, *process.command),
-        environment={**environment, **process.variables},
-        url=url_of(options.host, options.port, tls=tls_files(environment) is not None),
-        grace_s=_GRACE_S,
-        measures=measured(devices),
-    )
-
-
 def prepare_vllm(
     config: DeploymentConfig,
+    placement: Sequence[InstancePlacement],
     ports: Sequence[int],
     environment: Mapping[str, str],
     directory: Path,
-    names: Mapping[str, str] | None = None,
-    *,
-    engines: dict[str, VllmFound] | None = None,
+    engines: dict[str, VllmFound],
 ) -> list[VllmProcess]:
     """The processes in placement order, after a check of the vLLM in their environment.
 
-    ``directory`` takes the files that another Python needs to find epd_serve. Raises ValueError that names what is
-    missing.
+    ``directory`` takes the files that another Python needs to find epd_serve; ``engines`` what is known of the
+    vLLM of each interpreter. Raises ValueError that names what is missing.
     """
     found = check_engines(config, engines)
     has_all = all(one.epd_serve for one in found.values())
     plugin_path = "" if has_all else link_plugin(directory / "plugin")
-    return vllm_processes(config, ports, environment, plugin_path, found=found, names=names)
+    return vllm_processes(config, placement, ports, environment, plugin_path, found=found)
 
 
 def check_engines(config: DeploymentConfig, known: dict[str, VllmFound] | None = None) -> dict[str, VllmFound]:
@@ -238,7 +247,6 @@ def _options(
     config: DeploymentConfig,
     settings: InstanceSettings,
     instance: InstancePlacement,
-    number: int,
     port: int,
     used: Connectors,
     environment: Mapping[str, str],
@@ -267,7 +275,7 @@ def _options(
         served_model_name=config.model_name,
         host=config.instances.host,
         port=port,
-        number=number,
+        number=instance.index,
         kind=kind,
         visible="".join(shown.values()),
         tensor_parallel=instance.tensor_parallel,
