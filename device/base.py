@@ -56,11 +56,6 @@ class AttnMeta:
     prefill_block_table: Tensor
     """[num_prefills, max_blocks] int32."""
 
-    def __post_init__(self) -> None:
-        for table in (self.decode_block_table, self.prefill_block_table):
-            if str(table.dtype) != "torch.int32":  # compiled kernels would read something else
-                raise TypeError(f"a block table of {table.dtype}: int32 is due")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:

@@ -209,6 +209,7 @@ class CpuKernels:
         output = query.new_empty(query.shape)
         _, _, block_size, kv_heads, head_dim = kv_layer.shape
         table, lengths = meta.decode_block_table.contiguous(), meta.decode_context_lens.contiguous()
+        assert table.dtype == torch.int32 and lengths.dtype == torch.int64, "the kernel would read something else"
         call = _Decode(
             query.data_ptr(),
             kv_layer[0].data_ptr(),

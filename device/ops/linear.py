@@ -81,9 +81,9 @@ class Product:
         return result
 
 
-def linear(weight: Tensor, bias: Tensor | None = None) -> Product:
+def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """A product with a weight that the caller should let go of."""
-    return Product(weight, bias)
+    return Product(weight, bias) if _packs(weight) else partial(F.linear, weight=weight, bias=bias)
 
 
 def gated_linear(
@@ -113,7 +113,7 @@ def gated_linear(
 
         return gated
     gate_bias, up_bias = biases or (None, None)
-    gate_product, up_product = activated_linear(gate, gate_bias, activation), linear(up, up_bias)
+    gate_product, up_product = activated_linear(gate, gate_bias, activation), Product(up, up_bias)
     return lambda states: up_product(states, multiply=gate_product(states))
 
 
@@ -121,7 +121,7 @@ def activated_linear(
     weight: Tensor, bias: Tensor | None, activation: Activation | Callable[[Tensor], Tensor]
 ) -> Linear:
     """``activation(states @ weight.T + bias)``, fused where it has a name."""
-    product = linear(weight, bias)
+    product = Product(weight, bias)
     if isinstance(activation, str):
         return partial(product, activation=activation)
     return lambda states: activation(product(states))

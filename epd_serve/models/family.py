@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -91,9 +91,9 @@ class Family:
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
         picture_fields: what the image processor's file must say, as config.json says it.
-        image_token_id: the token that stands for a picture in a chat.
-        token_ids: these tokens for each modality that the checkpoint takes.
+        token_ids: the token that stands for an item in a chat, for each modality that the checkpoint takes.
         row_token_ids: those that stand for each row of a feature.
+        text_before: the text before an item's tokens, with {} for its number among those of its modality.
         both_ways_tokens: most tokens of a run of rows that see each other, earlier and later ones; 0: all see
             those before them.
         both_ways_in_windows: whether they do so in layers of a sliding window alone, and inside it.
@@ -124,6 +124,7 @@ class Family:
     both_ways_prompts: ClassVar[bool] = False
     as_padding: ClassVar[tuple[str, ...]] = ()
 
+    text_before: str = ""
     video: VideoProcessor | None = None
     both_ways_tokens: int = 0
     audio: AudioProcessor | None = None
@@ -134,23 +135,11 @@ class Family:
         self.processor_fields: dict[str, Any] = {}
         self.picture_fields: dict[str, Any] = {}
         self.config = config
-        self.image_token_id = -1
+        self.token_ids: dict[str, int] = {}
         if "image" in self.modalities:
-            self.image_token_id = getattr(config, "image_token_id", None) or config.image_token_index
+            self.token_ids["image"] = getattr(config, "image_token_id", None) or config.image_token_index
+        self.row_token_ids = self.token_ids
         self.processor = image_processor
-
-    @property
-    def token_ids(self) -> dict[str, int]:
-        ids = {"image": self.image_token_id} if "image" in self.modalities else {}
-        if self.video is not None:
-            ids["video"] = self.config.video_token_id
-        if self.audio is not None:
-            ids["audio"] = self.config.audio_token_id
-        return ids
-
-    @property
-    def row_token_ids(self) -> dict[str, int]:
-        return self.token_ids
 
     @staticmethod
     def read_pictures(path: Path) -> Any:
@@ -183,7 +172,7 @@ class Family:
             return self.of(item).parts((item.width, item.height))
         return self.audio_parts(item) if item.modality == "audio" else self.video_parts(item)
 
-    def of(self, item: MediaRef) -> Family:
+    def of(self, item: MediaRef) -> Self:
         """The family with the processor that an item's request asks for. Raises InvalidRequest."""
         if not item.processing:
             return self
@@ -193,13 +182,9 @@ class Family:
         except ValueError as error:
             raise InvalidRequest(f"mm_processor_kwargs: {error}", param="mm_processor_kwargs") from error
 
-    def with_options(self, asked: Mapping[str, Any]) -> Family:
+    def with_options(self, asked: Mapping[str, Any]) -> Self:
         """The family with ``min_pixels`` or ``max_pixels`` of pictures. Raises ValueError where it has no such."""
         raise ValueError(f"pictures of {self.title} have sizes of its own; leave out {', '.join(asked)}")
-
-    def text_before(self, number: int) -> str:
-        """Text before the tokens of an item, by its number among those of its modality in a prompt."""
-        return ""
 
     def num_tokens(self, item: MediaRef) -> int:
         """Rows of an item's feature. Raises as :meth:`parts_of`."""

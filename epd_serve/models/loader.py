@@ -43,12 +43,14 @@ def load_family(path: Path) -> Family:
     try:
         processor = kind.read_pictures(path) if "image" in kind.modalities else None
         family: Family = kind(config, processor)
-        if "audio" in kind.modalities and config.audio_config is not None:
-            extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True)
-            family.audio = family.read_audio(extractor, config)
         if "video" in kind.modalities and _shows_videos(path):
             settings, _ = VideoProcessorMixin.get_video_processor_dict(path, local_files_only=True)
             family.video = family.read_video(settings)
+            family.token_ids["video"] = config.video_token_id
+        if "audio" in kind.modalities and config.audio_config is not None:
+            extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True)
+            family.audio = family.read_audio(extractor, config)
+            family.token_ids["audio"] = config.audio_token_id
         _check_processor(path / "processor_config.json", family.processor_fields)
         family.check()
     except (ValueError, OSError) as error:  # the latter of a file that is not there
