@@ -36,18 +36,15 @@ class AscendDevice(AcceleratorDevice):
     """One NPU."""
 
     # With TND, which the towers need, the attention kernel documents nothing else.
-    dtypes = (torch.bfloat16,)
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
 
     def __init__(self, index: int) -> None:
         super().__init__("npu", index, _PARTITION)
         self._ops = AscendOps(layout=attention_layout())
         self.ops: base.AttentionOps = self._ops
         self._has_share = False
-
-    @property
-    def cores(self) -> int:
-        """Cube cores, which do the matrix products; the vector cores come on top."""
-        return int(self._vendor.get_device_properties(self.index).cube_core_num)
+        # those that do the matrix products; the vector cores come on top
+        self.cores = int(self._vendor.get_device_properties(index).cube_core_num)
 
     def memory(self) -> tuple[int, int]:
         self.activate()  # other calls of torch_npu see to the thread's context themselves

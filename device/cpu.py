@@ -14,7 +14,7 @@ from device import base, host
 from device.base import DeviceUnavailable, EagerRunner, Partition, PartitionStrength
 from device.ops.cpu import CpuOps
 from device.shares import check_share
-from device.transport import TRANSPORTS, TransportCapability
+from device.transport import TRANSPORTS
 
 
 class CpuEvent:
@@ -74,33 +74,20 @@ class CpuStream:
 class CpuDevice(host.OwnMemory):
     """Fills the Device protocol with the cores that this process had when the device was opened."""
 
-    name = "cpu"
-    type = "cpu"
+    name = type = "cpu"
     index = 0
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    torch_device = torch.device("cpu")
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    transport = TRANSPORTS["cpu"]
     has_streams = False
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("threads", "core affinity"))
 
     def __init__(self) -> None:
         self._cores = host.usable_cores()
+        self.cores: int | None = len(self._cores)
+        self.description = host.processor_name()
         self._stream = CpuStream()
         self.ops: base.AttentionOps = CpuOps()
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def description(self) -> str:
-        return host.processor_name()
-
-    @property
-    def cores(self) -> int:
-        return len(self._cores)
-
-    @property
-    def transport(self) -> TransportCapability:
-        return TRANSPORTS["cpu"]
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """Bind this process to its share of the cores, one at least; shares smaller than a core overlap."""

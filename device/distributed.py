@@ -32,15 +32,12 @@ class Group(Protocol):
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum over the ranks, on every rank; ``partial`` may be overwritten."""
-        ...
 
     def all_gather(self, part: Tensor) -> Tensor:
         """The ranks' parts, of one shape, side by side along the last dimension."""
-        ...
 
     def broadcast(self, own: Tensor) -> Tensor:
         """That of rank 0, on every rank; ``own`` has its shape and may be overwritten."""
-        ...
 
 
 class Alone:

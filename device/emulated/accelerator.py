@@ -42,7 +42,7 @@ from device.emulated.tensors import (
 from device.emulated.timeline import Demand, Timeline
 from device.ops.plain import PlainOps
 from device.shares import check_share
-from device.transport import TRANSPORTS, TransportCapability
+from device.transport import TRANSPORTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,7 +190,9 @@ class EmulatedDevice:
     """Fills the Device protocol; ``kind``: see :func:`device.datasheets.emulated_sheet`."""
 
     type = TYPE
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    cores: int | None = None
+    transport = TRANSPORTS[TYPE]
     has_streams = True
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "arithmetic"))
 
@@ -200,6 +202,7 @@ class EmulatedDevice:
         self.name = f"{TYPE}:{sheet.name}:{index}"
         self.description = f"emulated {sheet.name}"
         self._chip = add_chip(index, self.name, int(sheet.memory_bytes), sheet.host_bytes_per_s)
+        self.torch_device = torch.device(TYPE, index)  # a type of torch's since the first chip
         self.ops: base.AttentionOps = EmulatedOps(self._chip)
 
     @property
@@ -240,18 +243,6 @@ class EmulatedDevice:
     def timeline(self) -> Timeline:
         """The device's time in this process."""
         return self._chip.timeline
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device(TYPE, self.index)
-
-    @property
-    def cores(self) -> int | None:
-        return None
-
-    @property
-    def transport(self) -> TransportCapability:
-        return TRANSPORTS[TYPE]
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         check_share(share, start)

@@ -107,7 +107,7 @@ class TimedDevice:
     """
 
     type = TYPE
-    cores = None
+    cores: int | None = None
     has_streams = True
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction",))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
@@ -12,14 +13,15 @@ from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import PLURALS, AudioFacts
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
     from epd_serve.models.audio_processor import AudioProcessor
     from epd_serve.models.video_processor import VideoProcessor
+
+#: RGB of a picture, [height, width, 3].
+Pixels: TypeAlias = "NDArray[np.uint8]"
 
 #: Tower inputs of one item by argument name; a batch concatenates them along dimension 0.
 TowerInputs: TypeAlias = "dict[str, Tensor]"
@@ -239,7 +241,7 @@ class Family:
         """Pixels of a picture that the tower sees, once it is resized. Raises as :meth:`parts`."""
         raise NotImplementedError
 
-    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
+    def preprocess(self, pixels: Pixels) -> TowerInputs:
         """RGB pixels [height, width, 3] → tower inputs, which share no memory with them."""
         batch = self.processor(
             images=[pixels], input_data_format="channels_last", return_tensors="pt", **self.processor_options
@@ -318,7 +320,7 @@ def sound(seconds: float, rate: int) -> MediaRef:
     return MediaRef.of_audio(AudioFacts(round(seconds * rate), rate, 1))
 
 
-def blank(size: Size) -> NDArray[np.uint8]:
+def blank(size: Size) -> Pixels:
     """A grey picture of that width and height."""
     import numpy as np
 
