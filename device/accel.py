@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -15,7 +14,7 @@ from device.shares import check_share
 from device.transport import TRANSPORTS
 
 
-class AcceleratorDevice(host.OwnMemory):
+class AcceleratorDevice(host.HostPart):
     """Fills the Device protocol through torch.accelerator; a vendor's subclass adds what that leaves out."""
 
     has_streams = True
@@ -65,9 +64,6 @@ class AcceleratorDevice(host.OwnMemory):
             raise ValueError(f"memory fraction {fraction}: it lies above 0 and at 1 at most")
         self._vendor.set_per_process_memory_fraction(fraction, self.index)
         self._memory_fraction = fraction
-
-    def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
-        host.set_threads(threads, cores)
 
     def activate(self) -> None:
         torch.accelerator.set_device_index(self.index)

@@ -143,8 +143,8 @@ class _Captured:
     """Whether lengths were given since the last replay; without them the graph would wait forever."""
 
 
-class NPUGraphRunner:
-    """Fills the GraphRunner protocol with one NPU graph per size, all in one memory pool.
+class NPUGraphRunner(base.GraphRunner):
+    """One NPU graph per size, all in one memory pool.
 
     A captured attention call, whose lengths the host gives, would keep those of its capture. torch_npu's remedy:
     while it captures with ``auto_dispatch_capture``, each attention call becomes a task group with an event that
@@ -180,9 +180,6 @@ class NPUGraphRunner:
             with npu.graph(graph, pool=pool, auto_dispatch_capture=True):
                 output = step()
         self._captured[size] = _Captured(graph, output, None, False)
-
-    def cut(self, between: Callable[[], None]) -> None:
-        between()
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
         check_update(size, decode_context_lens, self._captured)

@@ -108,9 +108,11 @@ class AttentionOps(Protocol):
 
     name: str
     """How the backend calls itself in ``epd-serve devices``."""
-    compiled_by: tuple[tuple[int, int], ...]
+    compiled_by: tuple[tuple[int, int], ...] = ()
     """Steps that compile each kernel in each of its forms: tokens of prompts, the context of a decode beside them
     (0: none). Empty where nothing is compiled."""
+    draw: Draw | None = None
+    """None where there is no such operator."""
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan:
         """Masks and views that all layers share. Reads no device value back, so it may stand inside a graph.
@@ -156,6 +158,7 @@ class AttentionOps(Protocol):
 
     def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
         """:meth:`encode` for graphs, and states of a dtype; None where there is no such operator."""
+        return None
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """``hidden / sqrt(mean(hidden²) + epsilon) * weight`` over the last dimension.
@@ -185,10 +188,7 @@ class AttentionOps(Protocol):
 
         Minus infinity is an entry like any other; NaN is none.
         """
-
-    @property
-    def draw(self) -> Draw | None:
-        """None where there is no such operator."""
+        return logits.argmax(dim=-1)
 
 
 class Event(Protocol):
@@ -250,6 +250,7 @@ class GraphRunner(Protocol):
 
         The piece before has then been launched, and the one after has not.
         """
+        between()
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
         """Bind the host lengths of the next replay, ``size`` of them. Raises KeyError before capture."""
@@ -420,8 +421,8 @@ class DeviceReport:
     """The distributed backend, then the Mooncake protocols."""
 
 
-class EagerRunner:
-    """Fills the GraphRunner protocol by calling the step: the same contract, nothing saved."""
+class EagerRunner(GraphRunner):
+    """Calls the step: the same contract as a graph's, nothing saved."""
 
     name = "eager"
     captures = cuts = False
@@ -431,9 +432,6 @@ class EagerRunner:
 
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         self._steps[size] = step
-
-    def cut(self, between: Callable[[], None]) -> None:
-        between()
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
         check_update(size, decode_context_lens, self._steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from types import TracebackType
 
 import psutil
@@ -71,7 +70,7 @@ class CpuStream:
         return
 
 
-class CpuDevice(host.OwnMemory):
+class CpuDevice(host.HostPart):
     """Fills the Device protocol with the cores that this process had when the device was opened."""
 
     name = type = "cpu"
@@ -116,9 +115,6 @@ class CpuDevice(host.OwnMemory):
 
     def set_memory_fraction(self, fraction: float) -> None:
         raise ValueError("the CPU's allocator knows no memory fraction: bound the caches' sizes instead")
-
-    def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
-        host.set_threads(threads, cores)
 
     def activate(self) -> None:
         return

@@ -75,14 +75,9 @@ class ProcessGroup:
         store.set(f"rank {rank}", "is there")
         store.wait([f"rank {other}" for other in range(size)], _LOADING)
         torch.distributed.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
+            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
         )
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         from torch.distributed import all_reduce

@@ -102,7 +102,8 @@ class Memory:
         fcntl.flock(self._file, fcntl.LOCK_EX)
         self._file.seek(0)
         rows: dict[int, int] = dict(_ROW.iter_unpack(self._file.read()))
-        rows = {pid: size for pid, size in rows.items() if pid != os.getpid() and _lives(pid)}
+        others = ((pid, size) for pid, size in rows.items() if pid != os.getpid())
+        rows = {pid: size for pid, size in others if Path(f"/proc/{pid}").exists()}
         try:
             yield sum(rows.values())
         finally:
@@ -112,10 +113,6 @@ class Memory:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
-def _lives(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
 class Block:
     """A piece of a device's memory; it is free when no tensor and no launched work refers to it."""
 
@@ -123,7 +120,12 @@ class Block:
 
 
 class Chip:
-    """One emulated device of this process: its memory, its default stream and its time."""
+    """One emulated device of this process: its memory, its default stream and its time.
+
+    Attributes:
+        launch_s: seconds by which the device lengthens each launch.
+        num_launches: operators, copies and graphs that were launched so far.
+    """
 
     def __init__(self, index: int, name: str, memory_bytes: int, host_bytes_per_s: float) -> None:
         self.index = index
@@ -248,7 +250,7 @@ class Stream:
     def __init__(self, chip: Chip, priority: int = 0, share: float | None = None) -> None:
         self.chip = chip
         self.lane = chip.timeline.stream(priority, share)
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
         thread = threading.Thread(target=_work, args=(self._work, weakref.ref(self)), name=TYPE, daemon=True)
         weakref.finalize(self, self._work.put, None).atexit = False
@@ -256,7 +258,7 @@ class Stream:
         with chip.making:
             chip.streams.add(self)
 
-    def launch(self, work: Callable[[], None]) -> None:
+    def launch(self, work: Callable[[], object]) -> None:
         if (recording := _recording()) is not None:
             recording.append(work)
         else:
@@ -295,7 +297,7 @@ class Stream:
         _LOCAL.streams.pop()
 
 
-def _recording() -> list[Callable[[], None]] | None:
+def _recording() -> list[Callable[[], object]] | None:
     """The launches that this thread captures."""
     return getattr(_LOCAL, "recording", None)
 
@@ -320,7 +322,7 @@ def _check_may_wait() -> None:
         raise RuntimeError("the host waits for the device where it should not: copy through pinned memory")
 
 
-def _work(work: queue.SimpleQueue[Callable[[], None] | None], stream: weakref.ref[Stream]) -> None:
+def _work(work: queue.SimpleQueue[Callable[[], object] | None], stream: weakref.ref[Stream]) -> None:
     """A stream's thread. It keeps no stream alive."""
     with torch.inference_mode():
         while (one := work.get()) is not None:
@@ -355,7 +357,7 @@ class Event:
     def wait(self, stream: base.Stream | None = None) -> None:
         assert stream is None or isinstance(stream, Stream)
         if (done := self._done) is not None:
-            (stream or self._chip.current()).launch(lambda: _wait(done))
+            (stream or self._chip.current()).launch(done.wait)
 
     def query(self) -> bool:
         return self._done is None or self._done.is_set()
@@ -371,10 +373,6 @@ class Event:
         if not isinstance(end_event, Event) or not self._times or not end_event._times:
             raise ValueError("elapsed_time needs two events of this device that are both done")
         return (end_event._times[0] - self._times[0]) * 1e3
-
-
-def _wait(done: threading.Event) -> None:
-    done.wait()
 
 
 class EmulatedTensor(Tensor):
@@ -560,21 +558,10 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _to_copy(
-    source: Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    non_blocking: bool = False,
-    memory_format: torch.memory_format | None = None,
+    source: Tensor, *, non_blocking: bool = False, pin_memory: bool | None = None, **asked: Any
 ) -> Tensor:
-    target = torch.empty_like(
-        source,
-        dtype=dtype or source.dtype,
-        device=device or source.device,
-        memory_format=memory_format or torch.preserve_format,
-    )
+    """``asked``: dtype, layout, device and memory format, None for those of the source."""
+    target = torch.empty_like(source, **{name: value for name, value in asked.items() if value is not None})
     return target.copy_(source, non_blocking=non_blocking)
 
 
@@ -610,9 +597,9 @@ def is_pinned(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Callable[[], None]]]:
+def recorded() -> Iterator[list[Callable[[], object]]]:
     """Keep what this thread launches instead of doing it."""
-    work: list[Callable[[], None]] = []
+    work: list[Callable[[], object]] = []
     _LOCAL.recording = work
     try:
         yield work
@@ -620,11 +607,11 @@ def recorded() -> Iterator[list[Callable[[], None]]]:
         _LOCAL.recording = None
 
 
-def record_apart() -> list[Callable[[], None]]:
+def record_apart() -> list[Callable[[], object]]:
     """Keep from now on in a list of its own what this thread launches, inside :func:`recorded`."""
     assert _recording() is not None
-    _LOCAL.recording = list[Callable[[], None]]()
-    work: list[Callable[[], None]] = _LOCAL.recording
+    _LOCAL.recording = list[Callable[[], object]]()
+    work: list[Callable[[], object]] = _LOCAL.recording
     return work
 
 

@@ -56,7 +56,7 @@ class CpuPlan(AttentionPlan):
 
 
 class CpuOps(PlainOps):
-    """Fills the AttentionOps protocol for float32, bfloat16 and float16 on a CPU.
+    """Operators for float32, bfloat16 and float16 on a CPU.
 
     Args:
         tile_bytes: K/V that decodes gather at once, per thread: what stays in a core's cache until it is read.

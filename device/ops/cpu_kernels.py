@@ -36,29 +36,19 @@ ACTIVATIONS = {"none": 0, "swish": 1, "gelu_tanh": 2}
 
 class _Product(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "other", "out")),
+        *((name, ctypes.c_void_p) for name in ["x", "weight", "bias", "other", "out"]),
         *(
             (name, ctypes.c_int64)
-            for name in ("x_stride", "rows", "width", "depth", "activation", "multiplies", "threads")
+            for name in ["x_stride", "rows", "width", "depth", "activation", "multiplies", "threads"]
         ),
     )
 
 
 class _Decode(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "tables", "lengths", "out")),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "query_stride",
-                "table_stride",
-                "batch",
-                "query_heads",
-                "kv_heads",
-                "dim",
-                "block_size",
-            )
-        ),
+        *((name, ctypes.c_void_p) for name in ["query", "keys", "values", "tables", "lengths", "out"]),
+        *((name, ctypes.c_int64) for name in ["query_stride", "table_stride", "batch", "query_heads", "kv_heads"]),
+        *((name, ctypes.c_int64) for name in ("dim", "block_size")),
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int64),
     )

@@ -40,7 +40,7 @@ class Product:
         self._bias = bias
         self._width = len(weight)
         self._is_packed = _packs(weight)
-        self._weight = _pack(weight) if self._is_packed else weight
+        self._weight = pack_shared(weight, _reorder) if self._is_packed else weight
         kernels = cpu_kernels() if self._is_packed and weight.dtype == torch.bfloat16 else None
         self._address = None if kernels is None else kernels.packed_address(self._weight, weight)
         self._kernels = kernels
@@ -174,10 +174,6 @@ def _packs(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-
-
-def _pack(weight: Tensor) -> Tensor:
-    return pack_shared(weight, _reorder)
 
 
 def _reorder(weight: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta, Draw, EncodeCaptured
+from device.base import AttentionOps, AttentionPlan, AttnMeta
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +42,10 @@ class PlainPlan(AttentionPlan):
     chunks: tuple[PrefillChunk, ...]
 
 
-class PlainOps:
-    """Fills the AttentionOps protocol with torch's own operators."""
+class PlainOps(AttentionOps):
+    """torch's own operators."""
 
     name = "plain torch"
-    compiled_by: tuple[tuple[int, int], ...] = ()
-    draw: Draw | None = None
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> PlainPlan:
         decode_mask = None
@@ -140,9 +138,6 @@ class PlainOps:
             return outputs[0].contiguous()
         return torch.cat(outputs) if outputs else query.new_empty(query.shape)
 
-    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
-        return None  # SDPA takes lengths from the host
-
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return F.rms_norm(hidden, (hidden.shape[-1],), weight, epsilon)
 
@@ -159,9 +154,6 @@ class PlainOps:
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        return logits.argmax(dim=-1)
 
 
 def _causal_mask(query_len: int, context_len: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -323,20 +323,13 @@ class DecoderPool:
     def _start_server(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "epd_serve.media.decoder",
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ]
+            program = [sys.executable, "-P", "-m", "epd_serve.media.decoder"]
+            environment = {name: one for name, one in os.environ.items() if not name.startswith("EPD_SERVE_")}
             self._server = subprocess.Popen(
-                command,
+                [*program, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env={name: value for name, value in os.environ.items() if not name.startswith("EPD_SERVE_")}
-                | _PILLOW,
+                env=environment | _PILLOW,
             )
 
 

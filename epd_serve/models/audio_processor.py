@@ -117,9 +117,7 @@ class LongAudio(AudioProcessor):
 
     __slots__ = ()
 
-    @property
-    def max_seconds(self) -> float:
-        return math.inf
+    max_seconds = math.inf
 
     def num_blocks(self, item: MediaRef) -> int:
         return -(-item.audio.count_at(self.rate) // int(self.extractor.n_samples))
@@ -157,9 +155,7 @@ class UnpaddedAudio(AudioProcessor):
 
     mask: str = "feature_attention_mask"
 
-    @property
-    def max_seconds(self) -> float:
-        return math.inf
+    max_seconds = math.inf
 
     def check(self, tower: Any) -> None:
         AudioProcessor.check(self, tower)
@@ -237,9 +233,7 @@ class WaveAudio(ConformerAudio):
 
     __slots__ = ()
 
-    @property
-    def max_seconds(self) -> float:
-        return math.inf
+    max_seconds = math.inf
 
     def check(self, tower: Any) -> None:
         """Raise ValueError for an extractor that is not the tower's."""

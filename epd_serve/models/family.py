@@ -51,13 +51,11 @@ PATCH_TOWER = names(
     "hidden_act layer_norm_eps",
 )
 
-
 #: What every language model of the generic decoder has honoured.
 TEXT = names(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
     "max_position_embeddings rope_parameters tie_word_embeddings",
 )
-
 
 #: What encoders honour of towers like Whisper's.
 AUDIO_TOWER = names(

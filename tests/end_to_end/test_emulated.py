@@ -114,7 +114,7 @@ class Copied:
             copy(chip, work, held, num_bytes)
 
         def attended(ops: EmulatedOps, *arguments: Any) -> Any:
-            self.attention.add(ops._chip.current())
+            self.attention.add(ops.chip.current())
             return attend(ops, *arguments)
 
         monkeypatch.setattr(Chip, "copy", copied)
