@@ -25,20 +25,8 @@ from device.base import (
     check_update,
 )
 from device.datasheets import emulated_sheet
-from device.emulated.tensors import (
-    TYPE,
-    Chip,
-    EmulatedTensor,
-    Event,
-    Section,
-    Stream,
-    add_chip,
-    pin,
-    pinned,
-    record_apart,
-    recorded,
-    unknown,
-)
+from device.emulated.chip import TYPE, Chip, Event, Section, Stream, record_apart, recorded
+from device.emulated.tensors import EmulatedTensor, add_chip, mapped_memory, pin, pinned, share_memory, unknown
 from device.emulated.timeline import Demand
 from device.ops.plain import PlainOps
 from device.shares import check_share
@@ -288,10 +276,10 @@ class EmulatedDevice:
         return pin(memory)
 
     def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
-        return self.chip.share(nbytes)
+        return share_memory(self.chip, nbytes)
 
     def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
-        return self.chip.mapped(handle)
+        return mapped_memory(self.chip, handle)
 
     def settle_arrivals(self) -> None:
         """There is no network card that would write without the host."""

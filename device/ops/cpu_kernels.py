@@ -252,7 +252,10 @@ def _load(compiler: str) -> ctypes.CDLL:
 def library_path() -> Path:
     """The path under which the kernels compiled from this source for this processor are kept."""
     key = hashlib.sha256(_SOURCE.read_bytes() + " ".join((*_FLAGS, processor_features())).encode()).hexdigest()
-    return _cache_dir() / f"cpu_kernels-{key[:32]}.so"
+    if folder := os.environ.get("EPD_SERVE_CACHE"):
+        return Path(folder) / f"cpu_kernels-{key[:32]}.so"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "epd-serve" / f"cpu_kernels-{key[:32]}.so"
 
 
 def _compile(compiler: str, library: Path) -> None:
@@ -263,12 +266,6 @@ def _compile(compiler: str, library: Path) -> None:
         command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
         built.replace(library)
-
-
-def _cache_dir() -> Path:
-    if own := os.environ.get("EPD_SERVE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epd-serve"
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -14,7 +14,7 @@ import torch
 
 from device.base import DeviceUnavailable
 from device.emulated.accelerator import EmulatedDevice
-from device.emulated.tensors import never_waiting
+from device.emulated.chip import never_waiting
 from device.emulated.timeline import WHOLE, Demand
 from device.present import EMULATED_MEMORY
 from device.registry import get_device

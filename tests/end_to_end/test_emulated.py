@@ -25,7 +25,7 @@ from reference import Reference
 from transports import needs_mooncake
 
 from device.emulated.accelerator import EmulatedOps
-from device.emulated.tensors import Chip
+from device.emulated.chip import Chip
 from device.emulated.timeline import Operation, Timeline, TimelineStream
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.device_time import DeviceTime
