@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -37,12 +37,10 @@ class ModelPart(Enum):
 def load_family(path: Path) -> Family:
     """The family of the model in ``path``. Raises ValueError for a model that the engine would not run rightly."""
     config = read_config(path)
-    kind: Any = family_of(config)
-    if not kind.modalities:
-        return cast("Family", kind(config))
+    kind = family_of(config)
     try:
         processor = kind.read_pictures(path) if "image" in kind.modalities else None
-        family: Family = kind(config, processor)
+        family = kind(config, processor)
         if "video" in kind.modalities and _shows_videos(path):
             settings, _ = VideoProcessorMixin.get_video_processor_dict(path, local_files_only=True)
             family.video = family.read_video(settings)
