@@ -276,6 +276,7 @@ def _work(connection: socket.socket, area: int) -> None:
         except MemoryError:
             answer = Refused("it takes far more memory than its size explains", "too_complex")
         signal.setitimer(signal.ITIMER_PROF, 0)
+        del data  # it may be large, and who waits for the next one needs it no more
         _limit_memory(None)
         _tell(connection, answer)
 

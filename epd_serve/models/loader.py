@@ -58,7 +58,7 @@ def load_family(path: Path) -> Family:
 
 def _check_processor(file: Path, fields: Mapping[str, Any]) -> None:
     """Raise ValueError for a processor_config.json by which the tokens of an item would be others."""
-    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    content = json.loads(file.read_text(encoding="utf-8")) if fields and file.exists() else {}
     for name, expected in fields.items():
         if (found := content.get(name, expected)) != expected:
             raise ValueError(f"{name} of processor_config.json is {found!r}; by config.json it is {expected!r}")
