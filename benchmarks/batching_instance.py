@@ -140,7 +140,7 @@ def requests(instance: Instance, rng: random.Random, name: str, kind: str, count
         if kind == "question":
             data = noise(rng.getrandbits(40), SIDE, SIDE, "BMP")
             items = [wire.MediaRef(rng.randbytes(32).hex(), SIDE, SIDE)]
-            prompt.insert(0, instance.family.image_token_id)
+            prompt.insert(0, instance.family.token_ids["image"])
             encode = wire.EncodeRequest(request_id, items[0], data, instance.url)
             encoding = instance.encode.encode(encode)
         request = wire.PrefillRequest(

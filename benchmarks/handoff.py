@@ -57,7 +57,7 @@ class Counted:
     def count(self, device_name: str) -> None:
         """Begin."""
         if device_name.startswith("emulated"):
-            from device.emulated.tensors import Chip
+            from device.emulated.chip import Chip
 
             copy = Chip.copy
 

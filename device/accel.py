@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -12,48 +11,27 @@ from device import base, host
 from device.base import DeviceLost, EagerRunner, Partition
 from device.ops.plain import PlainOps
 from device.shares import check_share
-from device.transport import TRANSPORTS, TransportCapability
+from device.transport import TRANSPORTS
 
 
-class AcceleratorDevice(host.OwnMemory):
+class AcceleratorDevice(host.HostPart):
     """Fills the Device protocol through torch.accelerator; a vendor's subclass adds what that leaves out."""
 
     has_streams = True
+    cores: int | None
+    dtypes: tuple[torch.dtype, ...]
     _memory_fraction = 1.0
 
     def __init__(self, type: str, index: int, partition: Partition) -> None:
-        self.type = type
-        self.index = index
+        self.type, self.index = type, index
+        self.name = f"{type}:{index}"
+        self.torch_device = torch.device(type, index)
+        self.transport = TRANSPORTS[type]
         self.partition = partition
         self.ops: base.AttentionOps = PlainOps()
         # Memory and properties are the same calls in torch.cuda and torch.npu, but not yet in torch.accelerator.
         self._vendor: Any = torch.get_device_module(type)
-
-    @property
-    def name(self) -> str:
-        return f"{self.type}:{self.index}"
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device(self.type, self.index)
-
-    @property
-    def description(self) -> str:
-        return str(self._vendor.get_device_name(self.index))
-
-    @property
-    def cores(self) -> int | None:
-        return None
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        with torch.accelerator.device_index(self.index):
-            has_bfloat16 = bool(self._vendor.is_bf16_supported())
-        return (torch.float32, torch.float16, *((torch.bfloat16,) if has_bfloat16 else ()))
-
-    @property
-    def transport(self) -> TransportCapability:
-        return TRANSPORTS[self.type]
+        self.description = str(self._vendor.get_device_name(index))
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """Limit this process to a share of the memory.
@@ -86,9 +64,6 @@ class AcceleratorDevice(host.OwnMemory):
             raise ValueError(f"memory fraction {fraction}: it lies above 0 and at 1 at most")
         self._vendor.set_per_process_memory_fraction(fraction, self.index)
         self._memory_fraction = fraction
-
-    def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
-        host.set_threads(threads, cores)
 
     def activate(self) -> None:
         torch.accelerator.set_device_index(self.index)

@@ -36,18 +36,15 @@ class AscendDevice(AcceleratorDevice):
     """One NPU."""
 
     # With TND, which the towers need, the attention kernel documents nothing else.
-    dtypes = (torch.bfloat16,)
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
 
     def __init__(self, index: int) -> None:
         super().__init__("npu", index, _PARTITION)
         self._ops = AscendOps(layout=attention_layout())
         self.ops: base.AttentionOps = self._ops
         self._has_share = False
-
-    @property
-    def cores(self) -> int:
-        """Cube cores, which do the matrix products; the vector cores come on top."""
-        return int(self._vendor.get_device_properties(self.index).cube_core_num)
+        # those that do the matrix products; the vector cores come on top
+        self.cores = int(self._vendor.get_device_properties(index).cube_core_num)
 
     def memory(self) -> tuple[int, int]:
         self.activate()  # other calls of torch_npu see to the thread's context themselves
@@ -146,8 +143,8 @@ class _Captured:
     """Whether lengths were given since the last replay; without them the graph would wait forever."""
 
 
-class NPUGraphRunner:
-    """Fills the GraphRunner protocol with one NPU graph per size, all in one memory pool.
+class NPUGraphRunner(base.GraphRunner):
+    """One NPU graph per size, all in one memory pool.
 
     A captured attention call, whose lengths the host gives, would keep those of its capture. torch_npu's remedy:
     while it captures with ``auto_dispatch_capture``, each attention call becomes a task group with an event that
@@ -183,9 +180,6 @@ class NPUGraphRunner:
             with npu.graph(graph, pool=pool, auto_dispatch_capture=True):
                 output = step()
         self._captured[size] = _Captured(graph, output, None, False)
-
-    def cut(self, between: Callable[[], None]) -> None:
-        between()
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
         check_update(size, decode_context_lens, self._captured)

@@ -91,9 +91,7 @@ def parse_visible_devices(value: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def hccl_environment(
-    process: int, *, host_port: int = _FIRST_HOST_PORT, npu_port: int = _FIRST_NPU_PORT
-) -> dict[str, str]:
+def hccl_environment(process: int) -> dict[str, str]:
     """HCCL's ports for one of several processes on a host, disjoint from those of the others.
 
     Without them two processes on one NPU both ask for port 16666 of its network interface (CANN 9.0 reference,
@@ -101,19 +99,14 @@ def hccl_environment(
 
     Args:
         process: 0, 1, ... among the processes of this host.
-        host_port, npu_port: the first port of process 0 on the host and on the NPU.
 
-    Raises ValueError where the ports of the process end beyond 65535 or begin below 1024.
+    Raises ValueError where the ports of the process end beyond 65535.
     """
     offset = process * _PORTS_PER_PROCESS
-    for first in (host_port, npu_port):
-        if process < 0 or first < 1024 or first + offset + _PORTS_PER_PROCESS - 1 > 65535:
-            raise ValueError(
-                f"HCCL ports {first + offset} to {first + offset + _PORTS_PER_PROCESS - 1} for process {process}: "
-                f"ports run from 1024 to 65535; start below {65535 - offset - _PORTS_PER_PROCESS + 2}"
-            )
-    npu_first = npu_port + offset
+    first, last = _FIRST_NPU_PORT + offset, _FIRST_NPU_PORT + offset + _PORTS_PER_PROCESS - 1
+    if process < 0 or last > 65535:
+        raise ValueError(f"HCCL ports {first} to {last} for process {process}: ports run from 1024 to 65535")
     return {
-        "HCCL_IF_BASE_PORT": str(host_port + offset),
-        "HCCL_NPU_SOCKET_PORT_RANGE": f"{npu_first}-{npu_first + _PORTS_PER_PROCESS - 1}",
+        "HCCL_IF_BASE_PORT": str(_FIRST_HOST_PORT + offset),
+        "HCCL_NPU_SOCKET_PORT_RANGE": f"{first}-{last}",
     }

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -56,11 +55,6 @@ class AttnMeta:
     prefill_block_table: Tensor
     """[num_prefills, max_blocks] int32."""
 
-    def __post_init__(self) -> None:
-        for table in (self.decode_block_table, self.prefill_block_table):
-            if str(table.dtype) != "torch.int32":  # compiled kernels would read something else
-                raise TypeError(f"a block table of {table.dtype}: int32 is due")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionPlan:
@@ -85,7 +79,6 @@ class Draw(Protocol):
             limits: [N, 4] float32: temperature, min_p, top_p and top_k (0: none). Top-p is a share of what the
                 others leave.
         """
-        ...
 
 
 class EncodeCaptured(Protocol):
@@ -101,7 +94,6 @@ class EncodeCaptured(Protocol):
                 one are padding: no segment sees them, and their results may be anything.
             longest: tokens of the longest segment that there may be.
         """
-        ...
 
 
 class AttentionOps(Protocol):
@@ -115,9 +107,11 @@ class AttentionOps(Protocol):
 
     name: str
     """How the backend calls itself in ``epd-serve devices``."""
-    compiled_by: tuple[tuple[int, int], ...]
+    compiled_by: tuple[tuple[int, int], ...] = ()
     """Steps that compile each kernel in each of its forms: tokens of prompts, the context of a decode beside them
     (0: none). Empty where nothing is compiled."""
+    draw: Draw | None = None
+    """None where there is no such operator."""
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan:
         """Masks and views that all layers share. Reads no device value back, so it may stand inside a graph.
@@ -125,7 +119,6 @@ class AttentionOps(Protocol):
         Args:
             dtype: dtype of the queries, keys and values.
         """
-        ...
 
     def write_kv(self, key: Tensor, value: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         """Store K and V [T, Hkv, D] into ``kv_layer`` [2, num_blocks, block_size, Hkv, D] at their slots [T].
@@ -133,7 +126,6 @@ class AttentionOps(Protocol):
         The cache has their dtype. Slots are distinct, but for those of block 0 where a step has more rows of
         padding than it has slots: any write may win there.
         """
-        ...
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
@@ -149,7 +141,6 @@ class AttentionOps(Protocol):
         Returns:
             [T, Hq, D], contiguous.
         """
-        ...
 
     def encode(
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_host: Sequence[int], scale: float
@@ -163,11 +154,10 @@ class AttentionOps(Protocol):
         Returns:
             [T, H, D], contiguous.
         """
-        ...
 
     def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
         """:meth:`encode` for graphs, and states of a dtype; None where there is no such operator."""
-        ...
+        return None
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """``hidden / sqrt(mean(hidden²) + epsilon) * weight`` over the last dimension.
@@ -175,13 +165,11 @@ class AttentionOps(Protocol):
         Args:
             hidden: [T, D], or the heads of a query or key [T, H, D]. weight: [D], of the same dtype.
         """
-        ...
 
     def add_rms_norm(
         self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
         """``(rms_norm(hidden + residual), hidden + residual)``, the sum rounded to the dtype."""
-        ...
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate query [T, Hq, D] and key [T, Hkv, D] by halves: the pair (x_i, x_{i + D/2}) turns by angle i.
@@ -190,23 +178,16 @@ class AttentionOps(Protocol):
             cos, sin: [T, D] float32, whatever the dtype of the states; the second half repeats the first
                 (``ops.rotary`` makes them).
         """
-        ...
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """``silu(gate) * up`` of a fused [..., 2 * F] projection, gate first; returns [..., F]."""
-        ...
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Index of the largest entry of each row [N, V], the first among equals; [N] int64.
 
         Minus infinity is an entry like any other; NaN is none.
         """
-        ...
-
-    @property
-    def draw(self) -> Draw | None:
-        """None where there is no such operator."""
-        ...
+        return logits.argmax(dim=-1)
 
 
 class Event(Protocol):
@@ -214,23 +195,18 @@ class Event(Protocol):
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark the work given so far to ``stream`` (default: the current one)."""
-        ...
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let ``stream`` (default: the current one) go on only after the event; the host does not wait."""
-        ...
 
     def query(self) -> bool:
         """Whether the recorded work is done."""
-        ...
 
     def synchronize(self) -> None:
         """Block the host until the recorded work is done."""
-        ...
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds between two events that were made with ``enable_timing`` and recorded."""
-        ...
 
 
 class Stream(Protocol):
@@ -238,7 +214,6 @@ class Stream(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until all work of the stream is done."""
-        ...
 
     def wait_event(self, event: Event) -> None: ...
 
@@ -246,9 +221,7 @@ class Stream(Protocol):
 
     def __enter__(self) -> Stream: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
 
 class GraphRunner(Protocol):
@@ -268,22 +241,19 @@ class GraphRunner(Protocol):
 
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         """Warm up and record ``step`` for batches padded to ``size``; a second capture replaces the first."""
-        ...
 
     def cut(self, between: Callable[[], None]) -> None:
         """Called by a step: where it is captured, each replay calls ``between`` here, else this does at once.
 
         The piece before has then been launched, and the one after has not.
         """
-        ...
+        between()
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
         """Bind the host lengths of the next replay, ``size`` of them. Raises KeyError before capture."""
-        ...
 
     def replay(self, size: int) -> Tensor:
         """Run the step; the tensor is overwritten by the next replay. Raises KeyError before capture."""
-        ...
 
 
 class PartitionStrength(StrEnum):
@@ -308,89 +278,59 @@ class Partition:
 class BareDevice(Protocol):
     """One device as far as it has nothing to do with torch: its name, its memory, its streams."""
 
-    @property
-    def name(self) -> str:
-        """``cpu``, ``cuda:1``, ``npu:0``."""
-        ...
-
-    @property
-    def type(self) -> str:
-        """torch's device type: ``cpu``, ``cuda``, ``npu``."""
-        ...
-
-    @property
-    def index(self) -> int:
-        """Among the visible devices of its type; 0 for the CPU."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """The vendor's name of the hardware."""
-        ...
-
-    @property
-    def cores(self) -> int | None:
-        """Cores this process may use (CPU) or multiprocessors (accelerators); None where nobody tells."""
-        ...
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether two streams can overlap; False where streams and events are no-ops."""
-        ...
-
-    @property
-    def partition(self) -> Partition:
-        """The mechanisms that can set this device's shares."""
-        ...
+    name: str
+    """``cpu``, ``cuda:1``, ``npu:0``."""
+    type: str
+    """torch's device type: ``cpu``, ``cuda``, ``npu``."""
+    index: int
+    """Among the visible devices of its type; 0 for the CPU."""
+    description: str
+    """The vendor's name of the hardware."""
+    cores: int | None
+    """Cores this process may use (CPU) or multiprocessors (accelerators); None where nobody tells."""
+    has_streams: bool
+    """Whether two streams can overlap; False where streams and events are no-ops."""
+    partition: Partition
+    """The mechanisms that can set this device's shares."""
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """Limit this process to ``share`` of the device, beginning at ``start`` (both as fractions of 1).
 
         Returns what was set. Raises ValueError for a share outside (0, 1] or one that ends beyond 1.
         """
-        ...
 
     def memory(self) -> tuple[int, int]:
         """(total, free) bytes of the device."""
-        ...
 
     def headroom(self) -> int:
         """Bytes that this process can still take, those included that its allocator holds and nobody uses."""
-        ...
 
     def reset_peak_memory(self) -> int:
         """Let :meth:`peak_memory` begin anew. Returns the bytes that this process uses now."""
-        ...
 
     def peak_memory(self) -> int:
         """The most bytes that this process used at once since :meth:`reset_peak_memory`."""
-        ...
 
     def set_memory_fraction(self, fraction: float) -> None:
         """Cap this process's allocations at a fraction of the device's memory, in (0, 1].
 
         Raises ValueError for other fractions and on devices whose allocator knows no cap.
         """
-        ...
 
     def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
         """Use ``threads`` host threads for torch, on ``cores`` only where given. Raises ValueError."""
-        ...
 
     def activate(self) -> None:
         """Make it this thread's current device, which vendor libraries ask for; nothing to do on a CPU."""
-        ...
 
     def synchronize(self) -> None:
         """Block the host until the device is idle."""
-        ...
 
     def check(self) -> None:
         """Return at once where the device can go on. Raises DeviceLost where only another process may get it back.
 
         An error of the device, such as an illegal address, makes all further work of its process fail.
         """
-        ...
 
     def stream(self, priority: int = 0, share: float | None = None) -> Stream:
         """A new stream; a lower number is served first.
@@ -404,48 +344,35 @@ class BareDevice(Protocol):
 
         Raises ValueError for another share, and where the device limits no stream.
         """
-        ...
 
     def current_stream(self) -> Stream: ...
 
     def event(self, enable_timing: bool = False) -> Event:
         """A new event, not yet recorded."""
-        ...
 
     def record_event(self) -> Event:
         """A new event, recorded on the current stream."""
-        ...
 
 
 class Device(BareDevice, Protocol):
     """One device of this machine, present and usable. Get it from ``device.registry.get_device``."""
 
-    @property
-    def torch_device(self) -> torch.device: ...
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Floating types that the device computes in."""
-        ...
-
-    @property
-    def ops(self) -> AttentionOps: ...
-
-    @property
-    def transport(self) -> TransportCapability: ...
+    torch_device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    """Floating types that the device computes in."""
+    ops: AttentionOps
+    transport: TransportCapability
 
     def graph_runner(self) -> GraphRunner: ...
 
     def pin_memory(self, tensor: Tensor) -> Tensor:
         """A copy of the host tensor from which the device can copy asynchronously (itself on a CPU)."""
-        ...
 
     def pin_in_place(self, memory: Tensor) -> Callable[[], None]:
         """Let the device copy asynchronously from and to this host memory, until the returned function is called.
 
         Copies are right without it, and slower: where it cannot be had, nothing happens.
         """
-        ...
 
     def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
         """Zeroed memory of the device, [nbytes] uint8, and a handle by which other processes of this host map it.
@@ -453,7 +380,6 @@ class Device(BareDevice, Protocol):
         The handle is empty where they cannot. The memory begins at a multiple of ``transport.alignment_bytes``,
         and nothing else lies in the last such part of it.
         """
-        ...
 
     def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
         """A context in which memory that another process shares, [nbytes] uint8, is memory of this device.
@@ -461,14 +387,12 @@ class Device(BareDevice, Protocol):
         No work of the device may use it any more when the context ends. Raises ValueError where it cannot be
         mapped.
         """
-        ...
 
     def settle_arrivals(self) -> None:
         """Let what is launched from now on see what a network card has written to the device's memory.
 
         Raises ValueError where that cannot be had.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -494,8 +418,8 @@ class DeviceReport:
     """The distributed backend, then the Mooncake protocols."""
 
 
-class EagerRunner:
-    """Fills the GraphRunner protocol by calling the step: the same contract, nothing saved."""
+class EagerRunner(GraphRunner):
+    """Calls the step: the same contract as a graph's, nothing saved."""
 
     name = "eager"
     captures = cuts = False
@@ -505,9 +429,6 @@ class EagerRunner:
 
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         self._steps[size] = step
-
-    def cut(self, between: Callable[[], None]) -> None:
-        between()
 
     def update(self, size: int, decode_context_lens: Sequence[int]) -> None:
         check_update(size, decode_context_lens, self._steps)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from types import TracebackType
 
 import psutil
 import torch
@@ -14,16 +12,13 @@ from device import base, host
 from device.base import DeviceUnavailable, EagerRunner, Partition, PartitionStrength
 from device.ops.cpu import CpuOps
 from device.shares import check_share
-from device.transport import TRANSPORTS, TransportCapability
+from device.transport import TRANSPORTS
 
 
 class CpuEvent:
     """Fills the Event protocol where work is done by the time it is recorded; keeps the time of the record."""
 
-    __slots__ = ("_recorded_s",)
-
-    def __init__(self) -> None:
-        self._recorded_s: float | None = None
+    _recorded_s: float | None = None
 
     def record(self, stream: base.Stream | None = None) -> None:
         self._recorded_s = time.perf_counter()
@@ -68,42 +63,27 @@ class CpuStream:
             host.be_nice(self._niceness)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         return
 
 
-class CpuDevice(host.OwnMemory):
+class CpuDevice(host.HostPart):
     """Fills the Device protocol with the cores that this process had when the device was opened."""
 
-    name = "cpu"
-    type = "cpu"
+    name = type = "cpu"
     index = 0
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    torch_device = torch.device("cpu")
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    transport = TRANSPORTS["cpu"]
     has_streams = False
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("threads", "core affinity"))
 
     def __init__(self) -> None:
         self._cores = host.usable_cores()
+        self.cores: int | None = len(self._cores)
+        self.description = host.processor_name()
         self._stream = CpuStream()
         self.ops: base.AttentionOps = CpuOps()
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def description(self) -> str:
-        return host.processor_name()
-
-    @property
-    def cores(self) -> int:
-        return len(self._cores)
-
-    @property
-    def transport(self) -> TransportCapability:
-        return TRANSPORTS["cpu"]
 
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         """Bind this process to its share of the cores, one at least; shares smaller than a core overlap."""
@@ -133,9 +113,6 @@ class CpuDevice(host.OwnMemory):
     def set_memory_fraction(self, fraction: float) -> None:
         raise ValueError("the CPU's allocator knows no memory fraction: bound the caches' sizes instead")
 
-    def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
-        host.set_threads(threads, cores)
-
     def activate(self) -> None:
         return
 
@@ -157,7 +134,9 @@ class CpuDevice(host.OwnMemory):
         return CpuEvent()
 
     def record_event(self) -> base.Event:
-        return self._stream.record_event()
+        event = CpuEvent()
+        event.record()
+        return event
 
     def graph_runner(self) -> base.GraphRunner:
         return EagerRunner()

@@ -119,12 +119,13 @@ class CudaDevice(AcceleratorDevice):
 
     def __init__(self, index: int) -> None:
         super().__init__("cuda", index, _partition(torch.cuda.get_device_name(index)))
-        self.ops: base.AttentionOps = make_ops(self.cores, torch.cuda.get_device_capability(index))
+        with torch.cuda.device(index):
+            has_bfloat16 = torch.cuda.is_bf16_supported()
+        self.dtypes = (torch.float32, torch.float16, *((torch.bfloat16,) if has_bfloat16 else ()))
+        cores = torch.cuda.get_device_properties(index).multi_processor_count
+        self.cores = cores
+        self.ops: base.AttentionOps = make_ops(cores, torch.cuda.get_device_capability(index))
         self._green_contexts: list[object] = []
-
-    @property
-    def cores(self) -> int:
-        return torch.cuda.get_device_properties(self.index).multi_processor_count
 
     def graph_runner(self) -> base.GraphRunner:
         return CudaGraphRunner(self.torch_device)
@@ -187,7 +188,8 @@ class CudaDevice(AcceleratorDevice):
             )
         self.activate()
         try:  # multiprocessors are parted in groups of 2 to 8
-            context = green.GreenContext.create(num_sms=max(1, round(share * self.cores)), device_id=self.index)
+            num_sms = max(1, round(share * (self.cores or 1)))
+            context = green.GreenContext.create(num_sms=num_sms, device_id=self.index)
             stream = context.Stream()
         except RuntimeError as error:  # the driver is older, say
             raise ValueError(f"{self.name} has no green context of share {share:g}: {error}") from error

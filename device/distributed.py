@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,15 +33,12 @@ class Group(Protocol):
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum over the ranks, on every rank; ``partial`` may be overwritten."""
-        ...
 
     def all_gather(self, part: Tensor) -> Tensor:
         """The ranks' parts, of one shape, side by side along the last dimension."""
-        ...
 
     def broadcast(self, own: Tensor) -> Tensor:
         """That of rank 0, on every rank; ``own`` has its shape and may be overwritten."""
-        ...
 
 
 class Alone:
@@ -71,6 +69,7 @@ class ProcessGroup:
         """
         import torch.distributed
 
+        self._collectives: Any = torch.distributed
         backend = device.transport.distributed_backend
         os.environ.setdefault(_INTERFACE_VARIABLES[backend], "lo")
         device.activate()
@@ -78,40 +77,28 @@ class ProcessGroup:
         store.set(f"rank {rank}", "is there")
         store.wait([f"rank {other}" for other in range(size)], _LOADING)
         torch.distributed.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
+            backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
         )
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        from torch.distributed import all_reduce
-
-        _exchange(all_reduce, partial)
+        _exchange(self._collectives.all_reduce, partial)
         return partial
 
     def all_gather(self, part: Tensor) -> Tensor:
         import torch
-        from torch.distributed import all_gather
 
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        _exchange(lambda own, *all_parts: all_gather(list(all_parts), own), part.contiguous(), *parts)
+        parts, gather = [torch.empty_like(part) for _ in range(self.size)], self._collectives.all_gather
+        _exchange(lambda own, *all_parts: gather(list(all_parts), own), part.contiguous(), *parts)
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, own: Tensor) -> Tensor:
-        from torch.distributed import broadcast
-
-        _exchange(lambda one: broadcast(one, src=0), own)
+        _exchange(functools.partial(self._collectives.broadcast, src=0), own)
         return own
 
     def close(self) -> None:
         """Leave the group."""
-        from torch.distributed import destroy_process_group
-
-        destroy_process_group()
+        self._collectives.destroy_process_group()
 
 
 def _exchange(collective: Callable[..., object], *tensors: Tensor) -> None:

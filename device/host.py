@@ -15,8 +15,8 @@ from torch import Tensor
 from device.transport import TRANSPORTS
 
 
-class OwnMemory:
-    """The part of a Device whose memory is no other process's, and no faster to reach where it is pinned."""
+class HostPart:
+    """The host's part of a Device whose memory no other process maps and pinning makes no faster."""
 
     type: str
     index: int
@@ -35,6 +35,9 @@ class OwnMemory:
 
     def settle_arrivals(self) -> None:
         return
+
+    def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
+        set_threads(threads, cores)
 
 
 def usable_cores() -> list[int]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from device.base import Device, DeviceReport, DeviceUnavailable
 
-KINDS = ("cpu", "cuda", "npu")
+_MODULES = {"cpu": "device.cpu", "cuda": "device.cuda", "npu": "device.ascend"}
+KINDS = tuple(_MODULES)
 #: Network cards with RDMA, as the kernel lists them.
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _NAME = re.compile(r"(?P<kind>cpu|cuda|npu|emulated:([a-z0-9-]{1,40}|[^:]+\.json))(:(?P<index>[0-9]{1,4}))?")
@@ -69,17 +71,7 @@ def _torch_missing() -> str | None:
 
 def _backend(kind: str) -> _Backend:
     # Imported here because each one imports torch, which the base install leaves out.
-    if kind == "cpu":
-        from device import cpu
-
-        return cpu
-    if kind == "cuda":
-        from device import cuda
-
-        return cuda
-    from device import ascend
-
-    return ascend
+    return cast(_Backend, importlib.import_module(_MODULES[kind]))
 
 
 def _report(backend: _Backend, kind: str, index: int) -> DeviceReport:

@@ -24,27 +24,19 @@ class TransportCapability:
 
     tcp is not among a GPU's: there Mooncake copies 64 KiB at a time, on the stream that torch computes on.
     """
-    alignment_bytes: int
+    alignment_bytes: int = 1
     """Registered regions start at a multiple of this; 1 where any address will do."""
-    max_regions: int | None
+    max_regions: int | None = None
     """Regions that one engine can register; None where there is no fixed limit."""
 
 
 TRANSPORTS: Mapping[str, TransportCapability] = MappingProxyType(
     {
         "cpu": TransportCapability(
-            distributed_backend="gloo",
-            mooncake_protocols=("tcp", "rdma"),
-            device_protocols=(),
-            alignment_bytes=1,
-            max_regions=None,
+            distributed_backend="gloo", mooncake_protocols=("tcp", "rdma"), device_protocols=()
         ),
         "cuda": TransportCapability(
-            distributed_backend="nccl",
-            mooncake_protocols=("tcp", "rdma"),
-            device_protocols=("rdma",),
-            alignment_bytes=1,
-            max_regions=None,
+            distributed_backend="nccl", mooncake_protocols=("tcp", "rdma"), device_protocols=("rdma",)
         ),
         # Over HCCS, its default within a server, Mooncake registers device memory by pages of 2 MiB
         # (ascend_direct_transport.md); the driver takes 256 regions of a process.
@@ -57,11 +49,7 @@ TRANSPORTS: Mapping[str, TransportCapability] = MappingProxyType(
         ),
         # Its memory is the host's.
         "emulated": TransportCapability(
-            distributed_backend="gloo",
-            mooncake_protocols=("tcp", "rdma"),
-            device_protocols=("tcp", "rdma"),
-            alignment_bytes=1,
-            max_regions=None,
+            distributed_backend="gloo", mooncake_protocols=("tcp", "rdma"), device_protocols=("tcp", "rdma")
         ),
     }
 )

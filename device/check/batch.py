@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -98,15 +100,11 @@ class Batch:
 
     def meta_on(self, device: torch.device) -> AttnMeta:
         meta = self.meta
-        return AttnMeta(
-            block_size=meta.block_size,
+        return replace(
+            meta,
             slot_mapping=meta.slot_mapping.to(device),
-            num_decodes=meta.num_decodes,
             decode_block_table=_moved_rows(meta.decode_block_table, device),
             decode_context_lens=meta.decode_context_lens.to(device),
-            decode_context_lens_host=meta.decode_context_lens_host,
-            prefill_query_lens=meta.prefill_query_lens,
-            prefill_context_lens=meta.prefill_context_lens,
             prefill_block_table=_moved_rows(meta.prefill_block_table, device),
         )
 
@@ -125,8 +123,7 @@ class Batch:
 
     def rounded(self, dtype: torch.dtype) -> Batch:
         """Return the step with its numbers rounded to ``dtype``, in float32."""
-        other = object.__new__(Batch)
-        other.__dict__.update(self.__dict__)
+        other = copy(self)
         other.query, other.key, other.value, other.kv_layer = (
             tensor.to(dtype).float() for tensor in (self.query, self.key, self.value, self.kv_layer)
         )

@@ -17,15 +17,7 @@ from torch import Tensor
 
 from device.base import Device, Stream
 from device.check.batch import Batch
-from device.check.operators import (
-    check_argmax,
-    check_encode,
-    check_norms,
-    check_rotary,
-    check_step,
-    check_swiglu,
-    compare,
-)
+from device.check.operators import Comparison, compare
 from device.distributed import ProcessGroup
 from device.emulated.accelerator import EmulatedDevice
 from device.emulated.timeline import Demand
@@ -117,15 +109,20 @@ def _checks(device: Device) -> dict[str, tuple[Check, str]]:
     return checks
 
 
-def _of_dtype(check: Callable[[Device, torch.dtype], float], dtype: torch.dtype) -> Check:
-    return lambda device: f"largest error {check(device, dtype):.1e} (up to {TOLERANCES[dtype]:.0e} is right)"
+def _of_dtype(check: Callable[[Comparison], float], dtype: torch.dtype) -> Check:
+    def checked(device: Device) -> str:
+        tolerance = TOLERANCES[dtype]
+        comparison = Comparison(ops=device.ops, dtype=dtype, device=device.torch_device, tolerance=tolerance)
+        return f"largest error {check(comparison):.1e} (up to {tolerance:.0e} is right)"
+
+    return checked
 
 
-def _attention(device: Device, dtype: torch.dtype) -> float:
+def _attention(comparison: Comparison) -> float:
     """Mixed steps, decodes alone, chunks alone, and one step of nothing."""
-    target, tolerance, errors = device.torch_device, TOLERANCES[dtype], [0.0]
+    errors = [0.0]
     # whether the vendor's operator bears NaN behind a context, where it reads at all, is not known
-    leftovers = 9.0 if device.type == "npu" else float("nan")
+    leftovers = 9.0 if comparison.device.type == "npu" else float("nan")
     steps: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]] = (
         ([1, 17, 128, 300], [(33, 33), (16, 100), (1, 40)]),
         ([700], []),
@@ -146,27 +143,19 @@ def _attention(device: Device, dtype: torch.dtype) -> float:
                 leftovers=leftovers,
                 seed=len(decodes),
             )
-            errors.append(check_step(device.ops, batch, dtype, target, tolerance))
+            errors.append(comparison.step(batch))
     return max(errors)
 
 
-def _encode(device: Device, dtype: torch.dtype) -> float:
-    lengths = [64, 64, 0, 1, 100]
-    return max(
-        check_encode(device.ops, lengths, 2, head_dim, dtype, device.torch_device, TOLERANCES[dtype])
-        for head_dim in (64, 72, 80, 96)
-    )
+def _encode(comparison: Comparison) -> float:
+    return max(comparison.encode([64, 64, 0, 1, 100], 2, head_dim) for head_dim in (64, 72, 80, 96))
 
 
-def _layers(device: Device, dtype: torch.dtype) -> float:
-    ops, target, tolerance = device.ops, device.torch_device, TOLERANCES[dtype]
-    errors = [check_argmax(ops, 4, 151_936, dtype, target)]
+def _layers(comparison: Comparison) -> float:
+    errors = [comparison.argmax(4, 151_936)]
     for tokens in (1, 33):
-        errors += [
-            check_norms(ops, shape, dtype, target, tolerance) for shape in ((tokens, 896), (tokens, 14, 128))
-        ]
-        errors.append(check_rotary(ops, tokens, 14, 2, 128, dtype, target, tolerance))
-        errors.append(check_swiglu(ops, tokens, 4864, dtype, target, tolerance))
+        errors += [comparison.norms((tokens, 896)), comparison.norms((tokens, 14, 128))]
+        errors += [comparison.rotary(tokens, 14, 2, 128), comparison.swiglu(tokens, 4864)]
     return max(errors)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,24 +25,12 @@ from device.base import (
     check_update,
 )
 from device.datasheets import emulated_sheet
-from device.emulated.tensors import (
-    TYPE,
-    Chip,
-    EmulatedTensor,
-    Event,
-    Section,
-    Stream,
-    add_chip,
-    pin,
-    pinned,
-    record_apart,
-    recorded,
-    unknown,
-)
-from device.emulated.timeline import Demand, Timeline
+from device.emulated.chip import TYPE, Chip, Event, Section, Stream, record_apart, recorded
+from device.emulated.tensors import EmulatedTensor, add_chip, mapped_memory, pin, pinned, share_memory, unknown
+from device.emulated.timeline import Demand
 from device.ops.plain import PlainOps
 from device.shares import check_share
-from device.transport import TRANSPORTS, TransportCapability
+from device.transport import TRANSPORTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,29 +46,26 @@ class EmulatedOps(PlainOps):
     name = "plain torch, emulated"
 
     def __init__(self, chip: Chip) -> None:
-        self._chip = chip
+        self.chip = chip
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> EmulatedPlan:  # type: ignore[override]
-        self._chip.check_active()
+        self.chip.check_active()
         plan = EmulatedPlan(meta=meta)
         tensors = [meta.slot_mapping, meta.decode_block_table, meta.decode_context_lens, meta.prefill_block_table]
         slots, decode_table, decode_lens, prefill_table = (_raw(one) for one in tensors)
 
         def compute() -> None:
-            now = AttnMeta(
-                block_size=meta.block_size,
+            now = replace(
+                meta,
                 slot_mapping=slots,
-                num_decodes=meta.num_decodes,
                 decode_block_table=decode_table,
                 decode_context_lens=decode_lens,
                 decode_context_lens_host=decode_lens.tolist(),
-                prefill_query_lens=meta.prefill_query_lens,
-                prefill_context_lens=meta.prefill_context_lens,
                 prefill_block_table=prefill_table,
             )
             plan.computed[:] = [super(EmulatedOps, self).prepare(now, dtype)]
 
-        self._chip.launch(compute, (meta,))
+        self.chip.launch(compute, (meta,))
         return plan
 
     def encode(
@@ -113,7 +98,7 @@ class EmulatedOps(PlainOps):
         """One launch, whose result has the query's shape."""
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         target, *inputs = (_raw(one) for one in (output, query, key, value))
-        self._chip.launch(lambda: target.copy_(compute(*inputs)), (output, query, key, value))
+        self.chip.launch(lambda: target.copy_(compute(*inputs)), (output, query, key, value))
         return output
 
     def attend(
@@ -127,7 +112,7 @@ class EmulatedOps(PlainOps):
             target, *inputs = states
             target.copy_(super(EmulatedOps, self).attend(*inputs, plan.computed[0], scale))  # type: ignore[call-arg,arg-type]
 
-        self._chip.launch(compute, (output, query, key, value, kv_layer, plan))
+        self.chip.launch(compute, (output, query, key, value, kv_layer, plan))
         return output
 
 
@@ -135,7 +120,7 @@ class EmulatedOps(PlainOps):
 class _Piece:
     """Launches that are one at each replay, and the call that follows it."""
 
-    work: list[Callable[[], None]]
+    work: list[Callable[[], object]]
     then: Callable[[], None] | None = None
 
     def run(self) -> None:
@@ -150,14 +135,14 @@ class EmulatedGraphRunner:
     captures = cuts = True
 
     def __init__(self, chip: Chip) -> None:
-        self._chip = chip
+        self.chip = chip
         self._graphs: dict[int, tuple[list[_Piece], Tensor]] = {}
         self._open: list[_Piece] | None = None  # of the size that is captured
 
     def capture(self, size: int, step: Callable[[], Tensor]) -> None:
         if not self._graphs:  # what is set up at first use must be there before
             step()
-        self._chip.synchronize()
+        self.chip.synchronize()
         with recorded() as work:
             self._open = pieces = [_Piece(work)]
             try:
@@ -179,18 +164,24 @@ class EmulatedGraphRunner:
     def replay(self, size: int) -> Tensor:
         pieces, output = self._graphs[size]
         for piece in pieces:
-            self._chip.num_launches += 1
-            self._chip.current().launch(piece.run)
+            self.chip.num_launches += 1
+            self.chip.current().launch(piece.run)
             if piece.then is not None:
                 piece.then()
         return output
 
 
 class EmulatedDevice:
-    """Fills the Device protocol; ``kind``: see :func:`device.datasheets.emulated_sheet`."""
+    """Fills the Device protocol; ``kind``: see :func:`device.datasheets.emulated_sheet`.
+
+    Attributes:
+        chip: the device in this process, which all that open it share. timeline: its time.
+    """
 
     type = TYPE
-    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    cores: int | None = None
+    transport = TRANSPORTS[TYPE]
     has_streams = True
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction", "arithmetic"))
 
@@ -199,22 +190,10 @@ class EmulatedDevice:
         self.index = index
         self.name = f"{TYPE}:{sheet.name}:{index}"
         self.description = f"emulated {sheet.name}"
-        self._chip = add_chip(index, self.name, int(sheet.memory_bytes), sheet.host_bytes_per_s)
-        self.ops: base.AttentionOps = EmulatedOps(self._chip)
-
-    @property
-    def launch_s(self) -> float:
-        """Seconds by which the device lengthens each launch."""
-        return self._chip.launch_s
-
-    @launch_s.setter
-    def launch_s(self, seconds: float) -> None:
-        self._chip.launch_s = seconds
-
-    @property
-    def num_launches(self) -> int:
-        """Operators, copies and graphs that were launched so far."""
-        return self._chip.num_launches
+        self.chip = add_chip(index, self.name, int(sheet.memory_bytes), sheet.host_bytes_per_s)
+        self.timeline = self.chip.timeline
+        self.torch_device = torch.device(TYPE, index)  # a type of torch's since the first chip
+        self.ops: base.AttentionOps = EmulatedOps(self.chip)
 
     @contextmanager
     def timed(self, cost_s: float, demand: Demand, num_parts: int = 1) -> Iterator[Callable[[], None]]:
@@ -224,7 +203,7 @@ class EmulatedDevice:
         where others are on the device, or where the CPU takes longer. Of ``num_parts`` equal parts, each but the
         last ends where the function that is yielded is called.
         """
-        stream, part_s = self._chip.current(), cost_s / num_parts
+        stream, part_s = self.chip.current(), cost_s / num_parts
         sections = [Section(stream, part_s, demand)]
 
         def next_part() -> None:
@@ -236,76 +215,59 @@ class EmulatedDevice:
         finally:
             sections.pop().end()
 
-    @property
-    def timeline(self) -> Timeline:
-        """The device's time in this process."""
-        return self._chip.timeline
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device(TYPE, self.index)
-
-    @property
-    def cores(self) -> int | None:
-        return None
-
-    @property
-    def transport(self) -> TransportCapability:
-        return TRANSPORTS[TYPE]
-
     def apply_share(self, share: float, start: float = 0.0) -> Partition:
         check_share(share, start)
         self.set_memory_fraction(share)
-        self._chip.timeline.share = share
+        self.chip.timeline.share = share
         mechanisms = (f"memory fraction {share:g}", f"{share:.0%} of the arithmetic")
         return Partition(strength=self.partition.strength, mechanisms=mechanisms)
 
     def memory(self) -> tuple[int, int]:
-        return self._chip.memory.total, self._chip.memory.free
+        return self.chip.memory.total, self.chip.memory.free
 
     def headroom(self) -> int:
-        memory = self._chip.memory
+        memory = self.chip.memory
         return min(int(memory.fraction * memory.total) - memory.used, memory.free)
 
     def reset_peak_memory(self) -> int:
-        memory = self._chip.memory
+        memory = self.chip.memory
         memory.peak = memory.used
         return memory.used
 
     def peak_memory(self) -> int:
-        return self._chip.memory.peak
+        return self.chip.memory.peak
 
     def set_memory_fraction(self, fraction: float) -> None:
         if not 0 < fraction <= 1:
             raise ValueError(f"memory fraction {fraction}: it lies above 0 and at 1 at most")
-        self._chip.memory.fraction = fraction
+        self.chip.memory.fraction = fraction
 
     def set_threads(self, threads: int, cores: Sequence[int] | None = None) -> None:
         host.set_threads(threads, cores)
 
     def activate(self) -> None:
-        self._chip.activate()
+        self.chip.activate()
 
     def synchronize(self) -> None:
-        self._chip.synchronize()
+        self.chip.synchronize()
 
     def check(self) -> None:
-        self._chip.timeline.check()
+        self.chip.timeline.check()
 
     def stream(self, priority: int = 0, share: float | None = None) -> base.Stream:
-        return Stream(self._chip, min(priority, 0), share)
+        return Stream(self.chip, min(priority, 0), share)
 
     def current_stream(self) -> base.Stream:
-        return self._chip.current()
+        return self.chip.current()
 
     def event(self, enable_timing: bool = False) -> base.Event:
-        return Event(self._chip)
+        return Event(self.chip)
 
     def record_event(self) -> base.Event:
-        return self._chip.current().record_event()
+        return self.chip.current().record_event()
 
     def graph_runner(self) -> base.GraphRunner:
-        return EmulatedGraphRunner(self._chip)
+        return EmulatedGraphRunner(self.chip)
 
     def pin_memory(self, tensor: Tensor) -> Tensor:
         return pinned(tensor)
@@ -314,10 +276,10 @@ class EmulatedDevice:
         return pin(memory)
 
     def share_memory(self, nbytes: int) -> tuple[Tensor, bytes]:
-        return self._chip.share(nbytes)
+        return share_memory(self.chip, nbytes)
 
     def map_memory(self, handle: bytes) -> AbstractContextManager[Tensor]:
-        return self._chip.mapped(handle)
+        return mapped_memory(self.chip, handle)
 
     def settle_arrivals(self) -> None:
         """There is no network card that would write without the host."""

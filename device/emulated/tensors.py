@@ -1,30 +1,22 @@
-"""An accelerator's memory, streams and events without the chip, as a backend of torch.
+"""Tensors of an emulated accelerator, as a backend of torch.
 
 A tensor on the device ``emulated`` keeps its numbers in the host's memory, where no operator of the CPU reaches
-them. A launch returns at once: a thread for each stream computes one operator after another. What is not computed
-yet is NaN in floats and the least number in integers, so that whoever reads too early, or lets one stream go on
-without the event of another, gets answers that a test tells from right ones. Work inside a :class:`Section` takes
-the time that the device would need for it, where the CPU is not slower (:mod:`device.emulated.timeline`).
+them. Operators are launched on the device's current stream (:mod:`device.emulated.chip`). What is not computed yet
+is NaN in floats and the least number in integers, so that whoever reads too early, or lets one stream go on
+without the event of another, gets answers that a test tells from right ones.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import mmap
 import os
-import queue
-import struct
-import threading
-import time
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -33,348 +25,11 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from device import base
-from device.emulated.timeline import Demand, Operation, Timeline
-from device.present import EMULATED_MEMORY
+from device.emulated.chip import TYPE, Block, Chip, check_may_wait
 
-TYPE = "emulated"
-_ROW = struct.Struct("qq")  # a process, its bytes
-_LOCAL = threading.local()
 _CPU = torch.device("cpu")
 _MAX_SHAPES = 4096
 _SHAPES: dict[Any, Any] = {}
-#: Copies that take less of the host link are not worth the emulation's own time.
-_LEAST_COPY_S = 5e-5
-#: A copy engine computes nothing, and writes at a fraction of the memory's bandwidth.
-COPYING = Demand(compute=0.0, bandwidth=0.02)
-
-
-class EmulatedMemoryError(torch.OutOfMemoryError):
-    """The emulated device's memory is full; torch's own error of an accelerator."""
-
-
-class Memory:
-    """The memory of one device, in bytes: of this process, and of all that share ``directory``. Thread-safe."""
-
-    def __init__(self, name: str, total: int, directory: str | None) -> None:
-        self.name, self.total, self.fraction = name, total, 1.0
-        self.peak = self._used = 0
-        self._ended: deque[int] = deque()  # bytes of what has ended; that may happen at any place of a thread
-        self._lock = threading.Lock()
-        self._file = None if directory is None else Path(directory, name).open("a+b", buffering=0)  # noqa: SIM115
-
-    @property
-    def used(self) -> int:
-        """The bytes of this process."""
-        with self._lock:
-            return self._settled()
-
-    @property
-    def free(self) -> int:
-        with self._lock, self._of_others() as others:
-            return self.total - self._settled() - others
-
-    def take(self, num_bytes: int) -> Block:
-        with self._lock, self._of_others() as others:
-            used = self._settled()
-            free = min(int(self.total * self.fraction) - used, self.total - used - others)
-            if num_bytes > free:
-                raise EmulatedMemoryError(
-                    f"emulated out of memory. Tried to allocate {num_bytes / 2**20:.2f} MiB on {self.name}, of "
-                    f"whose {self.total / 2**20:.0f} MiB {free / 2**20:.2f} are free for this process"
-                )
-            self._used = used + num_bytes
-            self.peak = max(self.peak, self._used)
-        block = Block()
-        weakref.finalize(block, self._ended.append, num_bytes).atexit = False
-        return block
-
-    def _settled(self) -> int:
-        while self._ended:
-            self._used -= self._ended.popleft()
-        return self._used
-
-    @contextmanager
-    def _of_others(self) -> Iterator[int]:
-        """The bytes of other processes that live; at its end the file says what this one has."""
-        if self._file is None:
-            yield 0
-            return
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._file.seek(0)
-        rows: dict[int, int] = dict(_ROW.iter_unpack(self._file.read()))
-        rows = {pid: size for pid, size in rows.items() if pid != os.getpid() and _lives(pid)}
-        try:
-            yield sum(rows.values())
-        finally:
-            rows[os.getpid()] = self._settled()
-            self._file.truncate(0)
-            self._file.write(b"".join(_ROW.pack(*row) for row in rows.items()))
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-
-
-def _lives(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
-
-class Block:
-    """A piece of a device's memory; it is free when no tensor and no launched work refers to it."""
-
-    __slots__ = ("__weakref__",)
-
-
-class Chip:
-    """One emulated device of this process: its memory, its default stream and its time."""
-
-    def __init__(self, index: int, name: str, memory_bytes: int, host_bytes_per_s: float) -> None:
-        self.index = index
-        self.host_bytes_per_s = host_bytes_per_s
-        directory = os.environ.get(EMULATED_MEMORY)
-        self.memory = Memory(name, memory_bytes, directory)
-        self.timeline = Timeline(name, directory)
-        self.launch_s, self.num_launches = 0.0, 0
-        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self.making = threading.Lock()
-        self.default = Stream(self)
-
-    def current(self) -> Stream:
-        stack: list[Stream] = getattr(_LOCAL, "streams", [])
-        return next((stream for stream in reversed(stack) if stream.chip is self), self.default)
-
-    def activate(self) -> None:
-        _LOCAL.active = self.index
-
-    def check_active(self) -> None:
-        """Raise where a kernel of ours is launched on a thread whose device is another: it would run there."""
-        if (active := getattr(_LOCAL, "active", 0)) != self.index:
-            raise RuntimeError(f"this thread's device is {TYPE}:{active}; call activate() of {self.memory.name}")
-
-    def synchronize(self) -> None:
-        with self.making:
-            streams = list(self.streams)
-        for stream in streams:
-            stream.synchronize()
-
-    def launch(self, work: Callable[[], object], held: object) -> None:
-        """Give work to the current stream; ``held`` is not freed before it is done."""
-
-        def run(_held: object = held) -> None:
-            if self.launch_s:
-                time.sleep(self.launch_s)
-            work()
-
-        if _recording() is None:
-            self.num_launches += 1
-        self.current().launch(run)
-
-    def share(self, num_bytes: int) -> tuple[EmulatedTensor, bytes]:
-        """Zeroed memory that other processes can map, and a handle of it; it goes with its last view."""
-        block, name = self.memory.take(num_bytes), f"emulated-{uuid.uuid4().hex}"
-        fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        weakref.finalize(block, os.close, fd).atexit = False
-        os.ftruncate(fd, num_bytes)
-        handle = json.dumps([os.getpid(), fd, name, num_bytes]).encode()
-        return EmulatedTensor(_mapping(fd, num_bytes), block, self.index), handle
-
-    @contextmanager
-    def mapped(self, handle: bytes) -> Iterator[EmulatedTensor]:
-        """The memory behind another process's handle: it takes none of this one's.
-
-        Raises ValueError where it is gone, and RuntimeError at the end where something would still reach it.
-        """
-        try:
-            pid, number, name, num_bytes = json.loads(handle)
-            path = Path(f"/proc/{pid}/fd/{number}")
-            if not str(path.readlink()).startswith(f"/memfd:{name}"):
-                raise ValueError(f"process {pid} has given its memory up")
-            with path.open("r+b") as file:
-                raw = _mapping(file.fileno(), num_bytes)
-        except (OSError, TypeError) as error:
-            raise ValueError(f"memory of an emulated device cannot be mapped: {error}") from error
-        memory = EmulatedTensor(raw, Block(), self.index)
-        used = weakref.ref(memory.block)
-        del raw
-        try:
-            yield memory
-        finally:
-            del memory
-            if used() is not None:
-                raise RuntimeError(f"memory is unmapped that {self.memory.name}'s work or a tensor still uses")
-
-    def copy(self, work: Callable[[], object], held: object, num_bytes: int) -> None:
-        """Launch a copy over the host link."""
-        seconds = num_bytes / self.host_bytes_per_s
-        if seconds < _LEAST_COPY_S:
-            self.launch(work, held)
-            return
-        section = Section(self.current(), seconds, COPYING)
-        self.launch(work, held)
-        section.end()
-
-
-def _mapping(fd: int, num_bytes: int) -> Tensor:
-    with torch.inference_mode():
-        return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
-
-
-class Section:
-    """Work of a stream from here to :meth:`end` takes ``cost_s`` of the device, or longer where the CPU does."""
-
-    def __init__(self, stream: Stream, cost_s: float, demand: Demand) -> None:
-        self._stream = stream
-        self._operation: Operation | None = None
-        lane, launched_s = stream.lane, stream.chip.timeline.clock()
-
-        def begin() -> None:
-            self._operation = lane.launch(cost_s, demand=demand, launched_s=launched_s)
-
-        stream.launch(begin)
-
-    def end(self) -> None:
-        self._stream.launch(self._wait)
-
-    def _wait(self) -> None:
-        if self._operation is None:  # its beginning has failed
-            return
-        lane = self._operation.stream
-        if self._operation.query():
-            lane.delay(lane.timeline.clock())  # the CPU took longer: the device has been waiting since
-        else:
-            self._operation.wait()
-
-
-class Stream:
-    """Launched work, done in order by a thread of its own. Fills the Stream protocol."""
-
-    def __init__(self, chip: Chip, priority: int = 0, share: float | None = None) -> None:
-        self.chip = chip
-        self.lane = chip.timeline.stream(priority, share)
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._error: Exception | None = None
-        thread = threading.Thread(target=_work, args=(self._work, weakref.ref(self)), name=TYPE, daemon=True)
-        weakref.finalize(self, self._work.put, None).atexit = False
-        thread.start()
-        with chip.making:
-            chip.streams.add(self)
-
-    def launch(self, work: Callable[[], None]) -> None:
-        if (recording := _recording()) is not None:
-            recording.append(work)
-        else:
-            self._work.put(work)
-
-    def failed(self, error: Exception) -> None:
-        self._error = self._error or error
-
-    def synchronize(self) -> None:
-        _check_may_wait()
-        self.record_event().synchronize()
-        self.check()
-
-    def check(self) -> None:
-        """Raise what failed in the work: as on an accelerator, the host hears of it later."""
-        if (error := self._error) is not None:
-            raise RuntimeError(f"work on {self.chip.memory.name} failed: {error}") from error
-
-    def wait_event(self, event: base.Event) -> None:
-        event.wait(self)
-
-    def record_event(self, event: base.Event | None = None) -> base.Event:
-        event = event or Event(self.chip)
-        event.record(self)
-        return event
-
-    def __enter__(self) -> Stream:
-        if not hasattr(_LOCAL, "streams"):
-            _LOCAL.streams = []
-        _LOCAL.streams.append(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _LOCAL.streams.pop()
-
-
-def _recording() -> list[Callable[[], None]] | None:
-    """The launches that this thread captures."""
-    return getattr(_LOCAL, "recording", None)
-
-
-@contextmanager
-def never_waiting() -> Iterator[None]:
-    """A context in which this thread may not wait for a device, nor copy to one from memory that is not pinned.
-
-    Waits raise RuntimeError, as with ``torch.cuda.set_sync_debug_mode("error")`` on a GPU, but of every kind.
-    """
-    before, _LOCAL.never_waits = getattr(_LOCAL, "never_waits", False), True
-    try:
-        yield
-    finally:
-        _LOCAL.never_waits = before
-
-
-def _check_may_wait() -> None:
-    if _recording() is not None:
-        raise RuntimeError("a step that is captured reads nothing back and waits for nothing")
-    if getattr(_LOCAL, "never_waits", False):
-        raise RuntimeError("the host waits for the device where it should not: copy through pinned memory")
-
-
-def _work(work: queue.SimpleQueue[Callable[[], None] | None], stream: weakref.ref[Stream]) -> None:
-    """A stream's thread. It keeps no stream alive."""
-    with torch.inference_mode():
-        while (one := work.get()) is not None:
-            try:
-                one()
-            except Exception as error:  # noqa: BLE001 - the host hears of any of them when it waits
-                if (failed := stream()) is not None:
-                    failed.failed(error)
-            del one
-
-
-class Event:
-    """Fills the Event protocol."""
-
-    def __init__(self, chip: Chip) -> None:
-        self._chip = chip
-        self._done: threading.Event | None = None
-        self._stream: Stream | None = None
-        self._times: list[float] = []
-
-    def record(self, stream: base.Stream | None = None) -> None:
-        assert stream is None or isinstance(stream, Stream)
-        self._stream = stream or self._chip.current()
-        self._done, self._times = done, times = threading.Event(), list[float]()
-
-        def mark() -> None:
-            times.append(time.perf_counter())
-            done.set()
-
-        self._stream.launch(mark)
-
-    def wait(self, stream: base.Stream | None = None) -> None:
-        assert stream is None or isinstance(stream, Stream)
-        if (done := self._done) is not None:
-            (stream or self._chip.current()).launch(lambda: _wait(done))
-
-    def query(self) -> bool:
-        return self._done is None or self._done.is_set()
-
-    def synchronize(self) -> None:
-        _check_may_wait()
-        if self._done is not None and self._stream is not None:
-            self._done.wait()
-            self._stream.check()
-
-    def elapsed_time(self, end_event: base.Event) -> float:
-        """Milliseconds until ``end_event``. Raises ValueError unless both were recorded and are done."""
-        if not isinstance(end_event, Event) or not self._times or not end_event._times:
-            raise ValueError("elapsed_time needs two events of this device that are both done")
-        return (end_event._times[0] - self._times[0]) * 1e3
-
-
-def _wait(done: threading.Event) -> None:
-    done.wait()
 
 
 class EmulatedTensor(Tensor):
@@ -419,6 +74,47 @@ class EmulatedTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"EmulatedTensor({tuple(self.shape)}, {self.dtype}, {self.device})"
+
+
+def share_memory(chip: Chip, num_bytes: int) -> tuple[EmulatedTensor, bytes]:
+    """Zeroed memory that other processes can map, and a handle of it; it goes with its last view."""
+    block, name = chip.memory.take(num_bytes), f"emulated-{uuid.uuid4().hex}"
+    fd = os.memfd_create(name, os.MFD_CLOEXEC)
+    weakref.finalize(block, os.close, fd).atexit = False
+    os.ftruncate(fd, num_bytes)
+    handle = json.dumps([os.getpid(), fd, name, num_bytes]).encode()
+    return EmulatedTensor(_mapping(fd, num_bytes), block, chip.index), handle
+
+
+@contextmanager
+def mapped_memory(chip: Chip, handle: bytes) -> Iterator[EmulatedTensor]:
+    """The memory behind another process's handle: it takes none of this one's.
+
+    Raises ValueError where it is gone, and RuntimeError at the end where something would still reach it.
+    """
+    try:
+        pid, number, name, num_bytes = json.loads(handle)
+        path = Path(f"/proc/{pid}/fd/{number}")
+        if not str(path.readlink()).startswith(f"/memfd:{name}"):
+            raise ValueError(f"process {pid} has given its memory up")
+        with path.open("r+b") as file:
+            raw = _mapping(file.fileno(), num_bytes)
+    except (OSError, TypeError) as error:
+        raise ValueError(f"memory of an emulated device cannot be mapped: {error}") from error
+    memory = EmulatedTensor(raw, Block(), chip.index)
+    used = weakref.ref(memory.block)
+    del raw
+    try:
+        yield memory
+    finally:
+        del memory
+        if used() is not None:
+            raise RuntimeError(f"memory is unmapped that {chip.memory.name}'s work or a tensor still uses")
+
+
+def _mapping(fd: int, num_bytes: int) -> Tensor:
+    with torch.inference_mode():
+        return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
 
 
 _CHIPS: dict[int, Chip] = {}
@@ -481,21 +177,17 @@ def _operate(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*_mapped(args, _on_meta), **kwargs)
     chip = _CHIPS[device.index or 0]
     schema = op._schema
-    aliases = [one.alias_info for one in schema.returns]
-    writes = {
-        name
-        for argument in schema.arguments
-        if (info := argument.alias_info) is not None and info.is_write
-        for name in info.before_set
-    }
-    if any(aliases) and not writes:
+    aliases = [one.alias_info for one in schema.returns if one.alias_info is not None]
+    written = _written(schema, args, kwargs)
+    if aliases and not written:
         with torch.inference_mode():
             views = op(*_raw(args), **_raw(kwargs))
         return tree_map_only(Tensor, lambda view: EmulatedTensor(view, ours[0].block, chip.index), views)
     raw_args, raw_kwargs = _raw(args), _raw(_on(kwargs, _CPU))
-    if writes:
+    if written:
         chip.launch(lambda: op(*raw_args, **raw_kwargs), ours)
-        return _written(schema, args, kwargs)
+        found = [written[next(iter(one.before_set))] for one in aliases]
+        return found[0] if len(found) == 1 else tuple(found) if found else None
     with torch.inference_mode():
         try:
             shapes = _shapes(op, args, kwargs)
@@ -551,7 +243,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if non_blocking and (is_pinned(source) or not source.nbytes):
             raw = source
         else:
-            _check_may_wait()
+            check_may_wait()
             raw = source.detach().clone()
         chip.copy(lambda: goal.copy_(raw), (target, source), goal.nbytes)
         if not non_blocking:
@@ -560,21 +252,10 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _to_copy(
-    source: Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    non_blocking: bool = False,
-    memory_format: torch.memory_format | None = None,
+    source: Tensor, *, non_blocking: bool = False, pin_memory: bool | None = None, **asked: Any
 ) -> Tensor:
-    target = torch.empty_like(
-        source,
-        dtype=dtype or source.dtype,
-        device=device or source.device,
-        memory_format=memory_format or torch.preserve_format,
-    )
+    """``asked``: dtype, layout, device and memory format, None for those of the source."""
+    target = torch.empty_like(source, **{name: value for name, value in asked.items() if value is not None})
     return target.copy_(source, non_blocking=non_blocking)
 
 
@@ -607,25 +288,6 @@ def pin(memory: Tensor) -> Callable[[], None]:
 def is_pinned(tensor: Tensor) -> bool:
     address = tensor.data_ptr()
     return address in _PINNED or any(start <= address < start + count for start, count in list(_PINNED.items()))
-
-
-@contextmanager
-def recorded() -> Iterator[list[Callable[[], None]]]:
-    """Keep what this thread launches instead of doing it."""
-    work: list[Callable[[], None]] = []
-    _LOCAL.recording = work
-    try:
-        yield work
-    finally:
-        _LOCAL.recording = None
-
-
-def record_apart() -> list[Callable[[], None]]:
-    """Keep from now on in a list of its own what this thread launches, inside :func:`recorded`."""
-    assert _recording() is not None
-    _LOCAL.recording = list[Callable[[], None]]()
-    work: list[Callable[[], None]] = _LOCAL.recording
-    return work
 
 
 def _shapes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -685,13 +347,11 @@ def _wrapped(values: Any, chip: Chip) -> Any:
     return tree_map_only(Tensor, wrap, values)
 
 
-def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments that an operator has written into, as it returns them."""
-    by_alias: dict[str, Any] = {}
+def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that an operator writes into, by the names of their aliases."""
+    written: dict[str, Any] = {}
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            by_alias.update(dict.fromkeys(argument.alias_info.before_set, value))
-    sets = [one.alias_info.before_set for one in schema.returns if one.alias_info is not None]
-    found = [by_alias[next(iter(names))] for names in sets]
-    return found[0] if len(found) == 1 else tuple(found) if found else None
+            written.update(dict.fromkeys(argument.alias_info.before_set, value))
+    return written

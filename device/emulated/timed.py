@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
 from device import base
 from device.base import DeviceUnavailable, Partition, PartitionStrength
@@ -94,9 +93,7 @@ class TimedStream:
         _LOCAL.streams.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _LOCAL.streams.pop()
 
 
@@ -107,7 +104,7 @@ class TimedDevice:
     """
 
     type = TYPE
-    cores = None
+    cores: int | None = None
     has_streams = True
     partition = Partition(strength=PartitionStrength.COOPERATIVE, mechanisms=("memory fraction",))
 

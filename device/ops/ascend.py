@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta, DeviceUnavailable, Draw, EncodeCaptured
+from device.base import AttentionOps, AttentionPlan, AttnMeta, DeviceUnavailable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +100,8 @@ class AscendPlan(AttentionPlan):
     calls: dict[Layout, list[_Call]]
 
 
-class AscendOps:
-    """Fills the AttentionOps protocol on NPUs.
+class AscendOps(AttentionOps):
+    """torch_npu's operators, and its attention over pages.
 
     Layout of the paged calls: torch_npu's documentation contradicts itself on TND with pages on A2 and A3. The
     lists of layouts exclude it; the sections on page attention, on grouped heads and on the meaning of the lengths
@@ -113,9 +113,6 @@ class AscendOps:
     (:class:`device.ascend.NPUGraphRunner`), and the decode call takes its lengths under
     ``attention.context_lens``.
     """
-
-    compiled_by: tuple[tuple[int, int], ...] = ()
-    draw: Draw | None = None
 
     def __init__(self, *, layout: Layout = "TND", attention: FusedAttention | None = None) -> None:
         """``attention``: what :func:`choose_attention` finds unless given."""
@@ -149,26 +146,21 @@ class AscendOps:
             lens, table = meta.decode_context_lens_host, meta.decode_block_table
             # A single token sees its whole context, so decodes need no mask.
             calls.append(_call(layout, 0, [1] * meta.num_decodes, lens, table, mask=None))
-        if meta.prefill_query_lens:
-            calls += self._chunks(meta, layout)
-        return calls
-
-    def _chunks(self, meta: AttnMeta, layout: Layout) -> list[_Call]:
         query_lens, context_lens, table = (
             meta.prefill_query_lens,
             meta.prefill_context_lens,
             meta.prefill_block_table,
         )
+        if not query_lens:
+            return calls
         mask = self._causal_mask(table.device)
         if layout == "TND":
-            return [_call(layout, meta.num_decodes, query_lens, context_lens, table, mask=mask)]
-        starts = accumulate(query_lens, initial=meta.num_decodes)
-        return [
-            _call(layout, start, [query_len], [context_len], table[i : i + 1], mask=mask)
-            for i, (start, query_len, context_len) in enumerate(
-                zip(starts, query_lens, context_lens, strict=False)
-            )
-        ]
+            return [*calls, _call(layout, meta.num_decodes, query_lens, context_lens, table, mask=mask)]
+        start = meta.num_decodes
+        for i, (query_len, context_len) in enumerate(zip(query_lens, context_lens, strict=True)):
+            calls.append(_call(layout, start, [query_len], [context_len], table[i : i + 1], mask=mask))
+            start += query_len
+        return calls
 
     def _causal_mask(self, device: torch.device) -> Tensor:
         if device not in self._masks:
@@ -237,9 +229,6 @@ class AscendOps:
         )
         return attended[..., :head_dim].contiguous()
 
-    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
-        return None  # the kernel takes lengths from the host
-
     def _attention(
         self,
         query: Tensor,
@@ -293,9 +282,6 @@ class AscendOps:
     def swiglu(self, gate_up: Tensor) -> Tensor:
         output: Tensor = torch.ops.npu.npu_swiglu(gate_up)
         return output
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        return logits.argmax(dim=-1)
 
 
 def _call(

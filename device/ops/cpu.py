@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from device.base import AttentionPlan, AttnMeta
-from device.ops.cpu_kernels import CpuKernels, cpu_kernels
+from device.ops.cpu_kernels import cpu_kernels
 from device.ops.plain import PlainOps
 
 #: Of a norm's input that is taken through all its passes at once, per thread: stays in a core's cache.
 _NORM_BYTES = 1 << 18
 _ARGMAX_PARTS = 128
+#: The dtype in which attention computes, where it is not its own: torch's kernels for float16 are slow.
+_INNER = {torch.float16: torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +56,7 @@ class CpuPlan(AttentionPlan):
 
 
 class CpuOps(PlainOps):
-    """Fills the AttentionOps protocol for float32, bfloat16 and float16 on a CPU.
+    """Operators for float32, bfloat16 and float16 on a CPU.
 
     Args:
         tile_bytes: K/V that decodes gather at once, per thread: what stays in a core's cache until it is read.
@@ -66,11 +68,9 @@ class CpuOps(PlainOps):
     def __init__(self, *, tile_bytes: int = 2 << 20, query_rows: int = 256) -> None:
         self._tile_bytes = tile_bytes
         self._query_rows = query_rows
-        self._last_turns: tuple[Tensor | None, torch.dtype | None, tuple[Tensor, Tensor] | None] = (
-            None,
-            None,
-            None,
-        )
+        # A step's cosines, and by them the factors [T, 1, D] of the states and of them with halves swapped: all
+        # layers share them.
+        self._last_turns = (torch.empty(0),) * 3
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> CpuPlan:  # type: ignore[override]
         lens = meta.decode_context_lens.tolist()
@@ -85,14 +85,12 @@ class CpuOps(PlainOps):
             for query, context in zip(meta.prefill_query_lens, meta.prefill_context_lens, strict=True)
             if 1 < query < context
         ]
-        mask = None
+        inner, mask = _INNER.get(dtype, dtype), None
         if partial:
             rows = min(self._query_rows, max(query for query, _ in partial))
             columns = max(context for _, context in partial)
-            mask = torch.full((rows, columns), float("-inf"), dtype=_inner(dtype)).triu_(columns - rows + 1)
-        return CpuPlan(
-            meta=meta, dtype=_inner(dtype), context_lens=lens, block_table=table, order=order, mask=mask
-        )
+            mask = torch.full((rows, columns), float("-inf"), dtype=inner).triu_(columns - rows + 1)
+        return CpuPlan(meta=meta, dtype=inner, context_lens=lens, block_table=table, order=order, mask=mask)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, kv_layer: Tensor, plan: AttentionPlan, scale: float
@@ -137,7 +135,8 @@ class CpuOps(PlainOps):
 
         It goes tile by tile: the K/V that a tile gathers are still in the cache when they are read.
         """
-        if (kernels := _kernels(query)) is not None and kernels.takes_decodes(query, kv_layer):
+        kernels = cpu_kernels() if query.dtype == torch.bfloat16 else None
+        if kernels is not None and kernels.takes_decodes(query, kv_layer):
             return kernels.decode(query, kv_layer, plan.meta, scale)
         _, _, block_size, kv_heads, head_dim = kv_layer.shape
         block_bytes = 2 * block_size * kv_heads * head_dim * kv_layer.element_size()
@@ -164,47 +163,43 @@ class CpuOps(PlainOps):
     def encode(
         self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_host: Sequence[int], scale: float
     ) -> Tensor:
-        inner = _inner(query.dtype)
+        inner = _INNER.get(query.dtype, query.dtype)
         output = super().encode(query.to(inner), key.to(inner), value.to(inner), cu_seqlens_host, scale)
         return output.to(query.dtype)
 
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        if (kernels := _kernels(hidden)) is not None and kernels.takes_norm(hidden, weight):
+        kernels = cpu_kernels() if hidden.dtype == torch.bfloat16 else None
+        if kernels is not None and kernels.takes_norm(hidden, weight):
             return kernels.rms_norm(hidden, weight, epsilon)
         rows = _NORM_BYTES * torch.get_num_threads() // (hidden.shape[1:].numel() * hidden.element_size())
         if len(hidden) <= rows:
-            return super().rms_norm(hidden, weight, epsilon)
-        return torch.cat(
-            [super(CpuOps, self).rms_norm(part, weight, epsilon) for part in torch.split(hidden, rows)]
-        )
+            return F.rms_norm(hidden, weight.shape, weight, epsilon)
+        parts = torch.split(hidden, rows)
+        return torch.cat([F.rms_norm(part, weight.shape, weight, epsilon) for part in parts])
 
     def add_rms_norm(
         self, hidden: Tensor, residual: Tensor, weight: Tensor, epsilon: float
     ) -> tuple[Tensor, Tensor]:
-        if (kernels := _kernels(hidden)) is not None and kernels.takes_norm(hidden, weight):
+        kernels = cpu_kernels() if hidden.dtype == torch.bfloat16 else None
+        if kernels is not None and kernels.takes_norm(hidden, weight):
             return kernels.add_rms_norm(hidden, residual, weight, epsilon)
-        return super().add_rms_norm(hidden, residual, weight, epsilon)
+        total = hidden + residual
+        return self.rms_norm(total, weight, epsilon), total
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        kernels = _kernels(query)
+        kernels = cpu_kernels() if query.dtype == torch.bfloat16 else None
         if kernels is not None and kernels.takes_rotary(query, cos, sin) and kernels.takes_rotary(key, cos, sin):
             return kernels.rotary(query, cos, sin), kernels.rotary(key, cos, sin)
         # One pass over both: in a decode step the number of operators counts, not their size.
         states = torch.cat((query, key), dim=1)
-        factor, turn = self._turns(cos, sin, states.dtype)
-        rotated = (states * factor).addcmul_(states.roll(states.shape[-1] // 2, dims=-1), turn)
-        return rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
-
-    def _turns(self, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Factors [T, 1, D] of the states and of them with halves swapped; all layers share them."""
-        known, of_dtype, factors = self._last_turns
-        if known is not cos or of_dtype != dtype:
+        known, factor, turn = self._last_turns
+        if known is not cos or factor.dtype != states.dtype:
             first, second = sin.chunk(2, dim=-1)
             signed = torch.cat((first.neg(), second), dim=-1)
-            factors = (cos.to(dtype)[:, None], signed.to(dtype)[:, None])
-            self._last_turns = (cos, dtype, factors)
-        assert factors is not None
-        return factors
+            factor, turn = (table.to(states.dtype)[:, None] for table in (cos, signed))
+            self._last_turns = cos, factor, turn
+        rotated = (states * factor).addcmul_(states.roll(states.shape[-1] // 2, dims=-1), turn)
+        return rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -227,7 +222,8 @@ def _tiles(plan: CpuPlan, max_blocks: int) -> list[DecodeTile]:
 
     (More, where a single sequence is longer.) So little padding costs less than another tile would.
     """
-    widths = [-(-length // plan.meta.block_size) for length in plan.context_lens]
+    block_size = plan.meta.block_size
+    widths = [-(-length // block_size) for length in plan.context_lens]
     tiles: list[DecodeTile] = []
     first = owned = 0
     for end, width in enumerate(widths, start=1):
@@ -236,37 +232,24 @@ def _tiles(plan: CpuPlan, max_blocks: int) -> list[DecodeTile]:
             gathered = (end + 1 - first) * widths[end]
             if gathered <= max_blocks and gathered - owned - widths[end] <= max_blocks // 8:
                 continue
-        tiles.append(_tile(plan, slice(first, end), width))
+        rows, mask, hidden = slice(first, end), None, None
+        lens = plan.context_lens[rows]
+        if lens[0] < lens[-1]:
+            is_hidden = torch.arange(width * block_size) >= torch.tensor(lens)[:, None]
+            mask = torch.zeros(is_hidden.shape, dtype=plan.dtype).masked_fill_(is_hidden, float("-inf"))
+            mask = mask[:, None, None, : lens[-1]]
+            hidden = is_hidden.flatten().nonzero().squeeze(1)
+        blocks = plan.block_table[rows, :width].reshape(-1)
+        tiles.append(DecodeTile(rows=rows, blocks=blocks, context_len=lens[-1], mask=mask, hidden=hidden))
         first, owned = end, 0
     return tiles
-
-
-def _tile(plan: CpuPlan, rows: slice, width: int) -> DecodeTile:
-    lens = plan.context_lens[rows]
-    longest, mask, hidden = lens[-1], None, None
-    if lens[0] < longest:
-        is_hidden = torch.arange(width * plan.meta.block_size) >= torch.tensor(lens)[:, None]
-        mask = torch.zeros(is_hidden.shape, dtype=plan.dtype).masked_fill_(is_hidden, float("-inf"))
-        mask = mask[:, None, None, :longest]
-        hidden = is_hidden.flatten().nonzero().squeeze(1)
-    blocks = plan.block_table[rows, :width].reshape(-1)
-    return DecodeTile(rows=rows, blocks=blocks, context_len=longest, mask=mask, hidden=hidden)
-
-
-def _kernels(states: Tensor) -> CpuKernels | None:
-    return cpu_kernels() if states.dtype == torch.bfloat16 else None
-
-
-def _inner(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which attention computes: float32 for float16, as torch's kernels for that are slow."""
-    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _attend_last(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """The last token of B sequences [B, Hq, D] over their contexts [B, S, Hkv, D]; contiguous."""
     batch, query_heads, head_dim = query.shape
     kv_heads = keys.shape[2]
-    inner = _inner(query.dtype)
+    inner = _INNER.get(query.dtype, query.dtype)
     # The query heads of one KV head become query positions: no K/V is repeated.
     folded = query.reshape(batch, kv_heads, query_heads // kv_heads, head_dim).to(inner)
     # With a single position torch takes a bfloat16 path that is three times slower.
@@ -286,7 +269,7 @@ def _attend(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
     """Some tokens [n, Hq, D] of one sequence over what comes before them [m, Hkv, D]."""
-    inner = _inner(query.dtype)
+    inner = _INNER.get(query.dtype, query.dtype)
     queries, keys, values = (states.transpose(0, 1)[None].to(inner) for states in (query, keys, values))
     has_groups = queries.shape[1] != keys.shape[1]
     output = F.scaled_dot_product_attention(

@@ -36,29 +36,19 @@ ACTIVATIONS = {"none": 0, "swish": 1, "gelu_tanh": 2}
 
 class _Product(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "other", "out")),
+        *((name, ctypes.c_void_p) for name in ["x", "weight", "bias", "other", "out"]),
         *(
             (name, ctypes.c_int64)
-            for name in ("x_stride", "rows", "width", "depth", "activation", "multiplies", "threads")
+            for name in ["x_stride", "rows", "width", "depth", "activation", "multiplies", "threads"]
         ),
     )
 
 
 class _Decode(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query", "keys", "values", "tables", "lengths", "out")),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "query_stride",
-                "table_stride",
-                "batch",
-                "query_heads",
-                "kv_heads",
-                "dim",
-                "block_size",
-            )
-        ),
+        *((name, ctypes.c_void_p) for name in ["query", "keys", "values", "tables", "lengths", "out"]),
+        *((name, ctypes.c_int64) for name in ["query_stride", "table_stride", "batch", "query_heads", "kv_heads"]),
+        *((name, ctypes.c_int64) for name in ("dim", "block_size")),
         ("scale", ctypes.c_float),
         ("threads", ctypes.c_int64),
     )
@@ -209,6 +199,7 @@ class CpuKernels:
         output = query.new_empty(query.shape)
         _, _, block_size, kv_heads, head_dim = kv_layer.shape
         table, lengths = meta.decode_block_table.contiguous(), meta.decode_context_lens.contiguous()
+        assert table.dtype == torch.int32 and lengths.dtype == torch.int64, "the kernel would read something else"
         call = _Decode(
             query.data_ptr(),
             kv_layer[0].data_ptr(),
@@ -261,7 +252,10 @@ def _load(compiler: str) -> ctypes.CDLL:
 def library_path() -> Path:
     """The path under which the kernels compiled from this source for this processor are kept."""
     key = hashlib.sha256(_SOURCE.read_bytes() + " ".join((*_FLAGS, processor_features())).encode()).hexdigest()
-    return _cache_dir() / f"cpu_kernels-{key[:32]}.so"
+    if folder := os.environ.get("EPD_SERVE_CACHE"):
+        return Path(folder) / f"cpu_kernels-{key[:32]}.so"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "epd-serve" / f"cpu_kernels-{key[:32]}.so"
 
 
 def _compile(compiler: str, library: Path) -> None:
@@ -272,12 +266,6 @@ def _compile(compiler: str, library: Path) -> None:
         command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
         built.replace(library)
-
-
-def _cache_dir() -> Path:
-    if own := os.environ.get("EPD_SERVE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "epd-serve"
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -40,7 +40,7 @@ class Product:
         self._bias = bias
         self._width = len(weight)
         self._is_packed = _packs(weight)
-        self._weight = _pack(weight) if self._is_packed else weight
+        self._weight = pack_shared(weight, _reorder) if self._is_packed else weight
         kernels = cpu_kernels() if self._is_packed and weight.dtype == torch.bfloat16 else None
         self._address = None if kernels is None else kernels.packed_address(self._weight, weight)
         self._kernels = kernels
@@ -81,9 +81,9 @@ class Product:
         return result
 
 
-def linear(weight: Tensor, bias: Tensor | None = None) -> Product:
+def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """A product with a weight that the caller should let go of."""
-    return Product(weight, bias)
+    return Product(weight, bias) if _packs(weight) else partial(F.linear, weight=weight, bias=bias)
 
 
 def gated_linear(
@@ -113,7 +113,7 @@ def gated_linear(
 
         return gated
     gate_bias, up_bias = biases or (None, None)
-    gate_product, up_product = activated_linear(gate, gate_bias, activation), linear(up, up_bias)
+    gate_product, up_product = activated_linear(gate, gate_bias, activation), Product(up, up_bias)
     return lambda states: up_product(states, multiply=gate_product(states))
 
 
@@ -121,7 +121,7 @@ def activated_linear(
     weight: Tensor, bias: Tensor | None, activation: Activation | Callable[[Tensor], Tensor]
 ) -> Linear:
     """``activation(states @ weight.T + bias)``, fused where it has a name."""
-    product = linear(weight, bias)
+    product = Product(weight, bias)
     if isinstance(activation, str):
         return partial(product, activation=activation)
     return lambda states: activation(product(states))
@@ -174,10 +174,6 @@ def _packs(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-
-
-def _pack(weight: Tensor) -> Tensor:
-    return pack_shared(weight, _reorder)
 
 
 def _reorder(weight: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta, Draw, EncodeCaptured
+from device.base import AttentionOps, AttentionPlan, AttnMeta
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +42,10 @@ class PlainPlan(AttentionPlan):
     chunks: tuple[PrefillChunk, ...]
 
 
-class PlainOps:
-    """Fills the AttentionOps protocol with torch's own operators."""
+class PlainOps(AttentionOps):
+    """torch's own operators."""
 
     name = "plain torch"
-    compiled_by: tuple[tuple[int, int], ...] = ()
-    draw: Draw | None = None
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> PlainPlan:
         decode_mask = None
@@ -140,9 +138,6 @@ class PlainOps:
             return outputs[0].contiguous()
         return torch.cat(outputs) if outputs else query.new_empty(query.shape)
 
-    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
-        return None  # SDPA takes lengths from the host
-
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return F.rms_norm(hidden, (hidden.shape[-1],), weight, epsilon)
 
@@ -159,9 +154,6 @@ class PlainOps:
     def swiglu(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        return logits.argmax(dim=-1)
 
 
 def _causal_mask(query_len: int, context_len: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -198,52 +190,40 @@ def _rotate_half(states: Tensor) -> Tensor:
 
 
 def rotary_tables(
-    positions: Tensor,
-    inverse_frequencies: Tensor,
-    sections: Sequence[int] | None = None,
-    *,
-    interleaved: bool = False,
+    positions: Tensor, frequencies: Tensor, axes: Tensor | None = None, scaling: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines for ``AttentionOps.rotary``.
 
     Args:
-        positions: [T], or [3, T] (time, height, width) with ``sections``.
-        inverse_frequencies: [D / 2].
-        sections: counts of the D / 2 frequencies that turn with time, height, width (M-RoPE; Qwen2-VL paper, 2.1).
-        interleaved: the axes alternate along the frequencies (Qwen3-VL) instead of lying in three runs; what
-            height and width leave over turns with time.
+        positions: [1, T], or [3, T] (time, height, width) with ``axes``.
+        frequencies: [D / 2] float32, radians from one position to the next.
+        axes: :func:`position_axes`.
+        scaling: of both.
 
     Returns:
         cos, sin: [T, D] float32, the second half repeating the first.
-
-    Raises:
-        ValueError: positions and sections do not fit each other, or sections do not add up to D / 2.
     """
-    half = inverse_frequencies.shape[0]
-    if sections is None:
-        if positions.dim() != 1:
-            raise ValueError(f"positions of shape {tuple(positions.shape)} without sections; they must be [T]")
-        angles = positions.float()[:, None] * inverse_frequencies.float()
+    if len(positions) == 1:
+        turned = positions[0, :, None]
     else:
-        if positions.dim() != 2 or positions.shape[0] != 3 or len(sections) != 3:
-            raise ValueError(
-                f"positions {tuple(positions.shape)} with sections {list(sections)}; both must be of 3 axes"
-            )
-        if sum(sections) != half:
-            raise ValueError(f"sections {list(sections)} do not add up to the {half} frequencies")
-        axes = _axes(sections, interleaved=interleaved, device=positions.device)
-        angles = positions.float()[axes].transpose(0, 1) * inverse_frequencies.float()
+        assert axes is not None, "several axes turn a part of the frequencies each"
+        turned = positions[axes].T
+    angles = turned.float() * frequencies
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
 
 
-def _axes(sections: Sequence[int], *, interleaved: bool, device: torch.device) -> Tensor:
+def position_axes(sections: Sequence[int], *, interleaved: bool = False) -> Tensor:
     """The position axis that turns each frequency: [D / 2] of 0 (time), 1 (height), 2 (width).
 
-    Computed on the device: a captured step may not copy from the host.
+    Args:
+        sections: counts of the frequencies that turn with each (M-RoPE; Qwen2-VL paper, 2.1).
+        interleaved: the axes alternate along the frequencies (Qwen3-VL) instead of lying in three runs; what
+            height and width leave over turns with time.
     """
     time, height, width = sections
-    index = torch.arange(time + height + width, device=device)
+    index = torch.arange(time + height + width)
     if not interleaved:
         return (index >= time).long() + (index >= time + height).long()
     axis = index % 3

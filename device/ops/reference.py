@@ -11,15 +11,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from device.base import AttentionPlan, AttnMeta, Draw, EncodeCaptured
+from device.base import AttentionOps, AttentionPlan, AttnMeta
 
 
-class ReferenceOps:
-    """Fills the AttentionOps protocol; slow on purpose."""
+class ReferenceOps(AttentionOps):
+    """Slow on purpose."""
 
     name = "reference"
-    compiled_by: tuple[tuple[int, int], ...] = ()
-    draw: Draw | None = None
 
     def prepare(self, meta: AttnMeta, dtype: torch.dtype) -> AttentionPlan:
         return AttentionPlan(meta=meta)
@@ -58,9 +56,6 @@ class ReferenceOps:
             outputs += [_attend_one(query[i], key[start:end], value[start:end], scale) for i in range(start, end)]
         return torch.stack(outputs) if outputs else query.new_empty(query.shape)
 
-    def encode_captured(self, dtype: torch.dtype) -> EncodeCaptured | None:
-        return None
-
     def rms_norm(self, hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         exact = hidden.float()
         variance = (exact * exact).mean(dim=-1, keepdim=True)
@@ -79,9 +74,6 @@ class ReferenceOps:
         width = gate_up.shape[-1] // 2
         gate, up = gate_up[..., :width].float(), gate_up[..., width:].float()
         return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        return logits.argmax(dim=-1)
 
 
 def _cached(cache: Tensor, block_table: Tensor, position: int) -> Tensor:

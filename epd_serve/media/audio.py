@@ -7,7 +7,6 @@ tokens follow from them. All this runs in the processes of :mod:`epd_serve.media
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.media.video import OPTIONS, load_pyav
+from epd_serve.media.video import load_pyav, opened
 from epd_serve.types import AudioFacts
 
 if TYPE_CHECKING:
@@ -107,23 +106,18 @@ def _mean(piece: Any, channels: int) -> NDArray[np.float32]:
 
 @contextmanager
 def _opened(av: Any, data: bytes, kind: str) -> Iterator[tuple[Any, Any]]:
-    """The container and its first stream of sound. FFmpeg's errors are about the file."""
-    try:
-        with av.open(io.BytesIO(data), format=kind, options=OPTIONS, metadata_errors="ignore") as file:
-            if not file.streams.audio:
-                raise InvalidRequest("the file has no stream of sound, or is cut off before it")
-            stream = file.streams.audio[0]
-            name = None if stream.codec_context is None else stream.codec_context.codec.canonical_name
-            if name is None or not (name in CODECS or name.startswith("pcm_")):
-                raise InvalidRequest(
-                    f"the audio's codec is {name or 'unknown'}; supported are PCM, {', '.join(sorted(CODECS))}"
-                )
-            stream.codec_context.thread_count = 1  # the limits are of one process, and others decode beside it
-            yield file, stream
-    except av.FFmpegError as error:
-        raise InvalidRequest(f"the audio is broken or cut off: {error.strerror}") from error
-    except (ValueError, EOFError, OverflowError, ZeroDivisionError, UnicodeError) as error:
-        raise InvalidRequest(f"the audio is broken: {error}") from error
+    """The container and its first stream of sound."""
+    with opened(av, data, kind, "audio") as file:
+        if not file.streams.audio:
+            raise InvalidRequest("the file has no stream of sound, or is cut off before it")
+        stream = file.streams.audio[0]
+        name = None if stream.codec_context is None else stream.codec_context.codec.canonical_name
+        if name is None or not (name in CODECS or name.startswith("pcm_")):
+            raise InvalidRequest(
+                f"the audio's codec is {name or 'unknown'}; supported are PCM, {', '.join(sorted(CODECS))}"
+            )
+        stream.codec_context.thread_count = 1  # the limits are of one process, and others decode beside it
+        yield file, stream
 
 
 def _kind(data: bytes, max_bytes: int) -> str:

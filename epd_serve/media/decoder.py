@@ -56,74 +56,64 @@ _GRAMMAR_ROOM_BYTES = 256 * 1024**2
 _STRIP_PIXELS = 1 << 15
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
+class PictureJob(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
     """A picture to decode to RGB, ``width`` × ``height`` pixels as displayed.
 
+    ``low_detail``: that is the size to which it is scaled down.
+    """
+
+    width: int
+    height: int
+    low_detail: bool
+    limits: MediaLimits
+
+
+class GrammarJob(msgspec.Struct, frozen=True, tag="grammar"):
+    """A grammar to compile, which takes as long for any tokenizer, and to forget."""
+
+
+class FactsJob(msgspec.Struct, frozen=True, tag="facts"):
+    """A video whose facts are to be read."""
+
+    limits: VideoLimits
+
+
+class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag="video"):
+    """A video of which the frames ``indices`` are to be decoded, ``num_at_once`` at a time."""
+
+    facts: VideoFacts
+    indices: list[int]
+    num_at_once: int
+
+
+class AudioFactsJob(msgspec.Struct, frozen=True, tag="audio_facts"):
+    """A sound whose facts are to be read."""
+
+    limits: AudioLimits
+
+
+class AudioJob(msgspec.Struct, frozen=True, tag="audio"):
+    """A sound to decode to one channel at ``rate`` samples a second."""
+
+    facts: AudioFacts
+    rate: int
+
+
+AnyJob = PictureJob | GrammarJob | FactsJob | VideoJob | AudioFactsJob | AudioJob
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    """A job on a file, which lies at the beginning of the memory; what is made of it takes its place.
+
     Attributes:
-        num_bytes: of the file, at the beginning of the memory; the pixels take its place.
-        area_bytes: of the memory.
-        low_detail: that is the size to which it is scaled down.
+        num_bytes: of the file. area_bytes: of the memory.
         cpu_s: seconds of CPU time after which the worker is ended.
     """
 
     num_bytes: int
     area_bytes: int
-    width: int
-    height: int
-    low_detail: bool
     cpu_s: float
-    limits: MediaLimits
-
-
-class GrammarJob(msgspec.Struct, frozen=True, kw_only=True, tag="grammar"):
-    """A grammar to compile, which takes as long for any tokenizer, and to forget; the rest as in :class:`Job`."""
-
-    num_bytes: int
-    area_bytes: int
-    cpu_s: float
-
-
-class FactsJob(msgspec.Struct, frozen=True, kw_only=True, tag="facts"):
-    """A video whose facts are to be read; the rest as in :class:`Job`."""
-
-    num_bytes: int
-    area_bytes: int
-    cpu_s: float
-    limits: VideoLimits
-
-
-class VideoJob(msgspec.Struct, frozen=True, kw_only=True, tag="video"):
-    """A video of which the frames ``indices`` are to be decoded, ``num_at_once`` at a time; as in :class:`Job`."""
-
-    num_bytes: int
-    area_bytes: int
-    facts: VideoFacts
-    indices: list[int]
-    num_at_once: int
-    cpu_s: float
-
-
-class AudioFactsJob(msgspec.Struct, frozen=True, kw_only=True, tag="audio_facts"):
-    """A sound whose facts are to be read; the rest as in :class:`Job`."""
-
-    num_bytes: int
-    area_bytes: int
-    cpu_s: float
-    limits: AudioLimits
-
-
-class AudioJob(msgspec.Struct, frozen=True, kw_only=True, tag="audio"):
-    """A sound to decode to one channel at ``rate`` samples a second; as in :class:`Job`."""
-
-    num_bytes: int
-    area_bytes: int
-    facts: AudioFacts
-    rate: int
-    cpu_s: float
-
-
-class GoOn(msgspec.Struct, frozen=True, tag="go_on"):
-    """The frames that are there have been read."""
+    job: AnyJob
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -168,8 +158,9 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 
 
 Told = Started | Decoded | Compiled | Facts | HeardFacts | Frames | Refused | Ended
-AnyJob = Job | GrammarJob | FactsJob | VideoJob | AudioFactsJob | AudioJob
-_jobs: msgspec.msgpack.Decoder[AnyJob | GoOn] = msgspec.msgpack.Decoder(AnyJob | GoOn)
+#: What lets a worker go on, once the frames that are there have been read.
+GO_ON = b"g"
+_assignments = msgspec.msgpack.Decoder(Assignment)
 
 
 def serve(control: socket.socket) -> None:
@@ -257,41 +248,41 @@ def _become_worker(parent: int, connection: socket.socket, area: int) -> None:
 def _work(connection: socket.socket, area: int) -> None:
     memory: mmap.mmap | None = None
     while message := connection.recv(MESSAGE_BYTES):
-        job = _jobs.decode(message)
-        assert not isinstance(job, GoOn), "there is nothing to go on with"
-        if memory is None or len(memory) != job.area_bytes:
-            memory = mmap.mmap(area, job.area_bytes)
+        given = _assignments.decode(message)
+        if memory is None or len(memory) != given.area_bytes:
+            memory = mmap.mmap(area, given.area_bytes)
         answer: Told = Decoded()
+        job, data = given.job, memory[: given.num_bytes]
         try:
             if isinstance(job, FactsJob | VideoJob | AudioFactsJob | AudioJob):
                 load_pyav("media")  # takes as long as a small video
-            signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
+            signal.setitimer(signal.ITIMER_PROF, given.cpu_s)
             if isinstance(job, GrammarJob):
-                answer = _compile(memory[: job.num_bytes].decode())
+                answer = _compile(data.decode())
             elif isinstance(job, FactsJob):
-                _limit_memory(_video_bytes(job, job.limits.max_pixels))
-                answer = Facts(read_facts(memory[: job.num_bytes], job.limits))
+                _limit_memory(_video_bytes(data, job.limits.max_pixels))
+                answer = Facts(read_facts(data, job.limits))
             elif isinstance(job, VideoJob):
-                _decode_video(job, memory, connection)
+                _decode_video(job, data, memory, connection)
             elif isinstance(job, AudioFactsJob):
-                _limit_memory(_AUDIO_ROOM_BYTES + 2 * job.num_bytes)
-                answer = HeardFacts(read_audio_facts(memory[: job.num_bytes], job.limits))
+                _limit_memory(_AUDIO_ROOM_BYTES + 2 * len(data))
+                answer = HeardFacts(read_audio_facts(data, job.limits))
             elif isinstance(job, AudioJob):
-                _decode_audio(job, memory)
+                _decode_audio(job, data, memory)
             else:
-                _decode(job, memory)
+                _decode(job, data, memory)
         except InvalidRequest as error:
             answer = Refused(error.message, error.code)
         except MemoryError:
             answer = Refused("it takes far more memory than its size explains", "too_complex")
         signal.setitimer(signal.ITIMER_PROF, 0)
+        del data  # it may be large, and who waits for the next one needs it no more
         _limit_memory(None)
         _tell(connection, answer)
 
 
-def _decode(job: Job, memory: mmap.mmap) -> None:
+def _decode(job: PictureJob, data: bytes, memory: mmap.mmap) -> None:
     """Put the pixels where the file was. Raises InvalidRequest."""
-    data = memory[: job.num_bytes]
     image = open_image(
         data,
         job.limits,
@@ -311,12 +302,11 @@ def _decode(job: Job, memory: mmap.mmap) -> None:
         memory[CHANNELS * job.width * top : CHANNELS * job.width * bottom] = strip.tobytes()
 
 
-def _decode_video(job: VideoJob, memory: mmap.mmap, connection: socket.socket) -> None:
+def _decode_video(job: VideoJob, data: bytes, memory: mmap.mmap, connection: socket.socket) -> None:
     """Put the frames where the file was, as many at a time as were asked for. Raises InvalidRequest."""
-    data = memory[: job.num_bytes]
     num_bytes, count = CHANNELS * job.facts.width * job.facts.height, 0
     for frame in read_frames(
-        data, job.facts, job.indices, lambda num_pixels: _limit_memory(_video_bytes(job, num_pixels))
+        data, job.facts, job.indices, lambda num_pixels: _limit_memory(_video_bytes(data, num_pixels))
     ):
         if count == job.num_at_once:
             _tell(connection, Frames(count))
@@ -329,9 +319,8 @@ def _decode_video(job: VideoJob, memory: mmap.mmap, connection: socket.socket) -
     connection.recv(MESSAGE_BYTES)
 
 
-def _decode_audio(job: AudioJob, memory: mmap.mmap) -> None:
+def _decode_audio(job: AudioJob, data: bytes, memory: mmap.mmap) -> None:
     """Put the samples where the file was, float32. Raises InvalidRequest."""
-    data = memory[: job.num_bytes]
     _limit_memory(_AUDIO_ROOM_BYTES + 2 * len(data))
     position, end = 0, SAMPLE_BYTES * job.facts.count_at(job.rate)
     for samples in read_samples(data, job.facts, job.rate):
@@ -341,8 +330,8 @@ def _decode_audio(job: AudioJob, memory: mmap.mmap) -> None:
     memory[position:end] = bytes(end - position)
 
 
-def _video_bytes(job: FactsJob | VideoJob, num_pixels: int) -> int:
-    return _VIDEO_ROOM_BYTES + 2 * job.num_bytes + num_pixels * _BYTES_PER_FRAME_PIXEL
+def _video_bytes(data: bytes, num_pixels: int) -> int:
+    return _VIDEO_ROOM_BYTES + 2 * len(data) + num_pixels * _BYTES_PER_FRAME_PIXEL
 
 
 def _compile(grammar: str) -> Compiled:

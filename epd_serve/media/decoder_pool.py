@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -24,11 +24,13 @@ from epd_serve.errors import InvalidRequest, StageTimeout, Unavailable
 from epd_serve.media.audio import AudioLimits
 from epd_serve.media.decoder import (
     CHANNELS,
+    GO_ON,
     MESSAGE_BYTES,
     PLAIN,
     SAMPLE_BYTES,
     TIMED,
     AnyJob,
+    Assignment,
     AudioFactsJob,
     AudioJob,
     Compiled,
@@ -37,10 +39,9 @@ from epd_serve.media.decoder import (
     Facts,
     FactsJob,
     Frames,
-    GoOn,
     GrammarJob,
     HeardFacts,
-    Job,
+    PictureJob,
     Refused,
     Started,
     Told,
@@ -137,21 +138,10 @@ class DecoderPool:
             raise InvalidRequest(
                 f"the image has {size[0]}x{size[1]} pixels; at most {self._limits.max_pixels} are taken"
             )
-        num_bytes = CHANNELS * size[0] * size[1]
-
-        def job(worker: _Worker) -> Job:
-            return Job(
-                num_bytes=len(data),
-                area_bytes=len(worker.area),
-                width=size[0],
-                height=size[1],
-                low_detail=low_detail,
-                cpu_s=self._cpu_s,
-                limits=self._limits,
-            )
-
-        fair_s = _FAIR_S + _S_PER_PIXEL * size[0] * size[1]
-        worker, _ = await self._run(_Task("image", "decoder", data, num_bytes, job, self._cpu_s, fair_s), place)
+        job = PictureJob(width=size[0], height=size[1], low_detail=low_detail, limits=self._limits)
+        num_pixels = size[0] * size[1]
+        fair_s = _FAIR_S + _S_PER_PIXEL * num_pixels
+        worker, _ = await self._run(_Task("image", data, CHANNELS * num_pixels, job, self._cpu_s, fair_s), place)
         try:
             yield worker.pixels(size)[0]
         finally:
@@ -160,11 +150,7 @@ class DecoderPool:
     async def facts(self, data: bytes, limits: VideoLimits, place: Place) -> VideoFacts:
         """The facts of a video's file (:func:`epd_serve.media.video.read_facts`). Raises as :meth:`decoded`."""
         _check_not_empty(data, "video")
-
-        def job(worker: _Worker) -> FactsJob:
-            return FactsJob(num_bytes=len(data), area_bytes=len(worker.area), cpu_s=self._cpu_s, limits=limits)
-
-        worker, told = await self._run(_Task("video", "decoder", data, 0, job, self._cpu_s, _FAIR_S), place)
+        worker, told = await self._run(_Task("video", data, 0, FactsJob(limits), self._cpu_s), place)
         self._put_back(worker)
         assert isinstance(told, Facts), told
         return told.facts
@@ -175,11 +161,7 @@ class DecoderPool:
         Raises as :meth:`decoded`. ``cpu_s``: seconds of CPU time that it may take.
         """
         _check_not_empty(data, "audio")
-
-        def job(worker: _Worker) -> AudioFactsJob:
-            return AudioFactsJob(num_bytes=len(data), area_bytes=len(worker.area), cpu_s=cpu_s, limits=limits)
-
-        worker, told = await self._run(_Task("audio", "decoder", data, 0, job, cpu_s, _FAIR_S), place)
+        worker, told = await self._run(_Task("audio", data, 0, AudioFactsJob(limits), cpu_s), place)
         self._put_back(worker)
         assert isinstance(told, HeardFacts), told
         return told.facts
@@ -196,13 +178,8 @@ class DecoderPool:
         count = facts.count_at(rate)
         if count > _MAX_SAMPLES:
             raise InvalidRequest(f"the audio has {facts.duration_s:.0f} s, far more than any model takes")
-
-        def job(worker: _Worker) -> AudioJob:
-            return AudioJob(num_bytes=len(data), area_bytes=len(worker.area), facts=facts, rate=rate, cpu_s=cpu_s)
-
-        worker, _ = await self._run(
-            _Task("audio", "decoder", data, SAMPLE_BYTES * count, job, cpu_s, _FAIR_S), place
-        )
+        task = _Task("audio", data, SAMPLE_BYTES * count, AudioJob(facts, rate), cpu_s)
+        worker, _ = await self._run(task, place)
         try:
             yield worker.samples(count)
         finally:
@@ -227,18 +204,8 @@ class DecoderPool:
             await place.wait_aside()  # videos take long
         num_bytes = CHANNELS * facts.width * facts.height
         num_at_once = max(1, min(len(indices), _FRAMES_BYTES // num_bytes))
-
-        def job(worker: _Worker) -> VideoJob:
-            return VideoJob(
-                num_bytes=len(data),
-                area_bytes=len(worker.area),
-                facts=facts,
-                indices=list(indices),
-                num_at_once=num_at_once,
-                cpu_s=cpu_s,
-            )
-
-        task = _Task("video", "decoder", data, num_bytes * num_at_once, job, cpu_s, _FAIR_S)
+        job = VideoJob(facts=facts, indices=list(indices), num_at_once=num_at_once)
+        task = _Task("video", data, num_bytes * num_at_once, job, cpu_s)
         worker, is_over = self._take(TIMED), False
         try:
             await worker.give(task)
@@ -252,7 +219,7 @@ class DecoderPool:
                 is_over = isinstance(told, Decoded)
                 if isinstance(told, Frames):
                     yield worker.pixels((facts.width, facts.height), told.count)
-                    worker.tell(GoOn())
+                    worker.tell(GO_ON)
         except InvalidRequest:
             is_over = not worker.has_ended
             raise
@@ -264,12 +231,7 @@ class DecoderPool:
 
     async def compiled(self, grammar: str, place: Place) -> float:
         """Seconds of CPU time that a grammar takes to compile; it is good then. Raises as :meth:`decoded`."""
-        data = grammar.encode()
-
-        def job(worker: _Worker) -> GrammarJob:
-            return GrammarJob(num_bytes=len(data), area_bytes=len(worker.area), cpu_s=GRAMMAR_CPU_S)
-
-        task = _Task("structure", "compiler", data, 0, job, GRAMMAR_CPU_S, GRAMMAR_CPU_S)
+        task = _Task("structure", grammar.encode(), 0, GrammarJob(), GRAMMAR_CPU_S, GRAMMAR_CPU_S)
         worker, told = await self._run(task, place)
         self._put_back(worker)
         return told.cpu_s if isinstance(told, Compiled) else 0.0
@@ -361,20 +323,13 @@ class DecoderPool:
     def _start_server(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            command = [
-                sys.executable,
-                "-P",
-                "-m",
-                "epd_serve.media.decoder",
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ]
+            program = [sys.executable, "-P", "-m", "epd_serve.media.decoder"]
+            environment = {name: one for name, one in os.environ.items() if not name.startswith("EPD_SERVE_")}
             self._server = subprocess.Popen(
-                command,
+                [*program, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env={name: value for name, value in os.environ.items() if not name.startswith("EPD_SERVE_")}
-                | _PILLOW,
+                env=environment | _PILLOW,
             )
 
 
@@ -383,19 +338,22 @@ class _Task:
     """Work for a worker.
 
     Attributes:
-        what, who: the thing that is worked on and who works, for errors.
+        what: the thing that is worked on, for errors.
         data, num_bytes: what it is given in its memory, and what it puts there.
-        job: what it is told.
         cpu_s: seconds of CPU time that it may take. fair_s: behind so many it gives way to all others.
     """
 
     what: str
-    who: str
     data: bytes
     num_bytes: int
-    job: Callable[[_Worker], AnyJob]
+    job: AnyJob
     cpu_s: float
-    fair_s: float
+    fair_s: float = _FAIR_S
+
+    @property
+    def who(self) -> str:
+        """Who works on it, for errors."""
+        return "compiler" if self.what == "structure" else "decoder"
 
 
 def _check_not_empty(data: bytes, what: str) -> None:
@@ -472,11 +430,12 @@ class _Worker:
             await asyncio.to_thread(self._write, task.data, num_bytes)
         else:
             self._write(task.data, num_bytes)
-        self.tell(task.job(self))
+        given = Assignment(num_bytes=len(task.data), area_bytes=len(self.area), cpu_s=task.cpu_s, job=task.job)
+        self.tell(msgspec.msgpack.encode(given))
 
-    def tell(self, message: AnyJob | GoOn) -> None:
+    def tell(self, message: bytes) -> None:
         with suppress(OSError):  # it has ended, and its answer says how
-            self._connection.send(msgspec.msgpack.encode(message))
+            self._connection.send(message)
 
     async def answer(self, timeout_s: float) -> Told | None:
         """Return what it tells of its file; None where it says nothing in that time."""

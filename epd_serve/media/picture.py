@@ -217,22 +217,17 @@ def plain_size(data: bytes) -> tuple[int, int] | None:
         if found is None:
             return None
         size, is_one_scan = found
-        return size if is_one_scan or _has_few_markers(data) else None
-    if data[:8] == _PNG and _has_few_chunks(data):
-        return _png_size(data[:_SHORT_BYTES]) or _png_size(data[:HEADER_BYTES])
-    return None
-
-
-def _has_few_markers(data: bytes) -> bool:
-    return sum(1 for _ in islice(MARKER.finditer(data), _FEW_MARKERS + 1)) <= _FEW_MARKERS
-
-
-def _has_few_chunks(data: bytes) -> bool:
+        is_plain = is_one_scan or sum(1 for _ in islice(MARKER.finditer(data), _FEW_MARKERS + 1)) <= _FEW_MARKERS
+        return size if is_plain else None
+    if data[:8] != _PNG:
+        return None
     position, num_chunks = 8, 0
     while position < len(data) and num_chunks <= _FEW_CHUNKS:
         position += 12 + int.from_bytes(data[position : position + 4])
         num_chunks += 1
-    return num_chunks <= _FEW_CHUNKS
+    if num_chunks > _FEW_CHUNKS:
+        return None
+    return _png_size(data[:_SHORT_BYTES]) or _png_size(data[:HEADER_BYTES])
 
 
 def _jpeg_size(head: bytes) -> tuple[tuple[int, int], bool] | None:

@@ -71,7 +71,7 @@ def read_facts(data: bytes, limits: VideoLimits) -> VideoFacts:
     Raises InvalidRequest for a file that is no video, is broken or is beyond a limit, TooLarge for its bytes.
     """
     av, kind = load_pyav("videos"), _kind(data, limits.max_bytes)
-    with _reading(av), av.open(io.BytesIO(data), format=kind, options=OPTIONS, metadata_errors="ignore") as file:
+    with opened(av, data, kind, "video") as file:
         stream = _stream(file)
         codec = stream.codec_context
         _check_size(codec.width, codec.height, limits.max_pixels)
@@ -174,7 +174,7 @@ def _decoded(av: Any, data: bytes, kind: str, facts: VideoFacts, first: int | No
     Where ``first`` is one of them: from the last frame before it that needs none before itself, as far as the
     container's times and the decoder agree on the numbers; nothing where they do not say it.
     """
-    with _reading(av), av.open(io.BytesIO(data), format=kind, options=OPTIONS, metadata_errors="ignore") as file:
+    with opened(av, data, kind, "video") as file:
         stream = _stream(file)
         stream.codec_context.thread_count = 1  # the limits are of one process, and others decode beside it
         if first is None:
@@ -209,10 +209,6 @@ def _listed(data: bytes, facts: VideoFacts, indices: Sequence[int]) -> Iterator[
                 f"frame {index} of the video has {image.size} pixels, not those that its header says"
             )
         yield image
-
-
-#: For FFmpeg: nothing but the bytes that it is given.
-OPTIONS = {"protocol_whitelist": "none"}
 
 
 def _kind(data: bytes, max_bytes: int) -> str:
@@ -270,11 +266,16 @@ def _beyond(found: str, remedy: str) -> InvalidRequest:
 
 
 @contextmanager
-def _reading(av: Any) -> Iterator[None]:
-    """FFmpeg's errors are about the file."""
+def opened(av: Any, data: bytes, kind: str, what: str) -> Iterator[Any]:
+    """The container of a file, of which FFmpeg gets these bytes and nothing else. Its errors are about the file.
+
+    ``kind``: FFmpeg's name of the container. ``what``: the file's, for errors.
+    """
+    options = {"protocol_whitelist": "none"}
     try:
-        yield
+        with av.open(io.BytesIO(data), format=kind, options=options, metadata_errors="ignore") as file:
+            yield file
     except av.FFmpegError as error:
-        raise InvalidRequest(f"the video is broken or cut off: {error.strerror}") from error
+        raise InvalidRequest(f"the {what} is broken or cut off: {error.strerror}") from error
     except (ValueError, EOFError, OverflowError, ZeroDivisionError, UnicodeError) as error:
-        raise InvalidRequest(f"the video is broken: {error}") from error
+        raise InvalidRequest(f"the {what} is broken: {error}") from error

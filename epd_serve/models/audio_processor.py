@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import TowerInputs
@@ -24,11 +24,15 @@ class AudioProcessor:
     Attributes:
         extractor: transformers' own. kind: its class.
         padded_positions: the tower computes padding, too; else the sound's own positions alone.
+        mask: the name of the mask among the tower's inputs.
+        padding: how the extractor is asked for spectra.
     """
 
     extractor: Any
     padded_positions: bool
     kind: str = "WhisperFeatureExtractor"
+    mask: str = "feature_attention_mask"
+    padding: ClassVar[dict[str, Any]] = {"padding": "max_length"}
 
     @property
     def rate(self) -> int:
@@ -96,13 +100,9 @@ class AudioProcessor:
     def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
         """Samples of one channel at :attr:`rate` → spectrum [1, bins, frames] and mask [1, frames]."""
         batch = self.extractor(
-            samples,
-            sampling_rate=self.rate,
-            return_attention_mask=True,
-            padding="max_length",
-            return_tensors="pt",
+            samples, sampling_rate=self.rate, return_attention_mask=True, return_tensors="pt", **self.padding
         )
-        return {"input_features": batch["input_features"], "feature_attention_mask": batch["attention_mask"]}
+        return {"input_features": batch["input_features"], self.mask: batch["attention_mask"]}
 
     @staticmethod
     def _num_positions(num_frames: int) -> int:
@@ -117,9 +117,7 @@ class LongAudio(AudioProcessor):
 
     __slots__ = ()
 
-    @property
-    def max_seconds(self) -> float:
-        return math.inf
+    max_seconds = math.inf
 
     def num_blocks(self, item: MediaRef) -> int:
         return -(-item.audio.count_at(self.rate) // int(self.extractor.n_samples))
@@ -147,19 +145,13 @@ class LongAudio(AudioProcessor):
         return {"input_features": blocks.transpose(0, 1).contiguous()}
 
 
-@dataclass(frozen=True, slots=True)
 class UnpaddedAudio(AudioProcessor):
-    """Sounds of any length as they are. Blocks of 100 frames become 13 rows each, the last one fewer.
+    """Sounds of any length as they are. Blocks of 100 frames become 13 rows each, the last one fewer."""
 
-    Attributes:
-        mask: the name of the mask among the tower's inputs.
-    """
+    __slots__ = ()
+    padding: ClassVar = {"padding": True, "truncation": False}
 
-    mask: str = "feature_attention_mask"
-
-    @property
-    def max_seconds(self) -> float:
-        return math.inf
+    max_seconds = math.inf
 
     def check(self, tower: Any) -> None:
         AudioProcessor.check(self, tower)
@@ -179,17 +171,6 @@ class UnpaddedAudio(AudioProcessor):
         for _ in range(3):  # convolutions, every second position of which is taken
             rest = self._num_positions(rest)
         return 13 * blocks + rest
-
-    def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
-        batch = self.extractor(
-            samples,
-            sampling_rate=self.rate,
-            return_attention_mask=True,
-            padding=True,
-            truncation=False,
-            return_tensors="pt",
-        )
-        return {"input_features": batch["input_features"], self.mask: batch["attention_mask"]}
 
 
 class ConformerAudio(AudioProcessor):
@@ -237,9 +218,7 @@ class WaveAudio(ConformerAudio):
 
     __slots__ = ()
 
-    @property
-    def max_seconds(self) -> float:
-        return math.inf
+    max_seconds = math.inf
 
     def check(self, tower: Any) -> None:
         """Raise ValueError for an extractor that is not the tower's."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from device.base import AttentionOps, AttentionPlan
 from device.distributed import Alone, Group
 from device.ops.linear import Linear, fused, gated_linear, linear
-from device.ops.plain import rotary_tables
+from device.ops.plain import position_axes, rotary_tables
 from epd_serve.models.sharding import Heads, split
 from epd_serve.models.stored_weights import read_weights
 
@@ -74,7 +74,12 @@ class Decoder:
         self._group = group or Alone()
         self._device = device
         self._epsilon: float = config.rms_norm_eps
-        self._rotary = _Rotary(model.rotary_emb, config, device)
+        rotary = model.rotary_emb
+        self._frequencies = rotary.inv_freq.to(device=device, dtype=torch.float32)
+        self._scaling: float = rotary.attention_scaling
+        self._axes: Tensor | None = None
+        if (sections := getattr(rotary, "mrope_section", None)) is not None:
+            self._axes = position_axes(sections, interleaved=config.model_type in _INTERLEAVED_MROPE).to(device)
         self.num_layers: int = config.num_hidden_layers
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._heads = Heads.of_rank(config.num_attention_heads, config.num_key_value_heads, self._group)
@@ -111,7 +116,7 @@ class Decoder:
             [T, hidden]
         """
         ops, layers = self._ops, self._layers
-        cos, sin = self._rotary.tables(positions)
+        cos, sin = rotary_tables(positions, self._frequencies, self._axes, self._scaling)
         residual = embeddings
         hidden = ops.rms_norm(embeddings, layers[0].input_norm, self._epsilon)
         for index, layer in enumerate(layers):
@@ -206,21 +211,3 @@ class Decoder:
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._device)
-
-
-class _Rotary:
-    """Rotary tables of a step, by the frequencies that transformers computed from the config."""
-
-    def __init__(self, module: Any, config: Any, device: torch.device) -> None:
-        self._frequencies = module.inv_freq.to(device=device, dtype=torch.float32)
-        self._scaling: float = module.attention_scaling
-        self._sections: list[int] | None = getattr(module, "mrope_section", None)
-        self._interleaved = config.model_type in _INTERLEAVED_MROPE
-
-    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [T, head_dim] of positions [axes, T]."""
-        if len(positions) == 1:
-            cos, sin = rotary_tables(positions[0], self._frequencies)
-        else:
-            cos, sin = rotary_tables(positions, self._frequencies, self._sections, interleaved=self._interleaved)
-        return (cos, sin) if self._scaling == 1.0 else (cos * self._scaling, sin * self._scaling)

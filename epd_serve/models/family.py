@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
 
@@ -12,14 +13,15 @@ from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import PLURALS, AudioFacts
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
     from epd_serve.models.audio_processor import AudioProcessor
     from epd_serve.models.video_processor import VideoProcessor
+
+#: RGB of a picture, [height, width, 3].
+Pixels: TypeAlias = "NDArray[np.uint8]"
 
 #: Tower inputs of one item by argument name; a batch concatenates them along dimension 0.
 TowerInputs: TypeAlias = "dict[str, Tensor]"
@@ -49,13 +51,11 @@ PATCH_TOWER = names(
     "hidden_act layer_norm_eps",
 )
 
-
 #: What every language model of the generic decoder has honoured.
 TEXT = names(
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads",
     "max_position_embeddings rope_parameters tie_word_embeddings",
 )
-
 
 #: What encoders honour of towers like Whisper's.
 AUDIO_TOWER = names(
@@ -91,9 +91,9 @@ class Family:
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
         picture_fields: what the image processor's file must say, as config.json says it.
-        image_token_id: the token that stands for a picture in a chat.
-        token_ids: these tokens for each modality that the checkpoint takes.
+        token_ids: the token that stands for an item in a chat, for each modality that the checkpoint takes.
         row_token_ids: those that stand for each row of a feature.
+        text_before: the text before an item's tokens, with {} for its number among those of its modality.
         both_ways_tokens: most tokens of a run of rows that see each other, earlier and later ones; 0: all see
             those before them.
         both_ways_in_windows: whether they do so in layers of a sliding window alone, and inside it.
@@ -124,6 +124,7 @@ class Family:
     both_ways_prompts: ClassVar[bool] = False
     as_padding: ClassVar[tuple[str, ...]] = ()
 
+    text_before: str = ""
     video: VideoProcessor | None = None
     both_ways_tokens: int = 0
     audio: AudioProcessor | None = None
@@ -134,23 +135,11 @@ class Family:
         self.processor_fields: dict[str, Any] = {}
         self.picture_fields: dict[str, Any] = {}
         self.config = config
-        self.image_token_id = -1
+        self.token_ids: dict[str, int] = {}
         if "image" in self.modalities:
-            self.image_token_id = getattr(config, "image_token_id", None) or config.image_token_index
+            self.token_ids["image"] = getattr(config, "image_token_id", None) or config.image_token_index
+        self.row_token_ids = self.token_ids
         self.processor = image_processor
-
-    @property
-    def token_ids(self) -> dict[str, int]:
-        ids = {"image": self.image_token_id} if "image" in self.modalities else {}
-        if self.video is not None:
-            ids["video"] = self.config.video_token_id
-        if self.audio is not None:
-            ids["audio"] = self.config.audio_token_id
-        return ids
-
-    @property
-    def row_token_ids(self) -> dict[str, int]:
-        return self.token_ids
 
     @staticmethod
     def read_pictures(path: Path) -> Any:
@@ -183,7 +172,7 @@ class Family:
             return self.of(item).parts((item.width, item.height))
         return self.audio_parts(item) if item.modality == "audio" else self.video_parts(item)
 
-    def of(self, item: MediaRef) -> Family:
+    def of(self, item: MediaRef) -> Self:
         """The family with the processor that an item's request asks for. Raises InvalidRequest."""
         if not item.processing:
             return self
@@ -193,13 +182,9 @@ class Family:
         except ValueError as error:
             raise InvalidRequest(f"mm_processor_kwargs: {error}", param="mm_processor_kwargs") from error
 
-    def with_options(self, asked: Mapping[str, Any]) -> Family:
+    def with_options(self, asked: Mapping[str, Any]) -> Self:
         """The family with ``min_pixels`` or ``max_pixels`` of pictures. Raises ValueError where it has no such."""
         raise ValueError(f"pictures of {self.title} have sizes of its own; leave out {', '.join(asked)}")
-
-    def text_before(self, number: int) -> str:
-        """Text before the tokens of an item, by its number among those of its modality in a prompt."""
-        return ""
 
     def num_tokens(self, item: MediaRef) -> int:
         """Rows of an item's feature. Raises as :meth:`parts_of`."""
@@ -254,7 +239,7 @@ class Family:
         """Pixels of a picture that the tower sees, once it is resized. Raises as :meth:`parts`."""
         raise NotImplementedError
 
-    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
+    def preprocess(self, pixels: Pixels) -> TowerInputs:
         """RGB pixels [height, width, 3] → tower inputs, which share no memory with them."""
         batch = self.processor(
             images=[pixels], input_data_format="channels_last", return_tensors="pt", **self.processor_options
@@ -333,7 +318,7 @@ def sound(seconds: float, rate: int) -> MediaRef:
     return MediaRef.of_audio(AudioFacts(round(seconds * rate), rate, 1))
 
 
-def blank(size: Size) -> NDArray[np.uint8]:
+def blank(size: Size) -> Pixels:
     """A grey picture of that width and height."""
     import numpy as np
 

@@ -27,11 +27,9 @@ class MoreLogits(Protocol):
 
     def pieces(self) -> Iterable[Tensor]:
         """Rows [n] int64, on the device."""
-        ...
 
     def take(self, logits: Tensor) -> None:
         """[n, vocab], of each piece in its turn."""
-        ...
 
 
 class LanguageModel:

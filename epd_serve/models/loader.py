@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -37,18 +37,18 @@ class ModelPart(Enum):
 def load_family(path: Path) -> Family:
     """The family of the model in ``path``. Raises ValueError for a model that the engine would not run rightly."""
     config = read_config(path)
-    kind: Any = family_of(config)
-    if not kind.modalities:
-        return cast("Family", kind(config))
+    kind = family_of(config)
     try:
         processor = kind.read_pictures(path) if "image" in kind.modalities else None
-        family: Family = kind(config, processor)
-        if "audio" in kind.modalities and config.audio_config is not None:
-            extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True)
-            family.audio = family.read_audio(extractor, config)
+        family = kind(config, processor)
         if "video" in kind.modalities and _shows_videos(path):
             settings, _ = VideoProcessorMixin.get_video_processor_dict(path, local_files_only=True)
             family.video = family.read_video(settings)
+            family.token_ids["video"] = config.video_token_id
+        if "audio" in kind.modalities and config.audio_config is not None:
+            extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True)
+            family.audio = family.read_audio(extractor, config)
+            family.token_ids["audio"] = config.audio_token_id
         _check_processor(path / "processor_config.json", family.processor_fields)
         family.check()
     except (ValueError, OSError) as error:  # the latter of a file that is not there
@@ -58,7 +58,7 @@ def load_family(path: Path) -> Family:
 
 def _check_processor(file: Path, fields: Mapping[str, Any]) -> None:
     """Raise ValueError for a processor_config.json by which the tokens of an item would be others."""
-    content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    content = json.loads(file.read_text(encoding="utf-8")) if fields and file.exists() else {}
     for name, expected in fields.items():
         if (found := content.get(name, expected)) != expected:
             raise ValueError(f"{name} of processor_config.json is {found!r}; by config.json it is {expected!r}")

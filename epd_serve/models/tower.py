@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from device.base import AttentionOps, Device
 from device.copies import to_device
-from device.ops.linear import Product, activated_linear, fused, gated_linear, linear, pack_modules
+from device.ops.linear import Product, activated_linear, fused, gated_linear, pack_modules
 from device.ops.shared_weights import shared_weights
 from epd_serve.models.families import family_of
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, Size, TowerInputs, picture, sound
@@ -344,7 +344,7 @@ def replace_blocks(model: nn.Module, ops: AttentionOps, attention: TowerAttentio
 
 
 def _product(module: Any) -> Product:
-    return linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+    return Product(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 
 def _norm(module: Any, ops: AttentionOps) -> Any:

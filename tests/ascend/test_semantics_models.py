@@ -102,7 +102,7 @@ class Instance:
         image = noise(seed, (84, 56))
         feature = self.tower.encode([self.family.preprocess(np.array(image))])[0]
         ids = [10 + i % 40 for i in range(length)]
-        ids[IMAGE_START : IMAGE_START + len(feature)] = [self.family.image_token_id] * len(feature)
+        ids[IMAGE_START : IMAGE_START + len(feature)] = [self.family.token_ids["image"]] * len(feature)
         positions, delta = self.family.positions(ids, [picture(image.size)], self.model.inner)
         first = 1 + seed * BLOCKS_EACH
         blocks = [first + 1, first]  # not in order

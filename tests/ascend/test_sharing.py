@@ -116,10 +116,10 @@ def test_processes_get_ports_of_their_own(processes: list[int]) -> None:
     assert not ranges[0][1] & ranges[1][1]
 
 
-@pytest.mark.parametrize("given_ports", [{"process": 400}, {"process": -1}, {"process": 0, "host_port": 80}])
-def test_ports_beyond_the_last_are_refused(given_ports: dict[str, int]) -> None:
+@pytest.mark.parametrize("process", [400, -1])
+def test_ports_beyond_the_last_are_refused(process: int) -> None:
     with pytest.raises(ValueError, match="ports run from 1024 to 65535"):
-        hccl_environment(**given_ports)
+        hccl_environment(process)
 
 
 def test_the_attention_layout_is_chosen_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ class Vendor:
 @pytest.mark.parametrize(("share", "cube", "vector"), [(1, 24, 48), (0.5, 12, 24), (0.3, 7, 14), (0.01, 1, 2)])
 def test_a_share_is_memory_and_cores(share: float, cube: int, vector: int) -> None:
     device = object.__new__(ascend.AscendDevice)
-    device.type, device.index, device._has_share = "npu", 0, False
+    device.name, device.index, device._has_share = "npu:0", 0, False
     device._vendor = vendor = Vendor()
     partition = device.apply_share(share)
     assert vendor.calls == [("memory", float(share), 0), ("cores", 0, cube, vector)]
@@ -204,6 +204,6 @@ def test_other_chips_are_opened(chip: str) -> None:
 
 def test_float16_is_refused() -> None:
     device = object.__new__(ascend.AscendDevice)
-    device.type, device.index = "npu", 0
+    device.type, device.name = "npu", "npu:0"
     with pytest.raises(ValueError, match="npu:0 does not serve models in float16; set dtype: bfloat16"):
         check_dtype(torch.float16, device)

@@ -7,9 +7,9 @@ import torch
 from attention_contract import (
     TOLERANCES,
     Batch,
+    Comparison,
     Segments,
     batches,
-    check_encode,
     check_segments,
     check_step,
     dense_attention,
@@ -69,7 +69,8 @@ def test_encode_equals_the_oracle(ops: AttentionOps, case: Segments) -> None:
 def test_encode_in_half_precision_stays_near_the_oracle(
     ops: AttentionOps, dtype: torch.dtype, head_dim: int
 ) -> None:
-    check_encode(ops, [16, 16, 0, 5, 16, 1], 2, head_dim, dtype, CPU, TOLERANCES[dtype])
+    one = Comparison(ops=ops, dtype=dtype, device=CPU, tolerance=TOLERANCES[dtype])
+    one.encode([16, 16, 0, 5, 16, 1], 2, head_dim)
 
 
 @EVERY_OPS

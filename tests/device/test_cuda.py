@@ -155,7 +155,7 @@ def test_varlen_is_adapted_to_each_torch() -> None:
 
 def test_a_share_that_nothing_can_give_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = CudaDevice.__new__(CudaDevice)  # it is refused before a GPU is asked
-    device.type, device.index = "cuda", 0
+    device.name = "cuda:0"
     monkeypatch.setenv(mps.PIPES, str(tmp_path))
     monkeypatch.setenv(mps.SHARE, "50")
     with pytest.raises(ValueError, match=r"share 0\.5 of cuda:0: no nvidia-cuda-mps-control runs, so processes"):

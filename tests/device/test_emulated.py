@@ -14,7 +14,7 @@ import torch
 
 from device.base import DeviceUnavailable
 from device.emulated.accelerator import EmulatedDevice
-from device.emulated.tensors import never_waiting
+from device.emulated.chip import never_waiting
 from device.emulated.timeline import WHOLE, Demand
 from device.present import EMULATED_MEMORY
 from device.registry import get_device
@@ -27,9 +27,9 @@ def device() -> Iterator[EmulatedDevice]:
     device = get_device("emulated:h200")
     assert isinstance(device, EmulatedDevice)
     device.synchronize()
-    device.launch_s = LAUNCH_S
+    device.chip.launch_s = LAUNCH_S
     yield device
-    device.launch_s = 0.0
+    device.chip.launch_s = 0.0
     device.synchronize()
 
 
@@ -114,7 +114,7 @@ def test_a_launch_returns_at_once(device: EmulatedDevice) -> None:
 
 
 def test_a_graph_replays_what_was_captured_over_what_its_buffers_hold(device: EmulatedDevice) -> None:
-    device.launch_s = 0.0
+    device.chip.launch_s = 0.0
     buffer, factor = torch.ones(2, device=device.torch_device), 2.0
     runner = device.graph_runner()
     runner.capture(2, lambda: buffer * factor)
@@ -125,7 +125,7 @@ def test_a_graph_replays_what_was_captured_over_what_its_buffers_hold(device: Em
 
 
 def test_a_capture_that_reads_back_fails_and_the_device_goes_on(device: EmulatedDevice) -> None:
-    device.launch_s = 0.0
+    device.chip.launch_s = 0.0
     numbers, runner = torch.ones(2, device=device.torch_device), device.graph_runner()
 
     def reads() -> torch.Tensor:
@@ -140,7 +140,7 @@ def test_a_capture_that_reads_back_fails_and_the_device_goes_on(device: Emulated
 
 
 def test_timed_work_is_done_no_sooner_than_on_the_device(device: EmulatedDevice) -> None:
-    device.launch_s = 0.0
+    device.chip.launch_s = 0.0
     numbers = torch.ones(2, device=device.torch_device)
     device.synchronize()
     began_s = time.perf_counter()

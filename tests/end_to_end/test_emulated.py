@@ -25,7 +25,7 @@ from reference import Reference
 from transports import needs_mooncake
 
 from device.emulated.accelerator import EmulatedOps
-from device.emulated.tensors import Chip
+from device.emulated.chip import Chip
 from device.emulated.timeline import Operation, Timeline, TimelineStream
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.device_time import DeviceTime
@@ -114,7 +114,7 @@ class Copied:
             copy(chip, work, held, num_bytes)
 
         def attended(ops: EmulatedOps, *arguments: Any) -> Any:
-            self.attention.add(ops._chip.current())
+            self.attention.add(ops.chip.current())
             return attend(ops, *arguments)
 
         monkeypatch.setattr(Chip, "copy", copied)

@@ -134,7 +134,7 @@ def _main(path: Path, graphs: str) -> None:
     JITFunction.run = note
     device = get_device("emulated:h200")
     assert isinstance(device, EmulatedDevice)
-    device.ops = NotingOps(device._chip)
+    device.ops = NotingOps(device.chip)
     if graphs == "no graphs":
         vars(device)["graph_runner"] = EagerRunner
     budget = Budget(max_num_tokens=2200, max_num_seqs=8)

@@ -37,9 +37,9 @@ def slow_device() -> Iterator[EmulatedDevice]:
     """Each launch takes a while, so that nothing is ready by chance."""
     device = get_device("emulated:h200:2")  # no thread's device before it says so
     assert isinstance(device, EmulatedDevice)
-    device.launch_s = DELAY_S
+    device.chip.launch_s = DELAY_S
     yield device
-    device.launch_s = 0.0
+    device.chip.launch_s = 0.0
 
 
 def requests() -> list[tuple[str, str, list[Image.Image]]]:
@@ -70,7 +70,7 @@ def test_a_step_without_tokens_ends_when_the_device_has_computed_it(
 ) -> None:
     """The middle chunks of a prompt: their times decide on budgets and groups."""
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
-    slow_device.launch_s = 2e-3
+    slow_device.chip.launch_s = 2e-3
     waits_s.clear()
     bench = TimedBench(model, Budget(max_num_tokens=16, max_num_seqs=4), device=slow_device)
     try:

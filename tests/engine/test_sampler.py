@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device.emulated.tensors import never_waiting
+from device.emulated.chip import never_waiting
 from device.registry import get_device
 from epd_serve.engine.computing import NO_TOKEN, SampledToken
 from epd_serve.engine.sampling.sampler import DrawNumbers, Row, RowDrawer, Sampler, draw_from_largest, largest

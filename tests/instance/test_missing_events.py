@@ -48,7 +48,7 @@ async def test_no_answer_comes_of_what_was_read_early(
             return message
 
         _, right = await here.post("/v1/chat/completions", body)
-        monkeypatch.setattr(device, "launch_s", LAUNCH_S)
+        monkeypatch.setattr(device.chip, "launch_s", LAUNCH_S)
         loop = language_of(here.instances["p0"])._loop
         assert loop._push is not None
         with monkeypatch.context() as patch:  # groups of layers go out while they are computed

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import mmap
 import os
 import signal
 import socket
@@ -167,8 +166,7 @@ async def test_a_worker_that_a_file_has_taken_over_harms_itself_alone() -> None:
     ours.setblocking(False)
     worker = _Worker(ours)
     with theirs:
-        job = GrammarJob(num_bytes=4, area_bytes=mmap.PAGESIZE, cpu_s=1.0)
-        await worker.give(_Task("image", "decoder", b"file", 6, lambda _: job, cpu_s=1.0, fair_s=1.0))
+        await worker.give(_Task("image", b"file", 6, GrammarJob(), cpu_s=1.0))
         with pytest.raises(PermissionError):
             os.ftruncate(worker.descriptor, 0)  # whoever reads the pixels would get a SIGBUS
         theirs.send(msgspec.msgpack.encode(Started(7)))

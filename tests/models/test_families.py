@@ -80,7 +80,7 @@ def test_an_item_may_have_several_runs_of_rows(tokenizer: Any) -> None:
     text = "".join(f"<|vision_start|>row {row}" + "<|image_pad|>" * 3 for row in range(3))
     assert layout.ids == tokenizer.encode(text, add_special_tokens=False)
     assert [(length, offset) for _, length, offset in layout.runs] == [(3, 0), (3, 3), (3, 6)]
-    image = family(tokenizer).image_token_id
+    image = family(tokenizer).token_ids["image"]
     places = [begin + row for begin, length, _ in layout.runs for row in range(length)]
     assert places == [place for place, token in enumerate(layout.ids) if token == image]
     assert layouts.of(MediaRef("b", 5, 30)) is layout, "made once"

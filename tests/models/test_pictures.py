@@ -51,7 +51,7 @@ def _is_taken(family: Family, size: Size) -> bool:
 def test_expanded_ids_are_the_processor_s(path: Path) -> None:
     processor, family = processor_of(path), load_family(path)
     layouts = MediaLayouts(family, processor.tokenizer)
-    token = processor.tokenizer.convert_ids_to_tokens(family.image_token_id)
+    token = processor.tokenizer.convert_ids_to_tokens(family.token_ids["image"])
     shown = family.shown or token
     for first, second in zip(_sizes(50), reversed(_sizes(50)), strict=True):
         sizes = [size for size in (first, second) if _is_taken(family, size)]
@@ -62,7 +62,7 @@ def test_expanded_ids_are_the_processor_s(path: Path) -> None:
         ids: list[int] = []
         rest = enumerate(sizes)
         for one in processor.tokenizer.encode(text.replace(shown, token), add_special_tokens=False):
-            if one != family.image_token_id:
+            if one != family.token_ids["image"]:
                 ids.append(one)
                 continue
             number, size = next(rest)

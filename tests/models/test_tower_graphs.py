@@ -54,9 +54,9 @@ def test_features_equal_those_without_graphs(kind: str, tmp_path: Path, device: 
 
 
 def num_launches(tower: Tower, batch: list[TowerInputs], device: EmulatedDevice) -> int:
-    before = device.num_launches
+    before = device.chip.num_launches
     tower.encode(batch)
-    return device.num_launches - before
+    return device.chip.num_launches - before
 
 
 def test_padding_says_nothing(tmp_path: Path, device: EmulatedDevice) -> None:
@@ -86,7 +86,9 @@ def test_layers_are_told_in_each_replay(tmp_path: Path, device: EmulatedDevice) 
     """So that an encode can pause between them for decodes."""
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     launches: list[int] = []
-    tower = Tower(path, torch.float32, device, lambda: launches.append(device.num_launches), graph_sizes=SIZES)
+    tower = Tower(
+        path, torch.float32, device, lambda: launches.append(device.chip.num_launches), graph_sizes=SIZES
+    )
     launches.clear()
     (small,) = pictures(path, (56, 56))
     for _ in range(2):

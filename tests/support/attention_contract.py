@@ -18,31 +18,20 @@ from torch import Tensor
 
 from device.base import AttentionOps
 from device.check.batch import LAYOUTS, Batch, Layout
-from device.check.operators import (
-    check_argmax,
-    check_encode,
-    check_norms,
-    check_rotary,
-    check_step,
-    check_swiglu,
-)
+from device.check.operators import Comparison
 
 __all__ = [
     "LAYOUTS",
     "TOLERANCES",
     "Batch",
+    "Comparison",
     "Layers",
     "Layout",
     "Segments",
     "batches",
-    "check_argmax",
-    "check_encode",
     "check_layers",
-    "check_norms",
-    "check_rotary",
     "check_segments",
     "check_step",
-    "check_swiglu",
     "dense_attention",
     "layers",
     "segments",
@@ -152,33 +141,30 @@ def layers(
     )
 
 
+def check_step(
+    ops: AttentionOps, batch: Batch, dtype: torch.dtype, device: torch.device, tolerance: float
+) -> None:
+    Comparison(ops=ops, dtype=dtype, device=device, tolerance=tolerance).step(batch)
+
+
 def check_segments(
     ops: AttentionOps, case: Segments, dtype: torch.dtype, device: torch.device, tolerance: float
 ) -> None:
-    check_encode(
-        ops,
-        case.lengths,
-        case.heads,
-        case.head_dim,
-        dtype,
-        device,
-        tolerance,
-        seed=case.seed,
-        layout=case.layout,
-    )
+    one = Comparison(ops=ops, dtype=dtype, device=device, tolerance=tolerance, seed=case.seed, layout=case.layout)
+    one.encode(case.lengths, case.heads, case.head_dim)
 
 
 def check_layers(
     ops: AttentionOps, case: Layers, dtype: torch.dtype, device: torch.device, tolerance: float
 ) -> None:
     """Norms of rows and of heads, rotation, SwiGLU and argmax of one drawn shape."""
-    tokens, layout, seed = case.tokens, case.layout, case.seed
+    tokens = case.tokens
+    one = Comparison(ops=ops, dtype=dtype, device=device, tolerance=tolerance, seed=case.seed, layout=case.layout)
     for shape in ((tokens, case.width), (tokens, case.query_heads, case.head_dim)):
-        check_norms(ops, shape, dtype, device, tolerance, seed=seed, layout=layout)
-    heads = (case.query_heads, case.kv_heads, case.head_dim)
-    check_rotary(ops, tokens, *heads, dtype, device, tolerance, seed=seed, layout=layout)
-    check_swiglu(ops, tokens, case.width, dtype, device, tolerance, seed=seed, layout=layout)
-    check_argmax(ops, tokens, case.width, dtype, device, seed=seed)
+        one.norms(shape)
+    one.rotary(tokens, case.query_heads, case.kv_heads, case.head_dim)
+    one.swiglu(tokens, case.width)
+    one.argmax(tokens, case.width)
 
 
 def dense_attention(batch: Batch) -> Tensor:

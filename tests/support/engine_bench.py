@@ -19,7 +19,7 @@ from plain_video import Clip
 from sounds import LIMITS as SOUND_LIMITS
 
 from device.base import Device
-from device.emulated.tensors import never_waiting
+from device.emulated.chip import never_waiting
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import decode_graph_sizes

@@ -12,7 +12,7 @@ from torch import Tensor
 from device.base import Device
 from device.datasheets import emulated_kind, is_measured
 from device.emulated.accelerator import EmulatedDevice
-from device.emulated.tensors import COPYING, never_waiting
+from device.emulated.chip import COPYING, never_waiting
 from epd_serve.config import InstanceOptions
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.shape import shape_of

@@ -54,11 +54,8 @@ class ShapeFamily(Family):
 
     def __init__(self, shape: ModelShape) -> None:
         self._vision = shape.vision
-        self.image_token_id = IMAGE
-
-    @property
-    def token_ids(self) -> dict[str, int]:
-        return {} if self._vision is None else {"image": self.image_token_id, "video": VIDEO}
+        self.token_ids = {} if shape.vision is None else {"image": IMAGE, "video": VIDEO}
+        self.row_token_ids = self.token_ids
 
     def parts(self, size: Size) -> Sequence[int | str]:
         if self._vision is None:

@@ -158,7 +158,10 @@ class PromptProcessor:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
         if not isinstance(request.prompt, list):
             self._on_prompt(_num_characters(request), len(ids) - sum(span.length for span in spans))
-        sampling = self._complete(self._generation.complete(request.sampling))
+        sampling = request.sampling
+        if self._generation.defaults:
+            sampling = self._generation.complete(sampling)
+        sampling = self._complete(sampling)
         max_model_len = min(self.max_model_len, request.max_model_len or self.max_model_len)
         max_tokens = _max_tokens(len(ids), sampling.max_tokens, max_model_len)
         if self._generation.max_tokens is not None:
@@ -404,7 +407,7 @@ class MediaLayouts:
         Raises InvalidRequest for an item that the model cannot take.
         """
         whole = msgspec.structs.replace(item, mm_hash="", num_segments=1)
-        return self._of_facts(whole, self._family.text_before(number))
+        return self._of_facts(whole, self._family.text_before.format(number))
 
     def _new(self, item: MediaRef, before: str) -> Layout:
         ids = self._read(before) if before else []
@@ -421,7 +424,7 @@ class MediaLayouts:
 
     def _check(self, item: MediaRef) -> None:
         token: str = self._tokenizer.convert_ids_to_tokens(self._family.row_token_ids[item.modality])
-        parts = [self._family.text_before(0), *self._family.parts_of(item)]
+        parts = [self._family.text_before.format(0), *self._family.parts_of(item)]
         text = "".join(part if isinstance(part, str) else token * part for part in parts)
         before, _, after = (self._read(piece) for piece in ("a ", token, " b"))
         ids = self._read(f"a {text} b")

@@ -36,13 +36,9 @@ class Gemma3(Family):
 
     def __init__(self, config: Any, image_processor: Any) -> None:
         super().__init__(config, image_processor)
-        self.image_token_id = config.boi_token_index
+        self.token_ids = {"image": config.boi_token_index}
         self.both_ways_tokens = config.mm_tokens_per_image
         self.processor_fields = {"image_seq_length": self.both_ways_tokens}
-
-    @property
-    def row_token_ids(self) -> dict[str, int]:
-        return {"image": self.config.image_token_index}
 
     def parts(self, size: Size) -> Sequence[int | str]:
         start, end = self.tokens

@@ -7,13 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.audio_processor import AudioProcessor, ConformerAudio
-from epd_serve.models.family import TEXT, Family, Size, TowerInputs, names
+from epd_serve.models.family import TEXT, Family, Pixels, Size, TowerInputs, names
 from epd_serve.protocol.wire import MediaRef
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from epd_serve.models.video_processor import VideoProcessor
 
 
@@ -120,7 +117,7 @@ class Gemma4(Family):
         start, end, *_ = self.tokens
         return start, self.num_pixels(size) // (self._kernel * self.processor.patch_size) ** 2, end
 
-    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
+    def preprocess(self, pixels: Pixels) -> TowerInputs:
         """The patches without those that only fill up their number."""
         inputs = super().preprocess(pixels)
         is_patch = (inputs["image_position_ids"][0] >= 0).all(-1)

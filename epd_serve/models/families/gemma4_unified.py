@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from epd_serve.models.audio_processor import AudioProcessor, WaveAudio
 from epd_serve.models.families.gemma4 import Gemma4
-from epd_serve.models.family import TowerInputs, names
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy as np
-    from numpy.typing import NDArray
+from epd_serve.models.family import Pixels, TowerInputs, names
 
 
 class Gemma4Unified(Gemma4):
@@ -42,7 +37,7 @@ class Gemma4Unified(Gemma4):
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
         return WaveAudio(extractor, padded_positions=False, kind="Gemma4UnifiedAudioFeatureExtractor")
 
-    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
+    def preprocess(self, pixels: Pixels) -> TowerInputs:
         """Patches as large as a token [1, tokens, values], and the column and row of each."""
         import torch
 

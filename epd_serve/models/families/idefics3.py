@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from epd_serve.models.family import PATCH_TOWER, Family, Size, TowerInputs, names
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from epd_serve.models.family import PATCH_TOWER, Family, Pixels, Size, TowerInputs, names
 
 _AROUND = "<fake_token_around_image>"
 #: As many as its tokenizers have.
@@ -55,6 +51,6 @@ class Idefics3(Family):
         rows, columns = self._tiles(size)
         return (rows * columns + 1) * self._tile**2
 
-    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
+    def preprocess(self, pixels: Pixels) -> TowerInputs:
         inputs = super().preprocess(pixels)
         return {"pixel_values": inputs["pixel_values"].transpose(0, 1)}  # tiles of several pictures are joined

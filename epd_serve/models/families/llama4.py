@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
-from epd_serve.models.family import TEXT, Family, Size, TowerInputs, names
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy as np
-    from numpy.typing import NDArray
+from epd_serve.models.family import TEXT, Family, Pixels, Size, TowerInputs, names
 
 
 class Llama4(Family):
@@ -99,7 +94,7 @@ class Llama4(Family):
         rows, columns = self._grid(size)
         return (rows * columns + (rows * columns > 1)) * self._side**2
 
-    def preprocess(self, pixels: NDArray[np.uint8]) -> TowerInputs:
+    def preprocess(self, pixels: Pixels) -> TowerInputs:
         import torch
         import torch.nn.functional as F
 

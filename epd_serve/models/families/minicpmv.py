@@ -36,9 +36,8 @@ class MiniCPMV(Family):
         super().__init__(config, image_processor)
         patch = config.vision_config.patch_size
         self.picture_fields = {"downsample_mode": config.downsample_mode, "patch_size": patch}
-
-    def text_before(self, number: int) -> str:
-        return f"<image_id>{number}</image_id>" if self.processor.use_image_id else ""
+        if image_processor.use_image_id:
+            self.text_before = "<image_id>{}</image_id>"
 
     def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
         from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.models.family import TRIED_SIZES, Family, Size, blank, names
@@ -70,7 +70,7 @@ class QwenVL(Family):
             raise InvalidRequest(f"an image of {width}x{height} pixels cannot be used: {error}") from error
         return 1, rows // processor.patch_size, columns // processor.patch_size
 
-    def with_options(self, asked: Mapping[str, Any]) -> Family:
+    def with_options(self, asked: Mapping[str, Any]) -> Self:
         if self.bounds is None:
             return super().with_options(asked)
         size = {self.bounds[name]: pixels for name, pixels in asked.items()}
@@ -131,7 +131,7 @@ class QwenVL(Family):
         grids: dict[str, list[tuple[int, int, int]]] = {}
         for item in items:
             if item.modality == "image":
-                grids.setdefault("image_grid_thw", []).append(self._grid_of(item))
+                grids.setdefault("image_grid_thw", []).append(self.of(item).grid((item.width, item.height)))
             elif item.modality == "video":
                 grids.setdefault("video_grid_thw", []).append(self._video_processor(item).grid(item))
         positions, delta = model.get_rope_index(
@@ -141,16 +141,11 @@ class QwenVL(Family):
         )
         return positions[:, 0].long(), int(delta[0, 0])
 
-    def _grid_of(self, item: MediaRef) -> tuple[int, int, int]:
-        family = self.of(item)
-        assert isinstance(family, QwenVL)
-        return family.grid((item.width, item.height))
-
     def position_facts(self, tokens: Tensor, items: Sequence[MediaRef]) -> dict[str, Tensor]:
         """Arguments of transformers' ``get_rope_index`` besides the grids of a prompt's items."""
         import torch
 
-        kinds = (tokens == self.image_token_id).int() + 2 * (tokens == self.token_ids.get("video", -1)).int()
+        kinds = (tokens == self.token_ids["image"]).int() + 2 * (tokens == self.token_ids.get("video", -1)).int()
         videos = [item for item in items if item.modality == "video"]
         seconds = [self._video_processor(item).seconds_per_patch(item) for item in videos]
         return {"mm_token_type_ids": kinds, "second_per_grid_ts": torch.tensor(seconds)}

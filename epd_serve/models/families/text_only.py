@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from epd_serve.models.family import Family
 
@@ -14,6 +14,3 @@ class TextOnly(Family):
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
     mixtures = ("qwen3_moe",)
     modalities = ()
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config, None)

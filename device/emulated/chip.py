@@ -1,0 +1,338 @@
+"""An accelerator's memory, streams and events without the chip.
+
+A launch returns at once: a thread for each stream does one after another. Work inside a :class:`Section` takes the
+time that the device would need for it, where the CPU is not slower (:mod:`device.emulated.timeline`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from device import base
+from device.emulated.timeline import Demand, Operation, Timeline
+from device.present import EMULATED_MEMORY
+
+TYPE = "emulated"
+_ROW = struct.Struct("qq")  # a process, its bytes
+_LOCAL = threading.local()
+#: Copies that take less of the host link are not worth the emulation's own time.
+_LEAST_COPY_S = 5e-5
+#: A copy engine computes nothing, and writes at a fraction of the memory's bandwidth.
+COPYING = Demand(compute=0.0, bandwidth=0.02)
+
+
+class EmulatedMemoryError(torch.OutOfMemoryError):
+    """The emulated device's memory is full; torch's own error of an accelerator."""
+
+
+class Memory:
+    """The memory of one device, in bytes: of this process, and of all that share ``directory``. Thread-safe."""
+
+    def __init__(self, name: str, total: int, directory: str | None) -> None:
+        self.name, self.total, self.fraction = name, total, 1.0
+        self.peak = self._used = 0
+        self._ended: deque[int] = deque()  # bytes of what has ended; that may happen at any place of a thread
+        self._lock = threading.Lock()
+        self._file = None if directory is None else Path(directory, name).open("a+b", buffering=0)  # noqa: SIM115
+
+    @property
+    def used(self) -> int:
+        """The bytes of this process."""
+        with self._lock:
+            return self._settled()
+
+    @property
+    def free(self) -> int:
+        with self._lock, self._of_others() as others:
+            return self.total - self._settled() - others
+
+    def take(self, num_bytes: int) -> Block:
+        with self._lock, self._of_others() as others:
+            used = self._settled()
+            free = min(int(self.total * self.fraction) - used, self.total - used - others)
+            if num_bytes > free:
+                raise EmulatedMemoryError(
+                    f"emulated out of memory. Tried to allocate {num_bytes / 2**20:.2f} MiB on {self.name}, of "
+                    f"whose {self.total / 2**20:.0f} MiB {free / 2**20:.2f} are free for this process"
+                )
+            self._used = used + num_bytes
+            self.peak = max(self.peak, self._used)
+        block = Block()
+        weakref.finalize(block, self._ended.append, num_bytes).atexit = False
+        return block
+
+    def _settled(self) -> int:
+        while self._ended:
+            self._used -= self._ended.popleft()
+        return self._used
+
+    @contextmanager
+    def _of_others(self) -> Iterator[int]:
+        """The bytes of other processes that live; at its end the file says what this one has."""
+        if self._file is None:
+            yield 0
+            return
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._file.seek(0)
+        rows: dict[int, int] = dict(_ROW.iter_unpack(self._file.read()))
+        others = ((pid, size) for pid, size in rows.items() if pid != os.getpid())
+        rows = {pid: size for pid, size in others if Path(f"/proc/{pid}").exists()}
+        try:
+            yield sum(rows.values())
+        finally:
+            rows[os.getpid()] = self._settled()
+            self._file.truncate(0)
+            self._file.write(b"".join(_ROW.pack(*row) for row in rows.items()))
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+class Block:
+    """A piece of a device's memory; it is free when no tensor and no launched work refers to it."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Chip:
+    """One emulated device of this process: its memory, its default stream and its time.
+
+    Attributes:
+        launch_s: seconds by which the device lengthens each launch.
+        num_launches: operators, copies and graphs that were launched so far.
+    """
+
+    def __init__(self, index: int, name: str, memory_bytes: int, host_bytes_per_s: float) -> None:
+        self.index = index
+        self.host_bytes_per_s = host_bytes_per_s
+        directory = os.environ.get(EMULATED_MEMORY)
+        self.memory = Memory(name, memory_bytes, directory)
+        self.timeline = Timeline(name, directory)
+        self.launch_s, self.num_launches = 0.0, 0
+        self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self.making = threading.Lock()
+        self.default = Stream(self)
+
+    def current(self) -> Stream:
+        stack: list[Stream] = getattr(_LOCAL, "streams", [])
+        return next((stream for stream in reversed(stack) if stream.chip is self), self.default)
+
+    def activate(self) -> None:
+        _LOCAL.active = self.index
+
+    def check_active(self) -> None:
+        """Raise where a kernel of ours is launched on a thread whose device is another: it would run there."""
+        if (active := getattr(_LOCAL, "active", 0)) != self.index:
+            raise RuntimeError(f"this thread's device is {TYPE}:{active}; call activate() of {self.memory.name}")
+
+    def synchronize(self) -> None:
+        with self.making:
+            streams = list(self.streams)
+        for stream in streams:
+            stream.synchronize()
+
+    def launch(self, work: Callable[[], object], held: object) -> None:
+        """Give work to the current stream; ``held`` is not freed before it is done."""
+
+        def run(_held: object = held) -> None:
+            if self.launch_s:
+                time.sleep(self.launch_s)
+            work()
+
+        if _recording() is None:
+            self.num_launches += 1
+        self.current().launch(run)
+
+    def copy(self, work: Callable[[], object], held: object, num_bytes: int) -> None:
+        """Launch a copy over the host link."""
+        seconds = num_bytes / self.host_bytes_per_s
+        if seconds < _LEAST_COPY_S:
+            self.launch(work, held)
+            return
+        section = Section(self.current(), seconds, COPYING)
+        self.launch(work, held)
+        section.end()
+
+
+class Section:
+    """Work of a stream from here to :meth:`end` takes ``cost_s`` of the device, or longer where the CPU does."""
+
+    def __init__(self, stream: Stream, cost_s: float, demand: Demand) -> None:
+        self._stream = stream
+        self._operation: Operation | None = None
+        lane, launched_s = stream.lane, stream.chip.timeline.clock()
+
+        def begin() -> None:
+            self._operation = lane.launch(cost_s, demand=demand, launched_s=launched_s)
+
+        stream.launch(begin)
+
+    def end(self) -> None:
+        self._stream.launch(self._wait)
+
+    def _wait(self) -> None:
+        if self._operation is None:  # its beginning has failed
+            return
+        lane = self._operation.stream
+        if self._operation.query():
+            lane.delay(lane.timeline.clock())  # the CPU took longer: the device has been waiting since
+        else:
+            self._operation.wait()
+
+
+class Stream:
+    """Launched work, done in order by a thread of its own. Fills the Stream protocol."""
+
+    def __init__(self, chip: Chip, priority: int = 0, share: float | None = None) -> None:
+        self.chip = chip
+        self.lane = chip.timeline.stream(priority, share)
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        thread = threading.Thread(target=_work, args=(self._work, weakref.ref(self)), name=TYPE, daemon=True)
+        weakref.finalize(self, self._work.put, None).atexit = False
+        thread.start()
+        with chip.making:
+            chip.streams.add(self)
+
+    def launch(self, work: Callable[[], object]) -> None:
+        if (recording := _recording()) is not None:
+            recording.append(work)
+        else:
+            self._work.put(work)
+
+    def failed(self, error: Exception) -> None:
+        self._error = self._error or error
+
+    def synchronize(self) -> None:
+        check_may_wait()
+        self.record_event().synchronize()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what failed in the work: as on an accelerator, the host hears of it later."""
+        if (error := self._error) is not None:
+            raise RuntimeError(f"work on {self.chip.memory.name} failed: {error}") from error
+
+    def wait_event(self, event: base.Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: base.Event | None = None) -> base.Event:
+        event = event or Event(self.chip)
+        event.record(self)
+        return event
+
+    def __enter__(self) -> Stream:
+        if not hasattr(_LOCAL, "streams"):
+            _LOCAL.streams = []
+        _LOCAL.streams.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _LOCAL.streams.pop()
+
+
+def _recording() -> list[Callable[[], object]] | None:
+    """The launches that this thread captures."""
+    return getattr(_LOCAL, "recording", None)
+
+
+@contextmanager
+def never_waiting() -> Iterator[None]:
+    """A context in which this thread may not wait for a device, nor copy to one from memory that is not pinned.
+
+    Waits raise RuntimeError, as with ``torch.cuda.set_sync_debug_mode("error")`` on a GPU, but of every kind.
+    """
+    before, _LOCAL.never_waits = getattr(_LOCAL, "never_waits", False), True
+    try:
+        yield
+    finally:
+        _LOCAL.never_waits = before
+
+
+def check_may_wait() -> None:
+    if _recording() is not None:
+        raise RuntimeError("a step that is captured reads nothing back and waits for nothing")
+    if getattr(_LOCAL, "never_waits", False):
+        raise RuntimeError("the host waits for the device where it should not: copy through pinned memory")
+
+
+def _work(work: queue.SimpleQueue[Callable[[], object] | None], stream: weakref.ref[Stream]) -> None:
+    """A stream's thread. It keeps no stream alive."""
+    with torch.inference_mode():
+        while (one := work.get()) is not None:
+            try:
+                one()
+            except Exception as error:  # noqa: BLE001 - the host hears of any of them when it waits
+                if (failed := stream()) is not None:
+                    failed.failed(error)
+            del one
+
+
+class Event:
+    """Fills the Event protocol."""
+
+    def __init__(self, chip: Chip) -> None:
+        self._chip = chip
+        self._done: threading.Event | None = None
+        self._stream: Stream | None = None
+        self._times: list[float] = []
+
+    def record(self, stream: base.Stream | None = None) -> None:
+        assert stream is None or isinstance(stream, Stream)
+        self._stream = stream or self._chip.current()
+        self._done, self._times = done, times = threading.Event(), list[float]()
+
+        def mark() -> None:
+            times.append(time.perf_counter())
+            done.set()
+
+        self._stream.launch(mark)
+
+    def wait(self, stream: base.Stream | None = None) -> None:
+        assert stream is None or isinstance(stream, Stream)
+        if (done := self._done) is not None:
+            (stream or self._chip.current()).launch(done.wait)
+
+    def query(self) -> bool:
+        return self._done is None or self._done.is_set()
+
+    def synchronize(self) -> None:
+        check_may_wait()
+        if self._done is not None and self._stream is not None:
+            self._done.wait()
+            self._stream.check()
+
+    def elapsed_time(self, end_event: base.Event) -> float:
+        """Milliseconds until ``end_event``. Raises ValueError unless both were recorded and are done."""
+        if not isinstance(end_event, Event) or not self._times or not end_event._times:
+            raise ValueError("elapsed_time needs two events of this device that are both done")
+        return (end_event._times[0] - self._times[0]) * 1e3
+
+
+@contextmanager
+def recorded() -> Iterator[list[Callable[[], object]]]:
+    """Keep what this thread launches instead of doing it."""
+    work: list[Callable[[], object]] = []
+    _LOCAL.recording = work
+    try:
+        yield work
+    finally:
+        _LOCAL.recording = None
+
+
+def record_apart() -> list[Callable[[], object]]:
+    """Keep from now on in a list of its own what this thread launches, inside :func:`recorded`."""
+    assert _recording() is not None
+    _LOCAL.recording = list[Callable[[], object]]()
+    work: list[Callable[[], object]] = _LOCAL.recording
+    return work
