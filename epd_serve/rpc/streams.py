@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from itertools import chain
 from typing import Any, cast
 
 import msgspec
@@ -155,17 +156,19 @@ class StreamsConnection(asyncio.Protocol):
         self._look = loop.call_later(IDLE_S, self._close_if_idle)
 
     def begin(self, call: StreamCall) -> None:
-        """Send a call."""
+        """Send a call, on a connection that is not closing."""
         self._num_calls += 1
         request, call.request = call.request, None
         assert request is not None
         call.number, call.connection = self._num_calls, self
         self._calls[call.number] = call
         try:
-            self.send(msgspec.structs.replace(request, stream=call.number))
+            packed = pack([msgspec.structs.replace(request, stream=call.number)], max_bytes=MAX_CALL_BYTES)
         except ValueError:
             del self._calls[call.number]
             call.fail(TooLarge(f"the request has more than the {MAX_CALL_BYTES} bytes that an instance takes"))
+        else:
+            self.transport.write(packed)
 
     def send(self, message: Asked) -> None:
         if not self.transport.is_closing():
@@ -418,9 +421,16 @@ class StreamServer(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for asked in self._messages.take(data):
-                for message in asked:
-                    self._take(message)
+            for message in chain.from_iterable(self._messages.take(data)):
+                exchange = self._exchanges.get(message.stream)
+                if type(message) is Call:
+                    self._begin(message)
+                elif exchange is None:  # its answer is complete
+                    continue
+                elif type(message) is Credit:
+                    exchange.credit(message.num_bytes)
+                else:
+                    exchange.left()
         except LinkClosed as error:
             logger.warning("a caller's connection is closed: what it sends cannot be read: %s", error)
             self._transport.abort()
@@ -431,27 +441,17 @@ class StreamServer(asyncio.Protocol):
         for exchange in self._exchanges.values():
             exchange.left()
 
-    def _take(self, message: Asked) -> None:
-        number = message.stream
-        if type(message) is Call:
-            if number <= self._last:
-                raise LinkClosed(f"stream {number} comes behind {self._last}")
-            self._last = number
-            if self._is_stopping:
-                self.put(Cut(number))
-                return
-            exchange = self._exchanges[number] = Exchange(self, message)
-            task = self._loop.create_task(self._serve(exchange, message))
-            self._state.tasks.add(task)
-            task.add_done_callback(self._state.tasks.discard)
+    def _begin(self, call: Call) -> None:
+        if call.stream <= self._last:
+            raise LinkClosed(f"stream {call.stream} comes behind {self._last}")
+        self._last = call.stream
+        if self._is_stopping:
+            self.put(Cut(call.stream))
             return
-        asked = self._exchanges.get(number)
-        if asked is None:  # its answer is complete
-            return
-        if type(message) is Credit:
-            asked.credit(message.num_bytes)
-        else:
-            asked.left()
+        exchange = self._exchanges[call.stream] = Exchange(self, call)
+        task = self._loop.create_task(self._serve(exchange, call))
+        self._state.tasks.add(task)
+        task.add_done_callback(self._state.tasks.discard)
 
     async def _serve(self, exchange: Exchange, call: Call) -> None:
         scope = {

@@ -94,7 +94,7 @@ class TcpPeers:
     def _call(
         self, region: Region, op: int, pieces: Sequence[HostPiece], transfer_ids: Sequence[str] = ()
     ) -> None:
-        check_bounds(region.name, region.nbytes, pieces)
+        check_bounds(region, pieces)
         for start in range(0, max(1, len(pieces)), MAX_PIECES):
             self._call_once(region, op, pieces[start : start + MAX_PIECES], transfer_ids)
 

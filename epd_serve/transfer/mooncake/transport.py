@@ -27,7 +27,6 @@ from epd_serve.transfer.transport import (
     TransferError,
     WriteGate,
     check_bounds,
-    on_host,
 )
 
 #: A slab's name, size and address, in host memory: a process in the place of another is not mistaken for it.
@@ -171,7 +170,7 @@ class MooncakeTransport:
                     for start in range(0, data.nbytes, _MAX_BYTES):
                         batch.add(here + start, there + start, min(_MAX_BYTES, data.nbytes - start))
                     continue
-                [(_, data)] = on_host([(offset, data)])
+                assert isinstance(data, memoryview), "a device's memory that is not registered"
                 for start in range(0, data.nbytes, self._staged_part):
                     part = data[start : start + self._staged_part]
                     if is_read:
@@ -237,7 +236,7 @@ class MooncakeTransport:
 
     def _open(self, region: Region, pieces: Sequence[Piece], transfer: _Transfer) -> _Batch:
         """A batch of copies with the region's process, once it is known that it is still that process."""
-        check_bounds(region.name, region.nbytes, pieces)
+        check_bounds(region, pieces)
         if self._closed:
             raise TransferError("the transport is closed")
         if region.protocol != self._options.protocol:
@@ -279,9 +278,9 @@ class _Batch:
         self._patience_s = patience_s
         self._copies: list[_Copy] = []
         self._nbytes = 0
-        self._staged: list[Staged] = []
         self._fills: list[tuple[memoryview, memoryview]] = []
         self._held = ExitStack()
+        self._has_staged = False
 
     def __enter__(self) -> Self:
         return self
@@ -301,7 +300,7 @@ class _Batch:
         """Copy a part of the pool, which is returned; what it gets goes on to ``fills`` when the batch has run."""
         self._run_if_full(nbytes)
         staged = self._take(nbytes)
-        self._staged.append(staged)
+        self._has_staged = True
         if fills is not None:
             self._fills.append((fills, staged.memory))
         self._copies.append(_Copy(staged.address, there, nbytes))
@@ -312,7 +311,7 @@ class _Batch:
         """Copy all, and give back what was staged. Raises TransferError."""
         copies, self._copies, self._nbytes = self._copies, [], 0
         fills, self._fills = self._fills, []
-        staged, self._staged = self._staged, []
+        self._has_staged = False
         with self._held.pop_all():
             if not copies:
                 return
@@ -321,17 +320,14 @@ class _Batch:
                 self._peer, [c.here for c in copies], [c.there for c in copies], [c.nbytes for c in copies]
             )
             if not done:
-                late = time.monotonic() - started >= self._limit_s
-                for part in staged:
-                    part.lost = late  # the engine gave up waiting, not copying
-                if late:
+                if time.monotonic() - started >= self._limit_s:  # the engine gave up waiting, not copying
                     raise StillCopying(f"transfer with {self._peer} did not finish in {self._limit_s:g} s")
                 raise TransferError(f"transfer with {self._peer} failed: it is gone or refuses")
             for data, memory in fills:
                 data[:] = memory
 
     def _take(self, nbytes: int) -> Staged:
-        if self._staged:
+        if self._has_staged:
             try:
                 return self._held.enter_context(self._pool.take(nbytes, 0.0))
             except TransferError:
