@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
 from epd_serve.errors import InstanceUntrusted, ServeError, TooLarge, error_from_response
 from epd_serve.rpc.http import MAX_UNREAD_BYTES, HttpCall, HttpPool, RemoteCall
@@ -361,45 +360,31 @@ class UpgradableHttp(HttpToolsProtocol):
         if self.cycle is not None:
             self.cycle.keep_alive = False
 
-    def upgrade(self, app: App, scope: Scope) -> None:
-        """Answer the request that is being served with the change to streams, whose calls ``app`` answers."""
-        transport = self.transport
-        self._unset_keepalive_if_required()
-        self.connections.discard(self)
-        self.cycle.disconnected = True  # its answer is written here
-        self.cycle.message_event.set()
-        upgraded = StreamServer(transport, self.loop, self.server_state, app, scope)
-        transport.set_protocol(upgraded)
-        transport.write(_SWITCHING)
-
 
 def upgrade(scope: Scope, app: App) -> bool:
-    """Whether a request for :data:`PATH` was answered with the change of its connection; not where the caller
-    speaks another version."""
-    offered = [value for name, value in scope["headers"] if name == b"upgrade"]
-    if offered != [PROTOCOL.encode()]:
+    """Answer a request for :data:`PATH` with the change of its connection to streams, whose calls ``app`` answers.
+
+    Returns False, without an answer, where the caller speaks another version.
+    """
+    if [value for name, value in scope["headers"] if name == b"upgrade"] != [PROTOCOL.encode()]:
         return False
-    connection: UpgradableHttp = scope["state"][_CONNECTION]
-    connection.upgrade(app, scope)
+    http: UpgradableHttp = scope["state"][_CONNECTION]
+    http._unset_keepalive_if_required()
+    http.connections.discard(http)
+    http.cycle.disconnected = True  # its answer is written here
+    http.cycle.message_event.set()
+    http.transport.set_protocol(StreamServer(http, app, scope))
+    http.transport.write(_SWITCHING)
     return True
 
 
 class StreamServer(asyncio.Protocol):
     """One caller's connection."""
 
-    def __init__(
-        self,
-        transport: asyncio.Transport,
-        loop: asyncio.AbstractEventLoop,
-        state: ServerState,
-        app: App,
-        scope: Scope,
-    ) -> None:
+    def __init__(self, http: UpgradableHttp, app: App, scope: Scope) -> None:
         """``scope`` is that of the request that made the connection, and of all calls on it."""
-        self._transport = transport
-        self._loop = loop
-        self._state = state
-        self._app = app
+        self._transport: asyncio.Transport = http.transport
+        self._loop, self._state, self._app = http.loop, http.server_state, app
         self._scope = {
             name: value for name, value in scope.items() if name not in ("path", "raw_path", "headers", "method")
         }
@@ -409,7 +394,7 @@ class StreamServer(asyncio.Protocol):
         self._due: list[Told] = []
         self._due_bytes = 0
         self._is_stopping = False
-        state.connections.add(cast(Any, self))  # uvicorn names its own protocols alone
+        self._state.connections.add(cast(Any, self))  # uvicorn names its own protocols alone
 
     def shutdown(self) -> None:
         """Close the connection when the last call is answered; uvicorn waits for that, for a time."""
@@ -422,15 +407,24 @@ class StreamServer(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for message in chain.from_iterable(self._messages.take(data)):
-                exchange = self._exchanges.get(message.stream)
+                number = message.stream
                 if type(message) is Call:
-                    self._begin(message)
-                elif exchange is None:  # its answer is complete
+                    if number <= self._last:
+                        raise LinkClosed(f"stream {number} comes behind {self._last}")
+                    self._last = number
+                    if self._is_stopping:
+                        self.put(Cut(number))
+                        continue
+                    exchange = self._exchanges[number] = Exchange(self, message)
+                    task = self._loop.create_task(self._serve(exchange, message))
+                    self._state.tasks.add(task)
+                    task.add_done_callback(self._state.tasks.discard)
+                elif (asked := self._exchanges.get(number)) is None:  # its answer is complete
                     continue
                 elif type(message) is Credit:
-                    exchange.credit(message.num_bytes)
+                    asked.credit(message.num_bytes)
                 else:
-                    exchange.left()
+                    asked.left()
         except LinkClosed as error:
             logger.warning("a caller's connection is closed: what it sends cannot be read: %s", error)
             self._transport.abort()
@@ -440,18 +434,6 @@ class StreamServer(asyncio.Protocol):
         self._due.clear()
         for exchange in self._exchanges.values():
             exchange.left()
-
-    def _begin(self, call: Call) -> None:
-        if call.stream <= self._last:
-            raise LinkClosed(f"stream {call.stream} comes behind {self._last}")
-        self._last = call.stream
-        if self._is_stopping:
-            self.put(Cut(call.stream))
-            return
-        exchange = self._exchanges[call.stream] = Exchange(self, call)
-        task = self._loop.create_task(self._serve(exchange, call))
-        self._state.tasks.add(task)
-        task.add_done_callback(self._state.tasks.discard)
 
     async def _serve(self, exchange: Exchange, call: Call) -> None:
         scope = {

@@ -10,8 +10,7 @@ from typing import Literal, cast
 
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.shared_memory import SharedMemoryPeers, SharedSlab, host_id
-from epd_serve.transfer.tcp import TcpPeers
-from epd_serve.transfer.tcp_server import JoinedMemory, TcpServer
+from epd_serve.transfer.tcp import JoinedMemory, TcpPeers, TcpServer
 from epd_serve.transfer.transport import (
     DeviceBytes,
     DeviceSlab,
