@@ -46,7 +46,6 @@ class RemoteCall:
         self.opened: asyncio.Future[Any] = pool.loop.create_future()
         self.status = 0
         self._headers: dict[bytes, bytes] = {}
-        self._lower: dict[bytes, bytes] | None = None
         self.closed = False
         self._complete = False
         self._failure: Exception | None = None
@@ -136,12 +135,10 @@ class RemoteCall:
             return InstanceLost(f"instance {self._pool.name} broke off its answer ({reason})")
         return InstanceLost(f"instance {self._pool.name} at {self._pool.url} is not reachable ({reason})")
 
-    @property
+    @cached_property
     def headers(self) -> dict[bytes, bytes]:
         """Return the answer's headers, names in lower case."""
-        if self._lower is None:
-            self._lower = {name.lower(): value for name, value in self._headers.items()}
-        return self._lower
+        return {name.lower(): value for name, value in self._headers.items()}
 
     # What follows is called by the connection.
 
@@ -351,7 +348,9 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._give_up(str(error), is_http=False)
+            self._call = None
+            self.transport.abort()
+            call.cut(str(error), is_http=False)
             return
         except httptools.HttpParserUpgrade as agreed:
             self._call = None
@@ -361,7 +360,9 @@ class Connection(asyncio.Protocol):
         if not self._begun:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._give_up(f"the head of its answer has more than {MAX_HEAD_BYTES} bytes")
+                self._call = None
+                self.transport.abort()
+                call.cut(f"the head of its answer has more than {MAX_HEAD_BYTES} bytes")
             return
         if pieces := self._pieces:
             piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -384,12 +385,6 @@ class Connection(asyncio.Protocol):
         call, self._call = self._call, None
         if call is not None:
             call.cut((str(error) or type(error).__name__) if error else "")
-
-    def _give_up(self, reason: str, *, is_http: bool = True) -> None:
-        call, self._call = self._call, None
-        self.transport.abort()
-        if call is not None:
-            call.cut(reason, is_http=is_http)
 
     def _on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

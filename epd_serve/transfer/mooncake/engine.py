@@ -221,19 +221,13 @@ class StoreClient:
         self._placement.preferred_segment = self._client.get_hostname()
 
     def _set_up(self, options: MooncakeOptions, master: str, segment_bytes: int, engine: Engine | None) -> None:
+        names = (options.protocol, options.devices, master)
         shared = {} if engine is None else {"engine": engine.shared}
         deadline = self._clock() + _SETUP_PATIENCE_S
-        while not self._set_up_once(options, master, segment_bytes, shared):
+        while self._client.setup(options.host, "P2PHANDSHAKE", segment_bytes, 0, *names, **shared) != _OK:
             if self._clock() >= deadline:
                 raise ValueError(f"the mooncake_master at {master} does not answer, or refuses {options.protocol}")
             time.sleep(_SETUP_RETRY_S)
-
-    def _set_up_once(
-        self, options: MooncakeOptions, master: str, segment_bytes: int, shared: dict[str, Any]
-    ) -> bool:
-        names = (options.protocol, options.devices, master)
-        result: int = self._client.setup(options.host, "P2PHANDSHAKE", segment_bytes, 0, *names, **shared)
-        return result == _OK
 
     def register(self, address: int, nbytes: int) -> None:
         """Let objects be put from and got into this memory."""

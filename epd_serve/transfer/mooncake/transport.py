@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import msgspec
 
@@ -162,7 +160,7 @@ class MooncakeTransport:
 
     def _copy(self, region: Region, pieces: Sequence[Piece], transfer: _Transfer) -> None:
         is_read = transfer == self.engine.read
-        with self._open(region, pieces, transfer) as batch:
+        with self._batch(transfer, self._peer(region, pieces)) as batch:
             for offset, data in pieces:
                 there = region.address + offset
                 if (here := self._registered_at(data)) is not None:
@@ -233,8 +231,8 @@ class MooncakeTransport:
             with self._lock:
                 self._known.add(region.name, True)
 
-    def _open(self, region: Region, pieces: Sequence[Piece], transfer: _Transfer) -> _Batch:
-        """A batch of copies with the region's process, once it is known that it is still that process."""
+    def _peer(self, region: Region, pieces: Sequence[Piece]) -> str:
+        """The engine of the region's process, once it is known that it is still that process."""
         check_bounds(region, pieces)
         if self._closed:
             raise TransferError("the transport is closed")
@@ -247,28 +245,37 @@ class MooncakeTransport:
         self._meet(region)
         peer = f"{region.host}:{region.engine_port}"
         there = bytearray(_IDENTITY_BYTES)
-        with _Batch(
-            self.engine.read, peer, self.engine.call_limit_s, self._staging, self._options.timeout_s
-        ) as check:
+        with self._batch(self.engine.read, peer) as check:
             check.stage(region.identity_address, _IDENTITY_BYTES, fills=memoryview(there))
             check.run()
         if there != _identity(region):
             raise TransferError(f"region {region.name} is gone: {peer} is another process now")
-        return _Batch(transfer, peer, self.engine.call_limit_s, self._staging, self._options.timeout_s)
+        return peer
+
+    @contextmanager
+    def _batch(self, transfer: _Transfer, peer: str) -> Iterator[_Batch]:
+        """Copies with a peer; what is not run by the end of the context is dropped."""
+        with ExitStack() as held:
+            yield _Batch(transfer, peer, self.engine.call_limit_s, self._staging, self._options.timeout_s, held)
 
 
 class _Batch:
     """Copies for calls of the engine, and the staged memory that they need. A full one runs by itself.
 
-    What is not run by the end of the ``with`` block is dropped.
-
     Args:
         limit_s: seconds that the engine waits for one call.
         patience_s: seconds to wait for room in the pool.
+        held: what is taken of it.
     """
 
     def __init__(
-        self, transfer: _Transfer, peer: str, limit_s: float, pool: StagingPool, patience_s: float
+        self,
+        transfer: _Transfer,
+        peer: str,
+        limit_s: float,
+        pool: StagingPool,
+        patience_s: float,
+        held: ExitStack,
     ) -> None:
         self._transfer = transfer
         self._peer = peer
@@ -278,16 +285,8 @@ class _Batch:
         self._copies: list[_Copy] = []
         self._nbytes = 0
         self._fills: list[tuple[memoryview, memoryview]] = []
-        self._held = ExitStack()
+        self._held = held
         self._has_staged = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._held.close()
 
     def add(self, here: int, there: int, nbytes: int) -> None:
         """Copy registered memory from or to ``here``."""
