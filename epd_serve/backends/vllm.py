@@ -151,8 +151,9 @@ class VllmInstance(VllmServer):
         it may be dead, or another process.
         """
         now = asyncio.get_running_loop().time()
-        is_fresh = self._info is not None and self._is_idle() and now - self._info_at < _IDLE_FIGURES_S
-        if self._info is not None and is_fresh and not doubted:
+        seen = self._seen
+        is_idle = seen is not None and not (seen.num_running or seen.num_waiting or self._num_calls)
+        if self._info is not None and is_idle and now - self._info_at < _IDLE_FIGURES_S and not doubted:
             if now - self._heard_at >= _IDLE_SIGN_S:
                 await self.get("/health")
                 self._heard_at = now
@@ -190,11 +191,6 @@ class VllmInstance(VllmServer):
             modalities=_MODALITIES,
         )
         return self._info
-
-    def _is_idle(self) -> bool:
-        """Whether it had no work when its figures were last read, and this caller has no call open there."""
-        seen = self._seen
-        return seen is not None and not (seen.num_running or seen.num_waiting or self._num_calls)
 
     @property
     def _num_calls(self) -> int:
@@ -295,7 +291,9 @@ class VllmInstance(VllmServer):
         """Have an item encoded; an instance that prefills is asked to encode it itself, with its prompt."""
         ref = request.ref
         if self.target.role.has_language_model:
-            await self._withdraw(request.request_id, ref.mm_hash)
+            if self.target.takes_features and self.target.features == "store":  # P need not wait any more
+                withdrawn = FeatureWithdrawn(request_id=request.request_id, mm_hash=ref.mm_hash)
+                await self._notices(FEATURE_PORT).ask(withdrawn)
             self._settle(request)
             return wire.EncodeReply(cached=False, num_tokens=0)
         model = self._model_of(request) or await self.model_name()
@@ -503,11 +501,6 @@ class VllmInstance(VllmServer):
                 raise InstanceLost(f"{self._bootstrap.url}/query is no answer of Mooncake ({error!r})") from error
             self._engine_id = (self._warm or 0.0, str(engine_id))
         return self._engine_id[1]
-
-    async def _withdraw(self, request_id: str, mm_hash: str) -> None:
-        """Let P stop waiting for a feature. Raises InstanceLost where the notice does not reach it."""
-        if self.target.takes_features and self.target.features == "store":
-            await self._notices(FEATURE_PORT).ask(FeatureWithdrawn(request_id=request_id, mm_hash=mm_hash))
 
     def _disclaim(self, exchange: _Exchange) -> None:
         """Let P free KV that no D will ask for any more; a D that has begun its answer has taken it already."""

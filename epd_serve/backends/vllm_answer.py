@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -150,14 +150,13 @@ class Work:
     """
 
     def __init__(
-        self, steps: Callable[[Work], Awaitable[Any]], on_close: Callable[[], None] = lambda: None
+        self, steps: Callable[[Work], Coroutine[Any, Any, Any]], on_close: Callable[[], None] = lambda: None
     ) -> None:
-        loop = asyncio.get_running_loop()
-        self.opened: asyncio.Future[Any] = loop.create_future()
         self._held: list[HttpCall] = []
         self._on_close = on_close
         self._closed = False
-        self._task = loop.create_task(self._run(steps))
+        self.opened: asyncio.Future[Any] = asyncio.get_running_loop().create_task(steps(self))
+        self.opened.add_done_callback(lambda opened: opened.cancelled() or opened.exception())  # nobody has to ask
 
     def holds(self, call: HttpCall) -> None:
         if self._closed:
@@ -169,25 +168,7 @@ class Work:
         if self._closed:
             return
         self._closed = True
-        self._task.cancel()
+        self.opened.cancel()
         for call in self._held:
             call.close()
-        if not self.opened.done():
-            self.opened.cancel()
-        elif not self.opened.cancelled():
-            self.opened.exception()  # nobody has to ask for it
         self._on_close()
-
-    async def _run(self, steps: Callable[[Work], Awaitable[Any]]) -> None:
-        try:
-            answer = await steps(self)
-        except asyncio.CancelledError:
-            if not self.opened.done():
-                self.opened.cancel()
-            raise
-        except Exception as error:  # noqa: BLE001 - it is raised where the answer is waited for
-            if not self.opened.done():
-                self.opened.set_exception(error)
-        else:
-            if not self.opened.done():
-                self.opened.set_result(answer)

@@ -76,10 +76,12 @@ class FramedCall(VllmCall):
     """A call whose answer comes in frames (:mod:`epd_serve.protocol.frames`).
 
     Attributes:
+        prompt: in tokens, where this is the rest of an answer: vLLM must report the same prompt.
         num_before: tokens of the answer that its prompt ends with.
     """
 
     framed = True
+    prompt: list[int] | None = None
     num_before = 0
     _created = 0
     _has_ended = False
@@ -87,7 +89,7 @@ class FramedCall(VllmCall):
 
     def for_request(self, request: PrefillRequest, prompt: list[int] | None) -> None:
         """``prompt``: in tokens, where it ends with those that were generated before."""
-        self._created = request.output.created
+        self.prompt, self._generated, self._created = prompt, request.generated, request.output.created
         self._tokens: list[int] = []
         self.num_before = 0 if prompt is None else len(request.generated)
 
@@ -146,18 +148,10 @@ class KnownTokens(FramedCall):
     character, and an instance that goes on must do so behind whole characters. Of several tokens in one event,
     which vLLM makes where its reader lags, the text may end before the last. The last events wait for the end: an
     answer that has ended is not gone on with.
-
-    Attributes:
-        prompt: in tokens, where this is the rest of an answer: vLLM must report the same prompt.
     """
 
-    prompt: list[int] | None = None
     _has_begun = False
     _num_held = 0
-
-    def for_request(self, request: PrefillRequest, prompt: list[int] | None) -> None:
-        super().for_request(request, prompt)
-        self.prompt = prompt
 
     def _is_new(self, tokens: list[int], prompt: list[int] | None, *, has_choice: bool, is_last: bool) -> bool:
         if not self._has_begun:
@@ -183,17 +177,13 @@ class ReplayedTokens(FramedCall):
 
     _num_told = 0
 
-    def for_request(self, request: PrefillRequest, prompt: list[int] | None) -> None:
-        super().for_request(request, prompt)
-        self.generated = request.generated
-
     def _is_new(self, tokens: list[int], prompt: list[int] | None, *, has_choice: bool, is_last: bool) -> bool:
         begin, self._num_told = self._num_told, self._num_told + len(tokens)
-        missing = self.generated[begin : self._num_told]
+        missing = self._generated[begin : self._num_told]
         if tokens[: len(missing)] != missing:
             raise InstanceFailed(f"instance {self._pool.name} gives another answer than the one that was begun")
-        if begin < len(self.generated) < self._num_told:
+        if begin < len(self._generated) < self._num_told:
             raise InstanceFailed(f"instance {self._pool.name} gives the answer in other parts than the first one")
-        if begin < len(self.generated) and (is_last or not has_choice):
+        if begin < len(self._generated) and (is_last or not has_choice):
             raise InstanceFailed(f"instance {self._pool.name} ends the answer before what there is of it")
-        return begin >= len(self.generated)
+        return begin >= len(self._generated)

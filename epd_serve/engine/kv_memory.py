@@ -29,8 +29,8 @@ from epd_serve.models.sharding import HeadCopy, head_copies, kv_heads
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.transfer.kv_sender import ReadableKV, RemoteWrite
 from epd_serve.transfer.shared_memory import release_mapped
-from epd_serve.transfer.staging import Span, StagingArea, paired, rounds, slab_spans
-from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Piece, Transport
+from epd_serve.transfer.staging import StagingArea, rounds
+from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Piece, Span, Transport, paired, slab_spans
 
 if TYPE_CHECKING:
     from epd_serve.engine.emulated.emulation import Emulation
@@ -404,7 +404,7 @@ def _on_all_ranks(
 
 @dataclass(frozen=True, slots=True)
 class _InSlab:
-    """Blocks of some layers in the slab: see :func:`~epd_serve.transfer.staging.slab_spans`."""
+    """Blocks of some layers in the slab: see :func:`~epd_serve.transfer.transport.slab_spans`."""
 
     memory: KVMemory
     layers: range

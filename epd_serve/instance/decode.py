@@ -32,8 +32,7 @@ from epd_serve.sequence import Sequence
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
 from epd_serve.transfer.shared_memory import is_being_written
-from epd_serve.transfer.staging import paired
-from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport
+from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, paired
 from epd_serve.types import Grammar
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed, InstanceLost, Inv
 from epd_serve.protocol import wire
 from epd_serve.rpc import streams
 from epd_serve.rpc.cluster import CLUSTER_KEY, ClusterLinks, cluster_key, is_proved, with_link
-from epd_serve.rpc.http import HttpCall, HttpPool
-from epd_serve.rpc.stream_server import WRITE, UpgradableHttp, upgrade
+from epd_serve.rpc.http import INSTANCE_KEEP_ALIVE_S, HttpCall, HttpPool
+from epd_serve.rpc.streams import WRITE, UpgradableHttp, upgrade
 from epd_serve.rpc.tls import tls_files
 
 logger = logging.getLogger(__name__)
@@ -249,7 +249,9 @@ class Peers:
         it is gone or does not answer in ``timeout_s``.
         """
         if (pool := self._pools.get(url)) is None:
-            pool = self._pools[url] = HttpPool(url, url, cluster_key(), tls=tls_files())
+            tls = tls_files()
+            pool = HttpPool(url, url, cluster_key(), tls=tls, keep_alive_s=INSTANCE_KEEP_ALIVE_S)
+            self._pools[url] = pool
         try:
             async with asyncio.timeout(timeout_s):
                 return await HttpCall(pool, "POST", path, _HEADERS, [wire.encode(message)]).ask()

@@ -28,7 +28,7 @@ from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.descriptors import raise_limit
 from epd_serve.rpc.joining import join_all
 from epd_serve.rpc.sockets import watch_accepted
-from epd_serve.rpc.stream_server import BrokenStream
+from epd_serve.rpc.streams import BrokenStream
 from epd_serve.rpc.tls import tls_files
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from epd_serve.instance.text.prompt import Prompt, PromptProcessor
 from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor, wanted
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.openai import chunks
-from epd_serve.rpc.stream_server import BrokenStream
+from epd_serve.rpc.streams import BrokenStream
 from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer

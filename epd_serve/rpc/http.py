@@ -1,13 +1,13 @@
-"""HTTP/1.1 to one server over kept-alive connections, for calls by the thousand per second.
+"""Calls to a server: over HTTP/1.1 with kept-alive connections, for calls by the thousand per second.
 
 A call costs no task: its request is written at once where a connection is idle, and what comes back is handed on
-from the event loop's own callbacks.
+from the event loop's own callbacks. :class:`RemoteCall` is what calls over :mod:`epd_serve.rpc.streams` are, too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
@@ -16,17 +16,207 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from epd_serve.errors import InstanceUnreachable, InstanceUntrusted, ServeError, error_from_response
+from epd_serve.errors import InstanceLost, InstanceUnreachable, InstanceUntrusted, ServeError, error_from_response
 from epd_serve.rpc import sockets
-from epd_serve.rpc.call import MAX_BODY_BYTES, MAX_NOTE_BYTES, RemoteCall
 from epd_serve.rpc.cluster import HELLO, Greeting, NotProved, address_text
 from epd_serve.rpc.descriptors import shortage
 from epd_serve.rpc.tls import TlsFiles
+
+#: An answer that nobody reads yet is held up to here; then the instance has to wait.
+MAX_UNREAD_BYTES = 256 * 1024
+#: Of an answer that is read as a whole, unless its reader knows better.
+MAX_BODY_BYTES = 256 * 1024**2
+#: Of one that says no more than how something went, errors among them.
+MAX_NOTE_BYTES = 64 * 1024
+
+
+class RemoteCall:
+    """One request and its answer. It must be closed; before the answer's end that breaks the call off.
+
+    Attributes:
+        connection: as long as it has the call and there is more to come; None before and after.
+        opened: done when the answer's head is there. An answer with status 400 or above is an error, which is set
+            here once its body is complete (:func:`epd_serve.errors.error_from_response`); a connection that fails
+            is InstanceLost.
+    """
+
+    def __init__(self, pool: HttpPool) -> None:
+        self._pool = pool
+        self.connection: Any = None
+        self.opened: asyncio.Future[Any] = pool.loop.create_future()
+        self.status = 0
+        self._headers: dict[bytes, bytes] = {}
+        self.closed = False
+        self._complete = False
+        self._failure: Exception | None = None
+        self._pieces: list[bytes] = []
+        self._unread_bytes = 0
+        #: Whether the instance is to hear when what has come is taken: it waits for that, or soon will.
+        self._lacks_room = False
+        self._write: Callable[[bytes], bool] | None = None
+        self._news = asyncio.Event()  # cleared by the one who waits for it
+
+    async def read(self, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+        """The whole body. Raises InstanceLost where it breaks off, or has more than ``max_bytes``."""
+        pieces, num_bytes = [], 0
+        while num_bytes <= max_bytes:
+            if self._pieces:
+                pieces.append(self._take())
+                num_bytes += len(pieces[-1])
+            if self._complete:
+                break
+            if self._failure is not None:
+                raise self._failure
+            if self._lacks_room:
+                self._go_on()
+            self._news.clear()
+            await self._news.wait()
+        if num_bytes > max_bytes:
+            self.close()
+            raise InstanceLost(f"instance {self._pool.name} answered with more than {max_bytes} bytes")
+        return b"".join(pieces)
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes, never empty pieces. Raises InstanceLost where it breaks off."""
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes:
+        """The next of :meth:`chunks`."""
+        while not self._pieces and not self._complete:
+            if self._failure is not None:
+                raise self._failure
+            self._news.clear()
+            await self._news.wait()
+        chunk = self._take()
+        if not chunk:
+            raise StopAsyncIteration
+        if self._lacks_room:
+            self._go_on()
+        return chunk
+
+    async def forward(self, write: Callable[[bytes], bool]) -> bool:
+        """Hand the body to ``write`` as it comes, from the event loop's callbacks, until it returns False.
+
+        Returns whether the body is complete; where it is not, no more is handed on until the next call of this
+        method. What ``write`` raises is raised here. Raises InstanceLost where the body breaks off.
+        """
+        if self._pieces and not write(self._take()):
+            return self._complete
+        if not self._complete and self._failure is None:
+            self._write = write
+            if self._lacks_room:
+                self._go_on()
+            try:
+                self._news.clear()
+                await self._news.wait()
+            finally:
+                self._write = None
+        if self._failure is not None and not self._pieces:
+            raise self._failure
+        return self._complete and not self._pieces
+
+    def close(self) -> None:
+        """Break the call off unless its answer is complete, which tells the instance."""
+        self.closed = True
+        if not self._complete:
+            self._break_off()
+        if not self.opened.done():
+            self.opened.cancel()
+        elif not self.opened.cancelled():
+            self.opened.exception()  # nobody has to ask for it
+        self._pieces.clear()
+
+    def lost(self, reason: str) -> InstanceLost:
+        reason = reason or "the connection was closed"
+        if self.status:
+            return InstanceLost(f"instance {self._pool.name} broke off its answer ({reason})")
+        return InstanceLost(f"instance {self._pool.name} at {self._pool.url} is not reachable ({reason})")
+
+    @cached_property
+    def headers(self) -> dict[bytes, bytes]:
+        """Return the answer's headers, names in lower case."""
+        return {name.lower(): value for name, value in self._headers.items()}
+
+    # What follows is called by the connection.
+
+    def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
+        self.status = status
+        self._headers = headers
+        if status < 400 and not self.opened.done():
+            self.opened.set_result(self)
+
+    def receive(self, data: bytes) -> None:
+        """Take a piece of the body."""
+        if self._write is not None:
+            try:
+                more = self._write(data)
+            except Exception as error:  # noqa: BLE001 - the one who waits in forward() gets it
+                more = False
+                self._failure = error
+            if not more:
+                self._write = None
+                self._news.set()
+            return
+        self._unread_bytes += len(data)
+        self._pieces.append(data)
+        if self.status >= 400 and self._unread_bytes > MAX_NOTE_BYTES and not self.opened.done():
+            self.opened.set_exception(self.error(self._take()[:MAX_NOTE_BYTES]))
+            self.close()
+            return
+        self._news.set()
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            self._hold_back()
+
+    def end(self) -> None:
+        self.connection = None
+        self._complete = True
+        if self.status >= 400 and not self.opened.done():
+            self.opened.set_exception(self.error(self._take()))
+        self._news.set()
+
+    def error(self, body: bytes) -> Exception:
+        """The error that an answer with status 400 or above stands for."""
+        return error_from_response(self.status, body, origin=f"instance {self._pool.name}")
+
+    def fail(self, error: Exception) -> None:
+        self.connection = None
+        if self._complete or self.closed:
+            return
+        self._failure = error
+        if not self.opened.done():
+            self.opened.set_exception(error)
+        self._news.set()
+
+    # What a connection of each kind does in its own way.
+
+    def _break_off(self) -> None:
+        """Tell the instance that the rest of the answer is not wanted."""
+        raise NotImplementedError
+
+    def _hold_back(self) -> None:
+        """More is unread than may be: the instance has to wait."""
+        raise NotImplementedError
+
+    def _go_on(self) -> None:
+        """All that had come was taken, and the instance had no room: it may go on."""
+        raise NotImplementedError
+
+    def _take(self) -> bytes:
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces.clear()
+        self._unread_bytes = 0
+        return data
 
 
 class HttpCall(RemoteCall):
     """A call over HTTP. After :meth:`send`, :meth:`close` must be called; before the answer's end it breaks the
     call off, by closing the connection.
+
+    Args:
+        headers: lines that end with CR LF.
 
     Attributes:
         on_new_connection: whether a kept-alive one will not do, which may be to a host that is gone since.
@@ -49,7 +239,9 @@ class HttpCall(RemoteCall):
     ) -> None:
         super().__init__(pool)
         self.on_new_connection = on_new_connection
-        self.request = [pool.head(method, path, headers, sum(map(len, body))), *body]
+        size = sum(map(len, body))
+        head = f"{method} {pool.prefix}{path} HTTP/1.1\r\n{pool.headers}{headers}content-length: {size}\r\n\r\n"
+        self.request = [head.encode("latin-1"), *body]
         self.connecting: asyncio.Task[None] | None = None
 
     def send(self) -> None:
@@ -83,62 +275,27 @@ class HttpCall(RemoteCall):
             reason = f"{reason or 'the connection was closed'}; {_CERTIFICATE_NOT_ACCEPTED}"
         self.fail(self.lost(reason if is_http else f"no HTTP answer: {reason}"))
 
+    def upgraded(self, transport: asyncio.Transport, rest: bytes) -> None:
+        """The server has changed to another protocol, of which ``rest`` has come already."""
+        transport.abort()
+        self.cut("it changes to a protocol that was not asked for", is_http=False)
+
     def _break_off(self) -> None:
         if self.connecting is not None and not self.connecting.done():
             self.connecting.cancel()
         if self.connection is not None:
-            self.connection.abort()
+            self.connection.transport.abort()
             self.connection = None
 
     def _hold_back(self) -> None:
-        if self.connection is not None:
-            self.connection.pause()
+        if self.connection is not None and not self._lacks_room and not self.connection.transport.is_closing():
+            self._lacks_room = True
+            self.connection.transport.pause_reading()
 
     def _go_on(self) -> None:
-        if self.connection is not None:
-            self.connection.resume()
-
-
-class Upgrade(HttpCall):
-    """A call by which a connection of its own changes from HTTP to another protocol (RFC 9110, section 7.8).
-
-    ``opened`` gives what ``make`` has made of the transport: who has the connection from there on. A server that
-    answers in HTTP speaks another version: InstanceUntrusted.
-    """
-
-    keeps_connection = False
-
-    def __init__(
-        self, pool: HttpPool, path: str, protocol: str, make: Callable[[asyncio.Transport], asyncio.Protocol]
-    ) -> None:
-        headers = f"connection: upgrade\r\nupgrade: {protocol}\r\n"
-        super().__init__(pool, "GET", path, headers, on_new_connection=True)
-        self._protocol = protocol
-        self._make = make
-
-    def begin(self, status: int, headers: dict[bytes, bytes]) -> None:
-        super().begin(max(status, 400), headers)
-
-    def error(self, body: bytes) -> Exception:
-        told = error_from_response(self.status, body, origin=f"instance {self._pool.name}")
-        if self.status in (401, 403, 503):
-            return told
-        return InstanceUntrusted(
-            f"instance {self._pool.name} at {self._pool.url} does not speak {self._protocol}: it has another "
-            f"version of epd-serve than its caller ({told.message})"
-        )
-
-    def upgraded(self, transport: asyncio.Transport, rest: bytes) -> None:
-        """The server has agreed."""
-        self.connection = None
-        if self.opened.done():
-            transport.abort()
-            return
-        made = self._make(transport)
-        transport.set_protocol(made)
-        self.opened.set_result(made)
-        if rest:
-            made.data_received(rest)
+        self._lacks_room = False
+        if self.connection is not None and not self.connection.transport.is_closing():
+            self.connection.transport.resume_reading()
 
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -149,13 +306,13 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, pool: HttpPool) -> None:
         self._pool = pool
-        self._transport: asyncio.Transport
+        self.transport: asyncio.Transport
         self.idle_since_s = 0.0
         self._call: HttpCall | None = None
         self._headers: dict[bytes, bytes] = {}
         self._pieces: list[bytes] = []
         self._head_bytes = 0
-        self._begun = self._ended = self._reusable = self._paused = False
+        self._begun = self._ended = self._reusable = False
         #: The line by which the first request proves the cluster's key; b"" where there is none to prove.
         self.proof = b""
         self.is_greeting = False
@@ -178,56 +335,34 @@ class Connection(asyncio.Protocol):
         if self.proof:
             request[0] = request[0].removesuffix(b"\r\n") + self.proof + b"\r\n"
             self.proof = b""
-        self._transport.writelines(request)
-
-    @property
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    @property
-    def peer_address(self) -> tuple[str, int]:
-        host, port = self._transport.get_extra_info("peername")[:2]
-        return host, port
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def pause(self) -> None:
-        if not self._paused and not self._transport.is_closing():
-            self._paused = True
-            self._transport.pause_reading()
-
-    def resume(self) -> None:
-        if self._paused and not self._transport.is_closing():
-            self._paused = False
-            self._transport.resume_reading()
+        self.transport.writelines(request)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by name
 
     def data_received(self, data: bytes) -> None:
         call = self._call
         if call is None:  # nobody has asked: the server wants to end the connection, or is not in its senses
-            self._transport.abort()
+            self.transport.abort()
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._give_up(str(error), is_http=False)
+            self._call = None
+            self.transport.abort()
+            call.cut(str(error), is_http=False)
             return
         except httptools.HttpParserUpgrade as agreed:
             self._call = None
             self._pool.lost(self)
-            if isinstance(call, Upgrade):
-                call.upgraded(self._transport, data[agreed.args[0] :])
-            else:
-                self._transport.abort()
-                call.cut("it changes to a protocol that was not asked for", is_http=False)
+            call.upgraded(self.transport, data[agreed.args[0] :])
             return
         if not self._begun:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._give_up(f"the head of its answer has more than {MAX_HEAD_BYTES} bytes")
+                self._call = None
+                self.transport.abort()
+                call.cut(f"the head of its answer has more than {MAX_HEAD_BYTES} bytes")
             return
         if pieces := self._pieces:
             piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -237,11 +372,12 @@ class Connection(asyncio.Protocol):
             self._call = None
             # An answer before its request was out leaves the rest of the request on the connection.
             reusable = self._reusable and call.keeps_connection
-            if reusable and not self._transport.get_write_buffer_size():
-                self.resume()
+            if reusable and not self.transport.get_write_buffer_size():
+                if not (self.transport.is_reading() or self.transport.is_closing()):
+                    self.transport.resume_reading()  # the call had no room
                 self._pool.put_back(self)
             else:
-                self._transport.abort()
+                self.transport.abort()
             call.end()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -249,12 +385,6 @@ class Connection(asyncio.Protocol):
         call, self._call = self._call, None
         if call is not None:
             call.cut((str(error) or type(error).__name__) if error else "")
-
-    def _give_up(self, reason: str, *, is_http: bool = True) -> None:
-        call, self._call = self._call, None
-        self._transport.abort()
-        if call is not None:
-            call.cut(reason, is_http=is_http)
 
     def _on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -273,9 +403,11 @@ class Connection(asyncio.Protocol):
 TLS_HANDSHAKE_S = 5.0
 #: TLS 1.3 has no other way to say it: the client's handshake is over by then.
 _CERTIFICATE_NOT_ACCEPTED = "so a server ends it that does not accept the client's certificate"
-#: Below the keep-alive time of the instances' server (5 s), so that a call never meets a connection that is just
-#: being closed.
+#: Below the keep-alive time of most servers (5 s), so that a call never meets a connection that is just being
+#: closed.
 KEEP_ALIVE_S = 3.0
+#: The same with native instances, which keep a connection for 75 s: calls with pauses in between make no new ones.
+INSTANCE_KEEP_ALIVE_S = 30.0
 #: How long a server may take to prove that it has the cluster's key.
 GREETING_S = 10.0
 
@@ -292,11 +424,13 @@ class HttpPool:
         tls: TlsFiles | None = None,
         path: Path | None = None,
         address: str | None = None,
+        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         """``name`` is the instance's, for error messages; both ends of each connection prove to have the cluster's
         ``key``, if there is one (:mod:`epd_serve.rpc.cluster`). With https both show a certificate of the CA in
         ``tls``; None: the server one of a public CA. ``path`` is the Unix socket of a server that is reached at
-        one, ``address`` that of the URL's host which is meant, where it has several.
+        one, ``address`` that of the URL's host which is meant, where it has several. A connection is kept for
+        ``keep_alive_s`` without a call, which must be less than the server keeps it.
 
         Raises ValueError for a URL that is not http(s).
         """
@@ -308,12 +442,13 @@ class HttpPool:
         self._host = parts.hostname
         self.is_tls = parts.scheme == "https"
         self._port = parts.port or (443 if self.is_tls else 80)
-        self._prefix = parts.path.rstrip("/")
-        #: The lines that every request has.
-        self._headers = f"host: {parts.netloc.rpartition('@')[2]}\r\n"
+        #: The beginning of every path, and the lines that every request has.
+        self.prefix = parts.path.rstrip("/")
+        self.headers = f"host: {parts.netloc.rpartition('@')[2]}\r\n"
         self._key = key
         self._path = path
         self._address = address or self._host
+        self._keep_alive_s = keep_alive_s
         context = tls.client_context() if tls is not None and self.is_tls else self.is_tls or None
         #: Of a connection: how TLS is made on it.
         self._secured: dict[str, Any] = {}
@@ -335,11 +470,6 @@ class HttpPool:
         """The running event loop, kept: asyncio would look it up with a system call each time (CPython 3.11)."""
         return asyncio.get_running_loop()
 
-    def head(self, method: str, path: str, headers: str, size: int) -> bytes:
-        """The head of a request with a body of ``size`` bytes. ``headers`` are lines that end with CR LF."""
-        text = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}{headers}content-length: {size}\r\n\r\n"
-        return text.encode("latin-1")
-
     def connect(self, call: HttpCall) -> None:
         """Send a call on a new connection."""
         call.connecting = self.loop.create_task(self._connect(call))
@@ -359,19 +489,19 @@ class HttpPool:
             task.cancel()
         await asyncio.gather(*self._connecting, return_exceptions=True)
         for connection in list(self._connections):
-            connection.abort()
+            connection.transport.abort()
         await self._all_closed.wait()
         self.__dict__.pop("loop", None)  # the next caller may have another one
 
     def take_idle(self) -> Connection | None:
         if not self._idle:
             return None
-        oldest_s = self.loop.time() - KEEP_ALIVE_S
+        oldest_s = self.loop.time() - self._keep_alive_s
         while self._idle:
             connection = self._idle.pop()
-            if connection.idle_since_s >= oldest_s and not connection.is_closing:
+            if connection.idle_since_s >= oldest_s and not connection.transport.is_closing():
                 return connection
-            connection.abort()
+            connection.transport.abort()
         return None
 
     async def open(self) -> Connection:
@@ -396,8 +526,8 @@ class HttpPool:
             call.unreachable(error if isinstance(error, OSError) else OSError(str(error)))
             return
         if call.closed:
-            connection.abort()
-        elif connection.is_closing:
+            connection.transport.abort()
+        elif connection.transport.is_closing():
             call.cut("")
         else:
             # Not before: uvloop never says of a connection whose making was given up that it is lost.
@@ -412,7 +542,7 @@ class HttpPool:
 
         If not, the call fails unsent, with the reason.
         """
-        greeting = Greeting(key, address_text(*connection.peer_address))
+        greeting = Greeting(key, address_text(*connection.transport.get_extra_info("peername")[:2]))
         hello = HttpCall(self, "POST", HELLO, greeting.headers)
         connection.is_greeting = True
         try:
@@ -429,13 +559,13 @@ class HttpPool:
             call.fail(error if hello.status < 400 else self._untrusted(f" ({hello.status}: {error.message})"))
         else:
             connection.is_greeting = False
-            if not connection.is_closing:
+            if not connection.transport.is_closing():
                 return True
             call.cut("")
         finally:
             hello.close()
             if connection.is_greeting or call.closed:
-                connection.abort()
+                connection.transport.abort()
         return False
 
     def _untrusted(self, reason: str) -> InstanceUntrusted:
@@ -449,14 +579,14 @@ class HttpPool:
         connection.idle_since_s = self.loop.time()
         if not self._closes_old:  # one timer, however often there is none idle
             self._closes_old = True
-            self.loop.call_later(KEEP_ALIVE_S, self._close_old)
+            self.loop.call_later(self._keep_alive_s, self._close_old)
         self._idle.append(connection)
 
     def _close_old(self) -> None:
-        oldest_s = self.loop.time() - KEEP_ALIVE_S
+        oldest_s = self.loop.time() - self._keep_alive_s
         for connection in [one for one in self._idle if one.idle_since_s <= oldest_s]:
             self._idle.remove(connection)
-            connection.abort()
+            connection.transport.abort()
         self._closes_old = bool(self._idle)
         if self._idle:
             self.loop.call_later(max(0.1, self._idle[0].idle_since_s - oldest_s), self._close_old)

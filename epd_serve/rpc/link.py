@@ -48,57 +48,48 @@ def pack(message: Any, encoder: msgspec.msgpack.Encoder = _ENCODER, max_bytes: i
     return packed
 
 
-def _length(head: bytes | bytearray, start: int, max_bytes: int) -> int:
-    nbytes: int = _LENGTH.unpack_from(head, start)[0]
-    if nbytes > max_bytes:
-        raise NoMessage(f"a message of {nbytes} bytes was announced; {max_bytes} are the limit of its link")
-    return nbytes
-
-
-def _unpack(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
-    try:
-        return decoder.decode(data)
-    except msgspec.DecodeError as error:
-        raise NoMessage(f"what came is no message: {error}") from error
-
-
 class Messages(Generic[T]):
-    """Takes bytes as they come, gives whole messages."""
+    """Takes bytes as they come, gives whole messages.
 
-    __slots__ = ("_decoder", "_held", "_max_bytes")
+    Attributes:
+        missing_bytes: that the message lacks whose beginning has come; 0 where its length is not known.
+    """
+
+    __slots__ = ("_decoder", "_held", "_max_bytes", "missing_bytes")
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], max_bytes: int = MAX_BYTES) -> None:
         self._decoder = decoder
         self._max_bytes = max_bytes
         self._held = bytearray()
-
-    @property
-    def missing_bytes(self) -> int:
-        """The bytes that the message lacks whose beginning has come; 0 where its length is not known."""
-        held = self._held
-        return _LENGTH.size + _length(held, 0, self._max_bytes) - len(held) if len(held) >= _LENGTH.size else 0
+        self.missing_bytes = 0
 
     def take(self, piece: bytes) -> list[T]:
         """The messages that are whole with a piece. Raises LinkClosed for what is none."""
         held = self._held
-        if not held and len(piece) >= _LENGTH.size == len(piece) - _length(piece, 0, self._max_bytes):
-            return [_unpack(self._decoder, memoryview(piece)[_LENGTH.size :])]
         data: bytes | bytearray = piece
         if held:
             held += piece
             data = held
-        found, start = [], 0
+        found, start, most = [], 0, self._max_bytes
+        self.missing_bytes = 0
         with memoryview(data) as view:
             while len(data) >= start + _LENGTH.size:
-                end = start + _LENGTH.size + _length(data, start, self._max_bytes)
+                nbytes: int = _LENGTH.unpack_from(data, start)[0]
+                if nbytes > most:
+                    raise NoMessage(f"a message of {nbytes} bytes was announced; {most} are the limit of its link")
+                end = start + _LENGTH.size + nbytes
                 if end > len(data):
+                    self.missing_bytes = end - len(data)
                     break
                 with view[start + _LENGTH.size : end] as body:
-                    found.append(_unpack(self._decoder, body))
+                    try:
+                        found.append(self._decoder.decode(body))
+                    except msgspec.DecodeError as error:
+                        raise NoMessage(f"what came is no message: {error}") from error
                 start = end
         if held:
             del held[:start]
-        else:
+        elif start < len(piece):
             held += piece[start:]
         return found
 
@@ -183,8 +174,9 @@ class AsyncLink(Generic[T]):
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._decoder = decoder
+        self._messages = Messages(decoder, max_bytes)
         self._max_bytes = max_bytes
+        self._came: deque[T] = deque()
 
     @classmethod
     async def over(cls, end: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> AsyncLink[T]:
@@ -200,14 +192,15 @@ class AsyncLink(Generic[T]):
 
     async def receive(self) -> T:
         """The next message, as soon as it is there. Raises LinkClosed."""
-        head = await self._read(_LENGTH.size)
-        return _unpack(self._decoder, await self._read(_length(head, 0, self._max_bytes)))
-
-    async def _read(self, nbytes: int) -> bytes:
-        try:
-            return await self._reader.readexactly(nbytes)
-        except (asyncio.IncompleteReadError, OSError) as error:
-            raise LinkClosed("the other end is closed") from error
+        while not self._came:
+            try:
+                piece = await self._reader.read(_PIECE_BYTES)
+            except OSError as error:
+                raise LinkClosed(str(error)) from error
+            if not piece:
+                raise LinkClosed("the other end is closed")
+            self._came += self._messages.take(piece)
+        return self._came.popleft()
 
     def close(self) -> None:
         """Close the link once the other end has all that was sent, or is gone."""

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import select
 import socket
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -107,38 +105,10 @@ def _made(tries: Sequence[socket.socket], address: Address) -> socket.socket | N
 
 
 def connect_blocking(host: str, port: int) -> socket.socket:
-    """As :func:`connect`, from a thread; the connection blocks, without a limit of time."""
-    failure: OSError | None = None
-    for address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        try:
-            return _connect_blocking(address)
-        except OSError as error:
-            failure = failure or error
-    raise failure or OSError(f"{host} has no address")
-
-
-def _connect_blocking(address: Address) -> socket.socket:
-    tries: list[socket.socket] = []
-    deadline = time.monotonic() + CONNECT_S
-    try:
-        poll = select.poll()
-        while (left_s := deadline - time.monotonic()) > 0:
-            one = _new(address)
-            tries.append(one)
-            one.connect_ex(address[4])
-            poll.register(one, select.POLLOUT)
-            if found := poll.poll(1000 * min(_TRY_AGAIN_S, left_s)):
-                connection = next(one for one in tries if one.fileno() == found[0][0])
-                if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    raise OSError(code, os.strerror(code))
-                tries.remove(connection)
-                connection.setblocking(True)
-                watch(connection)
-                return connection
-        raise TimeoutError(f"no connection in {CONNECT_S:g} s")
-    finally:
-        for one in tries:
-            one.close()
+    """As :func:`connect`, from a thread without an event loop; the connection blocks, without a limit of time."""
+    connection = asyncio.run(connect(host, port))
+    connection.setblocking(True)
+    return connection
 
 
 def _new(address: Sequence[Any]) -> socket.socket:

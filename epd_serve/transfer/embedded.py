@@ -6,20 +6,19 @@ import os
 import threading
 import uuid
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
 from epd_serve.protocol.wire import Region
 from epd_serve.transfer.shared_memory import SharedMemoryPeers, SharedSlab, host_id
-from epd_serve.transfer.tcp import TcpPeers
-from epd_serve.transfer.tcp_server import JoinedMemory, TcpServer
+from epd_serve.transfer.tcp import JoinedMemory, TcpPeers, TcpServer
 from epd_serve.transfer.transport import (
     DeviceBytes,
     DeviceSlab,
+    HostPiece,
     Piece,
     Slab,
     TransferError,
     WriteGate,
-    on_host,
 )
 
 Path = Literal["auto", "shm", "tcp"]
@@ -70,7 +69,7 @@ class EmbeddedTransport:
         return slab
 
     def register(self, name: str, memory: DeviceBytes) -> None:
-        """A device's memory is neither mapped by the host nor written to a socket."""
+        """A device's memory is neither mapped by the host nor written to a socket: all pieces lie on the host."""
 
     def release(self, slab: Slab | DeviceSlab) -> None:
         with self._lock:
@@ -100,10 +99,10 @@ class EmbeddedTransport:
         )
 
     def write(self, region: Region, pieces: Sequence[Piece], transfer_ids: Sequence[str] = ()) -> None:
-        self._peers(region).write(region, on_host(pieces), transfer_ids)
+        self._peers(region).write(region, cast(Sequence[HostPiece], pieces), transfer_ids)
 
     def read(self, region: Region, pieces: Sequence[Piece]) -> None:
-        self._peers(region).read(region, on_host(pieces))
+        self._peers(region).read(region, cast(Sequence[HostPiece], pieces))
 
     def close(self) -> None:
         if self._server is not None:

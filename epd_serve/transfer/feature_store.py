@@ -229,10 +229,7 @@ class FeatureSlab(FeatureBooks):
         super().__init__(capacity_bytes)
         self._transport = transport
         self._slab = transport.allocate("features", capacity_bytes)
-
-    @property
-    def region(self) -> Region:
-        return self._slab.region
+        self.region: Region = self._slab.region
 
 
 class EmbeddedFeatureStore(FeatureSlab):

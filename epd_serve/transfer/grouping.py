@@ -59,6 +59,10 @@ def group_ends(num_layers: int, group_size: int) -> frozenset[int]:
     return frozenset(range(num_layers - 1, -1, -group_size))
 
 
+#: The weight of what was measured before, at each new time.
+_MEMORY = 0.9
+
+
 @dataclass(slots=True, kw_only=True)
 class TimeEstimate:
     """``seconds = base + amount · slope``, fitted to measured times; older ones count less.
@@ -66,29 +70,22 @@ class TimeEstimate:
     Where all amounts are alike, their times cannot tell the two apart: then the base stays as it was.
     """
 
-    memory: float = 0.9
     base_s: float = 0.0
     slope_s: float = 0.0
+    is_known: bool = False
     _weight: float = 0.0
     _amount: float = 0.0
     _seconds: float = 0.0
     _amount_squared: float = 0.0
     _product: float = 0.0
 
-    @property
-    def is_known(self) -> bool:
-        return self.slope_s > 0.0
-
-    def seconds(self, amount: float) -> float:
-        return self.base_s + self.slope_s * amount
-
     def observe(self, amount: int, seconds: float) -> None:
         """Learn from one time; where the amount is none, it is all base."""
-        self._weight = self.memory * self._weight + 1
-        self._amount = self.memory * self._amount + amount
-        self._seconds = self.memory * self._seconds + seconds
-        self._amount_squared = self.memory * self._amount_squared + amount * amount
-        self._product = self.memory * self._product + amount * seconds
+        self._weight = _MEMORY * self._weight + 1
+        self._amount = _MEMORY * self._amount + amount
+        self._seconds = _MEMORY * self._seconds + seconds
+        self._amount_squared = _MEMORY * self._amount_squared + amount * amount
+        self._product = _MEMORY * self._product + amount * seconds
         mean, mean_s = self._amount / self._weight, self._seconds / self._weight
         if not mean:
             self.base_s = mean_s
@@ -101,7 +98,7 @@ class TimeEstimate:
             self.base_s = max(mean_s - slope_s * mean, 0.0)
         else:  # an old handshake must not make a link infinitely fast that has become quicker
             self.base_s = min(self.base_s, 0.99 * mean_s)
-        self.slope_s = max((mean_s - self.base_s) / mean, 1e-15)
+        self.slope_s, self.is_known = max((mean_s - self.base_s) / mean, 1e-15), True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,14 +120,13 @@ class GroupSizer:
 
     def group_size(self, link: str, num_tokens: int, layer_bytes: float) -> int:
         """Layers to send together in a step of ``num_tokens`` that adds ``layer_bytes`` of KV to a layer."""
-        estimate = self.links.get(link)
+        layer, estimate = self.layer, self.links.get(link)
         if self.fixed is not None:
             return min(self.fixed, self.num_layers)
-        if not self.layer.is_known or estimate is None or not estimate.is_known:
+        if not layer.is_known or estimate is None or not estimate.is_known:
             return -(-self.num_layers // 4)
-        return smallest_hidden_group(
-            self.num_layers, self.layer.seconds(num_tokens), layer_bytes, estimate.base_s, 1 / estimate.slope_s
-        )
+        layer_s = layer.base_s + layer.slope_s * num_tokens
+        return smallest_hidden_group(self.num_layers, layer_s, layer_bytes, estimate.base_s, 1 / estimate.slope_s)
 
     def is_mostly_handshake(self, link: str, nbytes: int) -> bool:
         """Whether a write's bytes take the link no longer than the handshake does; False where none is known."""

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -18,8 +18,8 @@ from device.base import Event
 from epd_serve.protocol.wire import KVOffer, KVTaken, OfferedKV, Region, ReserveReply
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.shared_memory import MAPPED_SLOT, UNMAP_S, WriteLocks, is_there
-from epd_serve.transfer.staging import Span, rounds
-from epd_serve.transfer.transport import DeviceBytes, Piece, TransferError, Transport
+from epd_serve.transfer.staging import rounds
+from epd_serve.transfer.transport import DeviceBytes, Piece, Span, TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class OutgoingTransfer:
         computed_at: time at which the prompt's compute had ended.
         transfer_s: time spent copying; of a write that carried several transfers, the share of this one's bytes.
         exposed_s: the part of it after ``computed_at``.
-        finished_at: time at which its last write had ended.
+        wait_s: seconds from ``computed_at`` to the end of its last write.
         num_queued: parts of it that the sender has not done with.
         on_passed: to be called when there are none.
     """
@@ -127,7 +127,7 @@ class OutgoingTransfer:
     num_writes: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
-    finished_at: float = 0.0
+    wait_s: float = 0.0
     num_queued: int = 0
     on_passed: list[Callable[[OutgoingTransfer], None]] = field(default_factory=list)
 
@@ -135,11 +135,6 @@ class OutgoingTransfer:
     def overlap_ratio(self) -> float:
         """1 − exposed / transfer time: 1 means entirely hidden."""
         return 1.0 - self.exposed_s / self.transfer_s if self.transfer_s else 1.0
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds from the end of the prompt's compute to the end of its last write."""
-        return max(self.finished_at - self.computed_at, 0.0) if self.computed_at is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +148,9 @@ class Part:
     @property
     def slot(self) -> int:
         """The number of the first block there that is this transfer's alone."""
-        return self.target.block_ids[self.target.num_cached_blocks]
-
-    @property
-    def target(self) -> ReserveReply:
-        assert self.transfer.target is not None
-        return self.transfer.target
+        target = self.transfer.target
+        assert target is not None
+        return target.block_ids[target.num_cached_blocks]
 
     def within(self, numbers: range, start: int) -> Part | None:
         """Those of the blocks whose numbers are among ``numbers``, where its first one has number ``start``."""
@@ -173,23 +165,17 @@ class _Push:
     parts: Sequence[Part]
     computed: Event | None = None
 
-    @property
-    def region(self) -> Region:
-        """The region at the decode instance to which all parts go."""
-        return self.parts[0].target.region
-
-    def rounds(self, *cells: int | None) -> Iterator[tuple[range, list[Part]]]:
-        """The push in parts that fit into so many cells; None: there is no such limit."""
-        limits = [most for most in cells if most is not None]
+    def rounds(self, most_cells: int) -> Iterator[tuple[range, list[Part]]]:
+        """The push in parts that fit into so many cells."""
         starts = list(accumulate((len(part.local) for part in self.parts), initial=0))
-        for layers, numbers in rounds(self.layers, starts[-1], min(limits, default=None)):
+        for layers, numbers in rounds(self.layers, starts[-1], most_cells):
             inside = (part.within(numbers, start) for part, start in zip(self.parts, starts, strict=False))
             yield layers, [part for part in inside if part is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Connect:
-    region: Region
+    """Make the first contact."""
 
 
 _Job = _Push | _Connect
@@ -230,7 +216,8 @@ class KVSender:
         """Make the first contact (mapping, connection) and measure the next one; nothing where that was done."""
         with self._lock:
             if region.name not in self._lanes:
-                self._put(region, _Connect(region))
+                lane = self._lanes[region.name] = _Lane(region, self._run)
+                lane.jobs.put(_Connect())
 
     def push(self, layers: range, parts: Sequence[Part], computed: Event | None = None) -> None:
         """Queue blocks of ``layers`` as one write; all parts go to one region.
@@ -238,10 +225,14 @@ class KVSender:
         ``computed`` comes when the device has written them; None: it has.
         """
         assert parts and parts[0].transfer.target is not None
-        with self._lock:
+        region = parts[0].transfer.target.region
+        with self._lock:  # also against a lane that is about to retire
             for part in parts:
                 part.transfer.num_queued += 1
-            self._put(parts[0].transfer.target.region, _Push(layers, parts, computed))
+            lane = self._lanes.get(region.name)
+            if lane is None:
+                lane = self._lanes[region.name] = _Lane(region, self._run)
+            lane.jobs.put(_Push(layers, parts, computed))
 
     def fence(self, transfer: OutgoingTransfer, passed: Callable[[OutgoingTransfer], None]) -> None:
         """Call ``passed`` when nothing of this transfer is queued or under way: now, or on a thread of the sender.
@@ -264,36 +255,28 @@ class KVSender:
             lane.thread.join()
         self._write_locks.close()
 
-    def _put(self, region: Region, job: _Job) -> None:
-        """Hold the lock, also against a lane that is about to retire."""
-        lane = self._lanes.get(region.name)
-        if lane is None:
-            lane = self._lanes[region.name] = _Lane(region, self._run)
-        lane.jobs.put(job)
-
     def _run(self, lane: _Lane) -> None:
         with lane.mapping:
             while (job := self._next(lane)) is not None:
-                self._map(lane, job.region)
+                if lane.is_mapped is None and lane.region.handles:
+                    self._map(lane)
                 if isinstance(job, _Push):
                     self._push(lane, job)
                 else:
-                    self._connect(lane, job.region)
+                    self._connect(lane)
             lane.mapped = None
 
-    def _map(self, lane: _Lane, region: Region) -> None:
-        """Map the KV there at the lane's first job. What keeps it from that is no error: it goes by the host."""
-        if not region.handles or lane.is_mapped is not None:
-            return
+    def _map(self, lane: _Lane) -> None:
+        """Map the KV there. What keeps it from that is no error: it goes by the host."""
         try:
             with ExitStack() as mapping:
                 # its owner sees by the lock that it must not give the memory to others yet
-                mapping.enter_context(self._write_locks.held(region, [MAPPED_SLOT]))
-                lane.mapped = mapping.enter_context(self._source.mapped(region))
+                mapping.enter_context(self._write_locks.held(lane.region, [MAPPED_SLOT]))
+                lane.mapped = mapping.enter_context(self._source.mapped(lane.region))
                 if lane.mapped is not None:
                     lane.mapping.push(mapping.pop_all())
         except Exception as error:  # noqa: BLE001 - its process may be gone, or the device fail
-            logger.info("%s is not mapped here: %s", region.name, error)
+            logger.info("%s is not mapped here: %s", lane.region.name, error)
         lane.is_mapped = lane.mapped is not None
 
     def _pass(self, transfer: OutgoingTransfer) -> None:
@@ -323,12 +306,13 @@ class KVSender:
                     return lane.jobs.get()
                 if lane.mapped is not None and is_there(lane.region):
                     continue
-                if self._lanes.get(lane.region_name) is lane:
-                    del self._lanes[lane.region_name]
-                    self.sizer.forget(lane.region_name)
+                if self._lanes.get(lane.region.name) is lane:
+                    del self._lanes[lane.region.name]
+                    self.sizer.forget(lane.region.name)
                 return None
 
-    def _connect(self, lane: _Lane, region: Region) -> None:
+    def _connect(self, lane: _Lane) -> None:
+        region = lane.region
         if region.handles and lane.mapped is None:
             return  # nobody is written to: the decode instance reads
         try:
@@ -341,24 +325,28 @@ class KVSender:
         except Exception as error:  # noqa: BLE001 - the first push will say so
             logger.debug("no contact with %s yet: %s", region.name, error)
             return
-        self.sizer.observe_transfer(lane.region_name, 0, self._clock() - contact)
+        self.sizer.observe_transfer(region.name, 0, self._clock() - contact)
         self._on_write(0, contact - start)
 
     def _push(self, lane: _Lane, job: _Push) -> None:
         try:
             if job.computed is not None:
                 job.computed.synchronize()
-            job = self._with_late(lane, job)
-            staged = (self._source.staged_cells, job.parts[0].target.staged_cells)
-            for layers, parts in job.rounds(*(staged if lane.mapped is None else ())):
+            if self.sizer.fixed is None and (lane.ahead or not lane.jobs.empty()):
+                job = self._with_late(lane, job)
+            target = job.parts[0].transfer.target
+            assert target is not None
+            limits = [most for most in (self._source.staged_cells, target.staged_cells) if most is not None]
+            in_rounds = job.rounds(min(limits)) if limits and lane.mapped is None else [(job.layers, job.parts)]
+            for layers, parts in in_rounds:
                 wanted = [part for part in parts if self._may_write(part.transfer, self._clock())]
                 if wanted:
-                    self._move(lane, layers, wanted)
+                    self._move(lane, layers, wanted, target)
         except TransferError as error:
             for part in job.parts:
                 part.transfer.error = part.transfer.error or error
         except Exception as error:  # such as a device that failed in the step, or has no memory for staging
-            logger.exception("transfers to %s failed", lane.region_name)
+            logger.exception("transfers to %s failed", lane.region.name)
             for part in job.parts:
                 part.transfer.error = part.transfer.error or TransferError(f"the copy failed: {error}")
         for part in job.parts:
@@ -368,8 +356,13 @@ class KVSender:
         """A push whose turn has come, with those behind it that are computed and can go in its write."""
         while not lane.jobs.empty():
             lane.ahead.append(lane.jobs.get())
+        late = list[_Push]()
+        for push in lane.ahead:
+            if not isinstance(push, _Push) or not (push.computed is None or push.computed.query()):
+                break
+            late.append(push)
         joined = [job]
-        for push in list(lane.computed_ahead()):
+        for push in late:
             lane.ahead.popleft()
             joined.append(push)
             while len(joined) > 1 and (both := self._joined(lane, *joined[-2:])) is not None:
@@ -379,8 +372,6 @@ class KVSender:
 
     def _joined(self, lane: _Lane, first: _Push, second: _Push) -> _Push | None:
         """Two pushes as one; None where they are not better off together."""
-        if self.sizer.fixed is not None:
-            return None
         if first.layers.stop == second.layers.start and first.parts == second.parts:
             both = _Push(range(first.layers.start, second.layers.stop), first.parts)
         elif first.layers == second.layers:
@@ -389,7 +380,7 @@ class KVSender:
                 blocks.setdefault(part.transfer, {}).update(zip(part.remote, part.local, strict=True))
             parts = [Part(one, list(places.values()), list(places)) for one, places in blocks.items()]
             nbytes = self._source.nbytes(len(first.layers), sum(len(part.local) for part in parts))
-            if not self.sizer.is_mostly_handshake(lane.region_name, nbytes):
+            if not self.sizer.is_mostly_handshake(lane.region.name, nbytes):
                 return None
             both = _Push(first.layers, parts)
         else:
@@ -401,52 +392,62 @@ class KVSender:
                 part.transfer.num_queued += 1
         return both
 
-    def _move(self, lane: _Lane, layers: range, parts: Sequence[Part]) -> None:
+    def _move(self, lane: _Lane, layers: range, parts: Sequence[Part], target: ReserveReply) -> None:
         """Bring parts over, as one write or one offer."""
         start, offer = self._clock(), parts[0].transfer.offer
         if lane.mapped is not None:
-            moved, offer = self._write_mapped(lane.mapped, layers, parts), None
+            moved, offer = self._write(layers, parts, target, lane.mapped), None
         else:
             with self._source.stage(layers, [block for part in parts for block in part.local]) as staged:
-                moved = self._write(staged, parts) if offer is None else self._offer(staged, layers, parts, offer)
+                if offer is None:
+                    moved = self._write(layers, parts, target, None, staged)
+                else:
+                    moved = self._offer(staged, layers, parts, offer)
         if not moved:
             return
         end = self._clock()
         sizes = [self._source.nbytes(len(layers), len(part.local)) for part in moved]
+        total = sum(sizes)
         for part, nbytes in zip(moved, sizes, strict=True):
-            _account(part.transfer, nbytes, nbytes / max(sum(sizes), 1), start, end)
-        self.sizer.observe_transfer(lane.region_name, sum(sizes), end - start)
+            transfer, share = part.transfer, nbytes / max(total, 1)
+            transfer.num_bytes += nbytes
+            transfer.num_writes += 1
+            transfer.transfer_s += share * (end - start)
+            if transfer.computed_at is not None:
+                transfer.wait_s = max(end - transfer.computed_at, 0.0)
+                transfer.exposed_s += share * max(end - max(start, transfer.computed_at), 0.0)
+        self.sizer.observe_transfer(lane.region.name, total, end - start)
         if offer is None:
-            self._on_write(sum(sizes), end - start)
+            self._on_write(total, end - start)
 
-    @contextmanager
-    def _leased(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
-        """A context in which the parts that it yields may be written."""
+    def _write(
+        self,
+        layers: range,
+        parts: Sequence[Part],
+        target: ReserveReply,
+        mapped: RemoteWrite | None,
+        staged: StagedKV | None = None,
+    ) -> list[Part]:
+        """Write what may still be written, from device to device or from what is staged; returns it."""
         # held from before the look at the leases until all is written: see WriteLocks
-        with self._write_locks.held(parts[0].target.region, [part.slot for part in parts]):
+        with self._write_locks.held(target.region, [part.slot for part in parts]):
             now = self._clock()
-            yield [part for part in parts if self._may_write(part.transfer, now)]
-
-    def _write_mapped(self, write: RemoteWrite, layers: range, parts: Sequence[Part]) -> list[Part]:
-        """Write what may still be written from device to device; returns it."""
-        with self._leased(parts) as leased:
-            if leased:
+            leased = [part for part in parts if self._may_write(part.transfer, now)]
+            if not leased:
+                return []
+            if mapped is not None:
                 here = [block for part in leased for block in part.local]
                 there = [block for part in leased for block in part.remote]
                 deadline = min(part.transfer.deadline for part in leased)
-                write(layers, here, there, [part.slot for part in leased], deadline)
-        return leased
-
-    def _write(self, staged: StagedKV, parts: Sequence[Part]) -> list[Part]:
-        """Write what may still be written; returns it."""
-        with self._leased(parts) as leased:
-            pieces: list[Piece] = []
-            for first, part in _placed(parts):
+                mapped(layers, here, there, [part.slot for part in leased], deadline)
+                return leased
+            assert staged is not None
+            pieces, first = list[Piece](), 0
+            for part in parts:
                 if part in leased:
-                    pieces += staged.pieces(first, part.remote, part.target.num_blocks)
-            if leased:
-                ids = [part.transfer.transfer_id for part in leased]
-                self._transport.write(leased[0].target.region, pieces, ids)
+                    pieces += staged.pieces(first, part.remote, target.num_blocks)
+                first += len(part.local)
+            self._transport.write(target.region, pieces, [part.transfer.transfer_id for part in leased])
         return leased
 
     def _offer(
@@ -458,10 +459,11 @@ class KVSender:
     ) -> list[Part]:
         """Have the decode instance read; returns what it wanted. The others it has given up."""
         readable, source = cast(ReadableKV, staged), cast(ReadableSource, self._source)
-        offered = [
-            OfferedKV(part.transfer.transfer_id, list(part.remote), readable.spans(first, len(part.local)))
-            for first, part in _placed(parts)
-        ]
+        offered, first = list[OfferedKV](), 0
+        for part in parts:
+            spans = readable.spans(first, len(part.local))
+            offered.append(OfferedKV(part.transfer.transfer_id, list(part.remote), spans))
+            first += len(part.local)
         taken = offer(KVOffer(source.region, layers.start, layers.stop, offered)).transfer_ids
         for part in parts:
             part.transfer.cancelled |= part.transfer.transfer_id not in taken
@@ -489,7 +491,7 @@ class _Lane:
     """
 
     def __init__(self, region: Region, run: Callable[[_Lane], None]) -> None:
-        self.region, self.region_name = region, region.name
+        self.region = region
         self.mapped: RemoteWrite | None = None
         self.is_mapped: bool | None = None
         self.mapping = ExitStack()
@@ -497,24 +499,3 @@ class _Lane:
         self.ahead: deque[_Job | None] = deque()
         self.thread = threading.Thread(target=run, args=(self,), name="kv-sender", daemon=True)
         self.thread.start()
-
-    def computed_ahead(self) -> Iterator[_Push]:
-        """The pushes ahead up to the first that is not computed."""
-        for job in self.ahead:
-            if not isinstance(job, _Push) or not (job.computed is None or job.computed.query()):
-                return
-            yield job
-
-
-def _placed(parts: Sequence[Part]) -> Iterator[tuple[int, Part]]:
-    """Each part with the number of its first block among those of all."""
-    return zip(accumulate((len(part.local) for part in parts), initial=0), parts, strict=False)
-
-
-def _account(transfer: OutgoingTransfer, nbytes: int, share: float, start: float, end: float) -> None:
-    transfer.num_bytes += nbytes
-    transfer.num_writes += 1
-    transfer.transfer_s += share * (end - start)
-    transfer.finished_at = end
-    if transfer.computed_at is not None:
-        transfer.exposed_s += share * max(end - max(start, transfer.computed_at), 0.0)

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from epd_serve.cache.block_pool import RequestBlocks
 from epd_serve.protocol.wire import ReserveRequest
@@ -48,12 +48,6 @@ class Reservation:
     deadline: float
     state: ReservationState = ReservationState.PENDING
     blocks: RequestBlocks | None = None
-
-    @property
-    def first_own_block(self) -> int:
-        """The first block that the writer writes: those before it held the prompt's beginning already."""
-        assert self.blocks is not None, "no blocks yet"
-        return self.blocks.root[self.blocks.num_cached]
 
     def move_to(self, state: ReservationState) -> None:
         assert state in _ALLOWED[self.state], f"{self.transfer_id}: {self.state.name} -> {state.name}"
@@ -209,10 +203,13 @@ class ReservationTable:
         assert self._live.keys() >= self._reading.keys(), "blocks are read into that were given back"
 
     def _is_busy(self, reservation: Reservation) -> bool:
+        blocks = reservation.blocks
+        assert blocks is not None, "no blocks yet"
+        first_own = blocks.root[blocks.num_cached]  # those before it held the prompt's beginning already
         return (
             reservation.transfer_id in self._reading
             or self._gate.is_inside(reservation.transfer_id)
-            or self._is_being_written(reservation.first_own_block)
+            or self._is_being_written(first_own)
         )
 
     def _quarantine(self, reservation: Reservation) -> None:
@@ -240,20 +237,14 @@ class ReservationTable:
 V = TypeVar("V")
 
 
-class Tombstones(Generic[V]):
+class Tombstones(OrderedDict[str, V]):
     """The newest ``capacity`` ids, each with the value of its end. An id keeps its first value and its place."""
 
     def __init__(self, capacity: int = 4096) -> None:
+        super().__init__()
         self._capacity = capacity
-        self._values: OrderedDict[str, V] = OrderedDict()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def get(self, name: str) -> V | None:
-        return self._values.get(name)
 
     def add(self, name: str, value: V) -> None:
-        self._values.setdefault(name, value)
-        while len(self._values) > self._capacity:
-            self._values.popitem(last=False)
+        self.setdefault(name, value)
+        if len(self) > self._capacity:
+            self.popitem(last=False)

@@ -100,19 +100,20 @@ class SharedMemoryPeers:
     """Reads and writes regions of other processes on this host through mappings that are made once and kept."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._maps: dict[str, tuple[Region, mmap.mmap]] = {}
+        self._lock = threading.Lock()  # of those who map
+        self._regions: dict[str, Region] = {}
+        self._maps: dict[str, mmap.mmap] = {}
 
     def write(self, region: Region, pieces: Sequence[HostPiece], transfer_ids: Sequence[str]) -> None:
         """The transfers are guarded by :class:`~epd_serve.transfer.shared_memory.WriteLocks`."""
-        check_bounds(region.name, region.nbytes, pieces)
-        target = memoryview(self._map(region))
+        check_bounds(region, pieces)
+        target = memoryview(self._maps.get(region.name) or self._map(region))
         for offset, data in pieces:
             target[offset : offset + data.nbytes] = data
 
     def read(self, region: Region, pieces: Sequence[HostPiece]) -> None:
-        check_bounds(region.name, region.nbytes, pieces)
-        mapped = self._map(region)
+        check_bounds(region, pieces)
+        mapped = self._maps.get(region.name) or self._map(region)
         source = memoryview(mapped)
         for offset, data in pieces:
             data[:] = source[offset : offset + data.nbytes]
@@ -123,18 +124,17 @@ class SharedMemoryPeers:
     def close(self) -> None:
         with self._lock:
             self._maps.clear()
+            self._regions.clear()
 
     def _map(self, region: Region) -> mmap.mmap:
         with self._lock:
-            known = self._maps.get(region.name)
-            if known is not None:
-                return known[1]
-            mapped = map_region(region)
-            for name, (other, _) in list(self._maps.items()):
-                if not is_there(other):  # else memory that a peer has given up would stay for ever
-                    del self._maps[name]
-            self._maps[region.name] = (region, mapped)
-            return mapped
+            if region.name not in self._maps:
+                mapped = map_region(region)
+                for name, other in list(self._regions.items()):
+                    if not is_there(other):  # else memory that a peer has given up would stay for ever
+                        del self._regions[name], self._maps[name]
+                self._regions[region.name], self._maps[region.name] = region, mapped
+            return self._maps[region.name]
 
 
 def is_there(region: Region) -> bool:
@@ -176,11 +176,8 @@ class _LockFile:
 
     def __init__(self, region: Region) -> None:
         self.region = region
-        self._fd = open_region(region)
-        weakref.finalize(self, os.close, self._fd)
-
-    def set(self, kind: int, slot: int) -> None:
-        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slot, 1, 0))
+        self.fd = open_region(region)
+        weakref.finalize(self, os.close, self.fd)
 
 
 class WriteLocks:
@@ -217,19 +214,21 @@ class WriteLocks:
 
         There are none for a region on another host, or of a process that this one may not look into.
         """
-        file = self._open(region) if region.host_id == host_id() else None
+        file = None
+        if region.host_id == host_id():
+            file = self._files.get(region.name) or self._open(region)
         if file is None:
             yield
             return
         taken: list[int] = []
         try:
             for slot in slots:
-                file.set(fcntl.F_RDLCK, slot)
+                fcntl.fcntl(file.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, slot, 1, 0))
                 taken.append(slot)
             yield
         finally:
             for slot in taken:
-                file.set(fcntl.F_UNLCK, slot)
+                fcntl.fcntl(file.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, slot, 1, 0))
 
     def close(self) -> None:
         with self._lock:
@@ -237,9 +236,8 @@ class WriteLocks:
 
     def _open(self, region: Region) -> _LockFile | None:
         with self._lock:
-            known = self._files.get(region.name)
-            if known is not None:
-                return known
+            if region.name in self._files:
+                return self._files[region.name]
             try:
                 file = _LockFile(region)
             except TransferError as error:

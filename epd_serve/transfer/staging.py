@@ -11,17 +11,15 @@ wait for each other's cells, instances that send to each other cannot block. Mor
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from epd_serve.transfer.shared_memory import SlabAllocator
 from epd_serve.transfer.transport import StillCopying, TransferError
-
-#: ``nbytes`` from ``offset`` on.
-Span = tuple[int, int]
 
 _LEAVING, _ARRIVING, _SAVED = 4, 3, 1
 _ROUNDS = _LEAVING + _ARRIVING + _SAVED
@@ -31,14 +29,21 @@ class CellLender:
     """Lends runs of cells to threads, in the order in which they ask. Safe from any thread.
 
     Args:
+        first, count: the cells. alignment: of runs, in cells.
         quarantine_s: for which cells are kept that something may still be copied to.
     """
 
     def __init__(
-        self, first: int, count: int, quarantine_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        first: int,
+        count: int,
+        quarantine_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        alignment: int = 1,
     ) -> None:
         self._first = first
-        self._free = SlabAllocator(count, alignment=1)
+        self._free = SlabAllocator(count, alignment)
         self._quarantine_s = quarantine_s
         self._clock = clock
         self._changed = threading.Condition()
@@ -54,10 +59,13 @@ class CellLender:
             return self._num_lent + len(self._quarantined)
 
     @contextmanager
-    def lend(self, count: int) -> Iterator[int]:
-        """Wait for ``count`` cells in a row; yield the first. Who has some must not ask for more."""
+    def lend(self, count: int, timeout_s: float = math.inf) -> Iterator[int]:
+        """Wait for ``count`` cells in a row; yield the first. Who has some must not wait for more.
+
+        Raises TransferError where there are none within ``timeout_s``.
+        """
         assert 0 < count <= self._free.capacity, f"{count} of {self._free.capacity} cells asked for"
-        start = self._take(count)
+        start = self._take(count, timeout_s)
         may_change = False
         try:
             yield self._first + start
@@ -79,24 +87,31 @@ class CellLender:
             self._free.check_integrity()
             assert self._free.num_used == self._num_lent + len(self._quarantined), "cells are lost"
 
-    def _take(self, count: int) -> int:
-        turn = object()
+    def _take(self, count: int, timeout_s: float) -> int:
+        turn, until = object(), self._clock() + timeout_s
         with self._changed:
             self._waiting.append(turn)
-            while self._waiting[0] is not turn or (start := self._free.allocate(count)) is None:
-                self._changed.wait(self._reclaim())
-            self._waiting.popleft()
+            try:
+                while True:
+                    kept_until = self._reclaim()
+                    if self._waiting[0] is turn and (start := self._free.allocate(count)) is not None:
+                        break
+                    now, next_s = self._clock(), min(kept_until, until)
+                    if until <= now:
+                        raise TransferError(f"no room for {count} in the staging memory within {timeout_s:g} s")
+                    self._changed.wait(None if next_s == math.inf else next_s - now)
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
             self._num_lent += 1
-            self._changed.notify_all()
             return start
 
-    def _reclaim(self) -> float | None:
-        """Take back what has been in quarantine for long enough; the seconds until the next has."""
-        now = self._clock()
-        while self._quarantined and self._quarantined[0][0] <= now:
+    def _reclaim(self) -> float:
+        """Take back what has been in quarantine for long enough; the time at which the next has."""
+        while self._quarantined and self._quarantined[0][0] <= self._clock():
             self._free.free(self._quarantined.popleft()[1])
             self._changed.notify_all()
-        return self._quarantined[0][0] - now if self._quarantined else None
+        return self._quarantined[0][0] if self._quarantined else math.inf
 
 
 class StagingArea:
@@ -136,55 +151,3 @@ def rounds(layers: range, num_blocks: int, most_cells: int | None) -> Iterator[t
         part = range(first_layer, min(first_layer + num_layers, layers.stop))
         for first in range(0, num_blocks, max(most, 1)):
             yield part, range(first, min(first + most, num_blocks))
-
-
-def slab_spans(
-    layers: range,
-    blocks: Sequence[int],
-    num_blocks: int,
-    size: int,
-    *,
-    start: int = 0,
-    first_layer: int = 0,
-    planes: int = 2,
-) -> list[Span]:
-    """The places of blocks in memory [layers, planes, num_blocks] of ``size`` bytes each; neighbours are one span.
-
-    Args:
-        start: of that memory, in bytes. first_layer: the layer with which it begins.
-    """
-    runs: list[list[int]] = []
-    for block in blocks:
-        if runs and block == runs[-1][0] + runs[-1][1]:
-            runs[-1][1] += 1
-        else:
-            runs.append([block, 1])
-    spans: list[Span] = []
-    for plane in range(planes * (layers.start - first_layer), planes * (layers.stop - first_layer)):
-        for block, count in runs:
-            offset = start + (plane * num_blocks + block) * size
-            if spans and sum(spans[-1]) == offset:
-                spans[-1] = (spans[-1][0], spans[-1][1] + count * size)
-            else:
-                spans.append((offset, count * size))
-    return spans
-
-
-def paired(some: Sequence[Span], others: Sequence[Span]) -> list[tuple[int, int, int]]:
-    """Lay two lists of spans of the same bytes side by side: (offset in one, offset in the other, bytes).
-
-    Raises TransferError where they differ in length.
-    """
-    if sum(nbytes for _, nbytes in some) != sum(nbytes for _, nbytes in others):
-        raise TransferError("the places of the KV here and there are not of one size")
-    pairs: list[tuple[int, int, int]] = []
-    ahead = deque(others)
-    for here, left in some:
-        while left:
-            there, nbytes = ahead.popleft()
-            count = min(left, nbytes)
-            pairs.append((here, there, count))
-            here, left = here + count, left - count
-            if count < nbytes:
-                ahead.appendleft((there + count, nbytes - count))
-    return pairs

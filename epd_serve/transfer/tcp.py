@@ -12,20 +12,31 @@ that the region's offer names. The caller names no region, and sends no byte of 
 it::
 
     caller: 3, nonce      server: nonce, proof      caller: proof, first call
+
+To the server a connection is a stranger's until it has proved the cluster's key, if there is one, and named a
+region that is there: names have 122 random bits, and only control calls tell them. A stranger gets neither a
+thread nor memory for more than that name, and little time.
 """
 
 from __future__ import annotations
 
 import select
+import selectors
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NoReturn
 
 from epd_serve.protocol.wire import Region
 from epd_serve.rpc import sockets
-from epd_serve.rpc.cluster import NONCE_BYTES, PROOF_BYTES, Greeting, NotProved
-from epd_serve.transfer.transport import HostPiece, PeerGone, TransferError, check_bounds
+from epd_serve.rpc.cluster import NONCE_BYTES, PROOF_BYTES, Greeting, Link, NotProved
+from epd_serve.transfer.transport import HostPiece, PeerGone, TransferError, WriteGate, check_bounds
 
 HEADER = struct.Struct("!BHII")
 PIECE = struct.Struct("!QQ")
@@ -82,7 +93,7 @@ class TcpPeers:
         self._call(region, WRITE, pieces, transfer_ids)
 
     def read(self, region: Region, pieces: Sequence[HostPiece]) -> None:
-        self._call(region, READ, pieces)
+        self._call(region, READ, pieces, ())
 
     def close(self) -> None:
         with self._lock:
@@ -91,23 +102,20 @@ class TcpPeers:
                     connection.close()
             self._idle.clear()
 
-    def _call(
-        self, region: Region, op: int, pieces: Sequence[HostPiece], transfer_ids: Sequence[str] = ()
-    ) -> None:
-        check_bounds(region.name, region.nbytes, pieces)
+    def _call(self, region: Region, op: int, pieces: Sequence[HostPiece], transfer_ids: Sequence[str]) -> None:
+        check_bounds(region, pieces)
         for start in range(0, max(1, len(pieces)), MAX_PIECES):
             self._call_once(region, op, pieces[start : start + MAX_PIECES], transfer_ids)
 
     def _call_once(
         self, region: Region, op: int, pieces: Sequence[HostPiece], transfer_ids: Sequence[str]
     ) -> None:
-        address = (region.host, region.port)
         with self._lock:
-            pooled = self._idle.get(address, [])
+            pooled = self._idle.get((region.host, region.port), [])
             connection = pooled.pop() if pooled else None
         if connection is not None and not _has_ended(connection):
             try:
-                return self._exchange(connection, address, region, op, pieces, transfer_ids)
+                return self._exchange(connection, region, op, pieces, transfer_ids)
             except ConnectionError:
                 pass  # a pooled connection may have gone stale; both operations can be repeated
             except OSError as error:
@@ -117,14 +125,14 @@ class TcpPeers:
             connection.close()
         self._drop_dead()
         try:
-            connection = sockets.connect_blocking(*address)
+            connection = sockets.connect_blocking(region.host, region.port)
         except OSError as error:
             raise PeerGone(f"{region.host}:{region.port} cannot be reached: {error}") from error
         connection.settimeout(self._timeout_s)
         try:
             if self._key is not None:
-                _greet(connection, address, self._key)
-            return self._exchange(connection, address, region, op, pieces, transfer_ids)
+                _greet(connection, opened_for(region.host, region.port), self._key)
+            return self._exchange(connection, region, op, pieces, transfer_ids)
         except OSError as error:
             connection.close()
             raise PeerGone(f"transfer with {region.host}:{region.port} broke off: {error}") from error
@@ -138,17 +146,16 @@ class TcpPeers:
         """Close idle connections that their peer has closed: restarted, it has another port and none is reused."""
         with self._lock:
             for address, connections in list(self._idle.items()):
-                ended = [connection for connection in connections if _has_ended(connection)]
-                for connection in ended:
-                    connection.close()
-                self._idle[address] = [connection for connection in connections if connection not in ended]
-                if not self._idle[address]:
+                for connection in list(connections):
+                    if _has_ended(connection):
+                        connection.close()
+                        connections.remove(connection)
+                if not connections:
                     del self._idle[address]
 
     def _exchange(
         self,
         connection: socket.socket,
-        address: tuple[str, int],
         region: Region,
         op: int,
         pieces: Sequence[HostPiece],
@@ -171,12 +178,12 @@ class TcpPeers:
             for _, data in pieces:
                 receive(connection, data)
         with self._lock:
-            self._idle.setdefault(address, []).append(connection)
+            self._idle.setdefault((region.host, region.port), []).append(connection)
 
 
-def _greet(connection: socket.socket, address: tuple[str, int], key: str) -> None:
+def _greet(connection: socket.socket, reached: str, key: str) -> None:
     """Prove the key to the other end, which proves it first. Raises NotProved where it does not, and OSError."""
-    greeting = Greeting(key, opened_for(*address))
+    greeting = Greeting(key, reached)
     connection.sendall(bytes([GREET]) + greeting.nonce.encode())
     try:
         answer = receive_bytes(connection, NONCE_BYTES + PROOF_BYTES)
@@ -191,3 +198,315 @@ def _has_ended(idle: socket.socket) -> bool:
     poll = select.poll()
     poll.register(idle, select.POLLIN)
     return bool(poll.poll(0))
+
+
+class JoinedMemory:
+    """Buffers one after the other, so that one write reaches several. What is cut out of it lies in one of them.
+
+    Raises ValueError for no buffers, and for an empty one.
+    """
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        if not buffers or not all(buffer.nbytes for buffer in buffers):
+            raise ValueError("joined memory needs buffers that are not empty")
+        self._buffers = list(buffers)
+        self._starts = [0, *accumulate(buffer.nbytes for buffer in buffers)]
+
+    @property
+    def nbytes(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, span: slice) -> memoryview:
+        """The bytes from ``start`` up to ``stop``, or up to the end of the buffer that holds ``start``."""
+        start, stop = int(span.start), int(span.stop)
+        index = min(bisect_right(self._starts, start), len(self._buffers)) - 1
+        base = self._starts[index]
+        return self._buffers[index][start - base : stop - base]
+
+
+#: Connections at once that have named a region, and that have not; together the most that a server has.
+MAX_KNOWN, MAX_STRANGERS = 224, 32
+#: How long a connection may take to name its first region.
+STRANGER_S = 5.0
+_ACCEPT_RETRY_S = 0.05
+
+
+class _Stranger:
+    """A connection that has not named a region yet, and what it has sent: a header and a name at most.
+
+    Args:
+        key: that it has to prove before, for a connection to ``reached``; None: none.
+    """
+
+    __slots__ = ("_key", "_link", "_reached", "connection", "data", "until_s")
+
+    def __init__(self, connection: socket.socket, key: str | None, reached: str) -> None:
+        self.connection = connection
+        self.data = bytearray()
+        self.until_s = time.monotonic() + STRANGER_S
+        self._key = key
+        self._reached = reached
+        self._link = Link()
+
+    def read(self) -> bool:
+        """Whether the name is complete. Raises OSError for a peer that left, or sends something else."""
+        if self._key is not None and not self._link.proved and not self._greeted(self._key):
+            return False
+        if not self._fill(HEADER.size):
+            return False
+        return self._fill(HEADER.size + _name_length(self.data))
+
+    def _greeted(self, key: str) -> bool:
+        """Whether it has proved the key. Raises OSError where it says anything else."""
+        hello_bytes = 1 + NONCE_BYTES
+        if not self._fill(1):
+            return False
+        if self.data[0] != GREET:
+            refusal = "connections to this instance open with the proof of its deployment's cluster_key"
+            _send_refusal(self.connection, refusal)
+            raise ConnectionRefusedError(refusal)
+        if len(self.data) < hello_bytes:
+            if not self._fill(hello_bytes):
+                return False
+            nonce, proof = self._link.greeted(key, self._reached, self.data[1:].decode("latin-1"))
+            self.connection.sendall(nonce.encode() + proof.encode())
+        if not self._fill(hello_bytes + PROOF_BYTES):
+            return False
+        if not self._link.prove(bytes(self.data[hello_bytes:])):
+            raise ConnectionRefusedError("this is no proof of the cluster_key")
+        self.data.clear()
+        return True
+
+    def _fill(self, num_bytes: int) -> bool:
+        """Whether so much is there."""
+        while (count := num_bytes - len(self.data)) > 0:
+            try:
+                piece = self.connection.recv(count)
+            except BlockingIOError:
+                return False
+            if not piece:
+                raise ConnectionResetError("it left")
+            self.data += piece
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    """A connection that has named a region of this server.
+
+    Attributes:
+        idle_since_s: time at which its last call ended; None in the middle of one.
+    """
+
+    connection: socket.socket
+    idle_since_s: float | None = None
+
+
+class TcpServer:
+    """Serves this process's slabs, found by ``lookup``; a thread for each connection that has named one.
+
+    Args:
+        gate: lets the writes in.
+        timeout_s: seconds for which a peer may pause in the middle of a message.
+        port: 0 chooses one. advertise: address under which peers reach it; None: ``host``.
+        key: the cluster's, which both ends of each connection prove; None: neither does.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        lookup: Callable[[str], memoryview | JoinedMemory | None],
+        gate: WriteGate,
+        timeout_s: float,
+        *,
+        port: int = 0,
+        advertise: str | None = None,
+        key: str | None = None,
+    ) -> None:
+        self._lookup = lookup
+        self._key = key
+        self._gate = gate
+        self._timeout_s = timeout_s
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family)
+        self._listener.setblocking(False)
+        self.host: str = advertise or self._listener.getsockname()[0]
+        self.port: int = self._listener.getsockname()[1]
+        self._strangers: dict[socket.socket, _Stranger] = {}  # in the order in which they came
+        self._known: set[_Known] = set()
+        self._lock = threading.Lock()  # of _known and _closed; the strangers are one thread's
+        self._closed = False
+        self._waker, self._woken = socket.socketpair()
+        selector = selectors.DefaultSelector()  # a descriptor, which the thread might not get later
+        threading.Thread(
+            target=self._receive_strangers, args=(selector,), name="transfer-accept", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            known = list(self._known)
+        self._waker.close()
+        for one in known:
+            _shut_down(one.connection)
+
+    # ------------------------------------------------------------------ strangers
+
+    def _receive_strangers(self, selector: selectors.BaseSelector) -> None:
+        with selector, self._listener, self._woken:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while not self._closed:
+                oldest = next(iter(self._strangers.values()), None)
+                wait_s = None if oldest is None else max(0.0, oldest.until_s - time.monotonic())
+                for key, _ in selector.select(wait_s):
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    elif key.data is not None and key.fileobj in self._strangers:
+                        self._hear(selector, key.data)
+                now = time.monotonic()
+                for stranger in [one for one in self._strangers.values() if one.until_s <= now]:
+                    self._turn_away(selector, stranger)
+            for stranger in self._strangers.values():
+                stranger.connection.close()
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:
+            time.sleep(_ACCEPT_RETRY_S)  # out of file descriptors, say: that passes
+            return
+        connection.setblocking(False)
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._turn_away(selector, next(iter(self._strangers.values())))
+        stranger = self._strangers[connection] = _Stranger(connection, self._key, opened_for(self.host, self.port))
+        selector.register(connection, selectors.EVENT_READ, stranger)
+        self._hear(selector, stranger)  # who means well has sent it by now
+
+    def _hear(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
+        try:
+            if not stranger.read():
+                return
+            name = bytes(stranger.data[HEADER.size :]).decode("utf-8", "replace")
+            if self._lookup(name) is None:
+                _send_refusal(stranger.connection, f"region {name} is not here")
+                raise ConnectionRefusedError(name)
+        except OSError:
+            self._turn_away(selector, stranger)
+            return
+        selector.unregister(stranger.connection)
+        del self._strangers[stranger.connection]
+        self._begin(stranger)
+
+    def _turn_away(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
+        selector.unregister(stranger.connection)
+        del self._strangers[stranger.connection]
+        stranger.connection.close()
+
+    # ------------------------------------------------------------------ those that have named a region
+
+    def _begin(self, stranger: _Stranger) -> None:
+        known = _Known(stranger.connection)
+        with self._lock:
+            if self._closed or not self._has_room():
+                known.connection.close()
+                return
+            self._known.add(known)
+        try:
+            known.connection.setblocking(True)
+            sockets.watch(known.connection)
+            known.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            arguments = (known, bytes(stranger.data))
+            threading.Thread(target=self._serve, args=arguments, name="transfer-serve", daemon=True).start()
+        except (OSError, RuntimeError):  # no thread to be had now: the peer comes again
+            self._end(known)
+
+    def _has_room(self) -> bool:
+        """Whether there is room for one more connection.
+
+        The one idle for longest gives way, and its peer makes another.
+        """
+        if len(self._known) < MAX_KNOWN:
+            return True
+        idle = [(one.idle_since_s, id(one), one) for one in self._known if one.idle_since_s is not None]
+        if not idle:
+            return False
+        _, _, longest = min(idle)
+        self._known.discard(longest)
+        _shut_down(longest.connection)
+        return True
+
+    def _end(self, known: _Known) -> None:
+        with self._lock:
+            self._known.discard(known)
+        known.connection.close()
+
+    def _serve(self, known: _Known, begun: bytes) -> None:
+        connection = known.connection
+        try:
+            connection.settimeout(self._timeout_s)
+            self._serve_one(connection, begun[: HEADER.size], begun[HEADER.size :])
+            while True:
+                known.idle_since_s = time.monotonic()
+                connection.settimeout(None)
+                header = receive_bytes(connection, HEADER.size)
+                known.idle_since_s = None
+                connection.settimeout(self._timeout_s)  # else blocks would be kept for ever for a host that left
+                self._serve_one(connection, header, receive_bytes(connection, _name_length(header)))
+        except OSError:
+            pass  # the peer went away; what it was writing is covered by its reservation
+        finally:
+            self._end(known)
+
+    def _serve_one(self, connection: socket.socket, header: bytes | bytearray, named: bytes | bytearray) -> None:
+        op, _, transfers_length, num_pieces = HEADER.unpack(header)
+        if op not in (WRITE, READ) or num_pieces > MAX_PIECES or transfers_length > MAX_TRANSFERS_BYTES:
+            raise ConnectionResetError("not a transfer request")
+        name = named.decode("utf-8", "replace")
+        slab = self._lookup(name)
+        if slab is None:
+            _refuse(connection, f"region {name} is not here")
+        transfers = receive_bytes(connection, transfers_length).decode("utf-8", "replace")
+        wanted = list(PIECE.iter_unpack(receive_bytes(connection, num_pieces * PIECE.size)))
+        if any(slab[offset : offset + nbytes].nbytes != nbytes for offset, nbytes in wanted):
+            _refuse(connection, f"a piece lies outside region {name}")
+        if sum(nbytes for _, nbytes in wanted) > slab.nbytes:
+            _refuse(connection, f"the pieces are more than region {name} has")
+        if op == WRITE:
+            with self._gate.passing(transfers.split(SEPARATOR) if transfers else []) as may_write:
+                if not may_write:
+                    _refuse(connection, "a transfer of the write has ended here")
+                for offset, nbytes in wanted:
+                    receive(connection, slab[offset : offset + nbytes])
+            connection.sendall(STATUS.pack(0, 0))
+        else:
+            connection.sendall(STATUS.pack(0, 0))
+            for offset, nbytes in wanted:
+                connection.sendall(slab[offset : offset + nbytes])
+
+
+def _name_length(header: bytes | bytearray) -> int:
+    """The length of the name in a header. Raises ConnectionResetError for a length that no region's name has."""
+    length: int = HEADER.unpack_from(header)[1]
+    if not 0 < length <= MAX_NAME_BYTES:
+        raise ConnectionResetError("not a transfer request")
+    return length
+
+
+def _refuse(connection: socket.socket, refusal: str) -> NoReturn:
+    _send_refusal(connection, refusal)
+    raise ConnectionResetError(refusal)  # a refused write's payload is still under way: start afresh
+
+
+def _send_refusal(connection: socket.socket, refusal: str) -> None:
+    reason = refusal.encode()
+    connection.sendall(STATUS.pack(1, len(reason)) + reason)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

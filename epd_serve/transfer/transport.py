@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 from epd_serve.protocol.wire import Region
 
@@ -78,6 +78,8 @@ class DeviceBytes:
 #: An offset in a remote region and the local bytes that belong there.
 Piece = tuple[int, memoryview | DeviceBytes]
 HostPiece = tuple[int, memoryview]
+#: ``nbytes`` from ``offset`` on.
+Span = tuple[int, int]
 
 
 class TransferError(Exception):
@@ -163,16 +165,62 @@ class Transport(Protocol):
         ...
 
 
-def on_host(pieces: Sequence[Piece]) -> Sequence[HostPiece]:
-    """The pieces, for a transport that registers no device's memory: nobody gives it other ones."""
-    assert not any(isinstance(data, DeviceBytes) for _, data in pieces), "a device's memory is not reached so"
-    return cast(Sequence[HostPiece], pieces)
-
-
-def check_bounds(region_name: str, region_nbytes: int, pieces: Sequence[Piece]) -> None:
+def check_bounds(region: Region, pieces: Sequence[Piece]) -> None:
     """Raise TransferError for a piece that does not lie inside its region."""
     for offset, data in pieces:
-        if offset < 0 or offset + data.nbytes > region_nbytes:
+        if offset < 0 or offset + data.nbytes > region.nbytes:
             raise TransferError(
-                f"[{offset}, {offset + data.nbytes}) is outside region {region_name} of {region_nbytes} bytes"
+                f"[{offset}, {offset + data.nbytes}) is outside region {region.name} of {region.nbytes} bytes"
             )
+
+
+def slab_spans(
+    layers: range,
+    blocks: Sequence[int],
+    num_blocks: int,
+    size: int,
+    *,
+    start: int = 0,
+    first_layer: int = 0,
+    planes: int = 2,
+) -> list[Span]:
+    """The places of blocks in memory [layers, planes, num_blocks] of ``size`` bytes each; neighbours are one span.
+
+    Args:
+        start: of that memory, in bytes. first_layer: the layer with which it begins.
+    """
+    runs: list[list[int]] = []
+    for block in blocks:
+        if runs and block == runs[-1][0] + runs[-1][1]:
+            runs[-1][1] += 1
+        else:
+            runs.append([block, 1])
+    spans: list[Span] = []
+    for plane in range(planes * (layers.start - first_layer), planes * (layers.stop - first_layer)):
+        for block, count in runs:
+            offset = start + (plane * num_blocks + block) * size
+            if spans and sum(spans[-1]) == offset:
+                spans[-1] = (spans[-1][0], spans[-1][1] + count * size)
+            else:
+                spans.append((offset, count * size))
+    return spans
+
+
+def paired(some: Sequence[Span], others: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """Lay two lists of spans of the same bytes side by side: (offset in one, offset in the other, bytes).
+
+    Raises TransferError where they differ in length.
+    """
+    if sum(nbytes for _, nbytes in some) != sum(nbytes for _, nbytes in others):
+        raise TransferError("the places of the KV here and there are not of one size")
+    pairs: list[tuple[int, int, int]] = []
+    ahead = deque(others)
+    for here, left in some:
+        while left:
+            there, nbytes = ahead.popleft()
+            count = min(left, nbytes)
+            pairs.append((here, there, count))
+            here, left = here + count, left - count
+            if count < nbytes:
+                ahead.appendleft((there + count, nbytes - count))
+    return pairs

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from epd_serve.transfer.staging import paired, slab_spans
-from epd_serve.transfer.transport import Piece
+from epd_serve.transfer.transport import Piece, paired, slab_spans
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 from epd_serve.transfer.shared_memory import MAPPED_SLOT, is_being_written
-from epd_serve.transfer.staging import paired, rounds
+from epd_serve.transfer.staging import rounds
+from epd_serve.transfer.transport import paired
 from epd_serve.types import Role
 
 LAYOUT = wire.KVLayout(num_layers=3, num_kv_heads=4, head_dim=2, block_size=2, dtype="float32", model="m")

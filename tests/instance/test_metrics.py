@@ -42,7 +42,7 @@ def test_all_that_is_told_is_rendered() -> None:
     metrics.kv_written(100, 2.0)
     metrics.kv_read(50, 1.0)
     half = OutgoingTransfer("t", None, 0.0, computed_at=3.0)
-    half.num_writes, half.num_bytes, half.transfer_s, half.exposed_s, half.finished_at = 1, 100, 2.0, 1.0, 4.0
+    half.num_writes, half.num_bytes, half.transfer_s, half.exposed_s, half.wait_s = 1, 100, 2.0, 1.0, 1.0
     metrics.kv_delivered(half)
     metrics.kv_delivered(OutgoingTransfer("cached", None, 0.0, computed_at=3.0))
     metrics.feature_used(FetchTiming(nbytes=7, transmission_s=4.0, scheduling_s=1.0))

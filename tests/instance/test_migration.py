@@ -27,7 +27,7 @@ from epd_serve.instance.http import Reply
 from epd_serve.instance.instance import Instance
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.protocol import frames, wire
-from epd_serve.rpc.stream_server import BrokenStream
+from epd_serve.rpc.streams import BrokenStream
 from epd_serve.types import Grammar
 
 

@@ -22,7 +22,7 @@ from epd_serve.instance.reports import StageRates
 from epd_serve.instance.text.prompt import Prompt
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.protocol import wire
-from epd_serve.rpc.stream_server import BrokenStream
+from epd_serve.rpc.streams import BrokenStream
 from epd_serve.sequence import Sequence
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport

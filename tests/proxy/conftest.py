@@ -25,7 +25,7 @@ from servers import QuietServer
 
 from epd_serve.protocol import frames, instance_state, wire
 from epd_serve.rpc import streams
-from epd_serve.rpc.stream_server import Exchange, UpgradableHttp, upgrade
+from epd_serve.rpc.streams import Exchange, UpgradableHttp, upgrade
 from proxy.app import create_app
 from proxy.main import new_server
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 import uvicorn
@@ -16,8 +17,20 @@ from epd_serve.launch.processes.ports import free_port
 from epd_serve.rpc import streams
 from epd_serve.rpc.http import HttpPool
 from epd_serve.rpc.link import pack
-from epd_serve.rpc.stream_server import BrokenStream, StreamServer, UpgradableHttp, upgrade
-from epd_serve.rpc.streams import Call, Cancel, Credit, Data, End, Head, StreamCall, Streams
+from epd_serve.rpc.streams import (
+    BrokenStream,
+    Call,
+    Cancel,
+    Credit,
+    Data,
+    End,
+    Head,
+    StreamCall,
+    Streams,
+    StreamServer,
+    UpgradableHttp,
+    upgrade,
+)
 
 SWITCHING = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: epd-streams/1\r\n\r\n"
 MIB = 1 << 20
@@ -144,13 +157,14 @@ async def test_calls_at_once_share_a_connection_and_each_has_its_answer(app: App
 
 async def test_the_tokens_of_a_step_come_in_one_list(app: App, to: Streams, monkeypatch) -> None:
     taken: list[int] = []
-    take = streams.StreamsConnection._take
+    take = streams.Messages.take
 
-    def noted(self: streams.StreamsConnection, lists: list[list[streams.Told]]) -> None:
+    def noted(self: streams.Messages[Any], piece: bytes) -> list[Any]:
+        lists = take(self, piece)
         taken.extend(map(len, lists))
-        take(self, lists)
+        return lists
 
-    monkeypatch.setattr(streams.StreamsConnection, "_take", noted)
+    monkeypatch.setattr(streams.Messages, "take", noted)
     calls = [sent(to, "/wait") for _ in range(30)]
     for call in calls:
         assert await anext(call) == b"first"
@@ -234,7 +248,7 @@ async def test_a_connection_ends_with_its_streams_and_the_next_call_makes_anothe
     for call in calls:
         await call.opened
     assert to._connection is not None
-    to._connection._transport.abort()  # as where a process is killed
+    to._connection.transport.abort()  # as where a process is killed
     for call in calls:
         with pytest.raises(InstanceLost, match="broke off"):
             await whole(call)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.tcp_server import JoinedMemory
+from epd_serve.transfer.tcp import JoinedMemory
 from epd_serve.transfer.transport import TransferError
 
 

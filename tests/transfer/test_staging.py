@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from epd_serve.transfer.staging import CellLender, StagingArea, paired, rounds, slab_spans
-from epd_serve.transfer.transport import StillCopying, TransferError
+from epd_serve.transfer.staging import CellLender, StagingArea, rounds
+from epd_serve.transfer.transport import StillCopying, TransferError, paired, slab_spans
 
 FIRST, COUNT, QUARANTINE_S = 5, 12, 3.0
 
@@ -156,3 +156,13 @@ def test_bytes_of_one_place_are_laid_beside_those_of_another(data: st.DataObject
     assert moved == due
     with pytest.raises(TransferError, match="not of one size"):
         paired([(0, 3)], [(0, 2)])
+
+
+def test_who_waits_gets_cells_out_of_quarantine_though_nobody_else_comes() -> None:
+    lender = CellLender(0, 4, quarantine_s=0.2)
+    with pytest.raises(StillCopying), lender.lend(4):
+        raise StillCopying("late")
+    waiting = Borrower(lender, 4)
+    assert waiting.granted.wait(60)
+    waiting.end()
+    lender.check_integrity()

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from epd_serve.protocol.wire import Region
-from epd_serve.transfer import tcp_server
+from epd_serve.transfer import tcp
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.tcp import HEADER, MAX_PIECES, STATUS, WRITE, TcpPeers
 from epd_serve.transfer.transport import Slab, TransferError
@@ -91,12 +91,12 @@ def test_frames_of_strangers_cost_nothing_whatever_they_announce(served: Served)
 def test_silent_strangers_make_room_for_others_and_do_not_stay(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_server, "STRANGER_S", 3.0)
+    monkeypatch.setattr(tcp, "STRANGER_S", 3.0)
     num_threads, num_files = threading.active_count(), psutil.Process().num_fds()
     strangers = [served.stranger() for _ in range(300)]
     served.works()
     wait_until(
-        lambda: psutil.Process().num_fds() <= num_files + 300 + tcp_server.MAX_STRANGERS + 4,
+        lambda: psutil.Process().num_fds() <= num_files + 300 + tcp.MAX_STRANGERS + 4,
         "the older ones are turned away",
     )
     assert threading.active_count() <= num_threads + 1, "only who named a region has a thread"
@@ -109,7 +109,7 @@ def test_silent_strangers_make_room_for_others_and_do_not_stay(
 def test_of_many_that_know_a_region_the_longest_idle_gives_way(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_server, "MAX_KNOWN", 3)
+    monkeypatch.setattr(tcp, "MAX_KNOWN", 3)
     peers = [EmbeddedTransport(path="tcp") for _ in range(8)]
     for _ in range(2):  # those that gave way come again
         for number, peer in enumerate(peers):

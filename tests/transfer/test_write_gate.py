@@ -12,8 +12,7 @@ from fleet import wait_until
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.protocol.wire import KVLayout, Region, ReserveRequest
 from epd_serve.transfer.reservation import ReservationTable
-from epd_serve.transfer.tcp import HEADER, PIECE, TcpPeers
-from epd_serve.transfer.tcp_server import TcpServer
+from epd_serve.transfer.tcp import HEADER, PIECE, TcpPeers, TcpServer
 from epd_serve.transfer.transport import TransferError, WriteGate
 
 TIMEOUT_S = 1.5

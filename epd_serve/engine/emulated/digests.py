@@ -29,8 +29,8 @@ from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.step_cost import StepWork, work_done
 from epd_serve.sequence import PLACEHOLDER
 from epd_serve.sequence import Sequence as TokenSequence
-from epd_serve.transfer.staging import Span, StagingArea
-from epd_serve.transfer.transport import Piece, TransferError, Transport
+from epd_serve.transfer.staging import StagingArea
+from epd_serve.transfer.transport import Piece, Span, TransferError, Transport
 from epd_serve.types import MediaSpan, SamplingParams
 
 #: Bytes that stand for a token of a picture; for a block in one layer, a digest of all up to there; and those in

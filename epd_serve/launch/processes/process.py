@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from epd_serve.errors import InstanceUnreachable, ServeError
-from epd_serve.rpc.call import MAX_NOTE_BYTES
-from epd_serve.rpc.http import HttpCall, HttpPool
+from epd_serve.rpc.http import MAX_NOTE_BYTES, HttpCall, HttpPool
 from epd_serve.rpc.tls import tls_files
 
 #: Lines of a dead process's log that are shown.

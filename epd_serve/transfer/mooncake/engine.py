@@ -17,7 +17,6 @@ import math
 import os
 import socket
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epd_serve.transfer.shared_memory import SharedSlab, SlabAllocator
+from epd_serve.transfer.shared_memory import SharedSlab
+from epd_serve.transfer.staging import CellLender
 from epd_serve.transfer.transport import TransferError
 
 _INSTALL = (
@@ -221,19 +221,13 @@ class StoreClient:
         self._placement.preferred_segment = self._client.get_hostname()
 
     def _set_up(self, options: MooncakeOptions, master: str, segment_bytes: int, engine: Engine | None) -> None:
+        names = (options.protocol, options.devices, master)
         shared = {} if engine is None else {"engine": engine.shared}
         deadline = self._clock() + _SETUP_PATIENCE_S
-        while not self._set_up_once(options, master, segment_bytes, shared):
+        while self._client.setup(options.host, "P2PHANDSHAKE", segment_bytes, 0, *names, **shared) != _OK:
             if self._clock() >= deadline:
                 raise ValueError(f"the mooncake_master at {master} does not answer, or refuses {options.protocol}")
             time.sleep(_SETUP_RETRY_S)
-
-    def _set_up_once(
-        self, options: MooncakeOptions, master: str, segment_bytes: int, shared: dict[str, Any]
-    ) -> bool:
-        names = (options.protocol, options.devices, master)
-        result: int = self._client.setup(options.host, "P2PHANDSHAKE", segment_bytes, 0, *names, **shared)
-        return result == _OK
 
     def register(self, address: int, nbytes: int) -> None:
         """Let objects be put from and got into this memory."""
@@ -385,70 +379,39 @@ def address_of(memory: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
+@dataclass(frozen=True, slots=True)
 class Staged:
-    """A part of the pool.
+    """A part of the pool: the address of its first byte, and its bytes."""
 
-    Attributes:
-        address: address of its first byte. memory: its bytes.
-        lost: set it where something may still use the part; it is then never given out again.
-    """
-
-    __slots__ = ("address", "lost", "memory")
-
-    def __init__(self, address: int, memory: memoryview) -> None:
-        self.address = address
-        self.memory = memory
-        self.lost = False
+    address: int
+    memory: memoryview
 
 
 class StagingPool:
     """A bounded pool; takers wait for room. Safe from any thread."""
 
     def __init__(self, nbytes: int, alignment: int) -> None:
-        size = -(-nbytes // alignment) * alignment
-        self._slab = SharedSlab("staging", size, alignment=alignment)
-        self._allocator = SlabAllocator(size)
-        self._changed = threading.Condition()
-        self._num_taken = 0
+        self.nbytes = -(-nbytes // alignment) * alignment
+        self._slab = SharedSlab("staging", self.nbytes, alignment=alignment)
+        self._bytes = CellLender(0, self.nbytes, math.inf, alignment=64)
         self.address = address_of(self._slab.buffer)
-        self.nbytes = size
+        self.close = self._slab.close
+        self.check_integrity = self._bytes.check_integrity
 
     @property
     def num_taken(self) -> int:
         """Parts that are in use or lost."""
-        return self._num_taken
+        return self._bytes.num_lent
 
     @contextmanager
     def take(self, nbytes: int, timeout_s: float) -> Iterator[Staged]:
-        """A part of ``nbytes``. Raises TransferError where there is no room within ``timeout_s``, or ever."""
-        offset = self._allocate(nbytes, timeout_s)
-        staged = Staged(self.address + offset, self._slab.buffer[offset : offset + nbytes])
-        try:
-            yield staged
-        finally:
-            if not staged.lost:
-                with self._changed:
-                    self._allocator.free(offset)
-                    self._num_taken -= 1
-                    self._changed.notify_all()
+        """A part of ``nbytes``, which is never given out again where StillCopying ends the context.
 
-    def close(self) -> None:
-        self._slab.close()
-
-    def check_integrity(self) -> None:
-        with self._changed:
-            self._allocator.check_integrity()
-
-    def _allocate(self, nbytes: int, timeout_s: float) -> int:
-        if nbytes > self._allocator.capacity:
+        Raises TransferError where there is no room within ``timeout_s``, or ever.
+        """
+        if nbytes > self.nbytes:
             raise TransferError(
-                f"{nbytes} bytes do not fit a staging pool of {self._allocator.capacity}; "
-                "raise mooncake.staging_bytes"
+                f"{nbytes} bytes do not fit a staging pool of {self.nbytes}; raise mooncake.staging_bytes"
             )
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while (offset := self._allocator.allocate(nbytes)) is None:
-                if not self._changed.wait(deadline - time.monotonic()):
-                    raise TransferError(f"no room for {nbytes} bytes in the staging pool within {timeout_s:g} s")
-            self._num_taken += 1
-            return offset
+        with self._bytes.lend(nbytes, timeout_s) as start:
+            yield Staged(self.address + start, self._slab.buffer[start : start + nbytes])

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import msgspec
 
@@ -16,8 +14,7 @@ from epd_serve.protocol.wire import Region
 from epd_serve.transfer.mooncake.engine import Engine, MooncakeOptions, Staged, StagingPool, address_of
 from epd_serve.transfer.reservation import Tombstones
 from epd_serve.transfer.shared_memory import SharedSlab
-from epd_serve.transfer.tcp import TcpPeers
-from epd_serve.transfer.tcp_server import TcpServer
+from epd_serve.transfer.tcp import TcpPeers, TcpServer
 from epd_serve.transfer.transport import (
     DeviceBytes,
     DeviceSlab,
@@ -27,7 +24,6 @@ from epd_serve.transfer.transport import (
     TransferError,
     WriteGate,
     check_bounds,
-    on_host,
 )
 
 #: A slab's name, size and address, in host memory: a process in the place of another is not mistaken for it.
@@ -164,14 +160,14 @@ class MooncakeTransport:
 
     def _copy(self, region: Region, pieces: Sequence[Piece], transfer: _Transfer) -> None:
         is_read = transfer == self.engine.read
-        with self._open(region, pieces, transfer) as batch:
+        with self._batch(transfer, self._peer(region, pieces)) as batch:
             for offset, data in pieces:
                 there = region.address + offset
                 if (here := self._registered_at(data)) is not None:
                     for start in range(0, data.nbytes, _MAX_BYTES):
                         batch.add(here + start, there + start, min(_MAX_BYTES, data.nbytes - start))
                     continue
-                [(_, data)] = on_host([(offset, data)])
+                assert isinstance(data, memoryview), "a device's memory that is not registered"
                 for start in range(0, data.nbytes, self._staged_part):
                     part = data[start : start + self._staged_part]
                     if is_read:
@@ -235,9 +231,9 @@ class MooncakeTransport:
             with self._lock:
                 self._known.add(region.name, True)
 
-    def _open(self, region: Region, pieces: Sequence[Piece], transfer: _Transfer) -> _Batch:
-        """A batch of copies with the region's process, once it is known that it is still that process."""
-        check_bounds(region.name, region.nbytes, pieces)
+    def _peer(self, region: Region, pieces: Sequence[Piece]) -> str:
+        """The engine of the region's process, once it is known that it is still that process."""
+        check_bounds(region, pieces)
         if self._closed:
             raise TransferError("the transport is closed")
         if region.protocol != self._options.protocol:
@@ -249,28 +245,37 @@ class MooncakeTransport:
         self._meet(region)
         peer = f"{region.host}:{region.engine_port}"
         there = bytearray(_IDENTITY_BYTES)
-        with _Batch(
-            self.engine.read, peer, self.engine.call_limit_s, self._staging, self._options.timeout_s
-        ) as check:
+        with self._batch(self.engine.read, peer) as check:
             check.stage(region.identity_address, _IDENTITY_BYTES, fills=memoryview(there))
             check.run()
         if there != _identity(region):
             raise TransferError(f"region {region.name} is gone: {peer} is another process now")
-        return _Batch(transfer, peer, self.engine.call_limit_s, self._staging, self._options.timeout_s)
+        return peer
+
+    @contextmanager
+    def _batch(self, transfer: _Transfer, peer: str) -> Iterator[_Batch]:
+        """Copies with a peer; what is not run by the end of the context is dropped."""
+        with ExitStack() as held:
+            yield _Batch(transfer, peer, self.engine.call_limit_s, self._staging, self._options.timeout_s, held)
 
 
 class _Batch:
     """Copies for calls of the engine, and the staged memory that they need. A full one runs by itself.
 
-    What is not run by the end of the ``with`` block is dropped.
-
     Args:
         limit_s: seconds that the engine waits for one call.
         patience_s: seconds to wait for room in the pool.
+        held: what is taken of it.
     """
 
     def __init__(
-        self, transfer: _Transfer, peer: str, limit_s: float, pool: StagingPool, patience_s: float
+        self,
+        transfer: _Transfer,
+        peer: str,
+        limit_s: float,
+        pool: StagingPool,
+        patience_s: float,
+        held: ExitStack,
     ) -> None:
         self._transfer = transfer
         self._peer = peer
@@ -279,17 +284,9 @@ class _Batch:
         self._patience_s = patience_s
         self._copies: list[_Copy] = []
         self._nbytes = 0
-        self._staged: list[Staged] = []
         self._fills: list[tuple[memoryview, memoryview]] = []
-        self._held = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._held.close()
+        self._held = held
+        self._has_staged = False
 
     def add(self, here: int, there: int, nbytes: int) -> None:
         """Copy registered memory from or to ``here``."""
@@ -301,7 +298,7 @@ class _Batch:
         """Copy a part of the pool, which is returned; what it gets goes on to ``fills`` when the batch has run."""
         self._run_if_full(nbytes)
         staged = self._take(nbytes)
-        self._staged.append(staged)
+        self._has_staged = True
         if fills is not None:
             self._fills.append((fills, staged.memory))
         self._copies.append(_Copy(staged.address, there, nbytes))
@@ -312,7 +309,7 @@ class _Batch:
         """Copy all, and give back what was staged. Raises TransferError."""
         copies, self._copies, self._nbytes = self._copies, [], 0
         fills, self._fills = self._fills, []
-        staged, self._staged = self._staged, []
+        self._has_staged = False
         with self._held.pop_all():
             if not copies:
                 return
@@ -321,17 +318,14 @@ class _Batch:
                 self._peer, [c.here for c in copies], [c.there for c in copies], [c.nbytes for c in copies]
             )
             if not done:
-                late = time.monotonic() - started >= self._limit_s
-                for part in staged:
-                    part.lost = late  # the engine gave up waiting, not copying
-                if late:
+                if time.monotonic() - started >= self._limit_s:  # the engine gave up waiting, not copying
                     raise StillCopying(f"transfer with {self._peer} did not finish in {self._limit_s:g} s")
                 raise TransferError(f"transfer with {self._peer} failed: it is gone or refuses")
             for data, memory in fills:
                 data[:] = memory
 
     def _take(self, nbytes: int) -> Staged:
-        if self._staged:
+        if self._has_staged:
             try:
                 return self._held.enter_context(self._pool.take(nbytes, 0.0))
             except TransferError:
