@@ -288,7 +288,9 @@ class RequestFlow:
         """Everything at once: nobody waits for encoders before calling P."""
         attempt, act, fleet = self._attempt, self._actions.append, self.fleet
         route, request_id, router = attempt.route, attempt.request_id, fleet.router
-        refs = in_segments(fleet.table, route.prefill, media.refs)
+        refs = media.refs
+        if any(ref.modality == "video" for ref in refs):
+            refs = in_segments(fleet.table, route.prefill, refs)
         self._enter(State.SENT)
         attempt.is_expected = not route.fused
         if attempt.held is None:
@@ -429,7 +431,9 @@ class RequestFlow:
             if item in attempt.encodes:  # else the try has failed
                 self._actions.append(do.CancelEncode(item))
                 self._on_encode_failed(on.EncodeFailed(item, failure))
-        needed = {route.decode.name} if self.state is State.REST else route.names  # then P has nothing of it
+        needed = {route.decode.name}
+        if self.state is not State.REST:  # where P has nothing of it any more
+            needed.add(route.prefill.name)
         if self.state not in _UNSENT and name in needed:
             attempt.suspects.add(name)
             self._fail_try(failure)
@@ -478,7 +482,8 @@ class RequestFlow:
 
     def _fail_try(self, failure: ServeError) -> None:
         """The try has failed: the next one, or the end."""
-        attempt, history, names, progress = self._attempt, self._history, self.route.names, self.progress
+        attempt, history, progress = self._attempt, self._history, self.progress
+        names = {self.route.prefill.name, self.route.decode.name}
         planned = is_planned(failure)
         is_innocent = planned or attempt.is_moving or isinstance(failure, Unavailable)
         self._end_try(names, () if is_innocent else attempt.suspects)
@@ -547,7 +552,7 @@ _EVENTS: dict[type, Callable[[RequestFlow, Any], None]] = {
 def _may_come(table: InstanceTable, model: str, exclude: Collection[str]) -> bool:
     """Whether each stage has an instance, or one that is being started."""
     for stage in (_P, _D):
-        here = [record for record in table if record.covers(stage)]
+        here = [record for record in table if stage in record.stages]
         ready = {record.name for record in table.ready(stage, model)}
         if not ready - set(exclude) and not any(record.name not in ready for record in here):
             return False
