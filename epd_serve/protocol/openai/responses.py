@@ -16,7 +16,6 @@ from epd_serve.protocol.openai.fields import (
     WIRE_INTEGERS,
     CacheSalt,
     RequestModel,
-    decode_object,
     drop_neutral,
     explain,
 )
@@ -29,9 +28,10 @@ from epd_serve.protocol.openai.messages import (
     MediaSource,
     Message,
     ToolCall,
-    check_parts,
+    too_many_parts,
 )
 from epd_serve.protocol.openai.messages import ContentPart as ChatPart
+from epd_serve.protocol.openai.strict_json import decode_object
 from epd_serve.protocol.openai.tools import (
     MAX_TOOLS,
     FunctionDefinition,
@@ -193,7 +193,9 @@ class ResponsesRequest(RequestModel):
 
     def check(self) -> None:
         """Rules that join several fields. Raises InvalidRequest."""
-        check_parts(sum(len(item.content or ()) + len(item.output or ()) for item in self.input), "input")
+        num_parts = sum(len(item.content or ()) + len(item.output or ()) for item in self.input)
+        if num_parts > MAX_PARTS:
+            raise too_many_parts(num_parts, "input")
         for index, item in enumerate(self.input):
             item.check(f"input[{index}]")
             for field in ("content", "output"):

@@ -13,23 +13,19 @@ from epd_serve.protocol.openai.fields import (
     NEUTRAL,
     RequestModel,
     TokenIds,
-    decode_object,
-    drop_message_neutral,
     drop_neutral,
     explain,
 )
 from epd_serve.protocol.openai.messages import (
-    MAX_MESSAGES,
     MediaIoKwargs,
     MediaSource,
-    Message,
+    Messages,
     ProcessorKwargs,
     check_messages,
     media_of,
-    processing_of,
-    video_sampling,
     wire_messages,
 )
+from epd_serve.protocol.openai.strict_json import decode_object
 from epd_serve.protocol.openai.tools import MAX_TOOLS, Tool, json_text, tools_text
 from epd_serve.protocol.wire import (
     DetokenizeReply,
@@ -48,9 +44,8 @@ class _Call(RequestModel):
     def parse(cls, body: bytes | bytearray) -> Self:
         """Body → checked request. Raises InvalidRequest that names the field in ``param``."""
         fields = {name: value for name, value in decode_object(body).items() if name not in LABELS}
-        fields = drop_message_neutral(drop_neutral(fields, NEUTRAL))
         try:
-            request = cls.model_validate(fields)
+            request = cls.model_validate(drop_neutral(fields, NEUTRAL))
         except ValidationError as error:
             raise explain(error, cls) from error
         request._check()
@@ -86,7 +81,7 @@ class TokenizeBody(_Call):
     """Exactly one of ``prompt`` and ``messages``; images of messages count as many tokens as they take."""
 
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -111,7 +106,8 @@ class TokenizeBody(_Call):
             if getattr(self, name) is not None:
                 raise InvalidRequest(f"{name}: goes with messages, not with a prompt", param=name)
         check_messages(self.messages or ())
-        processing_of(self.mm_processor_kwargs, self.messages or ())
+        if self.mm_processor_kwargs is not None:
+            self.media()  # says what contradicts itself
         if self.continue_final_message and (
             self.add_generation_prompt or (self.messages and self.messages[-1].role != "assistant")
         ):
@@ -121,8 +117,7 @@ class TokenizeBody(_Call):
             )
 
     def media(self) -> list[MediaSource]:
-        kwargs = self.mm_processor_kwargs
-        return media_of(self.messages or (), video_sampling(self.media_io_kwargs, kwargs), kwargs)
+        return media_of(self.messages or (), self.media_io_kwargs, self.mm_processor_kwargs)
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest:
         """The message to an instance, with the chat's media as ``items``."""
