@@ -22,7 +22,6 @@ from epd_serve.types import Routing, Stage
 
 #: Of languages in Latin letters, about, where no prompt was seen yet.
 PRIOR_TOKENS_PER_CHARACTER = 0.25
-_STAGE_NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,8 +105,12 @@ def route_parts(table: InstanceTable, model: str, exclude: Collection[str], dema
     Decode instances that are too small for the prompt are left out where others are large enough. Raises
     Unavailable that names the stage without a ready instance.
     """
-    prefills = ready(table, Stage.PREFILL, model, exclude)
-    decodes = ready(table, Stage.DECODE, model, exclude)
+    prefills, decodes = table.ready(Stage.PREFILL, model), table.ready(Stage.DECODE, model)
+    if exclude:
+        prefills = [one for one in prefills if one.name not in exclude]
+        decodes = [one for one in decodes if one.name not in exclude]
+    if not prefills or not decodes:
+        raise _unavailable(table, Stage.DECODE if prefills else Stage.PREFILL)
     info = prefills[0].info
     per_pixel = (info.tokens_per_pixel if info is not None else 0.0) or PRIOR_TOKENS_PER_PIXEL
     # as in the prompts that they saw lately: the median of three or more, else the mean
@@ -176,16 +179,11 @@ def answer_s(decode: InstanceRecord, answer: Work, demand: Demand, *, with_encod
     return seconds + encode_s if with_encodes else seconds
 
 
-def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[str]) -> list[InstanceRecord]:
-    """The ready instances for a stage. Raises Unavailable where there is none."""
-    records = table.ready(stage, model)
-    if exclude:
-        records = [record for record in records if record.name not in exclude]
-    if not records:
-        known = [record.name for record in table if stage in record.stages]
-        detail = f"waiting for {', '.join(known)}" if known else "the deployment has none"
-        raise Unavailable(f"no instance for {_STAGE_NAMES[stage]} ({stage}) is ready: {detail}; try again shortly")
-    return records
+def _unavailable(table: InstanceTable, stage: Stage) -> Unavailable:
+    known = [record.name for record in table if stage in record.stages]
+    detail = f"waiting for {', '.join(known)}" if known else "the deployment has none"
+    name = "prefill" if stage is Stage.PREFILL else "decode"
+    return Unavailable(f"no instance for {name} ({stage}) is ready: {detail}; try again shortly")
 
 
 def uncached_tokens(record: InstanceRecord, num_tokens: float, demand: Demand) -> float:

@@ -6,8 +6,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, median_low
 from typing import TypeVar
+
+import msgspec
 
 from epd_serve.cost.stages import (
     MAX_BATCH_PIXELS,
@@ -46,9 +48,6 @@ class InstanceTable:
 
     def __iter__(self) -> Iterator[InstanceRecord]:
         return iter(self._records.values())
-
-    def __len__(self) -> int:
-        return len(self._records)
 
     def __getitem__(self, name: str) -> InstanceRecord:
         return self._records[name]
@@ -94,7 +93,7 @@ class InstanceTable:
             record.features.clear()  # another process, or its caches were made anew
             record.prefixes.clear()
         record.info = info
-        record._changed()
+        record._pending = None
         record.place = Place(host_id=info.host_id, device=info.device)
         if contains is not None:
             received = [key for key, calls in record._unreported.items() for c in calls if c.number <= contains]
@@ -129,7 +128,7 @@ class InstanceTable:
             peers = [one for one in self._records.values() if one.stages == record.stages]
             self._peers[record.stages] = peers
         record.costs = resolve_costs(load, record.info.budgets, [one.load for one in peers if one is not record])
-        record._changed()
+        record._pending = None
         record.is_stale = False
         if report.ready != record.ready:
             self._set_ready(record, report.ready)
@@ -219,7 +218,16 @@ class InstanceTable:
             record.prefixes.add(beginning)
         if not again:
             record.sent_sequences += work.num_sequences
-        return OpenCall(record, stage, request_id, work, self.num_calls)
+        call = OpenCall(record, stage, stage + request_id, work, self.num_calls)
+        record.in_flight[stage] += 1
+        record.num_chosen[stage] += 1
+        if work.num_pixels:
+            record.sent_encode_s += record.costs.encode_s(work.num_pixels)
+        if work is not NONE:
+            record._own = work if record._own is NONE else record._own + work
+        record._pending = None
+        record._unreported.setdefault(call.key, []).append(call)
+        return call
 
     @contextmanager
     def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Iterator[OpenCall]:
@@ -309,17 +317,19 @@ class InstanceRecord:
     num_chosen: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     sent_encode_s: float = 0.0
     sent_sequences: float = 0.0
-    _pending: Work | None = NONE  # None: to be counted
+    _pending: Work | None = NONE  # None: it, or the costs, have changed, and it is to be counted
     _reported: Work = NONE
     _own: Work = NONE  # of calls that the report does not contain
     _ended: Work = NONE  # of calls that it contains and that have ended since
     _unreported: dict[str, list[OpenCall]] = field(default_factory=dict)
+    #: Results of :meth:`decode_s`, as long as nothing has changed.
     _known: dict[tuple[float, float | None], tuple[float, float, float]] = field(default_factory=dict)
 
     @property
     def pending(self) -> Work:
         """The instance's work: its last report, and this gateway's calls that the report does not contain."""
         if self._pending is None:
+            self._known.clear()
             left = self._reported if self._ended is NONE else self._reported - self._ended
             self._pending = left if self._own is NONE else left + self._own
         return self._pending
@@ -359,54 +369,37 @@ class InstanceRecord:
         The result is kept: a request is compared at all instances, and few of them have changed since the last
         request.
         """
-        key = num_sequences, max_tokens
+        key, pending = (num_sequences, max_tokens), self.pending
         known = self._known.get(key)
         if known is None:
-            seconds = self.costs.decode_s(num_sequences, self.pending.num_sequences, max_tokens)
+            seconds = self.costs.decode_s(num_sequences, pending.num_sequences, max_tokens)
             has_room = not self.load.total_blocks or self.info is None
             known = self._known[key] = seconds, float("inf") if has_room else self.room_tokens, self.encode_s
         return known
 
-    def _changed(self) -> None:
-        self._pending = None
-        self._known.clear()
 
-
-class OpenCall:
+class OpenCall(msgspec.Struct, eq=False):
     """A call that counts as in flight, with its work, until it is closed.
 
     Attributes:
+        key: stage and request id, as the instance reports it.
+        is_reported: the instance has.
         was_cached: of an encode: whether the instance had the feature.
     """
 
-    __slots__ = ("_key", "_record", "_stage", "is_reported", "number", "was_cached", "work")
-
-    def __init__(self, record: InstanceRecord, stage: Stage, request_id: str, work: Work, number: int) -> None:
-        self.work = work
-        self.number = number
-        self.is_reported = False
-        self.was_cached = True
-        self._record = record
-        self._stage = stage
-        self._key = key = stage + request_id
-        record.in_flight[stage] += 1
-        record.num_chosen[stage] += 1
-        if work.num_pixels:
-            record.sent_encode_s += record.costs.encode_s(work.num_pixels)
-        if work is not NONE:
-            record._own = work if record._own is NONE else record._own + work
-        record._changed()
-        calls = record._unreported.get(key)
-        if calls is None:
-            record._unreported[key] = [self]
-        else:
-            calls.append(self)
+    record: InstanceRecord
+    stage: Stage
+    key: str
+    work: Work
+    number: int
+    is_reported: bool = False
+    was_cached: bool = True
 
     def close(self) -> None:
         """End the call; to be called once."""
-        record, key = self._record, self._key
-        record.in_flight[self._stage] -= 1
-        record._changed()
+        record, key = self.record, self.key
+        record.in_flight[self.stage] -= 1
+        record._pending = None
         if self.is_reported:
             record._ended += self.work
             return
@@ -458,31 +451,34 @@ def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load
     one like the others. So it is tried again: one that was slow in an unlucky moment is not avoided for ever.
     """
 
-    def rate(stage: Stage) -> StageRate:
-        name = stage.value
-        own = load.rates.get(name)
-        known = [one.rates[name] for one in (load, *peers) if name in one.rates]
-        if own is not None and own.is_fresh and known.count(own) == len(known):
-            return own
+    rates: dict[Stage, StageRate] = {}
+    for stage in Stage:
+        own = load.rates.get(stage.value)
+        known = [one.rates[stage.value] for one in (load, *peers) if stage.value in one.rates]
         fresh = [one for one in known if one.is_fresh]
         if not known:
-            return _PRIORS[stage]
-        if own is not None and not fresh:
-            return own
-        size = _TYPICAL_SIZES[stage]
-        middle = sorted(fresh or known, key=lambda one: one.seconds(size))[(len(fresh or known) - 1) // 2]
+            rates[stage] = _PRIORS[stage]
+            continue
+        if own is not None and (not fresh or known.count(own) == len(known)):
+            rates[stage] = own
+            continue
+        size, candidates = _TYPICAL_SIZES[stage], fresh or known
+        seconds = [one.seconds(size) for one in candidates]
+        middle_s = median_low(seconds)
+        middle = candidates[seconds.index(middle_s)]
         if own is None or not own.is_fresh:
-            return StageRate(middle.base_s, middle.unit_s, is_fresh=False)
-        own_s, middle_s = own.seconds(size), middle.seconds(size)
-        is_like = own_s < _LIKE * middle_s and middle_s < _LIKE * own_s
-        return middle if is_like else own
+            rates[stage] = StageRate(middle.base_s, middle.unit_s, is_fresh=False)
+        elif own.seconds(size) < _LIKE * middle_s and middle_s < _LIKE * own.seconds(size):
+            rates[stage] = middle
+        else:
+            rates[stage] = own
 
     # Over all instances: one that has seen few answers end would be avoided, or get all requests, for these alone.
     lengths = [one.mean_output_tokens for one in (load, *peers) if one.mean_output_tokens]
     return StageCosts(
-        encode=rate(Stage.ENCODE),
-        prefill=rate(Stage.PREFILL),
-        decode=rate(Stage.DECODE),
+        encode=rates[Stage.ENCODE],
+        prefill=rates[Stage.PREFILL],
+        decode=rates[Stage.DECODE],
         max_batch_pixels=budgets.get("image_budget_pixels") or MAX_BATCH_PIXELS,
         max_batch_tokens=budgets.get("max_num_batched_tokens") or MAX_BATCH_TOKENS,
         mean_output_tokens=median(lengths) if lengths else PRIOR_OUTPUT_TOKENS,
