@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-import msgspec
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.openai.answers import InputTokens
 from epd_serve.protocol.openai.fields import (
     RESPONSES_NEUTRAL,
     WIRE_INTEGERS,
@@ -269,13 +269,6 @@ class ResponsesCall(ChatCompletionRequest):
         return self.sources
 
 
-class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of ``/v1/responses/input_tokens``."""
-
-    input_tokens: int
-    object: str = "response.input_tokens"
-
-
 class InputTokensCall:
     """The same body as ``/v1/responses`` has, asked for its length alone
     (:class:`epd_serve.protocol.openai.tokenizing.TokenQuestion`)."""
@@ -296,7 +289,7 @@ class InputTokensCall:
         return TokenizeRequest(items=items, messages=self._call.chat(), prompting=self._call.prompting())
 
     def answer(self, reply: TokenizeReply, max_model_len: int) -> InputTokens:
-        return InputTokens(input_tokens=len(reply.tokens))
+        return InputTokens(object="response.input_tokens", input_tokens=len(reply.tokens))
 
 
 def _messages(asked: ResponsesRequest) -> tuple[list[Message], list[MediaSource]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Protocol, Self
 
-import msgspec
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.openai.answers import DetokenizeResult, TokenizeResult
 from epd_serve.protocol.openai.fields import (
     LABELS,
     NEUTRAL,
@@ -72,7 +72,7 @@ class TokenQuestion(Protocol):
         """The message to an instance that answers the question."""
         ...
 
-    def answer(self, reply: Any, max_model_len: int) -> Any:
+    def answer(self, reply: Any, max_model_len: int) -> BaseModel:
         """The client's answer, made from the instance's reply."""
         ...
 
@@ -136,8 +136,10 @@ class TokenizeBody(_Call):
             with_texts=bool(self.return_token_strs),
         )
 
-    def answer(self, reply: TokenizeReply, max_model_len: int) -> TokenizeAnswer:
-        return TokenizeAnswer(len(reply.tokens), max_model_len, reply.tokens, reply.texts)
+    def answer(self, reply: TokenizeReply, max_model_len: int) -> TokenizeResult:
+        return TokenizeResult.model_construct(
+            count=len(reply.tokens), max_model_len=max_model_len, tokens=reply.tokens, token_strs=reply.texts
+        )
 
 
 class DetokenizeBody(_Call):
@@ -147,18 +149,5 @@ class DetokenizeBody(_Call):
         """The message to an instance; it has no ``items``."""
         return DetokenizeRequest(tokens=self.tokens)
 
-    def answer(self, reply: DetokenizeReply, max_model_len: int) -> DetokenizeAnswer:
-        return DetokenizeAnswer(prompt=reply.text)
-
-
-class TokenizeAnswer(msgspec.Struct, frozen=True):
-    """vLLM's answer of ``/tokenize``; ``max_model_len`` in tokens."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class DetokenizeAnswer(msgspec.Struct, frozen=True):
-    prompt: str
+    def answer(self, reply: DetokenizeReply, max_model_len: int) -> DetokenizeResult:
+        return DetokenizeResult(prompt=reply.text)
