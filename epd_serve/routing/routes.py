@@ -202,23 +202,19 @@ NEAR_S = 1e-3
 
 def near_best(pairs: Sequence[Pair]) -> list[Pair]:
     """The cheapest pair and those about equal to it, before the first token and after it."""
-    best_first, best_rest, *_ = min(pairs, key=_total_s)
+    best_first, best_rest, *_ = pairs[0]
+    for first_s, rest_s, _, _ in pairs:
+        if first_s + rest_s < best_first + best_rest:
+            best_first, best_rest = first_s, rest_s
     limit_first, limit_rest = best_first + NEAR_S, best_rest + NEAR_S
     return [pair for pair in pairs if pair[0] <= limit_first and pair[1] <= limit_rest]
 
 
-def _total_s(pair: Pair) -> float:
-    return pair[0] + pair[1]
-
-
-def num_chosen(pair: Pair) -> int:
-    """The number of times that its instances were chosen for their stages."""
-    return pair[2].num_chosen[Stage.PREFILL] + pair[3].num_chosen[Stage.DECODE]
-
-
 def in_turn(pair: Pair) -> tuple[float, int]:
     """A sort key for pairs of about equal cost: fewest sequences at D, then the pair chosen least often."""
-    return pair[3].pending.num_sequences, num_chosen(pair)
+    _, _, prefill, decode = pair
+    num_chosen = prefill.num_chosen[Stage.PREFILL] + decode.num_chosen[Stage.DECODE]
+    return decode.pending.num_sequences, num_chosen
 
 
 def cheapest_of_many(parts: Parts, demand: Demand) -> Route:
@@ -364,7 +360,7 @@ class RoundRobin:
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
         parts = route_parts(table, model, exclude, demand)
-        *_, prefill, decode = min(pairs_of(parts, demand), key=num_chosen)
+        *_, prefill, decode = min(pairs_of(parts, demand), key=lambda pair: in_turn(pair)[1])
         return parts.route(prefill, decode)
 
 

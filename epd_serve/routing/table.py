@@ -452,14 +452,18 @@ def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load
     """
 
     rates: dict[Stage, StageRate] = {}
-    for stage in Stage:
-        own = load.rates.get(stage.value)
-        known = [one.rates[stage.value] for one in (load, *peers) if stage.value in one.rates]
-        fresh = [one for one in known if one.is_fresh]
+    for stage, prior in _PRIORS.items():
+        name = stage.value
+        own = load.rates.get(name)
+        known = [one.rates[name] for one in (load, *peers) if name in one.rates]
         if not known:
-            rates[stage] = _PRIORS[stage]
+            rates[stage] = prior
             continue
-        if own is not None and (not fresh or known.count(own) == len(known)):
+        if own is not None and own.is_fresh and known.count(own) == len(known):
+            rates[stage] = own
+            continue
+        fresh = [one for one in known if one.is_fresh]
+        if own is not None and not fresh:
             rates[stage] = own
             continue
         size, candidates = _TYPICAL_SIZES[stage], fresh or known
