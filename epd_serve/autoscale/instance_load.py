@@ -60,7 +60,7 @@ def instance_loads(table: InstanceTable) -> list[InstanceLoad]:
     prompts = sum(
         one.load.num_running + one.load.num_waiting
         for one in records
-        if one.covers(Stage.PREFILL) and not one.covers(Stage.DECODE)
+        if Stage.PREFILL in one.stages and Stage.DECODE not in one.stages
     )
     encodes = sum(one.load.num_waiting_encodes for one in records)
     refused = sum(one.load.num_refused for one in records)
@@ -83,7 +83,7 @@ def _part_without_images(records: Sequence[InstanceRecord], num_encodes: int) ->
     It is estimated by their pixels, but is at most that of as many whole prompts as there are encodes: not every
     model family has tokens for an image by its size.
     """
-    prefills = [one for one in records if one.covers(Stage.PREFILL)]
+    prefills = [one for one in records if Stage.PREFILL in one.stages]
     num_tokens = sum(one.pending.num_tokens for one in prefills)
     num_prompts = sum(one.load.num_running + one.load.num_waiting for one in prefills)
     if not num_tokens or not num_prompts:

@@ -105,7 +105,7 @@ class HeldKV(Struct, frozen=True):
             return None
         answer = other.prefill_work if other.fused else other.decode_work
         work = Work(num_sequences=answer.num_sequences, num_kv_tokens=answer.num_kv_tokens)
-        return Route(prefill=self.record, decode=other.decode, decode_work=work)
+        return Route(prefill=self.record, decode=other.decode, decode_work=work, max_model_len=other.max_model_len)
 
 
 #: Encoders that may leave one item without an answer before P encodes it itself.
@@ -149,7 +149,7 @@ class ItemEncode(Struct, eq=False):
         if self.num_stalled < _MAX_STALLED:
             [encoder] = router.encoders.choose_encoders(table, prefill, [self.ref], exclude=self.tried)
         is_tried = encoder.name in self.tried
-        if failure.code == PREPARATION_FULL and (is_tried or not encoder.covers(Stage.ENCODE)):
+        if failure.code == PREPARATION_FULL and (is_tried or Stage.ENCODE not in encoder.stages):
             raise failure
         if is_tried:
             if is_planned(failure):

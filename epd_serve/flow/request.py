@@ -119,7 +119,6 @@ class _Attempt(Struct, eq=False):
         is_expected: whether another instance than P is to expect it.
     """
 
-    route: Route
     request_id: str
     held: HeldKV | None = None
     is_moved: bool = False
@@ -142,6 +141,7 @@ class RequestFlow:
 
     Attributes:
         state: what it waits for.
+        route: that of the try under way.
     """
 
     __slots__ = (
@@ -160,6 +160,7 @@ class RequestFlow:
         "asked",
         "fleet",
         "progress",
+        "route",
         "state",
     )
 
@@ -173,6 +174,7 @@ class RequestFlow:
         self._was_split = history is not None
         self._history = history or TryHistory(fleet.table)
         self._generated = asked.generated
+        self.route: Route
         self._attempt: _Attempt
         self._actions: list[do.Action] = []
         self._number = 0
@@ -182,11 +184,6 @@ class RequestFlow:
         self._is_awaited = False
         self._left: HeldKV | None = None  # by the last try
         self._was_left = False
-
-    @property
-    def route(self) -> Route:
-        """The route of the try under way."""
-        return self._attempt.route
 
     def tell(self, event: on.Event) -> list[do.Action]:
         """The actions that follow from an event. One that comes too late has none."""
@@ -266,7 +263,8 @@ class RequestFlow:
 
     def _begin_try(self, route: Route, kind: do.Kind | None = None, held: HeldKV | None = None) -> None:
         self._number += 1
-        self._attempt = _Attempt(route, f"{self.asked.id}-{self._number}", held)
+        self.route = route
+        self._attempt = _Attempt(f"{self.asked.id}-{self._number}", held)
         if kind is not None:
             self._actions.append(do.Try(kind))
         if not self.asked.has_media or held is not None:
@@ -287,8 +285,10 @@ class RequestFlow:
     def _send(self, media: on.Named) -> None:
         """Everything at once: nobody waits for encoders before calling P."""
         attempt, act, fleet = self._attempt, self._actions.append, self.fleet
-        route, request_id, router = attempt.route, attempt.request_id, fleet.router
-        refs = in_segments(fleet.table, route.prefill, media.refs)
+        route, request_id, router = self.route, attempt.request_id, fleet.router
+        refs = media.refs
+        if any(ref.modality == "video" for ref in refs):
+            refs = in_segments(fleet.table, route.prefill, refs)
         self._enter(State.SENT)
         attempt.is_expected = not route.fused
         if attempt.held is None:
@@ -429,7 +429,9 @@ class RequestFlow:
             if item in attempt.encodes:  # else the try has failed
                 self._actions.append(do.CancelEncode(item))
                 self._on_encode_failed(on.EncodeFailed(item, failure))
-        needed = {route.decode.name} if self.state is State.REST else route.names  # then P has nothing of it
+        needed = {route.decode.name}
+        if self.state is not State.REST:  # where P has nothing of it any more
+            needed.add(route.prefill.name)
         if self.state not in _UNSENT and name in needed:
             attempt.suspects.add(name)
             self._fail_try(failure)
@@ -478,7 +480,8 @@ class RequestFlow:
 
     def _fail_try(self, failure: ServeError) -> None:
         """The try has failed: the next one, or the end."""
-        attempt, history, names, progress = self._attempt, self._history, self.route.names, self.progress
+        attempt, history, progress = self._attempt, self._history, self.progress
+        names = {self.route.prefill.name, self.route.decode.name}
         planned = is_planned(failure)
         is_innocent = planned or attempt.is_moving or isinstance(failure, Unavailable)
         self._end_try(names, () if is_innocent else attempt.suspects)
@@ -547,7 +550,7 @@ _EVENTS: dict[type, Callable[[RequestFlow, Any], None]] = {
 def _may_come(table: InstanceTable, model: str, exclude: Collection[str]) -> bool:
     """Whether each stage has an instance, or one that is being started."""
     for stage in (_P, _D):
-        here = [record for record in table if record.covers(stage)]
+        here = [record for record in table if stage in record.stages]
         ready = {record.name for record in table.ready(stage, model)}
         if not ready - set(exclude) and not any(record.name not in ready for record in here):
             return False

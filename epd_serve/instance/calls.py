@@ -70,7 +70,8 @@ class ControlCalls:
                 raise
         if not reply.cached and not is_named:
             reports.has_again(mm_hash)
-        self._instance.metrics.encoded(reply.cached, instead=not self._instance.options.role.encodes)
+        stages = self._instance.options.role.stages
+        self._instance.metrics.encoded(reply.cached, instead=Stage.ENCODE not in stages)
         return Reply(body=wire.encode(reply))
 
     async def _prefill(self, body: bytes) -> Reply:

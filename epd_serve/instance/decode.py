@@ -29,7 +29,7 @@ from epd_serve.instance.text.detokenizer import Vocabulary
 from epd_serve.protocol import wire
 from epd_serve.sched.turns import Asker
 from epd_serve.sequence import Sequence
-from epd_serve.telemetry.timeline import Timeline
+from epd_serve.telemetry.span import DECODE_QUEUE, Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
 from epd_serve.transfer.shared_memory import is_being_written
 from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, paired
@@ -303,7 +303,7 @@ class DecodeService:
             self._engine.unreserve(reservation.blocks)
             raise _ended(handoff.request_id)
         generation = Generation(answer, self._engine, lambda: self._timeline.finished(handoff.request_id))
-        self._timeline.decode_received(handoff.request_id)
+        self._timeline.received(handoff.request_id, DECODE_QUEUE)
         self.generations[handoff.request_id] = generation
         self._listen(handoff.request_id, generation.feed)
         self._engine.resume(

@@ -40,8 +40,7 @@ from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import cluster_key
 from epd_serve.rpc.tls import tls_files
 from epd_serve.telemetry.otel import StageExport, span_export
-from epd_serve.telemetry.span import SpanStream
-from epd_serve.telemetry.timeline import Timeline
+from epd_serve.telemetry.span import SpanStream, Timeline
 from epd_serve.telemetry.trace_file import TraceWriter
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore, FeatureStore, StoreObserver

@@ -14,8 +14,7 @@ from epd_serve.instance.text.request_processor import Kind
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.token_time import Slack
 from epd_serve.telemetry.metrics import VllmNames
-from epd_serve.telemetry.span import Span
-from epd_serve.telemetry.timeline import FEATURE_WAIT, STAGES
+from epd_serve.telemetry.span import FEATURE_WAIT, STAGES, Span
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -44,7 +43,7 @@ class InstanceMetrics:
         self._paused_s = 0.0
         self._stages = self._histogram(
             "stage_seconds",
-            "Time of requests in each stage (telemetry/timeline)",
+            "Time of requests in each stage (telemetry/span)",
             _SECONDS,
             stage=(*STAGES, FEATURE_WAIT),
         )
@@ -156,7 +155,7 @@ class InstanceMetrics:
 
     def put(self, span: Span) -> None:
         """Count a request's stage, a step of the language model, a batch of the tower, or a preparation."""
-        name, about, seconds = span.name, span.attributes, span.seconds
+        name, about, seconds = span.name, span.attributes, span.end_s - span.start_s
         if span.request_id:
             self._stages.labels(name).observe(seconds)
         elif name in _STEPS:

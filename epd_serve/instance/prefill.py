@@ -23,7 +23,7 @@ from epd_serve.protocol import frames, wire
 from epd_serve.protocol.openai import chunks
 from epd_serve.rpc.streams import BrokenStream
 from epd_serve.sequence import Sequence, SequenceState
-from epd_serve.telemetry.timeline import Timeline
+from epd_serve.telemetry.span import FEATURE_WAIT, PREFILL_QUEUE, Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import Grammar
 
@@ -143,9 +143,8 @@ class PrefillService:
             self._receiver.expect(request_id, items)  # before all else: features may be here already
             parts = (part for item in request.items for part in item.segments)
             had = [i for i, part in enumerate(parts) if self._receiver.get(part.mm_hash) is not None]
-            self._timeline.prefill_received(
-                request_id, hand_off=request.decode_url is not None, lacks_features=len(had) < len(items)
-            )
+            stage = FEATURE_WAIT if len(had) < len(items) else PREFILL_QUEUE
+            self._timeline.received(request_id, stage, hand_off=request.decode_url is not None)
             features = asyncio.create_task(self._features(request_id, items))
             try:
                 with wanted() as check:

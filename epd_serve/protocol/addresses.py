@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from epd_serve.errors import ServeError
@@ -29,6 +30,7 @@ def is_wildcard(host: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens on ``host``."""
     if host == "localhost":

@@ -62,7 +62,12 @@ class BoundedHash:
                     record = one
                     break
             else:
-                record = self._remote(others, item, pending, lately) if others else prefill
+                if not others:
+                    record = prefill
+                elif len(others) == 1:
+                    record = others[0]
+                else:
+                    record = self._remote(others, item, pending, lately)
                 if others and has_tower:
                     remote_s = _encode_s(record, item, pending) + _transfer_s(record, prefill, item)
                     if _local_s(prefill, item, pending) <= remote_s:
@@ -80,8 +85,6 @@ class BoundedHash:
         pending: dict[str, float],
         lately: dict[str, float],
     ) -> InstanceRecord:
-        if len(others) == 1:
-            return others[0]
         num_pixels = item.num_pixels
         own = [one.costs.encode_s(num_pixels) for one in others]
         to_do = [one.costs.encode_s(pending[one.name]) for one in others]
@@ -171,8 +174,6 @@ _CALL_S = 0.005
 
 def in_segments(table: InstanceTable, prefill: InstanceRecord, items: Sequence[MediaRef]) -> list[MediaRef]:
     """The items of a request, videos with the number of segments that each is to be encoded in."""
-    if all(item.modality != "video" for item in items):
-        return list(items)
     able = [one for one in encoders(table, prefill, ()) if one.info is not None and one.info.splits_videos]
     num_free = sum(not one.pending.num_pixels for one in able) // len({item.mm_hash for item in items})
     return [

@@ -1,14 +1,15 @@
 """The choice of P and D for a request: its cost on two instances, the cheapest pair, and the policies.
 
 What a pair costs is a sum of what P costs, what the KV's way costs and what D costs, and that way is one of three.
-So each instance is looked at once, and for each P the best D of each distance. The choice is the same as by
-:func:`route_s` of every pair.
+So where there are many, each instance is looked at once, and for each P the best D of each distance. The choice is
+the same as by a look at every pair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Protocol
 
 import msgspec
@@ -16,10 +17,11 @@ import msgspec
 from epd_serve.cost.stages import NETWORK, NONE, SAME_DEVICE, SAME_HOST, Work, link_between
 from epd_serve.errors import Unavailable
 from epd_serve.routing.encoders import BoundedHash, EncoderChoice, weight
-from epd_serve.routing.table import PRIOR_TOKENS_PER_PIXEL, InstanceRecord, InstanceTable, tokens_per_character
+from epd_serve.routing.table import PRIOR_TOKENS_PER_PIXEL, InstanceRecord, InstanceTable
 from epd_serve.types import Routing, Stage
 
-_STAGE_NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
+#: Of languages in Latin letters, about, where no prompt was seen yet.
+PRIOR_TOKENS_PER_CHARACTER = 0.25
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,41 +44,27 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """The instances of a request's language-model stages. ``decode is prefill`` where one instance does both.
+    """The instances of a request's language-model stages.
 
     Attributes:
+        fused: whether one instance does both: ``decode is prefill``.
         prefill_work, decode_work: the work that the request is for each of them.
         prefix: hashes of the beginnings of the prompt that ``prefill`` will have in its cache.
+        max_model_len: D's; None where it has sent no info.
     """
 
     prefill: InstanceRecord
     decode: InstanceRecord
+    fused: bool = False
     prefill_work: Work = NONE
     decode_work: Work = NONE
     prefix: tuple[bytes, ...] = ()
-
-    @property
-    def fused(self) -> bool:
-        return self.decode is self.prefill
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset({self.prefill.name, self.decode.name})
+    max_model_len: int | None = None
 
     @property
     def is_cut(self) -> bool:
         """Whether its P cannot reach its D, as far as is known."""
         return self.decode.name in self.prefill.cut_off
-
-    @property
-    def num_chosen(self) -> int:
-        """The number of times that its instances were chosen for their stages."""
-        return self.prefill.num_chosen[Stage.PREFILL] + self.decode.num_chosen[Stage.DECODE]
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The decode instance's max_model_len; None where it has sent no info."""
-        return None if self.decode.info is None else self.decode.info.max_model_len
 
 
 ANY = Demand()
@@ -87,25 +75,27 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_tokens: tokens of the prompt.
-        prompt: work of a P that has none of it cached; answer: work of a D.
+        answer: work of a D.
     """
 
     prefills: Sequence[InstanceRecord]
     decodes: Sequence[InstanceRecord]
     num_tokens: float
-    prompt: Work
     answer: Work
     prefix: tuple[bytes, ...]
 
-    def route(self, prefill: InstanceRecord, decode: InstanceRecord, prompt: Work | None = None) -> Route:
-        prompt = prompt or self.prompt
+    def route(self, prefill: InstanceRecord, decode: InstanceRecord, num_tokens: float | None = None) -> Route:
+        """``num_tokens``: of the prompt that P computes; None: all."""
+        prompt = Work(num_tokens=max(self.num_tokens if num_tokens is None else num_tokens, 1))
         fused = decode is prefill
         return Route(
             prefill=prefill,
             decode=decode,
+            fused=fused,
             prefill_work=prompt + self.answer if fused else prompt,
             decode_work=NONE if fused else self.answer,
             prefix=self.prefix,
+            max_model_len=None if decode.info is None else decode.info.max_model_len,
         )
 
 
@@ -115,63 +105,67 @@ def route_parts(table: InstanceTable, model: str, exclude: Collection[str], dema
     Decode instances that are too small for the prompt are left out where others are large enough. Raises
     Unavailable that names the stage without a ready instance.
     """
-    prefills = ready(table, Stage.PREFILL, model, exclude)
-    decodes = ready(table, Stage.DECODE, model, exclude)
+    prefills, decodes = table.ready(Stage.PREFILL, model), table.ready(Stage.DECODE, model)
+    if exclude:
+        prefills = [one for one in prefills if one.name not in exclude]
+        decodes = [one for one in decodes if one.name not in exclude]
+    if not prefills or not decodes:
+        raise _unavailable(table, Stage.DECODE if prefills else Stage.PREFILL)
     info = prefills[0].info
     per_pixel = (info.tokens_per_pixel if info is not None else 0.0) or PRIOR_TOKENS_PER_PIXEL
-    text = demand.num_characters * tokens_per_character([one.load for one in prefills])
-    num_tokens = demand.num_tokens + text + demand.num_pixels * per_pixel
+    # as in the prompts that they saw lately: the median of three or more, else the mean
+    ratios = [one.load.tokens_per_character for one in prefills if one.load.tokens_per_character]
+    if len(ratios) < 3:  # as it mostly is; median() takes its time
+        per_character = sum(ratios) / len(ratios) if ratios else PRIOR_TOKENS_PER_CHARACTER
+    else:
+        per_character = median(ratios)
+    num_tokens = demand.num_tokens + demand.num_characters * per_character + demand.num_pixels * per_pixel
     return Parts(
         prefills=prefills,
         decodes=[one for one in decodes if one.info is None or num_tokens < one.info.max_model_len] or decodes,
         num_tokens=num_tokens,
-        prompt=Work(num_tokens=max(num_tokens, 1)),
         answer=Work(num_sequences=demand.num_sequences, num_kv_tokens=num_tokens),
         prefix=tuple(digest for _, digest in demand.prefix) if demand.prefix else (),
     )
 
 
-def possible_routes(
-    table: InstanceTable, model: str, exclude: Collection[str], demand: Demand, *, cached: bool = False
-) -> list[Route]:
-    """All pairs of ready instances that can reach each other, with the work that the request is for them.
+#: Seconds that it costs a request until its first token, seconds after that, P and D.
+Pair = tuple[float, float, InstanceRecord, InstanceRecord]
 
-    Where there are none, the pairs that cannot. An instance that covers both stages decodes what it prefilled: its
-    KV cache need not move. Decode instances that are too small for the prompt are left out where others are large
-    enough.
+
+def pairs_of(parts: Parts, demand: Demand, *, cached: bool = False) -> list[Pair]:
+    """All pairs that can reach each other; where there are none, the pairs that cannot.
+
+    An instance that covers both stages decodes what it prefilled: its KV cache need not move. Before the first
+    token: the prefill, after the work that waits at P, encodes there included, and the KV's transfer to D. After:
+    the wait for room at D, and the answer's decode, with the time by which it holds up the others.
 
     Args:
         cached: whether beginnings of the prompt that went to an instance before are no work there.
-
-    Raises Unavailable that names the stage without a ready instance.
     """
-    parts = route_parts(table, model, exclude, demand)
-    routes: list[Route] = []
+    rests: list[tuple[InstanceRecord, float]] | None = None
+    pairs: list[Pair] = []
+    num_cut = 0
     for prefill in parts.prefills:
-        part = _cached_part(prefill, demand) if cached else 0.0
-        prompt = Work(num_tokens=max(parts.num_tokens * (1 - part), 1))
-        others = [prefill] if prefill.covers(Stage.DECODE) else parts.decodes
-        routes += [parts.route(prefill, decode, prompt) for decode in others]
-    return [route for route in routes if not route.is_cut] or routes
-
-
-def route_s(route: Route, demand: Demand) -> tuple[float, float]:
-    """Seconds that a route costs until the first token and after it.
-
-    Before: the prefill, after the work that waits at P, encodes there included, and the KV's transfer to D. After:
-    the wait for room at D, and the answer's decode, with the time by which it holds up the others.
-    """
-    prefill, decode = route.prefill, route.decode
-    seconds = first_token_s(prefill, route.prefill_work.num_tokens)
-    answer = route.prefill_work if route.fused else route.decode_work
-    if not route.fused:
-        nbytes = answer.num_kv_tokens * (prefill.info.kv_token_bytes if prefill.info else 0)
-        seconds += link_between(prefill.place, decode.place).seconds(nbytes)
-    after = answer_s(decode, answer, demand, with_encodes=not route.fused)
-    return seconds, after
+        num_tokens = uncached_tokens(prefill, parts.num_tokens, demand) if cached else max(parts.num_tokens, 1)
+        first_s = first_token_s(prefill, num_tokens)
+        if Stage.DECODE in prefill.stages:
+            pairs.append((first_s, answer_s(prefill, parts.answer, demand), prefill, prefill))
+            continue
+        if rests is None:
+            rests = [(one, answer_s(one, parts.answer, demand, with_encodes=True)) for one in parts.decodes]
+        nbytes = parts.num_tokens * (prefill.info.kv_token_bytes if prefill.info is not None else 0)
+        for decode, rest_s in rests:
+            way_s = link_between(prefill.place, decode.place).seconds(nbytes)
+            pairs.append((first_s + way_s, rest_s, prefill, decode))
+            num_cut += decode.name in prefill.cut_off
+    if 0 < num_cut < len(pairs):
+        return [pair for pair in pairs if pair[3].name not in pair[2].cut_off]
+    return pairs
 
 
 def first_token_s(prefill: InstanceRecord, num_tokens: float) -> float:
+    """Seconds of a prefill behind all that waits there."""
     pending, costs = prefill.pending, prefill.costs
     seconds = costs.prefill_s(pending.num_tokens + num_tokens)
     return seconds + costs.encode_s(pending.num_pixels) if pending.num_pixels else seconds
@@ -185,114 +179,54 @@ def answer_s(decode: InstanceRecord, answer: Work, demand: Demand, *, with_encod
     return seconds + encode_s if with_encodes else seconds
 
 
-def ready(table: InstanceTable, stage: Stage, model: str, exclude: Collection[str]) -> list[InstanceRecord]:
-    """The ready instances for a stage. Raises Unavailable where there is none."""
-    records = table.ready(stage, model)
-    if exclude:
-        records = [record for record in records if record.name not in exclude]
-    if not records:
-        known = [record.name for record in table if record.covers(stage)]
-        detail = f"waiting for {', '.join(known)}" if known else "the deployment has none"
-        raise Unavailable(f"no instance for {_STAGE_NAMES[stage]} ({stage}) is ready: {detail}; try again shortly")
-    return records
+def _unavailable(table: InstanceTable, stage: Stage) -> Unavailable:
+    known = [record.name for record in table if stage in record.stages]
+    detail = f"waiting for {', '.join(known)}" if known else "the deployment has none"
+    name = "prefill" if stage is Stage.PREFILL else "decode"
+    return Unavailable(f"no instance for {name} ({stage}) is ready: {detail}; try again shortly")
 
 
-def _cached_part(record: InstanceRecord, demand: Demand) -> float:
-    """The part of a prompt that the instance has computed lately, as far as this gateway knows."""
+def uncached_tokens(record: InstanceRecord, num_tokens: float, demand: Demand) -> float:
+    """Those of a prompt that the instance has not computed lately, as far as this gateway knows; at least one."""
     matched = 0
     for num_characters, digest in demand.prefix:
         if digest not in record.prefixes:
             break
         matched = num_characters
-    return matched / max(demand.prefix_characters, 1)
+    return max(num_tokens * (1 - matched / max(demand.prefix_characters, 1)), 1)
 
 
 #: Costs that differ by no more seconds count as equal: estimates are no better.
 NEAR_S = 1e-3
 
 
-def near_best(routes: Sequence[Route], demand: Demand) -> list[Route]:
-    """The cheapest route and those about equal to it, before the first token and after it."""
-    if len(routes) == 1:
-        return list(routes)
-    seconds = [route_s(route, demand) for route in routes]
-    best_first, best_rest = min(seconds, key=sum)
-    return [
-        route
-        for route, (first, rest) in zip(routes, seconds, strict=True)
-        if first <= best_first + NEAR_S and rest <= best_rest + NEAR_S
-    ]
-
-
-def in_turn(route: Route) -> tuple[float, int]:
-    """A sort key for routes of about equal cost: fewest sequences at D, then the route chosen least often."""
-    prefill, decode = route.prefill, route.decode
-    num_chosen = prefill.num_chosen[Stage.PREFILL] + decode.num_chosen[Stage.DECODE]
-    return decode.pending.num_sequences, num_chosen
-
-
-def cheapest_of_few(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Route:
-    """As :func:`cheapest_pair`, by a look at each pair, which is sooner done where there are few of them."""
-    parts = route_parts(table, model, exclude, demand)
-    if len(parts.prefills) == 1:
-        [prefill] = parts.prefills
-        if prefill.covers(Stage.DECODE):
-            return parts.route(prefill, prefill)
-        if len(parts.decodes) == 1:
-            return parts.route(prefill, parts.decodes[0])
-    pairs = _costs_of_pairs(parts, demand, cut=False) or _costs_of_pairs(parts, demand, cut=True)
+def near_best(pairs: Sequence[Pair]) -> list[Pair]:
+    """The cheapest pair and those about equal to it, before the first token and after it."""
     best_first, best_rest, *_ = pairs[0]
     for first_s, rest_s, _, _ in pairs:
         if first_s + rest_s < best_first + best_rest:
             best_first, best_rest = first_s, rest_s
     limit_first, limit_rest = best_first + NEAR_S, best_rest + NEAR_S
-    turn: tuple[float, int] | None = None
-    for first_s, rest_s, prefill, decode in pairs:
-        if first_s <= limit_first and rest_s <= limit_rest:
-            num_chosen = prefill.num_chosen[Stage.PREFILL] + decode.num_chosen[Stage.DECODE]
-            its_turn = (decode.pending.num_sequences, num_chosen)
-            if turn is None or its_turn < turn:
-                turn, chosen = its_turn, (prefill, decode)
-    return parts.route(*chosen)
+    return [pair for pair in pairs if pair[0] <= limit_first and pair[1] <= limit_rest]
 
 
-def _costs_of_pairs(
-    parts: Parts, demand: Demand, *, cut: bool
-) -> list[tuple[float, float, InstanceRecord, InstanceRecord]]:
-    """Seconds before the first token and after it, P and D; ``cut``: of those too that do not reach each other."""
-    rests: list[tuple[InstanceRecord, float]] | None = None
-    pairs: list[tuple[float, float, InstanceRecord, InstanceRecord]] = []
-    for prefill in parts.prefills:
-        first_s = first_token_s(prefill, parts.prompt.num_tokens)
-        if prefill.covers(Stage.DECODE):
-            pairs.append((first_s, answer_s(prefill, parts.answer, demand), prefill, prefill))
-            continue
-        if rests is None:
-            rests = [(one, answer_s(one, parts.answer, demand, with_encodes=True)) for one in parts.decodes]
-        nbytes = parts.num_tokens * (prefill.info.kv_token_bytes if prefill.info is not None else 0)
-        for decode, rest_s in rests:
-            if cut or decode.name not in prefill.cut_off:
-                way_s = link_between(prefill.place, decode.place).seconds(nbytes)
-                pairs.append((first_s + way_s, rest_s, prefill, decode))
-    return pairs
+def in_turn(pair: Pair) -> tuple[float, int]:
+    """A sort key for pairs of about equal cost: fewest sequences at D, then the pair chosen least often."""
+    _, _, prefill, decode = pair
+    num_chosen = prefill.num_chosen[Stage.PREFILL] + decode.num_chosen[Stage.DECODE]
+    return decode.pending.num_sequences, num_chosen
 
 
-def cheapest_pair(table: InstanceTable, model: str, exclude: Collection[str], demand: Demand) -> Route:
-    """Choose the route whose turn it is among the cheapest one and those about equal to it.
-
-    Raises Unavailable that names the stage without a ready instance.
-    """
-    parts = route_parts(table, model, exclude, demand)
-    if any(one.cut_off for one in parts.prefills):
-        return cheapest_of_few(table, model, exclude, demand)
-    fused = [one.covers(Stage.DECODE) for one in parts.prefills]
+def cheapest_of_many(parts: Parts, demand: Demand) -> Route:
+    """As ``min(near_best(pairs_of(...)), key=in_turn)`` where all P reach all D, without a look at every pair."""
+    fused = [Stage.DECODE in one.stages for one in parts.prefills]
     decodes = [] if all(fused) else parts.decodes
     rests = [answer_s(one, parts.answer, demand, with_encodes=True) for one in decodes]
     places = [_place(one) for one in decodes]
     by_bytes: dict[float, _Ways] = {}
     rows: list[tuple[InstanceRecord, float, _Ways, float | None]] = []
     for prefill, is_fused in zip(parts.prefills, fused, strict=True):
-        first_s = first_token_s(prefill, parts.prompt.num_tokens)
+        first_s = first_token_s(prefill, max(parts.num_tokens, 1))
         if is_fused:
             rows.append((prefill, first_s, _NO_WAY, answer_s(prefill, parts.answer, demand)))
             continue
@@ -393,24 +327,28 @@ class _ByPlace:
         return sorted(found)
 
 
-#: Instances whose pairs are sooner looked at one by one than sorted.
-_FEW = 8
+#: Pairs that are sooner looked at one by one than sorted.
+_FEW = 16
 
 
 class LeastLoaded:
-    """The pair that costs the request the fewest seconds; about equal ones take turns.
-
-    The same as ``min(near_best(possible_routes(...)), key=in_turn)``, in less time.
-    """
+    """The pair that costs the request the fewest seconds; about equal ones take turns."""
 
     uses_prefix = False
 
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
-        if len(table) <= _FEW:
-            return cheapest_of_few(table, model, exclude, demand)
-        return cheapest_pair(table, model, exclude, demand)
+        parts = route_parts(table, model, exclude, demand)
+        prefills, decodes = parts.prefills, parts.decodes
+        if len(prefills) == 1 and Stage.DECODE in prefills[0].stages:
+            return parts.route(prefills[0], prefills[0])
+        if len(prefills) == len(decodes) == 1:
+            return parts.route(prefills[0], decodes[0])
+        if len(prefills) * len(decodes) > _FEW and not any(one.cut_off for one in prefills):
+            return cheapest_of_many(parts, demand)
+        *_, prefill, decode = min(near_best(pairs_of(parts, demand)), key=in_turn)
+        return parts.route(prefill, decode)
 
 
 class RoundRobin:
@@ -421,7 +359,9 @@ class RoundRobin:
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
-        return min(possible_routes(table, model, exclude, demand), key=lambda route: route.num_chosen)
+        parts = route_parts(table, model, exclude, demand)
+        *_, prefill, decode = min(pairs_of(parts, demand), key=lambda pair: in_turn(pair)[1])
+        return parts.route(prefill, decode)
 
 
 class PrefixAffinity:
@@ -436,15 +376,16 @@ class PrefixAffinity:
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
-        routes = near_best(possible_routes(table, model, exclude, demand, cached=True), demand)
-        if not demand.prefix:
-            return min(routes, key=in_turn)
-        beginning = demand.prefix[0][1].hex()
-        least = min(route.prefill_work.num_tokens for route in routes)
-        return min(
-            (route for route in routes if route.prefill_work.num_tokens == least),
-            key=lambda route: (weight(beginning, route.prefill.name), in_turn(route)),
-        )
+        parts = route_parts(table, model, exclude, demand)
+        pairs = near_best(pairs_of(parts, demand, cached=True))
+        left = {one.name: uncached_tokens(one, parts.num_tokens, demand) for _, _, one, _ in pairs}
+        if demand.prefix:
+            beginning, least = demand.prefix[0][1].hex(), min(left.values())
+            pairs = [pair for pair in pairs if left[pair[2].name] == least]
+            *_, prefill, decode = min(pairs, key=lambda pair: (weight(beginning, pair[2].name), in_turn(pair)))
+        else:
+            *_, prefill, decode = min(pairs, key=in_turn)
+        return parts.route(prefill, decode, left[prefill.name])
 
 
 class RouteChoice(Protocol):

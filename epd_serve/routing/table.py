@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
-from types import TracebackType
-from typing import Generic, Self, TypeVar
+from statistics import median, median_low
+from typing import TypeVar
+
+import msgspec
 
 from epd_serve.cost.stages import (
     MAX_BATCH_PIXELS,
@@ -47,9 +49,6 @@ class InstanceTable:
     def __iter__(self) -> Iterator[InstanceRecord]:
         return iter(self._records.values())
 
-    def __len__(self) -> int:
-        return len(self._records)
-
     def __getitem__(self, name: str) -> InstanceRecord:
         return self._records[name]
 
@@ -84,6 +83,7 @@ class InstanceTable:
         """
         record = self._records[name]
         record.role = Role.parse(info.role)
+        record.stages = record.role.stages
         self._forget()
         before = record.info or info
         record.before = record.info if info.pid == before.pid else None
@@ -93,40 +93,50 @@ class InstanceTable:
             record.features.clear()  # another process, or its caches were made anew
             record.prefixes.clear()
         record.info = info
-        record._changed()
+        record._pending = None
         record.place = Place(host_id=info.host_id, device=info.device)
         if contains is not None:
             received = [key for key, calls in record._unreported.items() for c in calls if c.number <= contains]
             self.report(name, Report(load=info.load, ready=info.ready, received=received, epoch=info.epoch))
-        else:
+        elif info.ready != record.ready:
             self._set_ready(record, info.ready)
-
-    def epoch(self, name: str) -> int:
-        """The epoch in the last :class:`InstanceInfo` of an instance."""
-        info = self._records[name].info
-        return 0 if info is None else info.epoch
 
     def report(self, name: str, report: Report) -> None:
         """Take over a report of an instance whose info is known."""
-        record = self._records[name]
-        record._take_over(report.load, report.received)
+        record, load = self._records[name], report.load
+        assert record.info is not None
+        record.load = load
+        record._reported = Work(  # KV that is held or reserved is not in free_blocks any more
+            num_pixels=load.num_waiting_pixels,
+            num_tokens=load.num_waiting_tokens,
+            num_sequences=load.num_running + load.num_waiting + load.num_expected,
+        )
+        record._ended = NONE
+        for key in report.received:
+            if calls := record._unreported.get(key):
+                call = calls.pop(0)
+                call.is_reported = True
+                record._own -= call.work
+                if not calls:
+                    del record._unreported[key]
+        if not record._unreported:
+            record._own = NONE  # floating point leaves crumbs
         for mm_hash in report.encoded:
             record.features.add(mm_hash)
-        assert record.info is not None and record.role is not None
-        stages = record.role.stages
-        if (peers := self._peers.get(stages)) is None:
-            peers = [one for one in self if one.role is not None and one.role.stages == stages]
-            self._peers[stages] = peers
-        others = [one.load for one in peers if one is not record]
-        record.costs = resolve_costs(report.load, record.info.budgets, others)
-        record._changed()
+        peers = self._peers.get(record.stages)
+        if peers is None:
+            peers = [one for one in self._records.values() if one.stages == record.stages]
+            self._peers[record.stages] = peers
+        record.costs = resolve_costs(load, record.info.budgets, [one.load for one in peers if one is not record])
+        record._pending = None
         record.is_stale = False
-        self._set_ready(record, report.ready)
+        if report.ready != record.ready:
+            self._set_ready(record, report.ready)
 
     def _set_ready(self, record: InstanceRecord, ready: bool) -> None:
-        if ready and not record.ready:
+        if ready:
             for stage in Stage:  # else it would get all work until it has caught up with its peers
-                peers = [one.num_chosen[stage] for one in self if one.ready and one.covers(stage)]
+                peers = [one.num_chosen[stage] for one in self if one.ready and stage in one.stages]
                 record.num_chosen[stage] = max([record.num_chosen[stage], *peers])
             record.num_returns += record.is_gone
             record.is_gone = False
@@ -158,7 +168,7 @@ class InstanceTable:
             covering = [
                 one
                 for one in self
-                if one.covers(stage) and (model is None or (one.info is not None and one.info.model == model))
+                if stage in one.stages and (model is None or (one.info is not None and one.info.model == model))
             ]
             if covering:  # names of models that there are not could be any number
                 self._covering[stage, model] = covering
@@ -171,7 +181,7 @@ class InstanceTable:
         if self._models is None:
             found: dict[str, InstanceInfo] = {}
             for record in self:
-                if record.info is not None and record.covers(Stage.PREFILL):
+                if record.info is not None and Stage.PREFILL in record.stages:
                     found.setdefault(record.info.model, record.info)
             self._models = self._last_models = found or self._last_models
         return self._models
@@ -182,7 +192,7 @@ class InstanceTable:
 
     def lacks_roles(self) -> bool:
         """Whether no known instance covers P, or none covers D."""
-        return any(not any(one.covers(stage) for one in self) for stage in (Stage.PREFILL, Stage.DECODE))
+        return any(not any(stage in one.stages for one in self) for stage in (Stage.PREFILL, Stage.DECODE))
 
     # ------------------------------------------------------------------ what this gateway does
 
@@ -208,18 +218,48 @@ class InstanceTable:
             record.prefixes.add(beginning)
         if not again:
             record.sent_sequences += work.num_sequences
-        return OpenCall(record, stage, request_id, work, self.num_calls)
+        call = OpenCall(record, stage, stage + request_id, work, self.num_calls)
+        record.in_flight[stage] += 1
+        record.num_chosen[stage] += 1
+        if work.num_pixels:
+            record.sent_encode_s += record.costs.encode_s(work.num_pixels)
+        if work is not NONE:
+            record._own = work if record._own is NONE else record._own + work
+        record._pending = None
+        record._unreported.setdefault(call.key, []).append(call)
+        return call
 
-    def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Encoding:
-        """Count one open encode call; an item that is being encoded there, or has been, adds no work."""
-        work = NONE
-        if ref.mm_hash not in record.features and ref.mm_hash not in record.encoding:
+    @contextmanager
+    def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Iterator[OpenCall]:
+        """Count one open encode call; an item that is being encoded there, or has been, adds no work.
+
+        Who makes the call sets its ``was_cached``. One that fails leaves no feature in the record.
+        """
+        mm_hash, work = ref.mm_hash, NONE
+        if mm_hash not in record.features and mm_hash not in record.encoding:
             work = Work(num_pixels=ref.num_pixels)
-            for one in self:
+            for one in self._records.values():
                 one.recent_pixels *= _RECENT_MEMORY
             record.recent_pixels += work.num_pixels
+        was_known = mm_hash in record.kept
         call = self.in_flight(record, Stage.ENCODE, request_id=request_id, work=work)
-        return Encoding(call, record, ref.mm_hash)
+        record.encoding[mm_hash] += 1
+        try:
+            yield call
+            if was_known and not call.was_cached:  # it keeps fewer than we thought
+                record.features.forget_half()
+                record.kept.forget_half()
+            record.features.add(mm_hash)
+            record.kept.add(mm_hash)
+        except Exception:
+            record.features.pop(mm_hash, None)
+            record.kept.pop(mm_hash, None)
+            raise
+        finally:
+            call.close()
+            record.encoding[mm_hash] -= 1
+            if not record.encoding[mm_hash]:
+                del record.encoding[mm_hash]
 
 
 @dataclass(slots=True, eq=False)
@@ -231,7 +271,7 @@ class InstanceRecord:
         url: its control URL.
         info: its last answer to ``/info``; None until the first.
         place: its host and device, from that answer.
-        role: its role, from that answer; None until the first.
+        role: its role, from that answer; None until the first. stages: those of it; none until the first.
         ready: whether it answers and is ready to work.
         accepting: whether this gateway gives it any.
         cut_off: names of instances that it cannot reach, as far as is known, though this gateway can.
@@ -257,6 +297,7 @@ class InstanceRecord:
     info: InstanceInfo | None = None
     place: Place = UNKNOWN
     role: Role | None = None
+    stages: frozenset[Stage] = frozenset()
     ready: bool = False
     accepting: bool = True
     cut_off: set[str] = field(default_factory=set)
@@ -276,17 +317,19 @@ class InstanceRecord:
     num_chosen: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     sent_encode_s: float = 0.0
     sent_sequences: float = 0.0
-    _pending: Work | None = NONE  # None: to be counted
+    _pending: Work | None = NONE  # None: it, or the costs, have changed, and it is to be counted
     _reported: Work = NONE
     _own: Work = NONE  # of calls that the report does not contain
     _ended: Work = NONE  # of calls that it contains and that have ended since
     _unreported: dict[str, list[OpenCall]] = field(default_factory=dict)
+    #: Results of :meth:`decode_s`, as long as nothing has changed.
     _known: dict[tuple[float, float | None], tuple[float, float, float]] = field(default_factory=dict)
 
     @property
     def pending(self) -> Work:
         """The instance's work: its last report, and this gateway's calls that the report does not contain."""
         if self._pending is None:
+            self._known.clear()
             left = self._reported if self._ended is NONE else self._reported - self._ended
             self._pending = left if self._own is NONE else left + self._own
         return self._pending
@@ -326,71 +369,37 @@ class InstanceRecord:
         The result is kept: a request is compared at all instances, and few of them have changed since the last
         request.
         """
-        key = num_sequences, max_tokens
+        key, pending = (num_sequences, max_tokens), self.pending
         known = self._known.get(key)
         if known is None:
-            seconds = self.costs.decode_s(num_sequences, self.pending.num_sequences, max_tokens)
+            seconds = self.costs.decode_s(num_sequences, pending.num_sequences, max_tokens)
             has_room = not self.load.total_blocks or self.info is None
             known = self._known[key] = seconds, float("inf") if has_room else self.room_tokens, self.encode_s
         return known
 
-    def covers(self, stage: Stage) -> bool:
-        return self.role is not None and stage in self.role.stages
 
-    def _take_over(self, load: Load, received: Iterable[str]) -> None:
-        self.load = load
-        self._reported = Work(  # KV that is held or reserved is not in free_blocks any more
-            num_pixels=load.num_waiting_pixels,
-            num_tokens=load.num_waiting_tokens,
-            num_sequences=load.num_running + load.num_waiting + load.num_expected,
-        )
-        self._ended = NONE
-        for key in received:
-            if calls := self._unreported.get(key):
-                call = calls.pop(0)
-                call.is_reported = True
-                self._own -= call.work
-                if not calls:
-                    del self._unreported[key]
-        if not self._unreported:
-            self._own = NONE  # floating point leaves crumbs
-        self._changed()
+class OpenCall(msgspec.Struct, eq=False):
+    """A call that counts as in flight, with its work, until it is closed.
 
-    def _changed(self) -> None:
-        self._pending = None
-        self._known.clear()
+    Attributes:
+        key: stage and request id, as the instance reports it.
+        is_reported: the instance has.
+        was_cached: of an encode: whether the instance had the feature.
+    """
 
-
-class OpenCall:
-    """A call that counts as in flight, with its work, until it is closed; also as a context."""
-
-    __slots__ = ("_key", "_record", "_stage", "is_reported", "number", "work")
-
-    def __init__(self, record: InstanceRecord, stage: Stage, request_id: str, work: Work, number: int) -> None:
-        self.work = work
-        self.number = number
-        self.is_reported = False
-        self._record = record
-        self._stage = stage
-        self._key = key = stage + request_id
-        record.in_flight[stage] += 1
-        record.num_chosen[stage] += 1
-        if work.num_pixels:
-            record.sent_encode_s += record.costs.encode_s(work.num_pixels)
-        if work is not NONE:
-            record._own = work if record._own is NONE else record._own + work
-        record._changed()
-        calls = record._unreported.get(key)
-        if calls is None:
-            record._unreported[key] = [self]
-        else:
-            calls.append(self)
+    record: InstanceRecord
+    stage: Stage
+    key: str
+    work: Work
+    number: int
+    is_reported: bool = False
+    was_cached: bool = True
 
     def close(self) -> None:
         """End the call; to be called once."""
-        record, key = self._record, self._key
-        record.in_flight[self._stage] -= 1
-        record._changed()
+        record, key = self.record, self.key
+        record.in_flight[self.stage] -= 1
+        record._pending = None
         if self.is_reported:
             record._ended += self.work
             return
@@ -401,93 +410,29 @@ class OpenCall:
         if self.work is not NONE:
             record._own -= self.work
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class Encoding:
-    """An open encode call of ``mm_hash``, as a context; an encode that fails leaves no feature in the record.
-
-    Attributes:
-        was_known: whether this gateway thought that the instance had the feature.
-        was_cached: whether the instance had it.
-    """
-
-    __slots__ = ("_call", "_mm_hash", "_record", "was_cached", "was_known")
-
-    def __init__(self, call: OpenCall, record: InstanceRecord, mm_hash: str) -> None:
-        self._call = call
-        self._record = record
-        self._mm_hash = mm_hash
-        self.was_known = mm_hash in record.kept
-        self.was_cached = True
-        record.encoding[mm_hash] += 1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        record, mm_hash = self._record, self._mm_hash
-        self._call.close()
-        if error is None:
-            if self.was_known and not self.was_cached:
-                record.features.forget_half()  # it keeps fewer than we thought
-                record.kept.forget_half()
-            record.features.add(mm_hash)
-            record.kept.add(mm_hash)
-        elif isinstance(error, Exception):
-            record.features.discard(mm_hash)
-            record.kept.discard(mm_hash)
-        record.encoding[mm_hash] -= 1
-        if not record.encoding[mm_hash]:
-            del record.encoding[mm_hash]
-
 
 T = TypeVar("T", bound=Hashable)
 
 
-class Recent(Generic[T]):
+class Recent(OrderedDict[T, None]):
     """The last ``capacity`` keys that were added."""
 
-    __slots__ = ("_capacity", "_keys")
-
     def __init__(self, capacity: int) -> None:
+        super().__init__()
         self._capacity = capacity
-        self._keys: OrderedDict[T, None] = OrderedDict()
-
-    def __contains__(self, key: T) -> bool:
-        return key in self._keys
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
     def add(self, key: T) -> None:
-        self._keys[key] = None
-        self._keys.move_to_end(key)
-        if len(self._keys) > self._capacity:
-            self._keys.popitem(last=False)
-
-    def discard(self, key: T) -> None:
-        self._keys.pop(key, None)
+        self[key] = None
+        self.move_to_end(key)
+        if len(self) > self._capacity:
+            self.popitem(last=False)
 
     def forget_half(self) -> None:
         """Remove the half of the keys that was added first."""
-        for _ in range(len(self._keys) // 2):
-            self._keys.popitem(last=False)
-
-    def clear(self) -> None:
-        self._keys.clear()
+        for _ in range(len(self) // 2):
+            self.popitem(last=False)
 
 
-#: Of languages in Latin letters, about, where no prompt was seen yet.
-PRIOR_TOKENS_PER_CHARACTER = 0.25
 #: Of patches of 28 pixels square.
 PRIOR_TOKENS_PER_PIXEL = 1 / 784
 
@@ -506,40 +451,39 @@ def resolve_costs(load: Load, budgets: Mapping[str, float], peers: Sequence[Load
     one like the others. So it is tried again: one that was slow in an unlucky moment is not avoided for ever.
     """
 
-    def rate(stage: Stage) -> StageRate:
+    rates: dict[Stage, StageRate] = {}
+    for stage, prior in _PRIORS.items():
         name = stage.value
         own = load.rates.get(name)
         known = [one.rates[name] for one in (load, *peers) if name in one.rates]
-        if own is not None and own.is_fresh and known.count(own) == len(known):
-            return own
-        fresh = [one for one in known if one.is_fresh]
         if not known:
-            return _PRIORS[stage]
+            rates[stage] = prior
+            continue
+        if own is not None and own.is_fresh and known.count(own) == len(known):
+            rates[stage] = own
+            continue
+        fresh = [one for one in known if one.is_fresh]
         if own is not None and not fresh:
-            return own
-        size = _TYPICAL_SIZES[stage]
-        middle = sorted(fresh or known, key=lambda one: one.seconds(size))[(len(fresh or known) - 1) // 2]
+            rates[stage] = own
+            continue
+        size, candidates = _TYPICAL_SIZES[stage], fresh or known
+        seconds = [one.seconds(size) for one in candidates]
+        middle_s = median_low(seconds)
+        middle = candidates[seconds.index(middle_s)]
         if own is None or not own.is_fresh:
-            return StageRate(middle.base_s, middle.unit_s, is_fresh=False)
-        own_s, middle_s = own.seconds(size), middle.seconds(size)
-        is_like = own_s < _LIKE * middle_s and middle_s < _LIKE * own_s
-        return middle if is_like else own
+            rates[stage] = StageRate(middle.base_s, middle.unit_s, is_fresh=False)
+        elif own.seconds(size) < _LIKE * middle_s and middle_s < _LIKE * own.seconds(size):
+            rates[stage] = middle
+        else:
+            rates[stage] = own
 
     # Over all instances: one that has seen few answers end would be avoided, or get all requests, for these alone.
     lengths = [one.mean_output_tokens for one in (load, *peers) if one.mean_output_tokens]
     return StageCosts(
-        encode=rate(Stage.ENCODE),
-        prefill=rate(Stage.PREFILL),
-        decode=rate(Stage.DECODE),
+        encode=rates[Stage.ENCODE],
+        prefill=rates[Stage.PREFILL],
+        decode=rates[Stage.DECODE],
         max_batch_pixels=budgets.get("image_budget_pixels") or MAX_BATCH_PIXELS,
         max_batch_tokens=budgets.get("max_num_batched_tokens") or MAX_BATCH_TOKENS,
         mean_output_tokens=median(lengths) if lengths else PRIOR_OUTPUT_TOKENS,
     )
-
-
-def tokens_per_character(loads: Iterable[Load]) -> float:
-    """The ratio in the prompts that instances saw lately: the median of three or more, else the mean."""
-    known = sorted([load.tokens_per_character for load in loads if load.tokens_per_character])
-    if len(known) < 3:  # as it mostly is; median() takes its time
-        return sum(known) / len(known) if known else PRIOR_TOKENS_PER_CHARACTER
-    return median(known)

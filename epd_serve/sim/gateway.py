@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -16,7 +17,7 @@ from epd_serve.flow.events import Event
 from epd_serve.flow.request import Asked, Fleet, RequestFlow
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.routes import Demand, Route, Router
-from epd_serve.routing.table import Encoding, InstanceTable, OpenCall
+from epd_serve.routing.table import InstanceTable, OpenCall
 from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.sim.device import Clock
 from epd_serve.sim.instance import Reservation, SimInstance
@@ -51,7 +52,7 @@ class Attempt:
     route: Route
     sequence: Sequence
     calls: dict[Stage, OpenCall] = field(default_factory=dict)
-    encodes: dict[int, Encoding] = field(default_factory=dict)
+    encodes: dict[int, ExitStack] = field(default_factory=dict)
     instances: dict[str, None] = field(default_factory=dict)
     blocks: Any = None
     reservation: Reservation | None = None
@@ -207,7 +208,7 @@ class SimGateway:
                 attempt.calls.pop(Stage.PREFILL).close()
                 attempt.instances = {route.decode.name: None}
             case do.CancelEncode(item):
-                attempt.encodes.pop(item).__exit__(None, None, None)
+                attempt.encodes.pop(item).close()
             case do.EndTry():
                 self._over(attempt)
                 self._give_back(attempt)
@@ -231,8 +232,8 @@ class SimGateway:
 
     def _encode(self, attempt: Attempt, action: do.Encode) -> None:
         ref, record, prefill = action.ref, action.encoder, self._instances[action.prefill.name]
-        call = self.table.encoding(record, ref, attempt.id)
-        attempt.encodes[action.item] = call
+        attempt.encodes[action.item] = stack = ExitStack()
+        call = stack.enter_context(self.table.encoding(record, ref, attempt.id))
         attempt.instances[record.name] = None
         instance = self._instances[record.name]
         instance.received.append(Stage.ENCODE.value + attempt.id)
@@ -249,7 +250,7 @@ class SimGateway:
             if attempt.is_over:
                 return
             call.was_cached = cached
-            attempt.encodes.pop(action.item).__exit__(None, None, None)
+            attempt.encodes.pop(action.item).close()
             instance.is_changed = True
             self._feed(attempt.run, on.Encoded(action.item))
             if instance is prefill:
@@ -291,7 +292,7 @@ class SimGateway:
         for call in attempt.calls.values():
             call.close()
         for encode in attempt.encodes.values():
-            encode.__exit__(None, None, None)
+            encode.close()
         attempt.calls.clear()
         attempt.encodes.clear()
         del self._attempts[attempt.id]

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
-from epd_serve.telemetry.span import Span
-from epd_serve.telemetry.timeline import (
+from epd_serve.telemetry.span import (
     DECODE_EXECUTE,
     DECODE_QUEUE,
     ENCODE_EXECUTE,
@@ -25,6 +24,7 @@ from epd_serve.telemetry.timeline import (
     PREFILL_EXECUTE,
     PREFILL_QUEUE,
     STAGES,
+    Span,
 )
 from epd_serve.telemetry.trace_file import CLOCK, REQUEST
 
@@ -227,4 +227,4 @@ def _request(spans: list[Span]) -> RequestTimes | None:
 
 
 def _length(span: Span | None) -> float | None:
-    return None if span is None else span.seconds
+    return None if span is None else span.end_s - span.start_s

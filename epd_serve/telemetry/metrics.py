@@ -5,6 +5,7 @@ Those of several processes are shown as those of one.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -176,8 +177,4 @@ class _Fixed(Collector):
 def _join(name: str, family: Family, summed: Collection[str]) -> Callable[[float, float], float]:
     if name.endswith("_created"):
         return min
-    return _add if family.kind in _CUMULATIVE or family.name in summed else max
-
-
-def _add(one: float, other: float) -> float:
-    return one + other
+    return operator.add if family.kind in _CUMULATIVE or family.name in summed else max

@@ -182,7 +182,7 @@ def bottleneck(records: Sequence[InstanceRecord]) -> str:
     used: dict[Stage, tuple[float, str]] = {}
     for stage in Stage:
         parts = [
-            (part, one.name) for one in records if one.ready and one.covers(stage) for part in _part(one, stage)
+            (part, one.name) for one in records if one.ready and stage in one.stages for part in _part(one, stage)
         ]
         if parts:
             mean = sum(part for part, _ in parts) / len(parts)
@@ -197,7 +197,7 @@ def bottleneck(records: Sequence[InstanceRecord]) -> str:
         return f"No stage holds up the others. Used most: {_NAMES[stage]}, {percent} of {of}."
     ahead_s = max(pending_s(one).get(stage, 0.0) for one in records if one.ready)
     waiting = f", and {1e3 * ahead_s:.0f} ms of work wait" if ahead_s >= 0.001 else ""
-    most = f", {name} most" if sum(one.ready and one.covers(stage) for one in records) > 1 else ""
+    most = f", {name} most" if sum(one.ready and stage in one.stages for one in records) > 1 else ""
     if stage is Stage.DECODE:
         return f"Decode is the bottleneck: {percent} of its places or of its KV cache are taken{most}{waiting}."
     return f"{_NAMES[stage].capitalize()} is the bottleneck: it computes {percent} of the time{most}{waiting}."

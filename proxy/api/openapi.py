@@ -15,8 +15,9 @@ from pydantic.json_schema import models_json_schema
 
 from epd_serve import __version__
 from epd_serve.protocol.openai import answers
-from epd_serve.protocol.openai.fields import LABELS, MESSAGE_NEUTRAL, NEUTRAL, RESPONSES_NEUTRAL
+from epd_serve.protocol.openai.fields import LABELS, NEUTRAL, RESPONSES_NEUTRAL
 from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
+from epd_serve.protocol.openai.messages import MESSAGE_NEUTRAL
 from epd_serve.protocol.openai.responses import ResponsesRequest
 from epd_serve.protocol.openai.tokenizing import DetokenizeBody, TokenizeBody
 from epd_serve.protocol.openai.transcriptions import TranscriptionRequest

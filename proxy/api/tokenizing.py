@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
 from epd_serve.backends.base import StageCalls
 from epd_serve.errors import InstanceLost, Unavailable
 from epd_serve.flow.failures import is_planned
@@ -81,4 +79,4 @@ class TokenizingEndpoint(Endpoint):
         else:
             reply = await calls.tokenize(message, trace_id=trace_id)
         answer = request.answer(reply, record.info.max_model_len)
-        return await asyncio.to_thread(msgspec.json.encode, answer)
+        return (await asyncio.to_thread(answer.model_dump_json)).encode()

@@ -181,7 +181,7 @@ def _figures(record: InstanceRecord) -> InstanceFigures:
 def pending_s(record: InstanceRecord) -> dict[Stage, float]:
     """Estimates of an instance's work before it, by stage; of D: until there is room for KV."""
     seconds = {Stage.ENCODE: record.encode_s, Stage.PREFILL: record.prefill_s, Stage.DECODE: record.room_s(1)}
-    return {stage: value for stage, value in seconds.items() if record.covers(stage)}
+    return {stage: value for stage, value in seconds.items() if stage in record.stages}
 
 
 def kv_usage(record: InstanceRecord) -> float | None:

@@ -411,7 +411,7 @@ class Dispatch:
     def _done(self, action: do.Done) -> None:
         self._close_all()
         if (route := action.route) is not None:
-            self._instances.health.ended(route.names)
+            self._instances.health.ended({route.prefill.name, route.decode.name})
             self._instances.pairs.worked(route.prefill, route.decode)
         self._later(action)
 
@@ -452,7 +452,7 @@ class Dispatch:
                 with Interruption(self._job.loop, action.patience_s):
                     reply = await calls.encode(request, trace_id=self._job.trace_id)
                 encoding.was_cached = reply.cached
-            computed = ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED
+            computed = ENCODED if Stage.ENCODE in encoder.stages else RECOMPUTED
             span.end(feature=STORED if reply.cached else computed)
             instances.health.ended((encoder.name,))
             instances.pairs.worked(encoder, prefill)

@@ -144,7 +144,7 @@ class Health:
                 for other in self._table.ready(stage)
             )
             for stage in Stage
-            if record.covers(stage)
+            if stage in record.stages
         )
 
     # ------------------------------------------------------------------ from the poller

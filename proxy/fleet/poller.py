@@ -180,7 +180,8 @@ class Poller:
                     heard_at, before = loop.time(), heard_at
                     if heard_at - before < _LEAST_INTERVAL_S:
                         await asyncio.sleep(_LEAST_INTERVAL_S)
-                    has_changed = report.epoch != table.epoch(name)  # its role, before it gets work
+                    info = table[name].info
+                    has_changed = info is None or report.epoch != info.epoch  # its role, before it gets work
                     if has_changed and not self._heard(name, partial(self._update, name, await calls.info())):
                         continue
                     if self._heard(name, partial(table.report, name, report)):

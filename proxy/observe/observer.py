@@ -15,16 +15,16 @@ from epd_serve.config.sections import SLOConfig
 from epd_serve.errors import ServeError
 from epd_serve.telemetry.otel import SpanExport, span_export
 from epd_serve.telemetry.span import (
+    GATEWAY_RECEIVE,
+    GATEWAY_SERVE,
     TRACEPARENT_HEADER,
     TRACESTATE_HEADER,
     Span,
     TraceContext,
     Value,
     join,
-    new_context,
     random_block,
 )
-from epd_serve.telemetry.timeline import GATEWAY_RECEIVE, GATEWAY_SERVE
 from epd_serve.telemetry.trace_file import TraceWriter
 from proxy.observe.access_log import AccessLog
 from proxy.observe.figures import Figures
@@ -86,7 +86,7 @@ class Observer:
         """A request has come; ``headers`` by their names in lower case."""
         parent = headers.get(_TRACEPARENT)
         if parent is None:
-            context = new_context()
+            context = join()
         else:
             context = join(parent.decode("latin-1"), headers.get(_TRACESTATE, b"").decode("latin-1"))
         if self._export is not None and self._export.samples(context, endpoint) != context.sampled:

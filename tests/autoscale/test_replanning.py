@@ -18,7 +18,7 @@ from epd_serve.autoscale.replanning import Replanner
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.load import parse_config
 from epd_serve.protocol.wire import MediaRef
-from epd_serve.telemetry.span import new_context
+from epd_serve.telemetry.span import join
 from epd_serve.topology import Topology
 from proxy.observe.access_log import line_of
 from proxy.observe.record import RequestRecord
@@ -26,7 +26,7 @@ from proxy.observe.record import RequestRecord
 
 def served(number: int, *, output: int, status: int = 200) -> bytes:
     draw = random.Random(number)
-    made = RequestRecord("chat", new_context(), str(number), 1000.0 + 0.5 * number)
+    made = RequestRecord("chat", join(), str(number), 1000.0 + 0.5 * number)
     made.media([(MediaRef("", 802, 652), 1000)])
     made.prompt_tokens, made.output_tokens = 600 + draw.randrange(200), output + draw.randrange(output)
     made.finish(status)

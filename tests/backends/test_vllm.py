@@ -35,7 +35,7 @@ def request(
     kinds: tuple[type[GenerationRequest], type[GenerationRequest]] = (ChatCompletionRequest, CompletionRequest),
 ) -> PrefillRequest:
     """As the gateway makes it of a client's."""
-    parsed = kinds["prompt" in body].from_fields(body)
+    parsed = kinds["prompt" in body].parse(msgspec.json.encode(body))
     prompts = parsed.prompts() if "prompt" in body else [None]
     return PrefillRequest(
         request_id="r-1",
@@ -97,9 +97,11 @@ def test_processors_get_the_same_options_at_e_p_and_d() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
     given = {"max_pixels": 9, "min_pixels": 4, "num_crops": 2, "size": {"longest_edge": 9}}
     body = {"messages": [{"role": "user", "content": parts}], "mm_processor_kwargs": given}
-    parsed = VllmChatRequest.from_fields(body)
+    parsed = VllmChatRequest.parse(msgspec.json.encode(body))
     (source,) = parsed.media()
-    again = VllmChatRequest.from_fields({**body, "mm_processor_kwargs": dict(reversed(given.items()))})
+    again = VllmChatRequest.parse(
+        msgspec.json.encode({**body, "mm_processor_kwargs": dict(reversed(given.items()))})
+    )
     assert again.media()[0].processing == source.processing, "the same name for the same options"
     ref = MediaRef(mm_hash="h0", width=2, height=2, processing=source.processing)
     asked = msgspec.structs.replace(request(body, kinds=(VllmChatRequest, VllmCompletionRequest)), items=[ref])
@@ -107,9 +109,11 @@ def test_processors_get_the_same_options_at_e_p_and_d() -> None:
     for sent in (*bodies, vllm_chat.answer_body(asked, [b""])):
         assert sent["mm_processor_kwargs"] == given
     with pytest.raises(InvalidRequest, match="num_crops"):
-        ChatCompletionRequest.from_fields(body)
+        ChatCompletionRequest.parse(msgspec.json.encode(body))
     with pytest.raises(InvalidRequest, match=r"min_pixels \(4\) is more than max_pixels \(2\)"):
-        ChatCompletionRequest.from_fields({**body, "mm_processor_kwargs": {"min_pixels": 4, "max_pixels": 2}})
+        ChatCompletionRequest.parse(
+            msgspec.json.encode({**body, "mm_processor_kwargs": {"min_pixels": 4, "max_pixels": 2}})
+        )
 
 
 def test_p_and_d_are_given_the_same_prompt() -> None:
@@ -250,7 +254,7 @@ def test_an_answer_of_a_given_structure_may_go_on_with_vllm() -> None:
     body = vllm_chat.answer_body(for_vllm(chat(tools=TOOLS, ignore_eos=True, min_tokens=3)), ())
     assert (body["ignore_eos"], body["min_tokens"]) == (True, 3)
     with pytest.raises(InvalidRequest, match="ends where the structure does"):
-        ChatCompletionRequest.from_fields(chat(tools=TOOLS, ignore_eos=True))
+        ChatCompletionRequest.parse(msgspec.json.encode(chat(tools=TOOLS, ignore_eos=True)))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +268,9 @@ def test_who_scores_a_prompt_computes_it(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize("field", ["return_token_ids", "prompt_logprobs", "reasoning_effort"])
 def test_the_native_engine_says_who_has_a_field_that_it_lacks(field: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{field}: "):
-        ChatCompletionRequest.from_fields(chat(**{field: "low" if field == "reasoning_effort" else 1}))
+        ChatCompletionRequest.parse(
+            msgspec.json.encode(chat(**{field: "low" if field == "reasoning_effort" else 1}))
+        )
 
 
 def test_tokens_that_a_client_wants_are_left_in_its_stream() -> None:

@@ -15,7 +15,7 @@ from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.instance.decode import DecodeService
 from epd_serve.protocol import wire
 from epd_serve.sched.turns import Asker
-from epd_serve.telemetry.timeline import Timeline
+from epd_serve.telemetry.span import Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
 

@@ -13,8 +13,7 @@ from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.token_time import Slack
 from epd_serve.sequence import Sequence
-from epd_serve.telemetry.span import Span
-from epd_serve.telemetry.timeline import Timeline
+from epd_serve.telemetry.span import Span, Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.kv_sender import OutgoingTransfer

@@ -24,7 +24,7 @@ from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.protocol import wire
 from epd_serve.rpc.streams import BrokenStream
 from epd_serve.sequence import Sequence
-from epd_serve.telemetry.timeline import Timeline
+from epd_serve.telemetry.span import Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.transfer.kv_sender import OutgoingTransfer

@@ -47,7 +47,7 @@ async def test_a_new_epoch_is_asked_about_before_it_gets_work(gateway: Any) -> N
     p1.info = {"epoch": 1}
     p1.report = lambda: Report(load=Load(), ready=True, epoch=1)
     await gateway.until(lambda: gateway.table["p1"].ready)
-    assert str(gateway.table["p1"].role) == "D" and gateway.table.epoch("p1") == 1
+    assert str(gateway.table["p1"].role) == "D" and gateway.table["p1"].info.epoch == 1
 
 
 async def test_a_planned_departure_counts_against_nobody(gateway: Any, kit: Any) -> None:

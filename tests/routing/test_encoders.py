@@ -45,8 +45,8 @@ def test_equal_items_meet_in_one_place_whoever_asks(build):
 def test_an_item_that_is_being_encoded_is_not_encoded_elsewhere_too(build):
     table = build("e0:E:pixels=9000", "e1:E", "p0:P")
     picture, other = build.item("picture"), build.item("other")
-    with table.encoding(table["e0"], picture) as encoding:
-        assert not encoding.was_known
+    with table.encoding(table["e0"], picture):
+        assert picture.mm_hash not in table["e0"].kept
         assert table["e0"].pending.num_pixels == 10_000
         assert chosen(table, picture, other) == ["e0", "e1"]
         assert chosen(table, picture, exclude={"e0"}) == ["e1"]
@@ -69,7 +69,7 @@ def test_an_item_goes_where_its_feature_is_and_is_no_work_there(build):
     build.update(table, f"{other}:E:pixels=50000")
     assert chosen(table, item) == [other], "it has the feature, its queue is no matter"
     with table.encoding(table[other], item) as encoding:
-        assert encoding.was_known
+        assert item.mm_hash in table[other].kept
         assert table[other].pending.num_pixels == 50_000
         encoding.was_cached = False  # evicted meanwhile
     build.update(table, f"{other}:E:pixels=50000", pid=2)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from instance_info import instance_info
 
 from epd_serve.protocol.instance_state import InstanceInfo, Load, Report
-from epd_serve.routing.routes import Demand, cheapest_of_few, cheapest_pair, in_turn, near_best, possible_routes
+from epd_serve.routing.routes import Demand, cheapest_of_many, in_turn, near_best, pairs_of, route_parts
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage, StageRate
 
@@ -37,7 +37,6 @@ instances = st.lists(
             "free": st.sampled_from([0, 10, 10_000]),
             "chosen": st.tuples(st.integers(0, 2), st.integers(0, 2)),
             "rate": st.sampled_from([1e-4, 2e-3]),
-            "cut": st.sets(st.integers(0, 13), max_size=6),
         }
     ),
     min_size=1,
@@ -46,9 +45,19 @@ instances = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(instances=instances, num_tokens=st.sampled_from([1, 100, 5000]), num_pixels=st.sampled_from([0, 10**6]))
+@given(
+    instances=instances,
+    num_tokens=st.sampled_from([1, 100, 5000]),
+    num_pixels=st.sampled_from([0, 10**6]),
+    cuts=st.sets(st.tuples(st.integers(0, 13), st.integers(0, 13)), max_size=40),
+    are_cut=st.booleans(),
+)
 def test_it_is_the_choice_among_all_pairs(
-    instances: list[dict[str, object]], num_tokens: int, num_pixels: int
+    instances: list[dict[str, object]],
+    num_tokens: int,
+    num_pixels: int,
+    cuts: set[tuple[int, int]],
+    are_cut: bool,
 ) -> None:
     instances = [*instances, {**instances[0], "role": "P"}, {**instances[-1], "role": "D"}]
     table = InstanceTable([(str(i), "") for i in range(len(instances))])
@@ -68,10 +77,14 @@ def test_it_is_the_choice_among_all_pairs(
         assert isinstance(chosen, tuple)
         table[str(i)].num_chosen[Stage.PREFILL] = chosen[0]
         table[str(i)].num_chosen[Stage.DECODE] = chosen[1]
-        table[str(i)].cut_off.update(map(str, one["cut"] - {i}))  # type: ignore[operator]
+        table[str(i)].cut_off.update(str(peer) for one, peer in cuts if are_cut and one == i != peer)
     demand = Demand(num_tokens=num_tokens, num_pixels=num_pixels, max_tokens=64)
-    expected = min(near_best(possible_routes(table, "m", (), demand), demand), key=in_turn)
-    assert cheapest_pair(table, "m", (), demand) == expected
-    assert cheapest_of_few(table, "m", (), demand) == expected
-    if expected.is_cut:
-        assert all(route.is_cut for route in possible_routes(table, "m", (), demand))
+    parts = route_parts(table, "m", (), demand)
+    pairs = pairs_of(parts, demand)
+    *_, prefill, decode = min(near_best(pairs), key=in_turn)
+    if not any(one.cut_off for one in parts.prefills):
+        assert cheapest_of_many(parts, demand) == parts.route(prefill, decode)
+    if parts.route(prefill, decode).is_cut:
+        assert all(parts.route(prefill, decode).is_cut for *_, prefill, decode in pairs)
+    else:
+        assert not any(parts.route(prefill, decode).is_cut for *_, prefill, decode in pairs)

@@ -1,6 +1,7 @@
 """Policies choose P and D."""
 
 import random
+from contextlib import closing
 
 import pytest
 
@@ -39,11 +40,14 @@ def test_own_calls_count_until_they_end_or_are_reported(build):
     demand = Demand(num_tokens=100)
     route = POLICY.choose_route(table, "m", demand=demand)
     assert route.prefill.name == "p0"
-    with table.in_flight(route.prefill, Stage.PREFILL, work=route.prefill_work):
+    with closing(table.in_flight(route.prefill, Stage.PREFILL, work=route.prefill_work)):
         assert table["p0"].prefill_s == pytest.approx(0.1)
         assert names(table, demand=demand)[0] == "p1"
     assert table["p0"].prefill_s == 0
-    with pytest.raises(ZeroDivisionError), table.in_flight(route.prefill, Stage.PREFILL, work=route.prefill_work):
+    with (
+        pytest.raises(ZeroDivisionError),
+        closing(table.in_flight(route.prefill, Stage.PREFILL, work=route.prefill_work)),
+    ):
         raise ZeroDivisionError
     assert table["p0"].prefill_s == 0
 
@@ -55,7 +59,10 @@ def test_equals_take_turns(build, policy):
     for _ in range(8):
         route = policy.choose_route(table, "m")
         chosen += [route.prefill.name, route.decode.name]
-        with table.in_flight(route.prefill, Stage.PREFILL), table.in_flight(route.decode, Stage.DECODE):
+        with (
+            closing(table.in_flight(route.prefill, Stage.PREFILL)),
+            closing(table.in_flight(route.decode, Stage.DECODE)),
+        ):
             pass
     assert {name: chosen.count(name) for name in ("p0", "p1", "d0", "d1")} == dict.fromkeys(
         ("p0", "p1", "d0", "d1"), 4
@@ -66,14 +73,14 @@ def test_who_comes_back_takes_no_more_than_its_turn(build):
     table = build("p0:P", "p1:P", "d0:D")
     table.mark_lost("p1")
     for _ in range(50):
-        with table.in_flight(table["p0"], Stage.PREFILL):
+        with closing(table.in_flight(table["p0"], Stage.PREFILL)):
             pass
     build.update(table, "p1:P")
     chosen = []
     for _ in range(10):
         route = RoundRobin().choose_route(table, "m")
         chosen.append(route.prefill.name)
-        with table.in_flight(route.prefill, Stage.PREFILL):
+        with closing(table.in_flight(route.prefill, Stage.PREFILL)):
             pass
     assert chosen.count("p1") <= 6
 
@@ -96,7 +103,7 @@ def test_a_decode_instance_on_the_same_host_is_nearer(build):
     long = Demand(num_tokens=50_000)
     assert names(table, demand=long) == ("p0", "d1")
     for number in range(4):
-        with table.in_flight(table["d1"], Stage.DECODE, request_id=str(number)):
+        with closing(table.in_flight(table["d1"], Stage.DECODE, request_id=str(number))):
             pass
     assert names(table, demand=long) == ("p0", "d1"), "whoever's turn it is"
     build.update(table, "d1:D:sequences=500")
@@ -175,7 +182,7 @@ def test_a_prompt_follows_its_beginning_until_that_costs_more_than_it_saves(buil
     start = (256, b"hello")
     first = Demand(num_tokens=300, prefix=(start,), prefix_characters=300)
     route = policy.choose_route(table, "m", demand=first)
-    with table.in_flight(route.prefill, Stage.PREFILL, work=route.prefill_work, prefix=route.prefix):
+    with closing(table.in_flight(route.prefill, Stage.PREFILL, work=route.prefill_work, prefix=route.prefix)):
         pass
     home, other = route.prefill.name, {"p0": "p1", "p1": "p0"}[route.prefill.name]
     longer = Demand(num_tokens=512, prefix=(start, (512, b"hello again")), prefix_characters=512)

@@ -1,6 +1,6 @@
 """No work is counted twice, none is forgotten."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +21,7 @@ def prompt(num_tokens):
 def test_a_call_counts_once_before_and_after_it_is_reported(build):
     table = build("p0:P", "d0:D")
     p0 = table["p0"]
-    with table.in_flight(p0, Stage.PREFILL, request_id="r", work=prompt(100)):
+    with closing(table.in_flight(p0, Stage.PREFILL, request_id="r", work=prompt(100))):
         assert p0.pending.num_tokens == 100
         table.report("p0", Report(load=build.load("tokens=30")))
         assert p0.pending.num_tokens == 130, "another gateway's 30, and ours are on their way"
@@ -47,9 +47,9 @@ def test_items_of_one_request_are_reported_one_by_one(build):
 
 def test_an_answer_to_info_contains_the_calls_before_the_question(build):
     table = build("p0:P", "d0:D")
-    with table.in_flight(table["p0"], Stage.PREFILL, request_id="a", work=prompt(100)):
+    with closing(table.in_flight(table["p0"], Stage.PREFILL, request_id="a", work=prompt(100))):
         asked = table.num_calls
-        with table.in_flight(table["p0"], Stage.PREFILL, request_id="b", work=prompt(10)):
+        with closing(table.in_flight(table["p0"], Stage.PREFILL, request_id="b", work=prompt(10))):
             table.update("p0", table["p0"].info, contains=asked)
             assert table["p0"].pending.num_tokens == 10
 
@@ -84,9 +84,7 @@ def test_recent_forgets_the_oldest():
     assert [key for key in "abcd" if key in recent] == ["a", "c", "d"]
     recent.forget_half()
     assert [key for key in "abcd" if key in recent] == ["a", "d"]
-    recent.discard("a")
-    recent.discard("a")
-    assert len(recent) == 1
+    assert len(recent) == 2
 
 
 class Accounts(RuleBasedStateMachine):
@@ -112,7 +110,9 @@ class Accounts(RuleBasedStateMachine):
         request_id = str(self.number)
         stack = ExitStack()
         stack.enter_context(
-            self.table.in_flight(self.table["p0"], Stage.PREFILL, request_id=request_id, work=prompt(tokens))
+            closing(
+                self.table.in_flight(self.table["p0"], Stage.PREFILL, request_id=request_id, work=prompt(tokens))
+            )
         )
         self.calls[request_id] = (stack, tokens)
         self.on_the_way.append(request_id)
@@ -162,7 +162,7 @@ def test_nothing_is_left_when_all_calls_have_ended(build, calls):
     with ExitStack() as stack:
         for number, (is_reported, tokens) in enumerate(calls):
             stack.enter_context(
-                table.in_flight(table["p0"], Stage.PREFILL, request_id=str(number), work=prompt(tokens))
+                closing(table.in_flight(table["p0"], Stage.PREFILL, request_id=str(number), work=prompt(tokens)))
             )
             if is_reported:
                 table.report("p0", Report(load=Load(num_waiting_tokens=tokens), received=[f"P{number}"]))

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.telemetry.span import Span
-from epd_serve.telemetry.timeline import FEATURE_WAIT, STAGES, Timeline
+from epd_serve.telemetry.span import DECODE_QUEUE, FEATURE_WAIT, PREFILL_QUEUE, STAGES, Span, Timeline
 
 
 class Bench:
@@ -29,7 +28,7 @@ class Bench:
 
 def test_a_prompt_that_waits_for_its_image_and_is_handed_over() -> None:
     bench = Bench()
-    bench.at(1).prefill_received("r", hand_off=True, lacks_features=True)
+    bench.at(1).received("r", FEATURE_WAIT, hand_off=True)
     bench.timeline.stepped([("r", False)], [], 2, 3)  # text before the image: hidden behind the encoding
     bench.at(4).features_here("r")
     bench.timeline.stepped([("r", False)], [], 5, 6)
@@ -46,12 +45,12 @@ def test_a_prompt_that_waits_for_its_image_and_is_handed_over() -> None:
 
 def test_a_feature_that_comes_during_a_step_or_is_seen_by_the_engine_first() -> None:
     bench = Bench()
-    bench.at(1).prefill_received("during", hand_off=True, lacks_features=True)
+    bench.at(1).received("during", FEATURE_WAIT, hand_off=True)
     bench.at(3).features_here("during")
     bench.timeline.stepped([("during", False)], [], 2, 4)
     assert bench.stages == [("feature_wait", 1, 3), ("prefill_queue", 3, 3)], "it goes on at once"
     bench.spans.clear()
-    bench.at(1).prefill_received("first", hand_off=True, lacks_features=True)
+    bench.at(1).received("first", FEATURE_WAIT, hand_off=True)
     bench.timeline.stepped([("first", True)], [], 5, 6)
     bench.at(7).features_here("first")
     assert bench.stages == [("feature_wait", 1, 5), ("prefill_queue", 5, 5), ("prefill_execute", 5, 6)]
@@ -59,7 +58,7 @@ def test_a_feature_that_comes_during_a_step_or_is_seen_by_the_engine_first() -> 
 
 def test_one_instance_that_does_both() -> None:
     bench = Bench()
-    bench.at(1).prefill_received("r", hand_off=False, lacks_features=False)
+    bench.at(1).received("r", PREFILL_QUEUE, hand_off=False)
     bench.timeline.stepped([("r", True)], [], 2, 3)
     bench.timeline.stepped([], ["r", "r"], 4, 5)  # two choices
     bench.timeline.stepped([], ["r"], 6, 7)
@@ -77,7 +76,7 @@ def test_one_instance_that_does_both() -> None:
 @pytest.mark.parametrize("hand_off", [True, False])
 def test_a_first_token_that_is_the_last(hand_off: bool) -> None:
     bench = Bench()
-    bench.at(1).prefill_received("r", hand_off=hand_off, lacks_features=False)
+    bench.at(1).received("r", PREFILL_QUEUE, hand_off=hand_off)
     bench.timeline.stepped([("r", True)], [], 2, 3)
     bench.at(4).finished("r")
     assert bench.stages[-1] == ("decode_execute", 3, 3)
@@ -118,9 +117,10 @@ def test_any_order_of_events_leaves_spans_in_order_and_nothing_behind(events: li
         bench.now = float(now)
         if event == "prefill_received":
             name, hand_off, lacks = arguments
-            timeline.prefill_received(str(name), hand_off=bool(hand_off), lacks_features=bool(lacks))
+            stage = FEATURE_WAIT if lacks else PREFILL_QUEUE
+            timeline.received(str(name), stage, hand_off=bool(hand_off))
         elif event == "decode_received":
-            timeline.decode_received(str(arguments[0]))
+            timeline.received(str(arguments[0]), DECODE_QUEUE)
         elif event == "stepped":
             prefills, decodes = arguments
             timeline.stepped(prefills, decodes, now - 0.5, now)  # type: ignore[arg-type]

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from epd_serve.telemetry.breakdown import read_traces, summary
-from epd_serve.telemetry.span import Span, Value
-from epd_serve.telemetry.timeline import STAGES, Timeline
+from epd_serve.telemetry.span import DECODE_QUEUE, FEATURE_WAIT, PREFILL_QUEUE, STAGES, Span, Timeline, Value
 from epd_serve.telemetry.trace_file import TraceWriter
 
 
@@ -43,12 +42,12 @@ class Process:
 def serve_one(directory: Path, request_id: str = "r", *, close: bool = True) -> list[Process]:
     """A request with two images, of which the second decides: E 2.1 ... 6, P until 9, D until 20."""
     e, p, d = (Process(directory, name) for name in ("e0", "p0", "d0"))
-    p.at(2).prefill_received(request_id, hand_off=True, lacks_features=True)
+    p.at(2).received(request_id, FEATURE_WAIT, hand_off=True)
     e.at(4).encoded(request_id, "one", 2.1, (2.5, 3))
     e.at(6.2).encoded(request_id, "two", 2.1, (3, 5))
     p.at(6).features_here(request_id)
     p.timeline.stepped([(request_id, True)], [], 6.5, 9)
-    d.at(9.5).decode_received(request_id)
+    d.at(9.5).received(request_id, DECODE_QUEUE)
     p.at(9.7).handed_over(request_id)
     d.timeline.stepped([], [request_id], 10, 11)
     d.at(20).finished(request_id)
@@ -103,7 +102,7 @@ def test_the_stages_of_a_request_add_up_on_its_critical_path(tmp_path: Path, clo
 def test_text_and_what_did_not_end(tmp_path: Path) -> None:
     pd = Process(tmp_path, "pd0")
     for name in ("text", "left", "failed"):
-        pd.at(1).prefill_received(name, hand_off=False, lacks_features=False)
+        pd.at(1).received(name, PREFILL_QUEUE, hand_off=False)
     pd.timeline.stepped([("text", True), ("left", True)], [], 2, 3)
     pd.timeline.stepped([], ["text", "left"], 3, 4)
     pd.at(5).finished("text")

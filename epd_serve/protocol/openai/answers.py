@@ -1,4 +1,4 @@
-"""Models of the endpoints' answers: for the OpenAPI document, and for tests against real answers."""
+"""Models of the endpoints' answers: the OpenAPI document, short answers, and tests against real ones."""
 
 from __future__ import annotations
 

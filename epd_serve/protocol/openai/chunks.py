@@ -119,7 +119,7 @@ def delta_event(
         choice: dict[str, Any] = {"index": options.first_index + index, "delta": delta}
     else:
         choice = {"index": options.first_index + index, "text": text}
-    choice["logprobs"] = _logprobs(options, logprobs)
+    choice["logprobs"] = None if logprobs is None else _logprobs(options, logprobs)
     choice["finish_reason"] = finish_reason
     body = _envelope(options, stream=True)
     body["choices"] = [choice]
@@ -173,7 +173,7 @@ def _whole_choice(options: OutputOptions, choice: ChoiceText) -> dict[str, Any]:
     return {
         "index": options.first_index + choice.index,
         **content,
-        "logprobs": _logprobs(options, choice.logprobs),
+        "logprobs": None if choice.logprobs is None else _logprobs(options, choice.logprobs),
         "finish_reason": choice.finish_reason,
     }
 
@@ -190,9 +190,7 @@ def _call_deltas(options: OutputOptions, choice: int, calls: Sequence[CallDelta]
     return list(entries.values())
 
 
-def _logprobs(options: OutputOptions, tokens: list[ScoredToken] | None) -> dict[str, Any] | None:
-    if tokens is None:
-        return None
+def _logprobs(options: OutputOptions, tokens: list[ScoredToken]) -> dict[str, Any]:
     if options.kind == "chat":
         return {"content": [token.entry() for token in tokens], "refusal": None}
     return {

@@ -14,8 +14,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.protocol.openai import strict_json
+from epd_serve.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
 #: Characters of a field's name that are shown, and looked at.
@@ -45,19 +44,6 @@ StopStrings = Annotated[
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 #: Reading ends at the first that is none.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-
-
-def decode_object(body: bytes | bytearray) -> dict[str, Any]:
-    """Decode a JSON object. Raises InvalidRequest, with the place where the text stops being one."""
-    try:
-        fields = strict_json.decode(body)
-    except strict_json.JSONTooLarge as error:
-        raise TooLarge(f"the body is too much JSON: {error}") from error
-    except strict_json.JSONRefused as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if not isinstance(fields, dict):
-        raise InvalidRequest('the body must be a JSON object, such as {"messages": [...]}', code="invalid_json")
-    return fields
 
 
 def explain(refusal: ValidationError, model: type[BaseModel], others: Iterable[str] = ()) -> InvalidRequest:
@@ -131,13 +117,13 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "request_id"})
 
 #: Field → (values that ask for what happens anyway, what to do instead).
-_TOOLS = "functions are today's tools; send tools and tool_choice instead"
-_TEXT_ONLY = "answers are text only; leave the field out"
+OLD_TOOLS = "functions are today's tools; send tools and tool_choice instead"
+TEXT_ONLY = "answers are text only; leave the field out"
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "functions": (([],), _TOOLS),
-    "function_call": (("none", "auto"), _TOOLS),
-    "audio": ((), _TEXT_ONLY),
-    "modalities": ((["text"],), _TEXT_ONLY),
+    "functions": (([],), OLD_TOOLS),
+    "function_call": (("none", "auto"), OLD_TOOLS),
+    "audio": ((), TEXT_ONLY),
+    "modalities": ((["text"],), TEXT_ONLY),
     "prediction": ((), "predicted outputs are not supported; leave the field out"),
     "reasoning_effort": (("none",), "the models served here have no reasoning effort; leave the field out"),
     "verbosity": (("medium",), "verbosity cannot be set; ask for it in the prompt"),
@@ -178,15 +164,6 @@ RESPONSES_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_cache_retention": ((), "the prefix cache keeps no entry by time; leave the field out"),
 }
 
-#: The same for a message of a chat.
-MESSAGE_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "refusal": ((), "refusals are not supported in the history; send the text as content"),
-    "function_call": ((), _TOOLS),
-    "audio": ((), _TEXT_ONLY),
-    "annotations": (([],), "annotations are not supported in the history; leave the field out"),
-}
-_OF_MESSAGES = MESSAGE_NEUTRAL.keys()
-
 _VIDEO, _AUDIO, _FILE = (
     "send a video to /v1/chat/completions, as a part of type 'video_url'",
     "send a sound to /v1/chat/completions, as a part of type 'input_audio' or 'audio_url'",
@@ -211,14 +188,12 @@ def drop_neutral(
 
     Args:
         fields: a JSON object as decoded.
-        neutral: NEUTRAL or MESSAGE_NEUTRAL.
+        neutral: as :data:`NEUTRAL`.
         path: goes before the field's name in the error's ``param``.
         own: fields that are known to mean something all the same.
 
     Raises InvalidRequest that names the first field which asks for something unsupported.
     """
-    if neutral.keys().isdisjoint(fields):
-        return fields
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         if name in neutral and name not in own:
@@ -230,23 +205,6 @@ def drop_neutral(
         else:
             kept[name] = value
     return kept
-
-
-def drop_message_neutral(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with :func:`drop_neutral` applied to each of a body's messages."""
-    messages = fields.get("messages")
-    if not isinstance(messages, list):
-        return fields
-    for message in messages:
-        if isinstance(message, dict) and not _OF_MESSAGES.isdisjoint(message):
-            break
-    else:
-        return fields
-    kept = [
-        drop_neutral(message, MESSAGE_NEUTRAL, f"messages[{index}].") if isinstance(message, dict) else message
-        for index, message in enumerate(messages)
-    ]
-    return {**fields, "messages": kept}
 
 
 def _same(value: Any, accepted: Any) -> bool:

@@ -22,24 +22,20 @@ from epd_serve.protocol.openai.fields import (
     StopString,
     StopStrings,
     TokenIds,
-    decode_object,
-    drop_message_neutral,
     drop_neutral,
     explain,
 )
 from epd_serve.protocol.openai.messages import (
-    MAX_MESSAGES,
     AnyProcessorKwargs,
     MediaIoKwargs,
     MediaSource,
-    Message,
+    Messages,
     ProcessorKwargs,
     check_messages,
     media_of,
-    processing_of,
-    video_sampling,
     wire_messages,
 )
+from epd_serve.protocol.openai.strict_json import decode_object
 from epd_serve.protocol.openai.tools import (
     MAX_TOOLS,
     ResponseFormat,
@@ -63,7 +59,9 @@ MAX_PROMPTS = 128
 COMPLETION_MAX_TOKENS = 16
 #: vLLM's earlier names for fields of structured_outputs.
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
-#: Fields of :meth:`GenerationRequest._rare_sampling`.
+#: Fields of a body that mean something else, or nothing, to the models below.
+_BESIDE = LABELS | NEUTRAL.keys() | _GUIDED.keys()
+#: Fields of sampling that few requests set.
 _RARE = frozenset(
     (
         "top_k",
@@ -133,24 +131,16 @@ class GenerationRequest(RequestModel):
     @classmethod
     def parse(cls, body: bytes | bytearray) -> Self:
         """Decode and check a body. Raises InvalidRequest that names the field in ``param``."""
-        return cls.from_fields(decode_object(body))
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Self:
-        """Check a request whose body is decoded already. Raises as :meth:`parse`."""
-        if not LABELS.isdisjoint(fields):
+        fields = decode_object(body)
+        if not _BESIDE.isdisjoint(fields):
             fields = {name: value for name, value in fields.items() if name not in LABELS}
-        fields = _gather_guided(drop_neutral(fields, NEUTRAL, own=cls.model_fields))
+            fields = _gather_guided(drop_neutral(fields, NEUTRAL, own=cls.model_fields))
         try:
-            request = cls.model_validate(cls._prepare(fields))
+            request = cls.model_validate(fields)
         except ValidationError as error:
             raise explain(error, cls, (*NEUTRAL, *LABELS)) from error
         request._check()
         return request
-
-    @classmethod
-    def _prepare(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return fields
 
     def _check(self) -> None:
         """Apply the rules that join several fields."""
@@ -208,13 +198,9 @@ class GenerationRequest(RequestModel):
             continuous_usage=bool(options.continuous_usage_stats),
         )
 
+    @abstractmethod
     def prompting(self) -> PromptOptions:
         """The options by which the prompt is turned into tokens."""
-        return PromptOptions(
-            add_special_tokens=self.add_special_tokens,
-            truncate=self.truncate_prompt_tokens,
-            cache_salt=self.cache_salt or "",
-        )
 
     def sampling(self, seed: int) -> SamplingParams:
         """Sampling parameters with the API's defaults filled in; ``seed`` is used where the request has none."""
@@ -223,6 +209,23 @@ class GenerationRequest(RequestModel):
             value = getattr(self, name)
             if value is not None and (value == SAMPLING_DEFAULTS[name] or (name == "top_k" and value < 1)):
                 neutral.append(name)
+        rare: dict[str, Any] = {}
+        if not _RARE.isdisjoint(self.model_fields_set):
+            rare = {
+                "top_k": max(self.top_k or 0, 0),
+                "min_p": self.min_p or 0.0,
+                "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
+                "presence_penalty": self.presence_penalty or 0.0,
+                "frequency_penalty": self.frequency_penalty or 0.0,
+                "stop": tuple(self.stop or ()),
+                "stop_token_ids": tuple(self.stop_token_ids or ()),
+                "ignore_eos": bool(self.ignore_eos),
+                "skip_special_tokens": self.skip_special_tokens is not False,
+                "include_stop": bool(self.include_stop_str_in_output),
+                "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
+                "allowed_token_ids": tuple(self.allowed_token_ids or ()),
+                "bad_words": tuple(self.bad_words or ()),
+            }
         return SamplingParams(
             seed=self.seed if self.seed is not None else seed,
             max_tokens=self.token_limit(),
@@ -234,29 +237,8 @@ class GenerationRequest(RequestModel):
             grammar=self.grammar(),
             priority=self.priority or 0,
             neutral=tuple(sorted(neutral)),
-            **({} if _RARE.isdisjoint(self.model_fields_set) else self._rare_sampling()),
+            **rare,
         )
-
-    def _rare_sampling(self) -> dict[str, Any]:
-        """The fields of :meth:`sampling` that few requests set.
-
-        It is called for a request with any of :data:`_RARE`.
-        """
-        return {
-            "top_k": max(self.top_k or 0, 0),
-            "min_p": self.min_p or 0.0,
-            "repetition_penalty": 1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            "presence_penalty": self.presence_penalty or 0.0,
-            "frequency_penalty": self.frequency_penalty or 0.0,
-            "stop": tuple(self.stop or ()),
-            "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "ignore_eos": bool(self.ignore_eos),
-            "skip_special_tokens": self.skip_special_tokens is not False,
-            "include_stop": bool(self.include_stop_str_in_output),
-            "logit_bias": {int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
-            "bad_words": tuple(self.bad_words or ()),
-        }
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -265,7 +247,7 @@ class ChatCompletionRequest(GenerationRequest):
     kind: ClassVar[Literal["chat", "completion"]] = "chat"
     id_prefix: ClassVar[str] = "chatcmpl"
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -278,10 +260,6 @@ class ChatCompletionRequest(GenerationRequest):
     enable_thinking: bool | None = None
     media_io_kwargs: MediaIoKwargs | None = None
     mm_processor_kwargs: ProcessorKwargs | None = None
-
-    @classmethod
-    def _prepare(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return drop_message_neutral(fields)
 
     def _check(self) -> None:
         super()._check()
@@ -297,8 +275,8 @@ class ChatCompletionRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         check_messages(self.messages)
-        video_sampling(self.media_io_kwargs, self.mm_processor_kwargs)
-        processing_of(self.mm_processor_kwargs, self.messages)
+        if self.mm_processor_kwargs is not None:
+            self.media()  # says what contradicts itself
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
                 "add_generation_prompt and continue_final_message contradict each other; send one of them",
@@ -336,8 +314,10 @@ class ChatCompletionRequest(GenerationRequest):
         kwargs = self.chat_template_kwargs
         if self.enable_thinking is not None:
             kwargs = {"enable_thinking": self.enable_thinking, **(kwargs or {})}
-        return msgspec.structs.replace(
-            super().prompting(),
+        return PromptOptions(
+            add_special_tokens=self.add_special_tokens,
+            truncate=self.truncate_prompt_tokens,
+            cache_salt=self.cache_salt or "",
             add_generation_prompt=not self.continue_final_message and self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             tools=tools_text(self.tools) if self.tools else "",
@@ -345,8 +325,7 @@ class ChatCompletionRequest(GenerationRequest):
         )
 
     def media(self) -> list[MediaSource]:
-        kwargs = self.mm_processor_kwargs
-        return media_of(self.messages, video_sampling(self.media_io_kwargs, kwargs), kwargs)
+        return media_of(self.messages, self.media_io_kwargs, self.mm_processor_kwargs)
 
     def chat(self) -> list[ChatMessage]:
         return wire_messages(self.messages)
@@ -354,6 +333,8 @@ class ChatCompletionRequest(GenerationRequest):
 
 def _as_prompts(value: Any) -> Any:
     """One prompt becomes a list of it."""
+    if value == []:
+        raise InvalidRequest("prompt: the list is empty; it needs one prompt at least", param="prompt")
     is_many = isinstance(value, list) and value and not all(isinstance(one, int) for one in value)
     return value if is_many else [value]
 
@@ -375,12 +356,6 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(None, ge=0, lt=WIRE_INTEGERS)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
-
-    @classmethod
-    def _prepare(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        if fields.get("prompt") == []:
-            raise InvalidRequest("prompt: the list is empty; it needs one prompt at least", param="prompt")
-        return fields
 
     def token_limit(self) -> int | None:
         return COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens
@@ -411,6 +386,13 @@ class CompletionRequest(GenerationRequest):
     def _logprobs(self) -> int | None:
         return self.logprobs
 
+    def prompting(self) -> PromptOptions:
+        return PromptOptions(
+            add_special_tokens=self.add_special_tokens,
+            truncate=self.truncate_prompt_tokens,
+            cache_salt=self.cache_salt or "",
+        )
+
     def prompts(self) -> list[str | list[int]]:
         return self.prompt
 
@@ -421,8 +403,6 @@ class CompletionRequest(GenerationRequest):
 
 def _gather_guided(fields: dict[str, Any]) -> dict[str, Any]:
     """vLLM's ``guided_*`` fields under their present name."""
-    if _GUIDED.keys().isdisjoint(fields):
-        return fields
     given = {new: fields.pop(old) for old, new in _GUIDED.items() if fields.get(old) is not None}
     fields = {name: value for name, value in fields.items() if name not in _GUIDED}
     if given:

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.protocol.openai import strict_json
-from epd_serve.protocol.openai.fields import RequestModel
+from epd_serve.protocol.openai.fields import OLD_TOOLS, TEXT_ONLY, RequestModel, drop_neutral
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
 from epd_serve.types import AS_THE_MODEL, Modality, VideoSampling
 
@@ -198,15 +198,42 @@ class Message(RequestModel):
     reasoning: str | None = None
 
 
-def check_parts(number: int, param: str) -> None:
-    """Raises InvalidRequest for too many parts over all messages."""
-    if number > MAX_PARTS:
-        raise InvalidRequest(f"{param}: {number} parts over all messages; at most {MAX_PARTS}", param=param)
+#: Of a message of a chat, as :data:`~epd_serve.protocol.openai.fields.NEUTRAL`.
+MESSAGE_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "refusal": ((), "refusals are not supported in the history; send the text as content"),
+    "function_call": ((), OLD_TOOLS),
+    "audio": ((), TEXT_ONLY),
+    "annotations": (([],), "annotations are not supported in the history; leave the field out"),
+}
+
+
+def _without_neutral(messages: Any) -> Any:
+    """The messages without fields that are known and ask for nothing special. Raises InvalidRequest for others."""
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and not MESSAGE_NEUTRAL.keys().isdisjoint(message):
+            return [
+                drop_neutral(one, MESSAGE_NEUTRAL, f"messages[{index}].") if isinstance(one, dict) else one
+                for index, one in enumerate(messages)
+            ]
+    return messages
+
+
+Messages = Annotated[
+    Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)],
+    BeforeValidator(_without_neutral),
+]
+
+
+def too_many_parts(number: int, param: str) -> InvalidRequest:
+    """Of more than :data:`MAX_PARTS` over all messages."""
+    return InvalidRequest(f"{param}: {number} parts over all messages; at most {MAX_PARTS}", param=param)
 
 
 def check_messages(messages: Sequence[Message]) -> None:
     """Rules that join several fields. Raises InvalidRequest."""
-    check_parts(sum([len(message.content or ()) for message in messages]), "messages")
+    num_parts = sum([len(message.content or ()) for message in messages])
+    if num_parts > MAX_PARTS:
+        raise too_many_parts(num_parts, "messages")
     for i, message in enumerate(messages):
         if (
             message.role == "tool"
@@ -258,11 +285,13 @@ def _check_message(message: Message, place: str) -> None:
 
 
 def media_of(
-    messages: Sequence[Message], sampling: VideoSampling = AS_THE_MODEL, kwargs: ProcessorKwargs | None = None
+    messages: Sequence[Message], reading: MediaIoKwargs | None = None, kwargs: ProcessorKwargs | None = None
 ) -> list[MediaSource]:
-    """The media items in the order in which the chat shows them; ``sampling`` of the videos."""
+    """The media items in the order in which the chat shows them. Raises InvalidRequest for contradictions."""
+    sampling, processing = AS_THE_MODEL, ""
+    if reading is not None or kwargs is not None:
+        sampling, processing = video_sampling(reading, kwargs), processing_of(kwargs, messages)
     sources: list[MediaSource] = []
-    processing = processing_of(kwargs, messages)
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content or ()):
             place = f"messages[{i}].content[{j}]"

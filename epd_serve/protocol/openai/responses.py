@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-import msgspec
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.openai.answers import InputTokens
 from epd_serve.protocol.openai.fields import (
     RESPONSES_NEUTRAL,
     WIRE_INTEGERS,
     CacheSalt,
     RequestModel,
-    decode_object,
     drop_neutral,
     explain,
 )
@@ -29,9 +28,10 @@ from epd_serve.protocol.openai.messages import (
     MediaSource,
     Message,
     ToolCall,
-    check_parts,
+    too_many_parts,
 )
 from epd_serve.protocol.openai.messages import ContentPart as ChatPart
+from epd_serve.protocol.openai.strict_json import decode_object
 from epd_serve.protocol.openai.tools import (
     MAX_TOOLS,
     FunctionDefinition,
@@ -193,7 +193,9 @@ class ResponsesRequest(RequestModel):
 
     def check(self) -> None:
         """Rules that join several fields. Raises InvalidRequest."""
-        check_parts(sum(len(item.content or ()) + len(item.output or ()) for item in self.input), "input")
+        num_parts = sum(len(item.content or ()) + len(item.output or ()) for item in self.input)
+        if num_parts > MAX_PARTS:
+            raise too_many_parts(num_parts, "input")
         for index, item in enumerate(self.input):
             item.check(f"input[{index}]")
             for field in ("content", "output"):
@@ -267,13 +269,6 @@ class ResponsesCall(ChatCompletionRequest):
         return self.sources
 
 
-class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of ``/v1/responses/input_tokens``."""
-
-    input_tokens: int
-    object: str = "response.input_tokens"
-
-
 class InputTokensCall:
     """The same body as ``/v1/responses`` has, asked for its length alone
     (:class:`epd_serve.protocol.openai.tokenizing.TokenQuestion`)."""
@@ -294,7 +289,7 @@ class InputTokensCall:
         return TokenizeRequest(items=items, messages=self._call.chat(), prompting=self._call.prompting())
 
     def answer(self, reply: TokenizeReply, max_model_len: int) -> InputTokens:
-        return InputTokens(input_tokens=len(reply.tokens))
+        return InputTokens(object="response.input_tokens", input_tokens=len(reply.tokens))
 
 
 def _messages(asked: ResponsesRequest) -> tuple[list[Message], list[MediaSource]]:

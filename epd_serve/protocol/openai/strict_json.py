@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from epd_serve.errors import InvalidRequest, TooLarge
+
 #: Deepest nesting of lists and objects.
 MAX_DEPTH = 64
 #: Longer texts are refused unread: parsing holds the interpreter. Pictures in base64 are no part of a text
@@ -54,6 +56,19 @@ class JSONRefused(ValueError):
 
 class JSONTooLarge(JSONRefused):
     """The text is more than is read here, valid or not."""
+
+
+def decode_object(body: bytes | bytearray) -> dict[str, Any]:
+    """Decode a JSON object. Raises InvalidRequest, with the place where the text stops being one."""
+    try:
+        fields = decode(body)
+    except JSONTooLarge as error:
+        raise TooLarge(f"the body is too much JSON: {error}") from error
+    except JSONRefused as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        raise InvalidRequest('the body must be a JSON object, such as {"messages": [...]}', code="invalid_json")
+    return fields
 
 
 def decode(text: bytes | bytearray) -> Any:

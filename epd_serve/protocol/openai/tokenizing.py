@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from typing import Any, Protocol, Self
 
-import msgspec
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from epd_serve.errors import InvalidRequest
+from epd_serve.protocol.openai.answers import DetokenizeResult, TokenizeResult
 from epd_serve.protocol.openai.fields import (
     LABELS,
     NEUTRAL,
     RequestModel,
     TokenIds,
-    decode_object,
-    drop_message_neutral,
     drop_neutral,
     explain,
 )
 from epd_serve.protocol.openai.messages import (
-    MAX_MESSAGES,
     MediaIoKwargs,
     MediaSource,
-    Message,
+    Messages,
     ProcessorKwargs,
     check_messages,
     media_of,
-    processing_of,
-    video_sampling,
     wire_messages,
 )
+from epd_serve.protocol.openai.strict_json import decode_object
 from epd_serve.protocol.openai.tools import MAX_TOOLS, Tool, json_text, tools_text
 from epd_serve.protocol.wire import (
     DetokenizeReply,
@@ -48,9 +44,8 @@ class _Call(RequestModel):
     def parse(cls, body: bytes | bytearray) -> Self:
         """Body → checked request. Raises InvalidRequest that names the field in ``param``."""
         fields = {name: value for name, value in decode_object(body).items() if name not in LABELS}
-        fields = drop_message_neutral(drop_neutral(fields, NEUTRAL))
         try:
-            request = cls.model_validate(fields)
+            request = cls.model_validate(drop_neutral(fields, NEUTRAL))
         except ValidationError as error:
             raise explain(error, cls) from error
         request._check()
@@ -77,7 +72,7 @@ class TokenQuestion(Protocol):
         """The message to an instance that answers the question."""
         ...
 
-    def answer(self, reply: Any, max_model_len: int) -> Any:
+    def answer(self, reply: Any, max_model_len: int) -> BaseModel:
         """The client's answer, made from the instance's reply."""
         ...
 
@@ -86,7 +81,7 @@ class TokenizeBody(_Call):
     """Exactly one of ``prompt`` and ``messages``; images of messages count as many tokens as they take."""
 
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -111,7 +106,8 @@ class TokenizeBody(_Call):
             if getattr(self, name) is not None:
                 raise InvalidRequest(f"{name}: goes with messages, not with a prompt", param=name)
         check_messages(self.messages or ())
-        processing_of(self.mm_processor_kwargs, self.messages or ())
+        if self.mm_processor_kwargs is not None:
+            self.media()  # says what contradicts itself
         if self.continue_final_message and (
             self.add_generation_prompt or (self.messages and self.messages[-1].role != "assistant")
         ):
@@ -121,8 +117,7 @@ class TokenizeBody(_Call):
             )
 
     def media(self) -> list[MediaSource]:
-        kwargs = self.mm_processor_kwargs
-        return media_of(self.messages or (), video_sampling(self.media_io_kwargs, kwargs), kwargs)
+        return media_of(self.messages or (), self.media_io_kwargs, self.mm_processor_kwargs)
 
     def message(self, items: list[MediaRef]) -> TokenizeRequest:
         """The message to an instance, with the chat's media as ``items``."""
@@ -141,8 +136,10 @@ class TokenizeBody(_Call):
             with_texts=bool(self.return_token_strs),
         )
 
-    def answer(self, reply: TokenizeReply, max_model_len: int) -> TokenizeAnswer:
-        return TokenizeAnswer(len(reply.tokens), max_model_len, reply.tokens, reply.texts)
+    def answer(self, reply: TokenizeReply, max_model_len: int) -> TokenizeResult:
+        return TokenizeResult.model_construct(
+            count=len(reply.tokens), max_model_len=max_model_len, tokens=reply.tokens, token_strs=reply.texts
+        )
 
 
 class DetokenizeBody(_Call):
@@ -152,18 +149,5 @@ class DetokenizeBody(_Call):
         """The message to an instance; it has no ``items``."""
         return DetokenizeRequest(tokens=self.tokens)
 
-    def answer(self, reply: DetokenizeReply, max_model_len: int) -> DetokenizeAnswer:
-        return DetokenizeAnswer(prompt=reply.text)
-
-
-class TokenizeAnswer(msgspec.Struct, frozen=True):
-    """vLLM's answer of ``/tokenize``; ``max_model_len`` in tokens."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class DetokenizeAnswer(msgspec.Struct, frozen=True):
-    prompt: str
+    def answer(self, reply: DetokenizeReply, max_model_len: int) -> DetokenizeResult:
+        return DetokenizeResult(prompt=reply.text)
