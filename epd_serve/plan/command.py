@@ -20,7 +20,7 @@ from epd_serve.plan.pools import Fleet, read_fleet
 from epd_serve.plan.space import MOST_SEQS, POLICIES, Candidate, candidates, with_batching
 from epd_serve.plan.strategies import Found, algorithm_2, cheapest, exhaustive, race, tpe
 from epd_serve.sim.records import settings_of, summary_of, write_run
-from epd_serve.sim.traces import read_load
+from epd_serve.sim.workloads import read_load
 
 #: Plans up to which all take part in the race, and topologies that do of more.
 _FEW = 40

@@ -66,10 +66,10 @@ class LanguageSide:
         has_feature: Callable[[str], bool],
         on_prompt: Callable[[Sequence], None],
         on_end: Callable[[Sequence], None],
-        on_tokens: Callable[[Sequence, int, float], None] | None = None,
-        on_free: Callable[[], None] = lambda: None,
-        may_start: Callable[[], bool] = lambda: True,
-        on_step: Callable[[], None] = lambda: None,
+        on_tokens: Callable[[Sequence, int, float], None] | None,
+        on_free: Callable[[], None],
+        may_start: Callable[[], bool],
+        on_step: Callable[[], None],
     ) -> None:
         self._clock = clock
         self._device = device
