@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,24 @@ CHAT = "/v1/chat/completions"
 PATIENCE_S = 20.0
 #: Nats between the two likeliest tokens below which another order of sums may choose the other one.
 TIE = 0.05
+#: Gauges that are 0 in an idle server: ours, vLLM's, SGLang's and Dynamo's.
+HELD = (
+    "epd_serve_num_requests_running",
+    "epd_serve_num_requests_waiting",
+    "epd_serve_in_flight_calls",
+    "epd_serve_instance_requests",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
+    "sglang:num_used_tokens",
+    "dynamo_frontend_inflight_requests",
+    "dynamo_frontend_queued_requests",
+)
+#: Seconds in which what an ended request held has to be given back; what dead parts held goes by leases.
+SETTLE_S, LEASES_S = 15.0, 45.0
 
 
 class Reply:
@@ -250,6 +269,21 @@ class Client:
         if reply.status != 200:
             raise Skipped(f"/metrics: status {reply.status}")
         return parse_metrics(reply.body)
+
+    async def balanced(self, settle_s: float = SETTLE_S) -> None:
+        """Wait until nothing is held. Raises Failed with what still is, and Unjudged where no metric tells."""
+        settle_s = self.within(settle_s)
+        end_s = time.monotonic() + settle_s
+        while True:
+            seen = {name: value for name, value in (await self.metrics()).items() if name.split("{")[0] in HELD}
+            if not seen:
+                raise Unjudged("the rest is right; no metric tells what the server holds")
+            held = {name: value for name, value in seen.items() if value}
+            if not held:
+                return
+            if time.monotonic() > end_s:
+                raise Failed(f"{settle_s:g} s after the last request: {held}")
+            await asyncio.sleep(0.2)
 
     def curl(self, directory: Path, name: str) -> str:
         """The command that repeats the last request; a long body lies in a file of ``directory``."""
