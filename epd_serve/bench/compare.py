@@ -13,8 +13,7 @@ from rich.table import Table
 
 from epd_serve.bench.deployed import Candidate, deployed
 from epd_serve.bench.outputs import Outputs, read_runs, write_run
-from epd_serve.bench.report.rates import slo_text
-from epd_serve.bench.report.series import Grid, grids, window
+from epd_serve.bench.report.series import Grid, grids
 from epd_serve.bench.report.table import SHORT_HEADER, rows
 from epd_serve.bench.report.verdict import verdicts
 from epd_serve.bench.run_directory import RunDirectory, write_json
@@ -125,7 +124,7 @@ def show_comparison(console: Console, runs: Sequence[Measured], share: float) ->
     show_verdicts(console, runs, share)
     for grid in grids(runs, share):
         load = grid.telling
-        console.print(f"{grid.workload} at {load:.4g} {grid.unit}; good: {slo_text(grid)}", highlight=False)
+        console.print(f"{grid.workload} at {load:.4g} {grid.unit}; good: {grid.slo_text}", highlight=False)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))
         for name in SHORT_HEADER:
             table.add_column(name, justify="left" if name == SHORT_HEADER[0] else "right", no_wrap=True)
@@ -153,11 +152,9 @@ def _attainments(grid: Grid) -> Table:
         table.add_column(text, justify="right")
     table.add_column("goodput", justify="right")
     for label in grid.labels:
-        shares = [
-            f"{100 * window(grid.runs[label, load]).attainment.value:.1f}" if (label, load) in grid.runs else ""
-            for load in grid.loads
-        ]
-        table.add_row(label, *shares, f"{grid.goodput(label):.3g}")
+        shares = (grid.good_percent(label, load) for load in grid.loads)
+        texts = ("" if share is None else f"{share:.1f}" for share in shares)
+        table.add_row(label, *texts, f"{grid.goodput(label):.3g}")
     return table
 
 

@@ -56,7 +56,7 @@ class Outputs:
         """
         (path / SUMMARY).write_bytes(_summaries(runs))
         # plotly's script is megabytes, and nobody else needs it
-        from epd_serve.bench.report import write_pngs, write_report
+        from epd_serve.bench.report.page import write_pngs, write_report
 
         if self.report:
             try:

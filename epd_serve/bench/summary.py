@@ -330,6 +330,11 @@ class Measured:
     samples: Sequence[Sample] = ()
 
     @property
+    def total(self) -> WindowSummary:
+        """The figures of the whole run: those that are plotted, as failures and the queue at its end count."""
+        return self.summary.total
+
+    @property
     def label(self) -> str:
         """The name of the run's server in tables and plots: its label, else its topology, else its model."""
         settings = self.settings

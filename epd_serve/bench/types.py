@@ -372,6 +372,11 @@ class WindowSummary(msgspec.Struct, kw_only=True):
     total_output_tokens: int
     stages: dict[str, Distribution] = {}
 
+    def ms(self, name: str, statistic: str) -> float | None:
+        """A statistic of a latency in milliseconds; None where nothing was measured."""
+        found = self.figures.get(name)
+        return None if found is None else 1e3 * float(getattr(found, statistic))
+
 
 class Summary(msgspec.Struct, kw_only=True):
     """The figures of a run: a pure function of its settings and records.

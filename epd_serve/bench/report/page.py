@@ -75,24 +75,15 @@ def _section(grid: Grid, figures: dict[str, Figure], runs: Sequence[str]) -> str
         f'<div class="card{" half" if name in halves else ""}"><div data-figure="{name}"></div></div>'
         for name in figures
     )
+    lines = "".join(f"<p>{escape(verdict(grid, label))}</p>" for label in grid.labels)
     options = "".join(f"<option>{escape(name)}</option>" for name in runs)
     return (
-        f'<section data-workload="{escape(grid.workload)}">{_verdicts(grid)}'
-        f"<h2>{escape(_workload_text(grid))}</h2>"
+        f'<section data-workload="{escape(grid.workload)}"><div class="verdict">{lines}</div>'
+        f"<h2>{escape(grid.workload)}: a good answer has {grid.slo_text}</h2>"
         f'{html_tables(grid)}<div class="plots">{cards}</div>'
         f'<h2>One by one <select class="runs">{options}</select></h2><div class="timelines"></div>'
         f"{_warnings(grid)}</section>"
     )
-
-
-def _verdicts(grid: Grid) -> str:
-    lines = "".join(f"<p>{escape(verdict(grid, label))}</p>" for label in grid.labels)
-    return f'<div class="verdict">{lines}</div>'
-
-
-def _workload_text(grid: Grid) -> str:
-    slo = next(iter(grid.runs.values())).settings.slo
-    return f"{grid.workload}: a good answer has TTFT ≤ {slo.ttft_ms:g} ms and TPOT ≤ {slo.tpot_ms:g} ms"
 
 
 def _warnings(grid: Grid) -> str:
