@@ -96,7 +96,7 @@ def searched(mix: Mix, device: str, count: int, model: str) -> dict[str, Any]:
         "monolithic": told(best[True]),
         "disaggregated": told(best[False]),
         "gain": best[False].goodput / best[True].goodput - 1 if best[True].goodput else None,
-        "simulations": found.num_simulations,
+        "simulations": judge.num_simulations,
     }
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from epd_serve.bench.compare import (
     CompareFile,
     Comparison,
+    figures_table,
     run_comparison,
     show_comparison,
     show_verdicts,
@@ -25,7 +25,7 @@ from epd_serve.bench.compare import (
 )
 from epd_serve.bench.deployed import read_candidates
 from epd_serve.bench.outputs import Outputs, missed, read_runs, write_run
-from epd_serve.bench.plan import ClosedLoop, Trace, parse_load
+from epd_serve.bench.plan import ClosedLoop, Trace, load_of
 from epd_serve.bench.run_directory import RunDirectory, new_directory, read_json
 from epd_serve.bench.server import Sampled, sampled
 from epd_serve.bench.session import Session
@@ -143,7 +143,7 @@ def _check_load(settings: RunSettings, duration_s: float | None) -> None:
 
     Raises ValueError for arrivals that are invalid or do not go with the other settings.
     """
-    load = parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
+    load = load_of(settings)
     if settings.max_concurrency is not None and isinstance(load, ClosedLoop):
         raise ValueError(f"arrivals {settings.arrivals} have their own concurrency; leave --max-concurrency out")
     if settings.time_scale != 1.0 and not isinstance(load, Trace):
@@ -277,17 +277,18 @@ def show_summary(console: Console, settings: RunSettings, summary: Summary, samp
             f"({distribution.n} requests)",
             highlight=False,
         )
-    _show_sampled(console, sampled)
+    for name, share in sampled.cache_hits.items():
+        console.print(f"  {name} cache: {share.part} hits of {share.whole} ({share.value:.1%})", highlight=False)
+    for name, value in sampled.utilisation.items():
+        console.print(f"  {name}: {value:.1%} busy on average", highlight=False)
     for warning in summary.warnings:
         console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
 
 
 def show_sweep(console: Console, runs: Sequence[tuple[RunSettings, Summary]]) -> None:
     """One line for each rate."""
-    table = Table(title="by rate", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    for column in ("req/s", "sent", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "good", "95 %", "tok/s"):
-        table.add_column(column.replace("T p", "T\np"), justify="right")  # ten columns fit a terminal of 80
-    table.add_column("effective\ntok/s per\ndevice", justify="right")
+    columns = ("sent", "TTFT\np50", "TTFT\np99", "TPOT\np50", "TPOT\np99", "good", "95 %", "tok/s")
+    table = figures_table("req/s", *columns, "effective\ntok/s per\ndevice", title="by rate")
     for settings, summary in runs:
         total = summary.total
         table.add_row(
@@ -303,18 +304,8 @@ def show_sweep(console: Console, runs: Sequence[tuple[RunSettings, Summary]]) ->
     console.print(table)
 
 
-def _show_sampled(console: Console, sampled: Sampled) -> None:
-    for name, share in sampled.cache_hits.items():
-        console.print(f"  {name} cache: {share.part} hits of {share.whole} ({share.value:.1%})", highlight=False)
-    for name, value in sampled.utilisation.items():
-        console.print(f"  {name}: {value:.1%} busy on average", highlight=False)
-
-
 def _latencies(title: str, figures: dict[str, Distribution]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("", no_wrap=True)
-    for column in ("mean", "min", "max", "median", "p75", "p90", "p99", "N"):
-        table.add_column(column, justify="right")
+    table = figures_table("", "mean", "min", "max", "median", "p75", "p90", "p99", "N", title=title)
     for label, name, scale, unit in _ROWS:
         one = figures.get(name)
         if one is not None:
@@ -324,18 +315,10 @@ def _latencies(title: str, figures: dict[str, Distribution]) -> Table:
 
 
 def _rates(settings: RunSettings, summary: Summary) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("", no_wrap=True)
-    windows = [("total", summary.total), *([("stable", summary.stable)] if summary.stable else [])]
-    windows += list(summary.by_modality.items())
-    for name, _ in windows:
-        table.add_column(name, justify="right")
-
-    def row(label: str, *values: str) -> None:
-        table.add_row(label, *values)
-
-    each = [window for _, window in windows]
-    slo = settings.slo
+    windows = {"total": summary.total} | ({"stable": summary.stable} if summary.stable else {})
+    windows |= summary.by_modality
+    table, each = figures_table("", *windows), list(windows.values())
+    row, slo = table.add_row, settings.slo
     row("requests (failed)", *(f"{one.num_requests} ({one.num_failed})" for one in each))
     row("duration s", *(f"{one.duration_s:.2f}" for one in each))
     row("planned → sent req/s", *(_planned(one) for one in each))

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from epd_serve.bench.deployed import Candidate, deployed
 from epd_serve.bench.outputs import Outputs, read_runs, write_run
@@ -125,15 +125,21 @@ def show_comparison(console: Console, runs: Sequence[Measured], share: float) ->
     for grid in grids(runs, share):
         load = grid.telling
         console.print(f"{grid.workload} at {load:.4g} {grid.unit}; good: {grid.slo_text}", highlight=False)
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))
-        for name in SHORT_HEADER:
-            table.add_column(name, justify="left" if name == SHORT_HEADER[0] else "right", no_wrap=True)
+        table = figures_table(*SHORT_HEADER)
         for label, cells in rows(grid, load):
             texts = [f"[bold green]{cell.text}[/]" if cell.is_best else cell.text for cell in cells]
             table.add_row(label, *texts)
         console.print(table)
         if len(grid.loads) > 1:
             console.print(_attainments(grid))
+
+
+def figures_table(first: str, *columns: str, title: str = "") -> Table:
+    """A table of names and, to their right, figures."""
+    figures = [Column(name, justify="right", no_wrap="\n" not in name) for name in columns]
+    return Table(
+        Column(first, no_wrap=True), *figures, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0
+    )
 
 
 def tell_outcome(console: Console, outcome: Outcome) -> None:
@@ -146,11 +152,8 @@ def tell_outcome(console: Console, outcome: Outcome) -> None:
 
 
 def _attainments(grid: Grid) -> Table:
-    table = Table(title=f"good requests (%) by {grid.load_title}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("deployment")
-    for text in grid.load_texts:
-        table.add_column(text, justify="right")
-    table.add_column("goodput", justify="right")
+    title = f"good requests (%) by {grid.load_title}"
+    table = figures_table("deployment", *grid.load_texts, "goodput", title=title)
     for label in grid.labels:
         shares = (grid.good_percent(label, load) for load in grid.loads)
         texts = ("" if share is None else f"{share:.1f}" for share in shares)

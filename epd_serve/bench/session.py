@@ -25,7 +25,7 @@ from rich.text import Text
 
 from epd_serve import __version__
 from epd_serve.bench.connection import Connections, Target
-from epd_serve.bench.plan import Load, Plan, digest, make_plan, parse_load, take_items
+from epd_serve.bench.plan import Plan, digest, load_of, make_plan, parse_load, take_items
 from epd_serve.bench.run_directory import RunDirectory, RunWriter
 from epd_serve.bench.runner import Counters, Runner
 from epd_serve.bench.server import LocalServer, Server
@@ -66,7 +66,7 @@ class Session:
         settings.num_requests = len(items)
         settings.workload_digest = digest(items)
         settings.created_unix_s = time.time()
-        plan = make_plan(items, _load(settings), settings.seed)
+        plan = make_plan(items, load_of(settings), settings.seed)
         warm_ups = list(islice(workload.items(settings.seed + _WARM_UP_SEED), settings.num_warmups))
 
         def make(server: Server) -> RunDirectory:
@@ -88,7 +88,7 @@ class Session:
         items = take_items(workload, settings.num_requests, settings.seed)
         if digest(items) != settings.workload_digest:
             raise ValueError(f"{run.path}: workload {settings.workload} is not what it was when the run began")
-        plan = make_plan(items, _load(settings), settings.seed)
+        plan = make_plan(items, load_of(settings), settings.seed)
         return self._run(settings, lambda _: run, plan, [])
 
     def _run(
@@ -237,7 +237,8 @@ async def _warm_up(
 ) -> None:
     """Send the warm-up requests one after the other, uncounted. Raises ValueError where all of them fail."""
     failures: list[Record] = []
-    plan = make_plan([_alone(item) for item in items], parse_load("closed:1"), 0)
+    alone = [replace(item, conversation=None, turn=0) for item in items]
+    plan = make_plan(alone, parse_load("closed:1"), 0)
     runner = Runner(
         plan,
         connections,
@@ -253,15 +254,6 @@ async def _warm_up(
         if len(failures) == len(items):
             raise ValueError(f"every warm-up request failed ({first}); --warmups 0 goes on without")
         progress.note(f"{len(failures)} of {len(items)} warm-up requests failed ({first})")
-
-
-def _alone(item: Item) -> Item:
-    """Return a turn of a conversation as a request of its own."""
-    return replace(item, conversation=None, turn=0)
-
-
-def _load(settings: RunSettings) -> Load:
-    return parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.bench.plan import ClosedLoop, Ramp, Trace, parse_load
+from epd_serve.bench.plan import ClosedLoop, Ramp, Trace, load_of
 from epd_serve.bench.statistics import (
     distribution,
     is_growing,
@@ -56,7 +56,7 @@ def summarise(
     if not records:
         raise ValueError("the run has no finished request")
     window = None
-    load = parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
+    load = load_of(settings)
     if not isinstance(load, Ramp):  # whose rate never stands still
         window = stable_window(records, load.concurrency if isinstance(load, ClosedLoop) else None)
     modalities = sorted({record.modality for record in records})
@@ -280,8 +280,7 @@ def _server(settings: RunSettings, records: Sequence[Record], summary: Summary) 
             f"{waited} requests waited for one of {settings.max_concurrency} client slots: that time is in the "
             "latencies from the scheduled time, not in those from the send."
         )
-    load = parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
-    if not isinstance(load, ClosedLoop | Ramp) and total.num_requests >= 30:
+    if not isinstance(load_of(settings), ClosedLoop | Ramp) and total.num_requests >= 30:
         times = [record.sent_s for record in records if record.sent_s is not None]
         if times and is_growing(load_curve(records), min(times), max(times)):
             found.append(
@@ -303,8 +302,7 @@ def _numbers(settings: RunSettings, records: Sequence[Record], summary: Summary)
     if shaky:
         names = ", ".join(f"p{q} (needs {least_number(q)})" for q in shaky)
         found.append(f"{number} answers are too few for {names}.")
-    load = parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
-    if summary.stable is None and not isinstance(load, Ramp):
+    if summary.stable is None and not isinstance(load_of(settings), Ramp):
         found.append(
             "No window of the run is stable with ten requests or more; only figures of the whole are given."
         )
@@ -349,8 +347,7 @@ class Measured:
     @property
     def rate(self) -> float | None:
         """Requests a second as planned, of a ramp or a trace on average; None in a closed loop."""
-        settings, total = self.settings, self.summary.total
-        load = parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
+        load, total = load_of(self.settings), self.total
         if isinstance(load, ClosedLoop):
             return None
         if isinstance(load, Trace):

@@ -56,7 +56,6 @@ class Item:
         turn: number in the conversation, from 0. A turn is not sent before the one before it is answered.
         think_s: time for which the user waits behind the answer before this turn.
         arrival_s: time of the send, from the plan's begin, where the workload knows it (traces).
-        num_input_tokens: expected, where the workload knows.
         fields: fields of the request's JSON body, over the run's own.
     """
 
@@ -69,7 +68,6 @@ class Item:
     turn: int = 0
     think_s: float = 0.0
     arrival_s: float | None = None
-    num_input_tokens: int | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 

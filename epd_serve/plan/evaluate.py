@@ -270,7 +270,6 @@ class Evaluator:
 
         ``at_least``: a plan that does not last there is not looked at further; its goodput is 0.
         """
-        cost = candidate.cost(self.fleet)
         try:
             limit = self.bound(candidate)
             attained: dict[float, Share] = {}
@@ -282,7 +281,7 @@ class Evaluator:
                 return attained[rate].value >= self.goal.target
 
             if at_least and not (keeps(at_least) and self._confirm(candidate, at_least, fraction)[0]):
-                return self._evaluation(candidate, 0.0, cost, limit, attained)
+                return self._evaluation(candidate, 0.0, limit, attained)
             rate = at_least or 0.9 * min(limit.rate, _MOST_RATE)
             low, high, step = at_least, math.inf, 1.12
             while math.isinf(high) and rate < _MOST_RATE:  # up to what is too much
@@ -306,10 +305,8 @@ class Evaluator:
             low = self._lasting(candidate, low, fraction)
         except NoWay as error:
             none = Bound(rate=0.0, bottleneck=Stage.PREFILL, loads={}, shares={})
-            return Evaluation(
-                candidate=candidate, goodput=0.0, objective=-math.inf, cost=cost, bound=none, reason=str(error)
-            )
-        return self._evaluation(candidate, low, cost, limit, attained)
+            return replace(self._evaluation(candidate, 0.0, none, {}), objective=-math.inf, reason=str(error))
+        return self._evaluation(candidate, low, limit, attained)
 
     def _lasting(self, candidate: Candidate, rate: float, fraction: float) -> float:
         """The rate, or one below it, at which a long simulation keeps the target without growing queues; 0.0 where
@@ -337,8 +334,9 @@ class Evaluator:
         return share.value >= self.goal.target and is_steady(outcome.jobs), outcome
 
     def _evaluation(
-        self, candidate: Candidate, goodput: float, cost: float, limit: Bound, attained: dict[float, Share]
+        self, candidate: Candidate, goodput: float, limit: Bound, attained: dict[float, Share]
     ) -> Evaluation:
+        cost = candidate.cost(self.fleet)
         return Evaluation(
             candidate=candidate,
             goodput=goodput,

@@ -23,8 +23,6 @@ class Found:
     ranking: list[Evaluation]
     strategy: str
     num_candidates: int
-    num_simulations: int
-    num_requests: int
 
     @property
     def best(self) -> Evaluation:
@@ -181,10 +179,4 @@ def _found(
         reasons = sorted({*no_ways, *(one.reason for one in seen if one.reason)})
         why = f": {reasons[0]}" if reasons else ""
         raise ValueError(f"no plan keeps the limits for {evaluator.goal.target:.0%} of requests at any rate{why}")
-    return Found(
-        ranking=ranking,
-        strategy=strategy,
-        num_candidates=num_candidates,
-        num_simulations=evaluator.num_simulations,
-        num_requests=evaluator.num_requests,
-    )
+    return Found(ranking=ranking, strategy=strategy, num_candidates=num_candidates)

@@ -120,9 +120,10 @@ def test_conversations_have_their_turns_in_order_and_are_mixed() -> None:
     assert len(systems) == 1, "all share the system's message"
 
 
-def test_text_requests_say_how_long_they_are() -> None:
+def test_text_requests_are_as_long_as_they_were_asked_for() -> None:
     items = take("synthetic,image_share=0,text_tokens=7,system_tokens=3,ignore_eos=false,requests=5", 50)
-    assert [item.num_input_tokens for item in items] == [10] * 5
+    texts = [[part for message in item.messages for part in message.parts] for item in items]
+    assert [[len(str(text).split()) for text in parts] for parts in texts] == [[3, 7]] * 5
     assert not any(item.fields for item in items)
 
 

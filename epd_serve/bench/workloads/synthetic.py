@@ -174,8 +174,6 @@ class Synthetic:
         if is_first and media != "text":
             parts = (*(self._media(media, shown, rng) for _ in range(self._images.draw(rng))), text)
         messages = (*(system if is_first else ()), Message(role="user", parts=parts))
-        has_text_alone = media == "text" and not self._is_chat
-        num_system = len(system[0].parts[0].split()) if system and isinstance(system[0].parts[0], str) else 0
         return Item(
             index=index,
             messages=messages,
@@ -185,7 +183,6 @@ class Synthetic:
             conversation=f"c{conversation.number}" if self._is_chat else None,
             turn=conversation.turn,
             think_s=think_s,
-            num_input_tokens=num_tokens + num_system if has_text_alone else None,
             fields=self._fields,
         )
 
