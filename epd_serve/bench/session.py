@@ -10,13 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from types import TracebackType
 
 import uvloop
 from rich.console import Console
@@ -26,7 +25,7 @@ from rich.text import Text
 from epd_serve import __version__
 from epd_serve.bench.connection import Connections, Target
 from epd_serve.bench.plan import Plan, digest, load_of, make_plan, parse_load, take_items
-from epd_serve.bench.run_directory import RunDirectory, RunWriter
+from epd_serve.bench.run_directory import RunDirectory, RunWriter, Stages
 from epd_serve.bench.runner import Counters, Runner
 from epd_serve.bench.server import LocalServer, Server
 from epd_serve.bench.statistics import percentile
@@ -118,11 +117,12 @@ class Session:
         try:
             await server.meet(settings.model or None)
             run = make(server)
-            with RunWriter(run) as writer:
+            with closing(RunWriter(run)) as writer:
                 done = {record.index: record for record in run.records()}
                 segment = Segment(segment=len(run.segments()), started_unix_s=time.time(), plan_offset_s=0.0)
                 title = settings.label or settings.workload
-                with Progress(self.console, title, settings.num_requests, len(done)) as progress:
+                progress = Progress(self.console, title, settings.num_requests, len(done))
+                with progress.live or nullcontext():
                     await _warm_up(connections, server, settings, warm_ups, progress)
                     await self._measure(connections, server, settings, plan, writer, done, segment, progress)
         finally:
@@ -142,7 +142,7 @@ class Session:
     ) -> None:
         def on_record(record: Record) -> None:
             record.request_id = server.request_id(record.index)
-            writer.record(record)
+            writer.write(record)
             progress.ended(record)
 
         runner = Runner(
@@ -157,7 +157,7 @@ class Session:
             segment=segment.segment,
         )
         segment.plan_offset_s = runner.plan_offset_s
-        writer.segment(segment)
+        writer.write(segment)
         local = LocalServer(connections.target.address, connections.target.port)
         watcher = _Watcher(server, local, writer, settings.num_requests)
         await watcher.sample(runner.plan_offset_s, "before")
@@ -186,7 +186,7 @@ class Session:
         segment.loop_lag_p99_s, segment.loop_lag_max_s = percentile(lags, 99), lags[-1]
         await watcher.finish(runner.now())
         segment.ended = "complete" if is_complete else "interrupted"
-        writer.segment(segment)
+        writer.write(segment)
 
 
 class _Watcher:
@@ -201,7 +201,7 @@ class _Watcher:
     async def sample(self, at_s: float, phase: str) -> None:
         metrics, devices = await self._server.metrics(), await self._local.sample()
         if metrics or devices:
-            self._writer.sample(Sample(at_s=round(at_s, 3), phase=phase, metrics=metrics, devices=devices))
+            self._writer.write(Sample(at_s=round(at_s, 3), phase=phase, metrics=metrics, devices=devices))
 
     async def watch_metrics(self, runner: Runner, interval_s: float) -> None:
         while True:
@@ -223,7 +223,7 @@ class _Watcher:
 
     def _stages(self, index: int, stages: list[StageSpan]) -> None:
         if index < self._num_requests:  # others use the server too
-            self._writer.stages(index, stages)
+            self._writer.write(Stages(index, stages))
 
 
 async def _show(runner: Runner, progress: Progress) -> None:
@@ -289,30 +289,23 @@ _LOG_INTERVAL_S = 10.0
 
 
 class Progress:
-    """Shows one run. Drawing takes a millisecond or two, so it is done once a second."""
+    """Shows one run. Drawing takes a millisecond or two, so it is done once a second.
+
+    Attributes:
+        live: the live line, which is to be entered; None where the output is no terminal.
+    """
 
     def __init__(self, console: Console, title: str, num_requests: int, num_done: int = 0) -> None:
         self._console = console
         self._title = title
         self._num_requests = num_requests
         self._num_done = num_done
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._ttft_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self._tpot_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self._began_s = perf_counter()
         self._logged_s = self._began_s
         self._last = (self._began_s, 0)
-
-    def __enter__(self) -> Progress:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def ended(self, record: Record) -> None:
         if record.ttft_s is not None and record.succeeded:
@@ -323,14 +316,14 @@ class Progress:
     def show(self, counters: Counters, num_receiving: int) -> None:
         """Draw the live line. ``num_receiving``: requests that have their first token and are not finished."""
         now_s = perf_counter()
-        if self._live is None and now_s - self._logged_s < _LOG_INTERVAL_S:
+        if self.live is None and now_s - self._logged_s < _LOG_INTERVAL_S:
             return
         line = self._line(counters, num_receiving, now_s)
-        if self._live is None:
+        if self.live is None:
             self._logged_s = now_s
             self._console.print(line, soft_wrap=True, highlight=False)
         else:
-            self._live.update(Text(line), refresh=True)
+            self.live.update(Text(line), refresh=True)
 
     def note(self, text: str) -> None:
         """Print a line that stays above the live line."""

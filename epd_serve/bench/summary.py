@@ -62,14 +62,13 @@ def summarise(
     modalities = sorted({record.modality for record in records})
     apart = modalities if len(modalities) > 1 else []
     of = {name: [record for record in records if record.modality == name] for name in apart}
-    total = _whole(settings, records, schedule, "all")
     summary = Summary(
-        total=total,
-        stable=None if window is None else _within(settings, records, schedule, "all", window),
-        by_modality={name: _whole(settings, some, schedule, name) for name, some in of.items()},
-        stable_by_modality={}
-        if window is None
-        else {name: _within(settings, some, schedule, name, window) for name, some in of.items()},
+        total=_of_window(settings, records, schedule, "all", None),
+        stable=window and _of_window(settings, records, schedule, "all", window),
+        by_modality={name: _of_window(settings, some, schedule, name, None) for name, some in of.items()},
+        stable_by_modality={name: _of_window(settings, some, schedule, name, window) for name, some in of.items()}
+        if window
+        else {},
         warnings=[],
     )
     summary.warnings = caveats(settings, records, segments, summary)
@@ -87,41 +86,36 @@ def attains(record: Record, settings: RunSettings) -> tuple[bool, bool]:
     )
 
 
-def _whole(
-    settings: RunSettings, records: Sequence[Record], schedule: Mapping[int, float | None], name: str
-) -> WindowSummary:
-    begin_s = min(record.scheduled_s for record in records)
-    end_s = max(record.finish_s for record in records)
-    finished = [record for record in records if record.succeeded]
-    tokens = sum(record.num_output_tokens for record in finished)
-    curve = load_curve(records)
-    return _summary(settings, records, curve, schedule, name, (begin_s, end_s), len(finished), tokens)
-
-
-def _within(
+def _of_window(
     settings: RunSettings,
     records: Sequence[Record],
     schedule: Mapping[int, float | None],
     name: str,
-    window: tuple[float, float],
+    window: tuple[float, float] | None,
 ) -> WindowSummary:
-    """The figures of a window: latencies of the requests sent in it, and the throughput that ended in it.
+    """The figures of a window: latencies of the requests sent in it, and the throughput that ended in it; None
+    stands for all of the run.
 
     A request that was never sent, as a turn before it had failed, counts at its scheduled time.
     """
+    finished = [record for record in records if record.succeeded]
+    curve = load_curve(records)
+    if window is None:
+        whole = min(record.scheduled_s for record in records), max(record.finish_s for record in records)
+        tokens = sum(record.num_output_tokens for record in finished)
+        return _summary(settings, records, curve, schedule, name, whole, len(finished), tokens)
     begin_s, end_s = window
     ours = [
         record
         for record in records
         if begin_s <= (record.scheduled_s if record.sent_s is None else record.sent_s) < end_s
     ]
-    finished = [record for record in records if record.succeeded]
     num_finished = sum(begin_s <= record.finish_s < end_s for record in finished)
-    tokens = 0.0
+    part = 0.0
     for record in finished:
         in_time = sum(begin_s <= at_s < end_s for at_s in record.token_times_s)
-        tokens += in_time * record.num_output_tokens / len(record.token_times_s)
-    return _summary(settings, ours, load_curve(records), schedule, name, window, num_finished, tokens)
+        part += in_time * record.num_output_tokens / len(record.token_times_s)
+    return _summary(settings, ours, curve, schedule, name, window, num_finished, part)
 
 
 def _summary(

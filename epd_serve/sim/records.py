@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from epd_serve.bench.run_directory import RunDirectory, RunWriter
@@ -44,9 +45,9 @@ def records_of(outcome: Outcome) -> list[Record]:
 def write_run(path: Path, outcome: Outcome, settings: RunSettings) -> RunDirectory:
     """A run directory as ``epd-serve bench`` writes it. Raises ValueError where one is there already."""
     run = RunDirectory.create(path, settings, [(job.number, job.sent_s) for job in outcome.jobs])
-    with RunWriter(run) as writer:
+    with closing(RunWriter(run)) as writer:
         for record in records_of(outcome):
-            writer.record(record)
+            writer.write(record)
     return run
 
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Generic, TypeVar
 
+from epd_serve.bench.workloads.options import parse_number
+
 Size = tuple[int, int]
 Value = TypeVar("Value")
 #: Sides of images that are drawn stay in this range.
@@ -29,13 +31,10 @@ SIDES = (28, 8192)
 
 @dataclass(frozen=True)
 class Drawn(Generic[Value]):
-    """A distribution; as text it is what was written."""
+    """A distribution; ``text`` is what was written."""
 
     text: str
     draw: Callable[[Random], Value]
-
-    def __str__(self) -> str:
-        return self.text
 
 
 def parse_lengths(text: str, *, at_least: int = 1) -> Drawn[int]:
@@ -138,26 +137,16 @@ def _side(value: float) -> int:
 
 
 def _number(text: str) -> float:
-    value = _float(text)
+    value = parse_number(text)
     if value < 0:
         raise ValueError("a number is negative")
     return value
 
 
 def _positive(text: str) -> float:
-    value = _float(text)
+    value = parse_number(text)
     if value <= 0:
         raise ValueError("a number that must be above 0 is not")
-    return value
-
-
-def _float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is no number") from None
-    if not math.isfinite(value):
-        raise ValueError(f"{text!r} is no number")
     return value
 
 
