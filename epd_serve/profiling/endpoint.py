@@ -7,15 +7,11 @@ encode costs; the last includes the host's preparation of them. The server shoul
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
-from urllib.error import URLError
-from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
 
@@ -28,7 +24,7 @@ from epd_serve.cost.profile import Line, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.profiling.fits import Sample, decode_lines, encode_line, encode_s, residual
-from epd_serve.profiling.overheads import Asker, image_load, text_load
+from epd_serve.profiling.overheads import Asker, image_load, read_page, text_load
 
 #: Tokens of prompts; answers side by side, and the tokens of their prompts; square images, and those of a request.
 PROMPTS = (32, 128, 512, 1024, 2048)
@@ -40,7 +36,6 @@ _PROMPT_OUTPUT, _DECODE_OUTPUT = 8, 48
 _MARGIN = 64
 #: Seconds below which the first token's are not to be told from the rest of a request.
 _LEAST_S = 1e-5
-_TIMEOUT_S = 60.0
 #: Bytes a second of the link of a device without a data sheet: a profile's own default.
 UNKNOWN_LINK = 4e9
 
@@ -179,11 +174,7 @@ class _Server:
 
 
 def _page(url: str, path: str) -> str:
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with build_opener(ProxyHandler({})).open(Request(url + path, headers=headers), timeout=_TIMEOUT_S) as page:
-            text: Any = page.read()
-    except (URLError, ValueError, OSError) as error:
+        return read_page(url, path)
+    except (ValueError, OSError) as error:
         raise ValueError(f"--endpoint {url}: {path}: {getattr(error, 'reason', error)}") from error
-    return str(text, "utf-8", "replace")
