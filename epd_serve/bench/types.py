@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, Protocol
 
 import msgspec
@@ -210,7 +211,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def itl_s(self) -> list[float]:
         """The gaps between events with tokens."""
-        return [after - before for before, after in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.token_times_s)]
 
     @property
     def send_lag_s(self) -> float | None:

@@ -82,10 +82,8 @@ class Reply:
     def error(self) -> str:
         """The error's message; Failed where the body is no error of OpenAI's form."""
         error = self.json().get("error")
-        require(
-            isinstance(error, dict) and isinstance(error.get("message"), str), "the error has no error.message"
-        )
-        assert isinstance(error, dict)
+        if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+            raise Failed("the error has no error.message")
         return str(error["message"])
 
     def choices(self) -> list[Any]:
@@ -95,8 +93,8 @@ class Reply:
         require(self.complete, f"the body was cut: {self.failure}")
         if not self.is_stream:
             choices = self.json().get("choices")
-            require(isinstance(choices, list) and bool(choices), "the answer has no choices")
-            assert isinstance(choices, list)
+            if not isinstance(choices, list) or not choices:
+                raise Failed("the answer has no choices")
             return choices
         require(not any("error" in event for event in self.events), "an error in the stream")
         require(self.done, "the stream ended without [DONE]")
@@ -119,14 +117,15 @@ class Reply:
 
     def text(self) -> str:
         content = self.choices()[0]["message"]["content"]
-        require(isinstance(content, str), "message.content is no text")
-        return str(content)
+        if not isinstance(content, str):
+            raise Failed("message.content is no text")
+        return content
 
     def usage(self) -> dict[str, int]:
         holder = self.events[-1] if self.is_stream else self.json()
         usage = holder.get("usage")
-        require(isinstance(usage, dict), "there is no usage")
-        assert isinstance(usage, dict)
+        if not isinstance(usage, dict):
+            raise Failed("there is no usage")
         for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
             require(type(usage.get(name)) is int, f"usage.{name} is no integer")
         return usage
@@ -312,7 +311,7 @@ def same(one: Any, other: Any, between: str) -> None:
     """Compare two greedy choices; where they part at two tokens of nearly equal likelihood they are Unjudged."""
     if one["message"]["content"] == other["message"]["content"]:
         return
-    mine, theirs = _tokens(one), _tokens(other)
+    mine, theirs = tokens_of(one), tokens_of(other)
     for left, right in zip(mine, theirs, strict=False):
         if left["token"] != right["token"]:
             likely = sorted((top["logprob"] for top in right.get("top_logprobs", ())), reverse=True)
@@ -322,7 +321,8 @@ def same(one: Any, other: Any, between: str) -> None:
     raise Failed(f"{between}: {one['message']['content']!r} in place of {other['message']['content']!r}")
 
 
-def _tokens(choice: Any) -> Sequence[Any]:
+def tokens_of(choice: Any) -> Sequence[Any]:
+    """The tokens of a choice with their logprobs; none where the server gives no logprobs."""
     return (choice.get("logprobs") or {}).get("content") or ()
 
 
@@ -331,8 +331,8 @@ def _object(data: bytes) -> dict[str, Any]:
         found = json.loads(data)
     except ValueError:
         raise Failed(f"no JSON: {data[:100]!r}") from None
-    require(isinstance(found, dict), f"no object: {data[:100]!r}")
-    assert isinstance(found, dict)
+    if not isinstance(found, dict):
+        raise Failed(f"no object: {data[:100]!r}")
     return found
 
 

@@ -182,13 +182,7 @@ class Fuzzer:
         if kind == 2:  # the same key twice
             return data[:1] + b'"max_tokens": 1, "max_tokens": "x", ' + data[1:]
         if kind == 3:
-            return (
-                data[:1]
-                + b'"temperature": '
-                + rng.choice((b"NaN", b"Infinity", b"1e999", b"-"))
-                + b", "
-                + data[1:]
-            )
+            return data[:1] + b'"temperature": %b, ' % rng.choice((b"NaN", b"Infinity", b"1e999", b"-")) + data[1:]
         if kind == 4:
             return data[:1] + b'"metadata": ' + b"[" * _DEEP + b"]" * _DEEP + b", " + data[1:]
         if kind == 5:

@@ -147,21 +147,9 @@ def corners(grid: Grid) -> Figure:
         )
         data += _corner_dots(run, axis)
         share = run.total.attainment
-        shapes.append(
-            {
-                "type": "rect",
-                "xref": f"x{axis}",
-                "yref": f"y{axis}",
-                "x0": 0,
-                "y0": 0,
-                "x1": slo.ttft_ms,
-                "y1": slo.tpot_ms,
-                "fillcolor": GOOD,
-                "opacity": 0.14,
-                "line": {"width": 0},
-                "layer": "below",
-            }
-        )
+        rectangle = {"type": "rect", "x0": 0, "y0": 0, "x1": slo.ttft_ms, "y1": slo.tpot_ms}
+        look = {"fillcolor": GOOD, "opacity": 0.14, "line": {"width": 0}, "layer": "below"}
+        shapes.append({**rectangle, "xref": f"x{axis}", "yref": f"y{axis}", **look})
         notes.append(
             note(f"<b>{name}</b>: {share.value:.0%} good", 0.5, 1.02, f"x{axis} domain", f"y{axis} domain")
         )

@@ -130,17 +130,8 @@ def bars(name: str, x: Sequence[Any], y: Sequence[Any], color: Any, hover: str, 
 
 def note(text: str, x: float, y: float, xref: str, yref: str = "paper", **more: Any) -> dict[str, Any]:
     """A heading over a panel, to be put among the layout's annotations."""
-    return {
-        "text": text,
-        "x": x,
-        "y": y,
-        "xref": xref,
-        "yref": yref,
-        "xanchor": "center",
-        "yanchor": "bottom",
-        "showarrow": False,
-        **more,
-    }
+    place = {"x": x, "y": y, "xref": xref, "yref": yref, "xanchor": "center", "yanchor": "bottom"}
+    return {"text": text, **place, "showarrow": False, **more}
 
 
 def limit_line(value: float, text: str, *, axis: str = "y", of: str = "") -> dict[str, Any]:
