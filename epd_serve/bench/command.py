@@ -21,7 +21,6 @@ from epd_serve.bench.compare import (
     run_comparison,
     show_comparison,
     show_verdicts,
-    tell_outcome,
 )
 from epd_serve.bench.deployed import read_candidates
 from epd_serve.bench.outputs import Outputs, missed, read_runs, write_run
@@ -83,7 +82,7 @@ def run_bench(
             duration_s=duration_s,
         )
         comparison = Comparison(session=session, path=new_directory(work_dir), file=compared)
-        return run_comparison(console, comparison, candidates, outputs)
+        return run_comparison(comparison, candidates, outputs)
     if chosen is None and goodput is None:
         path = new_directory(work_dir)
         try:
@@ -92,7 +91,8 @@ def run_bench(
             with suppress(OSError):  # it holds a run, unless none could begin
                 path.rmdir()
         return _end_run(console, outcome, outputs, as_json=as_json)
-    sweep = _sweep(console, session, new_directory(work_dir), settings, duration_s, outputs.attainment)
+    path, target = new_directory(work_dir), outputs.attainment
+    sweep = Sweep(session=session, path=path, settings=settings, duration_s=duration_s, target=target)
     if goodput is None:
         return _end_sweep(console, sweep, sweep.over(chosen or []), outputs, as_json=as_json)
     assert settings.rate is not None
@@ -109,11 +109,13 @@ def resume_bench(path: Path, *, api_key: str | None, as_json: bool, outputs: Out
         compared = read_json(path / "compare.json", CompareFile)
         compared.failed = {}
         candidates = read_candidates([Path(file) for file in compared.files])
-        return run_comparison(console, Comparison(session=session, path=path, file=compared), candidates, outputs)
+        return run_comparison(Comparison(session=session, path=path, file=compared), candidates, outputs)
     if (path / "sweep.json").exists():
         file = read_sweep(path)
         outputs = replace(outputs, attainment=file.target)
-        sweep = _sweep(console, session, path, file.settings, file.duration_s, file.target)
+        sweep = Sweep(
+            session=session, path=path, settings=file.settings, duration_s=file.duration_s, target=file.target
+        )
         if file.search is not None:
             return _end_sweep(console, sweep, sweep.find(file.search), outputs, as_json=as_json, is_search=True)
         return _end_sweep(console, sweep, sweep.over(file.rates), outputs, as_json=as_json)
@@ -158,25 +160,6 @@ def _console(*, as_json: bool) -> Console:
     """A console that is wide enough for all figures; a file or a pipe has no width of its own."""
     console = Console(stderr=as_json)
     return console if console.is_terminal else Console(stderr=as_json, width=max(_FILE_WIDTH, console.width))
-
-
-def _sweep(
-    console: Console,
-    session: Session,
-    path: Path,
-    settings: RunSettings,
-    duration_s: float | None,
-    target: float,
-) -> Sweep:
-    return Sweep(
-        session=session,
-        path=path,
-        settings=settings,
-        load_workload=lambda: load_workload(settings.workload),
-        duration_s=duration_s,
-        target=target,
-        ended=lambda outcome: tell_outcome(console, outcome),
-    )
 
 
 def _end_run(console: Console, outcome: tuple[RunDirectory, Any], outputs: Outputs, *, as_json: bool) -> int:

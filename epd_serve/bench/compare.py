@@ -19,9 +19,8 @@ from epd_serve.bench.report.verdict import verdicts
 from epd_serve.bench.run_directory import RunDirectory, write_json
 from epd_serve.bench.session import Session
 from epd_serve.bench.summary import Measured, file_name
-from epd_serve.bench.sweep import Outcome, Sweep, is_complete
+from epd_serve.bench.sweep import Sweep, is_complete
 from epd_serve.bench.types import RunSettings
-from epd_serve.bench.workloads import load_workload
 
 
 class CompareFile(msgspec.Struct, kw_only=True):
@@ -52,19 +51,19 @@ class Comparison:
     path: Path
     file: CompareFile
 
-    def run(self, console: Console, candidates: Sequence[Candidate]) -> tuple[list[Measured], bool]:
+    def run(self, candidates: Sequence[Candidate]) -> tuple[list[Measured], bool]:
         """Measure each deployment in turn; return the runs, and whether every deployment was measured in full.
 
         A deployment that does not come up is noted in the comparison's file, and the next one follows.
         """
-        found: list[Measured] = []
+        console, found = self.session.console, list[Measured]()
         is_whole = True
         self._write()
         for number, candidate in enumerate(candidates, start=1):
             name = f"{candidate.label} ({number} of {len(candidates)})"
             console.print(f"{name}: {candidate.file}", style="bold", highlight=False, markup=False, soft_wrap=True)
             try:
-                runs, is_complete_sweep = self._one(console, candidate)
+                runs, is_complete_sweep = self._one(candidate)
             except ValueError as error:
                 console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
                 self.file.failed[candidate.label] = str(error)
@@ -76,7 +75,7 @@ class Comparison:
                 return found, False
         return found, is_whole
 
-    def _one(self, console: Console, candidate: Candidate) -> tuple[list[Measured], bool]:
+    def _one(self, candidate: Candidate) -> tuple[list[Measured], bool]:
         folder = self.path / file_name(candidate.label)
         folder.mkdir(parents=True, exist_ok=True)
         if (found := self._measured_already(folder)) is not None:
@@ -94,9 +93,7 @@ class Comparison:
                 session=session,
                 path=folder,
                 settings=settings,
-                load_workload=lambda: load_workload(settings.workload),
                 duration_s=self.file.duration_s,
-                ended=lambda outcome: tell_outcome(console, outcome),
             )
             outcomes = sweep.over(self.file.rates)
         is_whole = len(outcomes) == max(1, len(self.file.rates)) and all(is_complete(run) for run, _ in outcomes)
@@ -142,15 +139,6 @@ def figures_table(first: str, *columns: str, title: str = "") -> Table:
     )
 
 
-def tell_outcome(console: Console, outcome: Outcome) -> None:
-    """Print how one rate of several went."""
-    run, summary = outcome
-    total, rate = summary.total, run.settings.rate
-    load = run.settings.arrivals if rate is None else f"{rate:g} req/s"
-    failed = f"{total.num_failed} of {total.num_requests} failed"
-    console.print(f"  {load}: {total.attainment.value:.1%} good, {failed}", highlight=False)
-
-
 def _attainments(grid: Grid) -> Table:
     title = f"good requests (%) by {grid.load_title}"
     table = figures_table("deployment", *grid.load_texts, "goodput", title=title)
@@ -161,12 +149,11 @@ def _attainments(grid: Grid) -> Table:
     return table
 
 
-def run_comparison(
-    console: Console, comparison: Comparison, candidates: Sequence[Candidate], outputs: Outputs
-) -> int:
+def run_comparison(comparison: Comparison, candidates: Sequence[Candidate], outputs: Outputs) -> int:
     """All of it, with its table and report. Returns the exit code: 0; 1 where a deployment did not come up or did
     not answer; 130 where it was interrupted; that of ``outputs`` where the SLO was missed."""
-    runs, is_whole = comparison.run(console, candidates)
+    console = comparison.session.console
+    runs, is_whole = comparison.run(candidates)
     if runs:
         show_comparison(console, runs, outputs.attainment)
         outputs.write(console, comparison.path, runs)

@@ -13,6 +13,7 @@ from epd_serve.bench.run_directory import RunDirectory, read_json, write_json
 from epd_serve.bench.session import Session
 from epd_serve.bench.summary import summarise
 from epd_serve.bench.types import RunSettings, Summary, Workload
+from epd_serve.bench.workloads import load_workload
 
 
 class SearchRange(msgspec.Struct, kw_only=True, frozen=True):
@@ -145,16 +146,15 @@ class Sweep:
     Attributes:
         settings: settings of all runs; rate, num_requests and seed are set for each.
         duration_s: requests for so long at each rate, in place of settings.num_requests.
-        load_workload: makes a fresh workload for each run, as its requests are taken from the begin.
+        load: makes a fresh workload for each run, as its requests are taken from the begin.
     """
 
     session: Session
     path: Path
     settings: RunSettings
-    load_workload: Callable[[], Workload]
     duration_s: float | None = None
     target: float = 0.9
-    ended: Callable[[Outcome], None] = lambda _: None
+    load: Callable[[str], Workload] = load_workload
 
     def over(self, rates: list[float]) -> list[Outcome]:
         """Measure the rates in this order, or once without any; an interrupted run ends the list."""
@@ -197,20 +197,23 @@ class Sweep:
                 )
             else:
                 run.settings.base_url = self.settings.base_url  # a deployment that was brought up again has moved
-                outcome = self.session.resume(run, self.load_workload())
+                outcome = self.session.resume(run, self.load(self.settings.workload))
         else:
             settings = msgspec.structs.replace(
                 self.settings, rate=rate, seed=self.settings.seed + number * _SEED_STEP
             )
             if self.duration_s is not None and rate is not None:
                 settings.num_requests = max(1, math.ceil(rate * self.duration_s))
-            outcome = self.session.begin(path, settings, self.load_workload())
+            outcome = self.session.begin(path, settings, self.load(self.settings.workload))
         file.runs.append(SweepRun(rate=rate, directory=path.name))
         self._write(file)
         run, summary = outcome
         if summary is None:
             return None
-        self.ended((run, summary))
+        total = summary.total
+        load = run.settings.arrivals if rate is None else f"{rate:g} req/s"
+        failed = f"{total.num_failed} of {total.num_requests} failed"
+        self.session.console.print(f"  {load}: {total.attainment.value:.1%} good, {failed}", highlight=False)
         return run, summary
 
     def _file(self, *, rates: list[float]) -> SweepFile:

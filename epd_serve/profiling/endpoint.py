@@ -40,22 +40,20 @@ _LEAST_S = 1e-5
 UNKNOWN_LINK = 4e9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndpointOptions:
-    """``model``: whose sizes count; ``device``: the device of the server, as devices.yaml will name it."""
+def profile_endpoint(
+    url: str, model: str, device: str, progress: Callable[[str], None] = lambda text: None
+) -> Profile:
+    """Measure a server and fit.
 
-    url: str
-    model: str
-    device: str
+    Args:
+        model: whose sizes count.
+        device: the device of the server, as devices.yaml will name it.
 
-
-def profile_endpoint(options: EndpointOptions, progress: Callable[[str], None] = lambda text: None) -> Profile:
-    """Measure a server and fit. Raises ValueError for a server that does not answer, or is not vLLM."""
-    shape, server = shape_of(options.model), _Server.meet(options.url)
+    Raises ValueError for a server that does not answer, or is not vLLM.
+    """
+    shape, server = shape_of(model), _Server.meet(url)
     with tempfile.TemporaryDirectory(prefix="epd-serve-profile-") as folder:
-        ask = Asker(
-            topology=options.url, url=options.url, folder=Path(folder), progress=progress, model=server.model
-        )
+        ask = Asker(topology=url, url=url, folder=Path(folder), progress=progress, model=server.model)
         prompts = [
             ask(text_load(count, _PROMPT_OUTPUT), NUM_REQUESTS)
             for count in PROMPTS
@@ -80,14 +78,14 @@ def profile_endpoint(options: EndpointOptions, progress: Callable[[str], None] =
         ("prefill", [count, 1.0, 0.0, count**2], max(seconds - request_s, _LEAST_S))
         for count, seconds in zip(tokens, ttft_s, strict=True)
     ]
-    device = options.device.split(":")[0]
+    device = device.split(":")[0]
     sheet = DEVICE_SPECS.get(device)
     sizes = analytic_profile(shape, sheet or next(iter(DEVICE_SPECS.values())))
     known = msgspec.structs.replace(
         sizes,
         kind="measured",
         device=device,
-        description=f"vLLM {server.version} at {options.url}, over HTTP",
+        description=f"vLLM {server.version} at {url}, over HTTP",
         software={"epd-serve": __version__, "vllm": server.version},
         dtype="float32" if shape.value_bytes == 4 else "bfloat16",
         step=(_step_line(prefills, steps),),

@@ -77,9 +77,7 @@ def with_overheads(
         ]
     line = "E-P-D" if has_images else "P-D"
     with _asked(line, options, progress) as ask:
-        apart = _measure(ask, has_images, options.num_requests)
-        with ask.busy(_STREAMS):
-            beside_d = _measure(ask, has_images, options.num_requests)
+        apart, beside_d = _measure_apart(ask, has_images, options.num_requests)
         beside: dict[str, tuple[list[Record], float]] = {}
         for stage, load in _LOADS.items():
             if has_images or stage != "E":
@@ -110,9 +108,7 @@ def with_overheads(
     if not options.mooncake:
         return known
     with _asked(line, options, progress, _MOONCAKE) as ask:
-        apart = _measure(ask, has_images, options.num_requests)
-        with ask.busy(_STREAMS):
-            beside_d = _measure(ask, has_images, options.num_requests)
+        apart, beside_d = _measure_apart(ask, has_images, options.num_requests)
     found = _talk(profile.transports["mooncake"], known, whole, apart, beside_d)
     return msgspec.structs.replace(known, transports={"mooncake": found})
 
@@ -127,13 +123,14 @@ def _measure(ask: Asker, has_images: bool, count: int) -> _Measured:
     return {name: ask(workload, count) for name, workload in asked.items()}
 
 
-def _talk(
-    link: Transport,
-    known: Profile,
-    whole: _Measured,
-    apart: _Measured,
-    beside_d: _Measured,
-) -> Transport:
+def _measure_apart(ask: Asker, has_images: bool, count: int) -> tuple[_Measured, _Measured]:
+    """Stages apart, alone and while D streams to another client."""
+    apart = _measure(ask, has_images, count)
+    with ask.busy(_STREAMS):
+        return apart, _measure(ask, has_images, count)
+
+
+def _talk(link: Transport, known: Profile, whole: _Measured, apart: _Measured, beside_d: _Measured) -> Transport:
     """``link`` with the additional times of instances that communicate over it."""
     split_token_s = max(_longer(apart, "long") - _longer(whole, "long"), 0.0) / (LONG_TEXT - TEXT)
     known = msgspec.structs.replace(known, split_token_s=split_token_s)
