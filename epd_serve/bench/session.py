@@ -34,6 +34,8 @@ from epd_serve.bench.types import Item, Record, RunSettings, Sample, Segment, St
 from epd_serve.rpc.descriptors import raise_limit
 
 _SHOW_INTERVAL_S = 1.0
+#: Between two reads of the server's metrics.
+_METRICS_INTERVAL_S = 2.0
 #: Our gateway tells of its last 30 requests. Where more end in the shorter of these, some remain without stages.
 _STAGES_INTERVAL_S = (0.25, 1.0)
 #: Seeds of warm-ups: other pictures and texts than those that are measured, so that no cache has them.
@@ -47,12 +49,10 @@ class Session:
     Attributes:
         console: where the live line is drawn.
         api_key: sent to the server, written into no file.
-        metrics_interval_s: seconds between two reads of the server's metrics.
     """
 
     console: Console
     api_key: str | None = None
-    metrics_interval_s: float = 2.0
 
     def begin(self, path: Path, settings: RunSettings, workload: Workload) -> tuple[RunDirectory, Summary | None]:
         """Make a new run in ``path``. Summary is None where nothing had ended when the run was interrupted.
@@ -166,7 +166,7 @@ class Session:
         began_s, cpu_s = time.perf_counter(), time.process_time()
         tasks = [
             asyncio.create_task(_show(runner, progress)),
-            asyncio.create_task(watcher.watch_metrics(runner, self.metrics_interval_s)),
+            asyncio.create_task(watcher.watch_metrics(runner)),
             asyncio.create_task(watcher.watch_stages()),
         ]
         try:
@@ -203,9 +203,9 @@ class _Watcher:
         if metrics or devices:
             self._writer.write(Sample(at_s=round(at_s, 3), phase=phase, metrics=metrics, devices=devices))
 
-    async def watch_metrics(self, runner: Runner, interval_s: float) -> None:
+    async def watch_metrics(self, runner: Runner) -> None:
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(_METRICS_INTERVAL_S)
             await self.sample(runner.now(), "during")
 
     async def watch_stages(self) -> None:

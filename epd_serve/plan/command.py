@@ -23,9 +23,8 @@ from epd_serve.plan.strategies import Found, algorithm_2, cheapest, exhaustive, 
 from epd_serve.sim.records import write_run
 from epd_serve.sim.workloads import read_load
 
-#: Plans up to which all take part in the race, and topologies that do of more.
+#: Plans up to which all take part in the race.
 _FEW = 40
-_WIDTH = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +130,9 @@ def search(evaluator: Evaluator, wanted: Wanted) -> Found:
         return tpe(evaluator, every, trials=wanted.trials, seed=wanted.seed)
     if strategy == "exhaustive":
         return exhaustive(evaluator, every)
-    return race(evaluator, every, width=None if strategy == "auto" and len(every) <= _FEW else _WIDTH)
+    if strategy == "auto" and len(every) <= _FEW:
+        return race(evaluator, every, width=None)
+    return race(evaluator, every)
 
 
 def plans(fleet: Fleet, wanted: Wanted, *, fewer: bool) -> list[Candidate]:

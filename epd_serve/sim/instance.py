@@ -21,6 +21,8 @@ from epd_serve.types import Stage, StageRate
 
 #: Of a new answer in the mean of lengths, as instances keep it (instance/reports.py).
 _GAIN = 0.05
+#: Of the features that an encoder keeps.
+_FEATURE_BYTES = 256 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +57,7 @@ class SimInstance:
         self._on_end = on_end
         self.ready = True
         self.pid = 1
-        self.features: FeatureCache[int] = FeatureCache(spec.feature_bytes, IDLE_FEATURES)
+        self.features: FeatureCache[int] = FeatureCache(_FEATURE_BYTES, IDLE_FEATURES)
         self.language: LanguageSide | None = None
         self._takes_turns = takes_turns = not spec.dual_stream
         self.tower = TowerSide(
@@ -213,7 +215,7 @@ class SimInstance:
         if self.language is not None:
             self.language.drop_all()
         self._waiting.clear()
-        self.features = FeatureCache(self.spec.feature_bytes, IDLE_FEATURES)
+        self.features = FeatureCache(_FEATURE_BYTES, IDLE_FEATURES)
         self.num_expected = 0
         self.received.clear()
         self._lanes.clear()
@@ -274,7 +276,7 @@ class TowerSide:
         self._may_start = may_start
         self._on_idle = on_idle
         self._budget = find_image_budget(spec)
-        self.store: FeatureCache[int] = FeatureCache(spec.feature_bytes)
+        self.store: FeatureCache[int] = FeatureCache(_FEATURE_BYTES)
         self._waiting: list[_Item] = []
         self.flights: dict[str, _Item] = {}
         self._clock = clock
@@ -357,7 +359,7 @@ class TowerSide:
         self._waiting.clear()
         self.flights.clear()
         self.made.clear()
-        self.store = FeatureCache(self._spec.feature_bytes)
+        self.store = FeatureCache(_FEATURE_BYTES)
 
     def _encoded(self, batch: list[_Item]) -> None:
         self._activity = None

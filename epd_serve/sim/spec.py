@@ -41,7 +41,6 @@ class SimInstanceSpec:
         host, device: instances of one device slow each other down.
         dual_stream: False: tower and language model of this instance take turns, as in a monolithic engine.
         runs_ahead: its next step is planned when one begins.
-        feature_bytes: of the features that an encoder keeps.
     """
 
     name: str
@@ -54,7 +53,6 @@ class SimInstanceSpec:
     batching: Batching = Batching()
     dual_stream: bool = True
     runs_ahead: bool = False
-    feature_bytes: int = 256 << 20
 
     @property
     def on_cpu(self) -> bool:

@@ -195,9 +195,7 @@ def _plots(grid: Grid) -> Iterator[tuple[str, Figure | None]]:
 WIDTH = 1100
 
 
-def write_pngs(
-    directory: Path, runs: Sequence[Measured], *, theme: str = "light", share: float = GOODPUT_SHARE
-) -> list[Path]:
+def write_pngs(directory: Path, runs: Sequence[Measured], *, share: float = GOODPUT_SHARE) -> list[Path]:
     """``<workload>-<plot>.png`` for each plot of the report, and the first run's requests one by one.
 
     Raises ValueError where kaleido or a browser is missing.
@@ -211,11 +209,11 @@ def write_pngs(
             figures[f"{name}-requests"], figures[f"{name}-load"] = of_run[:2]
     directory.mkdir(parents=True, exist_ok=True)
     paths = {directory / f"{name}.png": figure for name, figure in figures.items()}
-    draw_pngs(paths, theme)
+    draw_pngs(paths)
     return list(paths)
 
 
-def draw_pngs(figures: Mapping[Path, Figure], theme: str = "light") -> None:
+def draw_pngs(figures: Mapping[Path, Figure]) -> None:
     """Draw each figure into its file. Raises ValueError where kaleido or a browser is missing."""
     try:
         from kaleido import Kaleido
@@ -226,7 +224,7 @@ def draw_pngs(figures: Mapping[Path, Figure], theme: str = "light") -> None:
     async def draw() -> None:
         async with Kaleido() as drawer:
             for path, figure in figures.items():
-                layout = {**figure["layout"], "template": TEMPLATES[theme]}
+                layout = {**figure["layout"], "template": TEMPLATES["light"]}
                 options: dict[str, Any] = {
                     "format": "png",
                     "width": WIDTH,
