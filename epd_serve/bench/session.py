@@ -148,12 +148,10 @@ class Session:
         runner = Runner(
             plan,
             connections,
-            model=server.model,
-            fields=settings.fields,
+            settings,
             headers=server.headers,
             on_record=on_record,
             done=done,
-            max_concurrency=settings.max_concurrency,
             segment=segment.segment,
         )
         segment.plan_offset_s = runner.plan_offset_s
@@ -242,8 +240,7 @@ async def _warm_up(
     runner = Runner(
         plan,
         connections,
-        model=server.model,
-        fields=settings.fields,
+        settings,
         headers=lambda index: server.headers(-1 - index),
         on_record=lambda record: failures.append(record) if record.failure is not None else None,
     )
