@@ -133,7 +133,7 @@ def show_comparison(console: Console, runs: Sequence[Measured], share: float) ->
 
 def figures_table(first: str, *columns: str, title: str = "") -> Table:
     """A table of names and, to their right, figures."""
-    figures = [Column(name, justify="right", no_wrap="\n" not in name) for name in columns]
+    figures = [Column(name, justify="right") for name in columns]
     return Table(
         Column(first, no_wrap=True), *figures, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0
     )
