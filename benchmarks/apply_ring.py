@@ -22,10 +22,11 @@ from typing import Any
 
 from benchmarks.chaos import Chaos, counters, heading, publish
 from benchmarks.common import ROOT, argument_parser
+from benchmarks.traffic import mixed_requests
 from epd_serve.config import load_config
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.verify.client import Client
-from epd_serve.verify.traffic import Outcome, Request, mixed_requests
+from epd_serve.verify.traffic import Outcome, Request
 
 #: Names of files in deploy/: EPD, EP-D, E-P-D, (E-P)-D, (E-D)-P, (E-PD), ED-P, 2E-P-D.
 RING = ("cpu-epd", "cpu-ep-d", "cpu-e-p-d", "cpu-e_p-d", "cpu-e_d-p", "cpu-e_pd", "cpu-ed-p", "cpu-2e-p-d")

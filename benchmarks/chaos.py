@@ -31,15 +31,15 @@ from rich.console import Console
 
 from benchmarks.common import RESULTS, machine, typed, write
 from benchmarks.deployed import held_in
+from benchmarks.traffic import mixed_requests, report_of
 from epd_serve.config import DEMO_MODEL, DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.process import ProcessState
 from epd_serve.launch.processes.supervisor import Backoff
 from epd_serve.types import KVMode
-from epd_serve.verify.books import balanced
 from epd_serve.verify.check import Failed
 from epd_serve.verify.client import Client
-from epd_serve.verify.traffic import BAD, Outcome, Request, Traffic, mixed_requests
+from epd_serve.verify.traffic import BAD, Outcome, Request, Traffic
 
 LEASE_S = 3.0
 DEADLINE_S = 60.0
@@ -136,7 +136,7 @@ class Chaos(Traffic):
         if restarts < self.kills.total():
             self.leaks["processes"] = "one that was killed or stopped has not been started again"
         try:
-            await balanced(self.client, _SETTLE_S)
+            await self.client.balanced(_SETTLE_S)
         except Failed as failed:
             self.leaks["gateway"] = str(failed)
 
@@ -144,7 +144,7 @@ class Chaos(Traffic):
         results = [result for _, result in self.results]
         failed = [one.seconds for one in results if one.outcome is not Outcome.IDENTICAL]
         return {
-            **super().report(),
+            **report_of(self),
             "complete": round(1 - len(failed) / len(results), 4),
             "longest_failure_s": round(max(failed, default=0.0), 2),
             "longest_s": round(max(one.seconds for one in results), 2),

@@ -50,8 +50,7 @@ from epd_serve.plan.pools import read_fleet
 from epd_serve.plan.space import Candidate
 from epd_serve.sim.gateway import Job
 from epd_serve.sim.simulator import simulate
-from epd_serve.sim.traces import read_load
-from epd_serve.sim.workloads import SimRequest
+from epd_serve.sim.workloads import SimRequest, read_load
 from epd_serve.topology import parse_topology
 
 #: Up to this share of the bound a point counts as below saturation.

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.common import RESULTS, argument_parser
+from benchmarks.shapes import SHAREGPT_4O, WorkloadShape
 from device.datasheets import spec_of
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
@@ -25,7 +26,6 @@ from epd_serve.plan.strategies import algorithm_2, exhaustive, race
 from epd_serve.sim.records import attains
 from epd_serve.sim.simulator import Outcome, build, check_books, simulate
 from epd_serve.sim.spec import Batching
-from epd_serve.sim.workloads import SHAREGPT_4O, WorkloadShape
 from epd_serve.topology import parse_topology
 
 #: EPD-Serve, table 5: openPangu-7B-VL, ShareGPT-4o, 10 requests/s: TTFT and TPOT in ms, attainment,

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import argument_parser, typed, write
+from benchmarks.shapes import WorkloadShape
 from epd_serve.plan.evaluate import Evaluation, Evaluator, Goal
 from epd_serve.plan.pools import read_fleet
 from epd_serve.plan.space import Candidate, candidates, with_batching
 from epd_serve.plan.strategies import race
-from epd_serve.sim.workloads import WorkloadShape
 from epd_serve.types import Stage
 
 TTFT_S = 2.0
@@ -96,7 +96,7 @@ def searched(mix: Mix, device: str, count: int, model: str) -> dict[str, Any]:
         "monolithic": told(best[True]),
         "disaggregated": told(best[False]),
         "gain": best[False].goodput / best[True].goodput - 1 if best[True].goodput else None,
-        "simulations": found.num_simulations,
+        "simulations": judge.num_simulations,
     }
 
 

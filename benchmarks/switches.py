@@ -32,8 +32,9 @@ from benchmarks.chaos import (
     started,
 )
 from benchmarks.common import RESULTS
+from benchmarks.traffic import mixed_requests
 from epd_serve.launch.processes.ports import free_port
-from epd_serve.verify.traffic import Outcome, mixed_requests
+from epd_serve.verify.traffic import Outcome
 
 RESULT = RESULTS / "switches-cpu.json"
 #: Roles that an instance takes in turn under load, and those whose pairs are timed.

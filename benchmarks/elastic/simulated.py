@@ -12,13 +12,14 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.elastic.switching import RoleSpan, Switching
+from benchmarks.shapes import WorkloadShape
 from epd_serve.autoscale.controller import Controller
 from epd_serve.autoscale.pressure import Limits
 from epd_serve.config.elastic import ElasticConfig
 from epd_serve.cost.profile import EncodeLine, Line, Profile
 from epd_serve.sim.simulator import Outcome, build, check_books, simulate
 from epd_serve.sim.spec import Batching
-from epd_serve.sim.workloads import SimRequest, WorkloadShape
+from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 
 PIXELS = (4032, 3024)

@@ -29,13 +29,13 @@ from rich.console import Console
 
 from benchmarks.common import argument_parser, machine, write
 from benchmarks.hosts.lab import URL, Clock, Lab, lab, own_network
+from benchmarks.traffic import mixed_requests, report_of
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.verify.books import balanced
 from epd_serve.verify.check import Failed
 from epd_serve.verify.client import Client
 from epd_serve.verify.items import asked, noise
-from epd_serve.verify.traffic import BAD, Outcome, Request, Traffic, mixed_requests
+from epd_serve.verify.traffic import BAD, Outcome, Request, Traffic
 
 #: 1 Gbit/s, a round trip of 1 ms.
 LINK = {"rate_bps": 1e9, "delay_s": 0.0005}
@@ -246,11 +246,11 @@ async def faults(directory: Path, arguments: argparse.Namespace) -> dict[str, An
         held = await _settled(running)
         books = ""
         try:
-            await balanced(traffic.client, _SETTLE_S)
+            await traffic.client.balanced(_SETTLE_S)
         except Failed as failed:
             books = str(failed)
         await traffic.client.close()
-    report = traffic.report()
+    report = report_of(traffic)
     bad = any(report["outcomes"][outcome.value] for outcome in BAD)
     return {
         "hosts": {"n1, n2": "E", "n3, n4": "P", "n5, n6": "D"},
@@ -329,7 +329,7 @@ async def cluster(directory: Path, arguments: argparse.Namespace) -> dict[str, A
         held = await _settled(running)
         at_end = _memory(running.instance_processes())
         await traffic.client.close()
-    report = traffic.report()
+    report = report_of(traffic)
     bad = any(report["outcomes"][outcome.value] for outcome in BAD)
     return {
         "emulated": f"8E-8P-16D on 4 hosts of 8 {_CHIP}: {_MODEL} without weights; nothing is computed",

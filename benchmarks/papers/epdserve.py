@@ -14,7 +14,7 @@ from benchmarks.planner import RATES, TABLE_5, TAKE_TURNS
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.pools import read_fleet
 from epd_serve.plan.space import Candidate
-from epd_serve.sim.traces import read_load
+from epd_serve.sim.workloads import read_load
 from epd_serve.topology import parse_topology
 
 DEVICE, SHAPE, SLOWNESS = "ascend-910b3", "qwen2.5-vl-7b", 4.0

@@ -127,14 +127,11 @@ class Answer:
             else:
                 self._fail(Failure.MALFORMED, "no event came")
         elif not self.token_times_s:
-            self._without_text()
-
-    def _without_text(self) -> None:
-        """Take the last events as tokens where all are special tokens: as many as the server's usage says."""
-        if not self.completion_tokens or not self._empty_times_s:
-            self._fail(Failure.NO_TOKENS, "the answer has no token")
-            return
-        self.token_times_s = self._empty_times_s[-self.completion_tokens :]
+            if not self.completion_tokens or not self._empty_times_s:
+                self._fail(Failure.NO_TOKENS, "the answer has no token")
+                return
+            # all are special tokens: the last events stand for them, as many as the server's usage says
+            self.token_times_s = self._empty_times_s[-self.completion_tokens :]
 
     def _data(self, data: bytes, at_s: float) -> None:
         if self.failure is not None:

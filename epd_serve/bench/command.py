@@ -11,21 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from epd_serve.bench.compare import (
     CompareFile,
     Comparison,
+    figures_table,
     run_comparison,
     show_comparison,
     show_verdicts,
-    tell_outcome,
 )
 from epd_serve.bench.deployed import read_candidates
 from epd_serve.bench.outputs import Outputs, missed, read_runs, write_run
-from epd_serve.bench.plan import ClosedLoop, Trace, parse_load
+from epd_serve.bench.plan import ClosedLoop, Trace, load_of
 from epd_serve.bench.run_directory import RunDirectory, new_directory, read_json
 from epd_serve.bench.server import Sampled, sampled
 from epd_serve.bench.session import Session
@@ -83,7 +82,7 @@ def run_bench(
             duration_s=duration_s,
         )
         comparison = Comparison(session=session, path=new_directory(work_dir), file=compared)
-        return run_comparison(console, comparison, candidates, outputs)
+        return run_comparison(comparison, candidates, outputs)
     if chosen is None and goodput is None:
         path = new_directory(work_dir)
         try:
@@ -92,7 +91,8 @@ def run_bench(
             with suppress(OSError):  # it holds a run, unless none could begin
                 path.rmdir()
         return _end_run(console, outcome, outputs, as_json=as_json)
-    sweep = _sweep(console, session, new_directory(work_dir), settings, duration_s, outputs.attainment)
+    path, target = new_directory(work_dir), outputs.attainment
+    sweep = Sweep(session=session, path=path, settings=settings, duration_s=duration_s, target=target)
     if goodput is None:
         return _end_sweep(console, sweep, sweep.over(chosen or []), outputs, as_json=as_json)
     assert settings.rate is not None
@@ -109,11 +109,13 @@ def resume_bench(path: Path, *, api_key: str | None, as_json: bool, outputs: Out
         compared = read_json(path / "compare.json", CompareFile)
         compared.failed = {}
         candidates = read_candidates([Path(file) for file in compared.files])
-        return run_comparison(console, Comparison(session=session, path=path, file=compared), candidates, outputs)
+        return run_comparison(Comparison(session=session, path=path, file=compared), candidates, outputs)
     if (path / "sweep.json").exists():
         file = read_sweep(path)
         outputs = replace(outputs, attainment=file.target)
-        sweep = _sweep(console, session, path, file.settings, file.duration_s, file.target)
+        sweep = Sweep(
+            session=session, path=path, settings=file.settings, duration_s=file.duration_s, target=file.target
+        )
         if file.search is not None:
             return _end_sweep(console, sweep, sweep.find(file.search), outputs, as_json=as_json, is_search=True)
         return _end_sweep(console, sweep, sweep.over(file.rates), outputs, as_json=as_json)
@@ -143,7 +145,7 @@ def _check_load(settings: RunSettings, duration_s: float | None) -> None:
 
     Raises ValueError for arrivals that are invalid or do not go with the other settings.
     """
-    load = parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
+    load = load_of(settings)
     if settings.max_concurrency is not None and isinstance(load, ClosedLoop):
         raise ValueError(f"arrivals {settings.arrivals} have their own concurrency; leave --max-concurrency out")
     if settings.time_scale != 1.0 and not isinstance(load, Trace):
@@ -158,25 +160,6 @@ def _console(*, as_json: bool) -> Console:
     """A console that is wide enough for all figures; a file or a pipe has no width of its own."""
     console = Console(stderr=as_json)
     return console if console.is_terminal else Console(stderr=as_json, width=max(_FILE_WIDTH, console.width))
-
-
-def _sweep(
-    console: Console,
-    session: Session,
-    path: Path,
-    settings: RunSettings,
-    duration_s: float | None,
-    target: float,
-) -> Sweep:
-    return Sweep(
-        session=session,
-        path=path,
-        settings=settings,
-        load_workload=lambda: load_workload(settings.workload),
-        duration_s=duration_s,
-        target=target,
-        ended=lambda outcome: tell_outcome(console, outcome),
-    )
 
 
 def _end_run(console: Console, outcome: tuple[RunDirectory, Any], outputs: Outputs, *, as_json: bool) -> int:
@@ -277,17 +260,18 @@ def show_summary(console: Console, settings: RunSettings, summary: Summary, samp
             f"({distribution.n} requests)",
             highlight=False,
         )
-    _show_sampled(console, sampled)
+    for name, share in sampled.cache_hits.items():
+        console.print(f"  {name} cache: {share.part} hits of {share.whole} ({share.value:.1%})", highlight=False)
+    for name, value in sampled.utilisation.items():
+        console.print(f"  {name}: {value:.1%} busy on average", highlight=False)
     for warning in summary.warnings:
         console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
 
 
 def show_sweep(console: Console, runs: Sequence[tuple[RunSettings, Summary]]) -> None:
     """One line for each rate."""
-    table = Table(title="by rate", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    for column in ("req/s", "sent", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "good", "95 %", "tok/s"):
-        table.add_column(column.replace("T p", "T\np"), justify="right")  # ten columns fit a terminal of 80
-    table.add_column("effective\ntok/s per\ndevice", justify="right")
+    columns = ("sent", "TTFT\np50", "TTFT\np99", "TPOT\np50", "TPOT\np99", "good", "95 %", "tok/s")
+    table = figures_table("req/s", *columns, "effective\ntok/s per\ndevice", title="by rate")
     for settings, summary in runs:
         total = summary.total
         table.add_row(
@@ -303,18 +287,8 @@ def show_sweep(console: Console, runs: Sequence[tuple[RunSettings, Summary]]) ->
     console.print(table)
 
 
-def _show_sampled(console: Console, sampled: Sampled) -> None:
-    for name, share in sampled.cache_hits.items():
-        console.print(f"  {name} cache: {share.part} hits of {share.whole} ({share.value:.1%})", highlight=False)
-    for name, value in sampled.utilisation.items():
-        console.print(f"  {name}: {value:.1%} busy on average", highlight=False)
-
-
 def _latencies(title: str, figures: dict[str, Distribution]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("", no_wrap=True)
-    for column in ("mean", "min", "max", "median", "p75", "p90", "p99", "N"):
-        table.add_column(column, justify="right")
+    table = figures_table("", "mean", "min", "max", "median", "p75", "p90", "p99", "N", title=title)
     for label, name, scale, unit in _ROWS:
         one = figures.get(name)
         if one is not None:
@@ -324,18 +298,10 @@ def _latencies(title: str, figures: dict[str, Distribution]) -> Table:
 
 
 def _rates(settings: RunSettings, summary: Summary) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("", no_wrap=True)
-    windows = [("total", summary.total), *([("stable", summary.stable)] if summary.stable else [])]
-    windows += list(summary.by_modality.items())
-    for name, _ in windows:
-        table.add_column(name, justify="right")
-
-    def row(label: str, *values: str) -> None:
-        table.add_row(label, *values)
-
-    each = [window for _, window in windows]
-    slo = settings.slo
+    windows = {"total": summary.total} | ({"stable": summary.stable} if summary.stable else {})
+    windows |= summary.by_modality
+    table, each = figures_table("", *windows), list(windows.values())
+    row, slo = table.add_row, settings.slo
     row("requests (failed)", *(f"{one.num_requests} ({one.num_failed})" for one in each))
     row("duration s", *(f"{one.duration_s:.2f}" for one in each))
     row("planned → sent req/s", *(_planned(one) for one in each))

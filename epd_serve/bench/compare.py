@@ -9,20 +9,18 @@ from pathlib import Path
 import msgspec
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from epd_serve.bench.deployed import Candidate, deployed
 from epd_serve.bench.outputs import Outputs, read_runs, write_run
-from epd_serve.bench.report.rates import slo_text
-from epd_serve.bench.report.series import Grid, grids, window
+from epd_serve.bench.report.series import Grid, grids
 from epd_serve.bench.report.table import SHORT_HEADER, rows
 from epd_serve.bench.report.verdict import verdicts
 from epd_serve.bench.run_directory import RunDirectory, write_json
 from epd_serve.bench.session import Session
 from epd_serve.bench.summary import Measured, file_name
-from epd_serve.bench.sweep import Outcome, Sweep, is_complete
+from epd_serve.bench.sweep import Sweep, is_complete
 from epd_serve.bench.types import RunSettings
-from epd_serve.bench.workloads import load_workload
 
 
 class CompareFile(msgspec.Struct, kw_only=True):
@@ -53,19 +51,19 @@ class Comparison:
     path: Path
     file: CompareFile
 
-    def run(self, console: Console, candidates: Sequence[Candidate]) -> tuple[list[Measured], bool]:
+    def run(self, candidates: Sequence[Candidate]) -> tuple[list[Measured], bool]:
         """Measure each deployment in turn; return the runs, and whether every deployment was measured in full.
 
         A deployment that does not come up is noted in the comparison's file, and the next one follows.
         """
-        found: list[Measured] = []
+        console, found = self.session.console, list[Measured]()
         is_whole = True
         self._write()
         for number, candidate in enumerate(candidates, start=1):
             name = f"{candidate.label} ({number} of {len(candidates)})"
             console.print(f"{name}: {candidate.file}", style="bold", highlight=False, markup=False, soft_wrap=True)
             try:
-                runs, is_complete_sweep = self._one(console, candidate)
+                runs, is_complete_sweep = self._one(candidate)
             except ValueError as error:
                 console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
                 self.file.failed[candidate.label] = str(error)
@@ -77,7 +75,7 @@ class Comparison:
                 return found, False
         return found, is_whole
 
-    def _one(self, console: Console, candidate: Candidate) -> tuple[list[Measured], bool]:
+    def _one(self, candidate: Candidate) -> tuple[list[Measured], bool]:
         folder = self.path / file_name(candidate.label)
         folder.mkdir(parents=True, exist_ok=True)
         if (found := self._measured_already(folder)) is not None:
@@ -95,9 +93,7 @@ class Comparison:
                 session=session,
                 path=folder,
                 settings=settings,
-                load_workload=lambda: load_workload(settings.workload),
                 duration_s=self.file.duration_s,
-                ended=lambda outcome: tell_outcome(console, outcome),
             )
             outcomes = sweep.over(self.file.rates)
         is_whole = len(outcomes) == max(1, len(self.file.rates)) and all(is_complete(run) for run, _ in outcomes)
@@ -125,10 +121,8 @@ def show_comparison(console: Console, runs: Sequence[Measured], share: float) ->
     show_verdicts(console, runs, share)
     for grid in grids(runs, share):
         load = grid.telling
-        console.print(f"{grid.workload} at {load:.4g} {grid.unit}; good: {slo_text(grid)}", highlight=False)
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))
-        for name in SHORT_HEADER:
-            table.add_column(name, justify="left" if name == SHORT_HEADER[0] else "right", no_wrap=True)
+        console.print(f"{grid.workload} at {load:.4g} {grid.unit}; good: {grid.slo_text}", highlight=False)
+        table = figures_table(*SHORT_HEADER)
         for label, cells in rows(grid, load):
             texts = [f"[bold green]{cell.text}[/]" if cell.is_best else cell.text for cell in cells]
             table.add_row(label, *texts)
@@ -137,36 +131,29 @@ def show_comparison(console: Console, runs: Sequence[Measured], share: float) ->
             console.print(_attainments(grid))
 
 
-def tell_outcome(console: Console, outcome: Outcome) -> None:
-    """Print how one rate of several went."""
-    run, summary = outcome
-    total, rate = summary.total, run.settings.rate
-    load = run.settings.arrivals if rate is None else f"{rate:g} req/s"
-    failed = f"{total.num_failed} of {total.num_requests} failed"
-    console.print(f"  {load}: {total.attainment.value:.1%} good, {failed}", highlight=False)
+def figures_table(first: str, *columns: str, title: str = "") -> Table:
+    """A table of names and, to their right, figures."""
+    figures = [Column(name, justify="right") for name in columns]
+    return Table(
+        Column(first, no_wrap=True), *figures, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0
+    )
 
 
 def _attainments(grid: Grid) -> Table:
-    table = Table(title=f"good requests (%) by {grid.load_title}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("deployment")
-    for text in grid.load_texts:
-        table.add_column(text, justify="right")
-    table.add_column("goodput", justify="right")
+    title = f"good requests (%) by {grid.load_title}"
+    table = figures_table("deployment", *grid.load_texts, "goodput", title=title)
     for label in grid.labels:
-        shares = [
-            f"{100 * window(grid.runs[label, load]).attainment.value:.1f}" if (label, load) in grid.runs else ""
-            for load in grid.loads
-        ]
-        table.add_row(label, *shares, f"{grid.goodput(label):.3g}")
+        shares = (grid.good_percent(label, load) for load in grid.loads)
+        texts = ("" if share is None else f"{share:.1f}" for share in shares)
+        table.add_row(label, *texts, f"{grid.goodput(label):.3g}")
     return table
 
 
-def run_comparison(
-    console: Console, comparison: Comparison, candidates: Sequence[Candidate], outputs: Outputs
-) -> int:
+def run_comparison(comparison: Comparison, candidates: Sequence[Candidate], outputs: Outputs) -> int:
     """All of it, with its table and report. Returns the exit code: 0; 1 where a deployment did not come up or did
     not answer; 130 where it was interrupted; that of ``outputs`` where the SLO was missed."""
-    runs, is_whole = comparison.run(console, candidates)
+    console = comparison.session.console
+    runs, is_whole = comparison.run(candidates)
     if runs:
         show_comparison(console, runs, outputs.attainment)
         outputs.write(console, comparison.path, runs)

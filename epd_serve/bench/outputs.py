@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from epd_serve.bench.plan import Gamma, load_of
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.bench.statistics import distribution
 from epd_serve.bench.summary import MS, Measured, file_name, public_settings, summarise
@@ -56,7 +57,7 @@ class Outputs:
         """
         (path / SUMMARY).write_bytes(_summaries(runs))
         # plotly's script is megabytes, and nobody else needs it
-        from epd_serve.bench.report import write_pngs, write_report
+        from epd_serve.bench.report.page import write_pngs, write_report
 
         if self.report:
             try:
@@ -162,7 +163,8 @@ _PERCENTILES = ("p75", "p90", "p95", "p99")
 
 def vllm_result(measured: Measured) -> dict[str, Any]:
     """A run's figures under the names that vLLM's own benchmark uses, for ``result.json``."""
-    settings, total, records = measured.settings, measured.summary.total, measured.records
+    settings, total, records = measured.settings, measured.total, measured.records
+    load = load_of(settings)
     result: dict[str, Any] = {
         "date": time.strftime("%Y%m%d-%H%M%S", time.localtime(settings.created_unix_s)),
         "endpoint_type": "openai-chat",
@@ -172,7 +174,7 @@ def vllm_result(measured: Measured) -> dict[str, Any]:
         "tokenizer_id": settings.model,
         "num_prompts": settings.num_requests,
         "request_rate": "inf" if settings.rate is None else settings.rate,
-        "burstiness": _burstiness(settings.arrivals),
+        "burstiness": load.shape if isinstance(load, Gamma) else 1.0,
         "max_concurrency": settings.max_concurrency,
         "duration": total.duration_s,
         "completed": total.num_succeeded,
@@ -211,14 +213,6 @@ def _latency(name: str, of: Distribution | None) -> dict[str, float]:
     if of is not None:
         values = {statistic: MS * getattr(of, statistic) for statistic in values}
     return {f"{statistic}_{name}_ms": value for statistic, value in values.items()}
-
-
-def _burstiness(arrivals: str) -> float:
-    """vLLM's: the shape of the gamma distribution, 1 of a Poisson process."""
-    kind, *values = arrivals.split(":")
-    if kind == "gamma" and values:
-        return float(values[-1])
-    return 1.0
 
 
 def _of_success(record: Record, value: float | None) -> float:

@@ -10,7 +10,7 @@ from itertools import islice
 
 from blake3 import blake3
 
-from epd_serve.bench.types import Item, Media, Workload
+from epd_serve.bench.types import Item, Media, RunSettings, Workload
 
 _EXAMPLES = "'poisson', 'constant', 'gamma:0.5', 'ramp:1:12', 'trace' or 'closed:16'"
 
@@ -130,6 +130,11 @@ def parse_load(text: str, *, rate: float | None = None, time_scale: float = 1.0)
         case "closed", [concurrency] if concurrency.isdecimal() and int(concurrency) > 0:
             return ClosedLoop(concurrency=int(concurrency))
     raise ValueError(f"arrivals {text!r} are not known; write {_EXAMPLES}")
+
+
+def load_of(settings: RunSettings) -> Load:
+    """The arrivals of a run. Raises ValueError as :func:`parse_load`."""
+    return parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
 
 
 def _number(text: str, whole: str) -> float:

@@ -16,11 +16,10 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -35,9 +34,20 @@ class _Planned(msgspec.Struct):
     time_s: float | None
 
 
-class _Stages(msgspec.Struct):
+class Stages(msgspec.Struct):
+    """The stages of a finished request, by its index; a line of stages.jsonl."""
+
     index: int
     stages: list[StageSpan]
+
+
+#: The file of each kind of line that is appended.
+_FILES: dict[type[msgspec.Struct], str] = {
+    Record: "records.jsonl",
+    Stages: "stages.jsonl",
+    Sample: "metrics.jsonl",
+    Segment: "segments.jsonl",
+}
 
 
 def write_json(path: Path, content: msgspec.Struct) -> None:
@@ -92,7 +102,7 @@ class RunDirectory:
 
         Raises ValueError where a request stands there twice.
         """
-        stages = {one.index: one.stages for one in self._lines("stages.jsonl", _Stages)}
+        stages = {one.index: one.stages for one in self._lines("stages.jsonl", Stages)}
         records = sorted(self._lines("records.jsonl", Record), key=lambda record: record.index)
         for before, after in pairwise(records):
             if before.index == after.index:
@@ -131,44 +141,24 @@ class RunWriter:
         self.run = run
         self._files: dict[str, int] = {}
         try:
-            fcntl.flock(self._file("records.jsonl"), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file(_FILES[Record]), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
             raise ValueError(f"{run.path}: another process works on this run") from None
         for path in run.path.glob("*.jsonl"):
             self._mend(path)
 
-    def __enter__(self) -> RunWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def record(self, record: Record) -> None:
-        """Append the record of a finished request; its ``stages`` go into a file of their own."""
-        self._append("records.jsonl", record)
-
-    def stages(self, index: int, stages: Sequence[StageSpan]) -> None:
-        self._append("stages.jsonl", _Stages(index, list(stages)))
-
-    def sample(self, sample: Sample) -> None:
-        self._append("metrics.jsonl", sample)
-
-    def segment(self, segment: Segment) -> None:
-        self._append("segments.jsonl", segment)
+    def write(self, line: Record | Stages | Sample | Segment) -> None:
+        """Append a line to the file of its kind."""
+        data = _encoder.encode(line) + b"\n"
+        file = self._file(_FILES[type(line)])
+        while data:
+            data = data[os.write(file, data) :]
 
     def close(self) -> None:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
-
-    def _append(self, name: str, line: Any) -> None:
-        data = _encoder.encode(line) + b"\n"
-        file = self._file(name)
-        while data:
-            data = data[os.write(file, data) :]
 
     def _file(self, name: str) -> int:
         file = self._files.get(name)

@@ -15,7 +15,7 @@ import pybase64
 
 from epd_serve.bench.connection import Connections, Exchange
 from epd_serve.bench.plan import Chain, Plan
-from epd_serve.bench.types import Failure, Item, Media, Message, Record
+from epd_serve.bench.types import Failure, Item, Media, Message, Record, RunSettings
 
 #: Bodies that lie ready: building one must not delay its sending.
 _NUM_READY = 32
@@ -59,24 +59,21 @@ class Runner:
         self,
         plan: Plan,
         connections: Connections,
+        settings: RunSettings,
         *,
-        model: str,
-        fields: Mapping[str, Any],
         headers: Callable[[int], str],
         on_record: Callable[[Record], None],
         done: Mapping[int, Record] | None = None,
-        max_concurrency: int | None = None,
         segment: int = 0,
     ) -> None:
         """``done``: what earlier segments have; it is not sent again. ``headers``: lines for a request's index."""
         self._plan = plan
         self._connections = connections
-        self._model = model
-        self._fields = fields
+        self._settings = settings
         self._headers = headers
         self._on_record = on_record
         self._done = done or {}
-        self._limit = plan.concurrency or max_concurrency or 1 << 30
+        self._limit = plan.concurrency or settings.max_concurrency or 1 << 30
         self._segment = segment
         self._waiting: deque[tuple[_Pending, float]] = deque()
         self._next_chains: deque[_Pending] = deque()
@@ -201,7 +198,7 @@ class Runner:
         return False
 
     def _body(self, pending: _Pending) -> bytes:
-        return chat_body(pending.item, pending.history, self._model, self._fields)
+        return chat_body(pending.item, pending.history, self._settings.model, self._settings.fields)
 
     def _due(self, pending: _Pending) -> None:
         if self._stopping:

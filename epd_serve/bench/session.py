@@ -10,13 +10,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from types import TracebackType
 
 import uvloop
 from rich.console import Console
@@ -25,8 +24,8 @@ from rich.text import Text
 
 from epd_serve import __version__
 from epd_serve.bench.connection import Connections, Target
-from epd_serve.bench.plan import Load, Plan, digest, make_plan, parse_load, take_items
-from epd_serve.bench.run_directory import RunDirectory, RunWriter
+from epd_serve.bench.plan import Plan, digest, load_of, make_plan, parse_load, take_items
+from epd_serve.bench.run_directory import RunDirectory, RunWriter, Stages
 from epd_serve.bench.runner import Counters, Runner
 from epd_serve.bench.server import LocalServer, Server
 from epd_serve.bench.statistics import percentile
@@ -35,6 +34,8 @@ from epd_serve.bench.types import Item, Record, RunSettings, Sample, Segment, St
 from epd_serve.rpc.descriptors import raise_limit
 
 _SHOW_INTERVAL_S = 1.0
+#: Between two reads of the server's metrics.
+_METRICS_INTERVAL_S = 2.0
 #: Our gateway tells of its last 30 requests. Where more end in the shorter of these, some remain without stages.
 _STAGES_INTERVAL_S = (0.25, 1.0)
 #: Seeds of warm-ups: other pictures and texts than those that are measured, so that no cache has them.
@@ -48,12 +49,10 @@ class Session:
     Attributes:
         console: where the live line is drawn.
         api_key: sent to the server, written into no file.
-        metrics_interval_s: seconds between two reads of the server's metrics.
     """
 
     console: Console
     api_key: str | None = None
-    metrics_interval_s: float = 2.0
 
     def begin(self, path: Path, settings: RunSettings, workload: Workload) -> tuple[RunDirectory, Summary | None]:
         """Make a new run in ``path``. Summary is None where nothing had ended when the run was interrupted.
@@ -66,7 +65,7 @@ class Session:
         settings.num_requests = len(items)
         settings.workload_digest = digest(items)
         settings.created_unix_s = time.time()
-        plan = make_plan(items, _load(settings), settings.seed)
+        plan = make_plan(items, load_of(settings), settings.seed)
         warm_ups = list(islice(workload.items(settings.seed + _WARM_UP_SEED), settings.num_warmups))
 
         def make(server: Server) -> RunDirectory:
@@ -88,7 +87,7 @@ class Session:
         items = take_items(workload, settings.num_requests, settings.seed)
         if digest(items) != settings.workload_digest:
             raise ValueError(f"{run.path}: workload {settings.workload} is not what it was when the run began")
-        plan = make_plan(items, _load(settings), settings.seed)
+        plan = make_plan(items, load_of(settings), settings.seed)
         return self._run(settings, lambda _: run, plan, [])
 
     def _run(
@@ -118,11 +117,12 @@ class Session:
         try:
             await server.meet(settings.model or None)
             run = make(server)
-            with RunWriter(run) as writer:
+            with closing(RunWriter(run)) as writer:
                 done = {record.index: record for record in run.records()}
                 segment = Segment(segment=len(run.segments()), started_unix_s=time.time(), plan_offset_s=0.0)
                 title = settings.label or settings.workload
-                with Progress(self.console, title, settings.num_requests, len(done)) as progress:
+                progress = Progress(self.console, title, settings.num_requests, len(done))
+                with progress.live or nullcontext():
                     await _warm_up(connections, server, settings, warm_ups, progress)
                     await self._measure(connections, server, settings, plan, writer, done, segment, progress)
         finally:
@@ -142,22 +142,20 @@ class Session:
     ) -> None:
         def on_record(record: Record) -> None:
             record.request_id = server.request_id(record.index)
-            writer.record(record)
+            writer.write(record)
             progress.ended(record)
 
         runner = Runner(
             plan,
             connections,
-            model=server.model,
-            fields=settings.fields,
+            settings,
             headers=server.headers,
             on_record=on_record,
             done=done,
-            max_concurrency=settings.max_concurrency,
             segment=segment.segment,
         )
         segment.plan_offset_s = runner.plan_offset_s
-        writer.segment(segment)
+        writer.write(segment)
         local = LocalServer(connections.target.address, connections.target.port)
         watcher = _Watcher(server, local, writer, settings.num_requests)
         await watcher.sample(runner.plan_offset_s, "before")
@@ -166,7 +164,7 @@ class Session:
         began_s, cpu_s = time.perf_counter(), time.process_time()
         tasks = [
             asyncio.create_task(_show(runner, progress)),
-            asyncio.create_task(watcher.watch_metrics(runner, self.metrics_interval_s)),
+            asyncio.create_task(watcher.watch_metrics(runner)),
             asyncio.create_task(watcher.watch_stages()),
         ]
         try:
@@ -186,7 +184,7 @@ class Session:
         segment.loop_lag_p99_s, segment.loop_lag_max_s = percentile(lags, 99), lags[-1]
         await watcher.finish(runner.now())
         segment.ended = "complete" if is_complete else "interrupted"
-        writer.segment(segment)
+        writer.write(segment)
 
 
 class _Watcher:
@@ -201,11 +199,11 @@ class _Watcher:
     async def sample(self, at_s: float, phase: str) -> None:
         metrics, devices = await self._server.metrics(), await self._local.sample()
         if metrics or devices:
-            self._writer.sample(Sample(at_s=round(at_s, 3), phase=phase, metrics=metrics, devices=devices))
+            self._writer.write(Sample(at_s=round(at_s, 3), phase=phase, metrics=metrics, devices=devices))
 
-    async def watch_metrics(self, runner: Runner, interval_s: float) -> None:
+    async def watch_metrics(self, runner: Runner) -> None:
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(_METRICS_INTERVAL_S)
             await self.sample(runner.now(), "during")
 
     async def watch_stages(self) -> None:
@@ -223,7 +221,7 @@ class _Watcher:
 
     def _stages(self, index: int, stages: list[StageSpan]) -> None:
         if index < self._num_requests:  # others use the server too
-            self._writer.stages(index, stages)
+            self._writer.write(Stages(index, stages))
 
 
 async def _show(runner: Runner, progress: Progress) -> None:
@@ -237,12 +235,12 @@ async def _warm_up(
 ) -> None:
     """Send the warm-up requests one after the other, uncounted. Raises ValueError where all of them fail."""
     failures: list[Record] = []
-    plan = make_plan([_alone(item) for item in items], parse_load("closed:1"), 0)
+    alone = [replace(item, conversation=None, turn=0) for item in items]
+    plan = make_plan(alone, parse_load("closed:1"), 0)
     runner = Runner(
         plan,
         connections,
-        model=server.model,
-        fields=settings.fields,
+        settings,
         headers=lambda index: server.headers(-1 - index),
         on_record=lambda record: failures.append(record) if record.failure is not None else None,
     )
@@ -253,15 +251,6 @@ async def _warm_up(
         if len(failures) == len(items):
             raise ValueError(f"every warm-up request failed ({first}); --warmups 0 goes on without")
         progress.note(f"{len(failures)} of {len(items)} warm-up requests failed ({first})")
-
-
-def _alone(item: Item) -> Item:
-    """Return a turn of a conversation as a request of its own."""
-    return replace(item, conversation=None, turn=0)
-
-
-def _load(settings: RunSettings) -> Load:
-    return parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
 
 
 @contextmanager
@@ -297,30 +286,23 @@ _LOG_INTERVAL_S = 10.0
 
 
 class Progress:
-    """Shows one run. Drawing takes a millisecond or two, so it is done once a second."""
+    """Shows one run. Drawing takes a millisecond or two, so it is done once a second.
+
+    Attributes:
+        live: the live line, which is to be entered; None where the output is no terminal.
+    """
 
     def __init__(self, console: Console, title: str, num_requests: int, num_done: int = 0) -> None:
         self._console = console
         self._title = title
         self._num_requests = num_requests
         self._num_done = num_done
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._ttft_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self._tpot_s: deque[float] = deque(maxlen=_NUM_RECENT)
         self._began_s = perf_counter()
         self._logged_s = self._began_s
         self._last = (self._began_s, 0)
-
-    def __enter__(self) -> Progress:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
 
     def ended(self, record: Record) -> None:
         if record.ttft_s is not None and record.succeeded:
@@ -331,14 +313,14 @@ class Progress:
     def show(self, counters: Counters, num_receiving: int) -> None:
         """Draw the live line. ``num_receiving``: requests that have their first token and are not finished."""
         now_s = perf_counter()
-        if self._live is None and now_s - self._logged_s < _LOG_INTERVAL_S:
+        if self.live is None and now_s - self._logged_s < _LOG_INTERVAL_S:
             return
         line = self._line(counters, num_receiving, now_s)
-        if self._live is None:
+        if self.live is None:
             self._logged_s = now_s
             self._console.print(line, soft_wrap=True, highlight=False)
         else:
-            self._live.update(Text(line), refresh=True)
+            self.live.update(Text(line), refresh=True)
 
     def note(self, text: str) -> None:
         """Print a line that stays above the live line."""

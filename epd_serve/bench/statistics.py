@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from epd_serve.bench.types import Distribution, Record, Share
 
@@ -72,21 +73,17 @@ LEAST_REQUESTS = 10
 _LONGEST_FILL = 0.25
 
 
-def sent(records: Sequence[Record]) -> list[Record]:
-    return [record for record in records if record.sent_s is not None]
-
-
 def load_curve(records: Sequence[Record]) -> list[tuple[float, int]]:
     """(time, requests on their way from then on), ascending in time."""
-    events = sorted(
-        event for record in sent(records) for event in ((record.sent_s or 0.0, 1), (record.finish_s, -1))
-    )
-    curve: list[tuple[float, int]] = []
-    number = 0
-    for at_s, change in events:
-        number += change
-        curve.append((at_s, number))
-    return curve
+    spans = _spans(records)
+    events = sorted(event for sent_s, finish_s in spans for event in ((sent_s, 1), (finish_s, -1)))
+    numbers = accumulate(change for _, change in events)
+    return [(at_s, number) for (at_s, _), number in zip(events, numbers, strict=True)]
+
+
+def _spans(records: Sequence[Record]) -> list[tuple[float, float]]:
+    """(time of the sending, time of the end) of the requests that were sent, in the order of their sending."""
+    return sorted((record.sent_s, record.finish_s) for record in records if record.sent_s is not None)
 
 
 def mean_concurrency(curve: Sequence[tuple[float, int]], begin_s: float, end_s: float) -> float:
@@ -111,17 +108,17 @@ def stable_window(records: Sequence[Record], concurrency: int | None) -> tuple[f
     nothing more to send. Open loop: from one median latency after the first request (by Little's law a server that
     keeps up has then as many requests as it will have), to the last request that was sent.
     """
-    ours = sorted(sent(records), key=lambda record: record.sent_s or 0.0)
-    if len(ours) < LEAST_REQUESTS:
+    spans = _spans(records)
+    if len(spans) < LEAST_REQUESTS:
         return None
-    times = [record.sent_s or 0.0 for record in ours]
+    times = [sent_s for sent_s, _ in spans]
     if concurrency is not None:
-        if len(ours) < 2 * concurrency:
+        if len(spans) < 2 * concurrency:
             return None
-        begin_s = max(times[concurrency - 1], max(record.finish_s for record in ours[:concurrency]))
+        begin_s = max(times[concurrency - 1], max(finish_s for _, finish_s in spans[:concurrency]))
         end_s = times[-1]
     else:
-        latencies = sorted(record.finish_s - (record.sent_s or 0.0) for record in ours)
+        latencies = sorted(finish_s - sent_s for sent_s, finish_s in spans)
         fill_s = min(latencies[len(latencies) // 2], _LONGEST_FILL * (times[-1] - times[0]))
         begin_s, end_s = times[0] + fill_s, times[-1]
     within = sum(begin_s <= at_s < end_s for at_s in times)

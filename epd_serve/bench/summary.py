@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.bench.plan import ClosedLoop, Ramp, Trace, parse_load
+from epd_serve.bench.plan import ClosedLoop, Ramp, Trace, load_of
 from epd_serve.bench.statistics import (
     distribution,
     is_growing,
@@ -56,20 +56,19 @@ def summarise(
     if not records:
         raise ValueError("the run has no finished request")
     window = None
-    load = parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
+    load = load_of(settings)
     if not isinstance(load, Ramp):  # whose rate never stands still
         window = stable_window(records, load.concurrency if isinstance(load, ClosedLoop) else None)
     modalities = sorted({record.modality for record in records})
     apart = modalities if len(modalities) > 1 else []
     of = {name: [record for record in records if record.modality == name] for name in apart}
-    total = _whole(settings, records, schedule, "all")
     summary = Summary(
-        total=total,
-        stable=None if window is None else _within(settings, records, schedule, "all", window),
-        by_modality={name: _whole(settings, some, schedule, name) for name, some in of.items()},
-        stable_by_modality={}
-        if window is None
-        else {name: _within(settings, some, schedule, name, window) for name, some in of.items()},
+        total=_of_window(settings, records, schedule, "all", None),
+        stable=window and _of_window(settings, records, schedule, "all", window),
+        by_modality={name: _of_window(settings, some, schedule, name, None) for name, some in of.items()},
+        stable_by_modality={name: _of_window(settings, some, schedule, name, window) for name, some in of.items()}
+        if window
+        else {},
         warnings=[],
     )
     summary.warnings = caveats(settings, records, segments, summary)
@@ -87,41 +86,36 @@ def attains(record: Record, settings: RunSettings) -> tuple[bool, bool]:
     )
 
 
-def _whole(
-    settings: RunSettings, records: Sequence[Record], schedule: Mapping[int, float | None], name: str
-) -> WindowSummary:
-    begin_s = min(record.scheduled_s for record in records)
-    end_s = max(record.finish_s for record in records)
-    finished = [record for record in records if record.succeeded]
-    tokens = sum(record.num_output_tokens for record in finished)
-    curve = load_curve(records)
-    return _summary(settings, records, curve, schedule, name, (begin_s, end_s), len(finished), tokens)
-
-
-def _within(
+def _of_window(
     settings: RunSettings,
     records: Sequence[Record],
     schedule: Mapping[int, float | None],
     name: str,
-    window: tuple[float, float],
+    window: tuple[float, float] | None,
 ) -> WindowSummary:
-    """The figures of a window: latencies of the requests sent in it, and the throughput that ended in it.
+    """The figures of a window: latencies of the requests sent in it, and the throughput that ended in it; None
+    stands for all of the run.
 
     A request that was never sent, as a turn before it had failed, counts at its scheduled time.
     """
+    finished = [record for record in records if record.succeeded]
+    curve = load_curve(records)
+    if window is None:
+        whole = min(record.scheduled_s for record in records), max(record.finish_s for record in records)
+        tokens = sum(record.num_output_tokens for record in finished)
+        return _summary(settings, records, curve, schedule, name, whole, len(finished), tokens)
     begin_s, end_s = window
     ours = [
         record
         for record in records
         if begin_s <= (record.scheduled_s if record.sent_s is None else record.sent_s) < end_s
     ]
-    finished = [record for record in records if record.succeeded]
     num_finished = sum(begin_s <= record.finish_s < end_s for record in finished)
-    tokens = 0.0
+    part = 0.0
     for record in finished:
         in_time = sum(begin_s <= at_s < end_s for at_s in record.token_times_s)
-        tokens += in_time * record.num_output_tokens / len(record.token_times_s)
-    return _summary(settings, ours, load_curve(records), schedule, name, window, num_finished, tokens)
+        part += in_time * record.num_output_tokens / len(record.token_times_s)
+    return _summary(settings, ours, curve, schedule, name, window, num_finished, part)
 
 
 def _summary(
@@ -280,8 +274,7 @@ def _server(settings: RunSettings, records: Sequence[Record], summary: Summary) 
             f"{waited} requests waited for one of {settings.max_concurrency} client slots: that time is in the "
             "latencies from the scheduled time, not in those from the send."
         )
-    load = parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
-    if not isinstance(load, ClosedLoop | Ramp) and total.num_requests >= 30:
+    if not isinstance(load_of(settings), ClosedLoop | Ramp) and total.num_requests >= 30:
         times = [record.sent_s for record in records if record.sent_s is not None]
         if times and is_growing(load_curve(records), min(times), max(times)):
             found.append(
@@ -303,8 +296,7 @@ def _numbers(settings: RunSettings, records: Sequence[Record], summary: Summary)
     if shaky:
         names = ", ".join(f"p{q} (needs {least_number(q)})" for q in shaky)
         found.append(f"{number} answers are too few for {names}.")
-    load = parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
-    if summary.stable is None and not isinstance(load, Ramp):
+    if summary.stable is None and not isinstance(load_of(settings), Ramp):
         found.append(
             "No window of the run is stable with ten requests or more; only figures of the whole are given."
         )
@@ -330,6 +322,11 @@ class Measured:
     samples: Sequence[Sample] = ()
 
     @property
+    def total(self) -> WindowSummary:
+        """The figures of the whole run: those that are plotted, as failures and the queue at its end count."""
+        return self.summary.total
+
+    @property
     def label(self) -> str:
         """The name of the run's server in tables and plots: its label, else its topology, else its model."""
         settings = self.settings
@@ -344,8 +341,7 @@ class Measured:
     @property
     def rate(self) -> float | None:
         """Requests a second as planned, of a ramp or a trace on average; None in a closed loop."""
-        settings, total = self.settings, self.summary.total
-        load = parse_load(settings.arrivals, rate=settings.rate, time_scale=settings.time_scale)
+        load, total = load_of(self.settings), self.total
         if isinstance(load, ClosedLoop):
             return None
         if isinstance(load, Trace):

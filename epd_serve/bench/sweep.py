@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -13,28 +13,21 @@ from epd_serve.bench.run_directory import RunDirectory, read_json, write_json
 from epd_serve.bench.session import Session
 from epd_serve.bench.summary import summarise
 from epd_serve.bench.types import RunSettings, Summary, Workload
+from epd_serve.bench.workloads import load_workload
 
 
-@dataclass(kw_only=True)
-class GoodputSearch:
-    """Asks for one rate after the other; each is tried once.
-
-    It presumes that a server which attains at a rate attains at every lower one. The answer is then within
-    ``precision`` (relative) of the highest such rate, as far as that lies in ``[lowest, highest]``.
+class SearchRange(msgspec.Struct, kw_only=True, frozen=True):
+    """The range of a search, in requests/s, as it is written to a file. Raises ValueError where it is none.
 
     Attributes:
-        start: the first rate to be tried, requests/s.
-        attained, missed: the highest rate known to attain, the lowest known not to; None while there is none.
-        tried: all rates so far and whether each attained.
+        start: the first rate to be tried.
+        precision: of the answer, relative.
     """
 
     start: float
     lowest: float
     highest: float
     precision: float = 0.05
-    attained: float | None = None
-    missed: float | None = None
-    tried: list[tuple[float, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not 0 < self.lowest <= self.start <= self.highest:
@@ -45,16 +38,33 @@ class GoodputSearch:
         if not 0 < self.precision < 1:
             raise ValueError(f"precision is a share between 0 and 1, as in 0.05; not {self.precision:g}")
 
+
+class GoodputSearch:
+    """Asks for one rate after the other; each is tried once.
+
+    It presumes that a server which attains at a rate attains at every lower one. The answer is then within
+    the range's precision of the highest such rate, as far as that lies in the range.
+
+    Attributes:
+        attained, missed: the highest rate known to attain, the lowest known not to; None while there is none.
+    """
+
+    def __init__(self, of: SearchRange) -> None:
+        self.range = of
+        self.attained: float | None = None
+        self.missed: float | None = None
+
     def next_rate(self) -> float | None:
         """The next rate to try; None when the search is over."""
         if self.attained is None and self.missed is None:
-            return self.start
+            return self.range.start
         if self.missed is None:
             assert self.attained is not None
-            return None if self.attained >= self.highest else min(2 * self.attained, self.highest)
+            highest = self.range.highest
+            return None if self.attained >= highest else min(2 * self.attained, highest)
         if self.attained is None:
-            return None if self.missed <= self.lowest else max(self.missed / 2, self.lowest)
-        if self.missed <= self.attained * (1 + self.precision):
+            return None if self.missed <= self.range.lowest else max(self.missed / 2, self.range.lowest)
+        if self.missed <= self.attained * (1 + self.range.precision):
             return None
         return (self.attained + self.missed) / 2
 
@@ -63,7 +73,6 @@ class GoodputSearch:
 
         Where noise contradicts an earlier answer, no bound moves across the other.
         """
-        self.tried.append((rate, attained))
         if attained:
             if (self.attained is None or rate > self.attained) and (self.missed is None or rate < self.missed):
                 self.attained = rate
@@ -111,19 +120,6 @@ class SweepRun(msgspec.Struct, kw_only=True):
     attained: bool | None = None
 
 
-class SearchRange(msgspec.Struct, kw_only=True):
-    """The start, bounds and precision of a GoodputSearch, as they are written to a file."""
-
-    start: float
-    lowest: float
-    highest: float
-    precision: float
-
-    def search(self) -> GoodputSearch:
-        """Return a search over the range. Raises ValueError where the bounds make no range."""
-        return GoodputSearch(start=self.start, lowest=self.lowest, highest=self.highest, precision=self.precision)
-
-
 class SweepFile(msgspec.Struct, kw_only=True):
     """sweep.json.
 
@@ -150,53 +146,44 @@ class Sweep:
     Attributes:
         settings: settings of all runs; rate, num_requests and seed are set for each.
         duration_s: requests for so long at each rate, in place of settings.num_requests.
-        load_workload: makes a fresh workload for each run, as its requests are taken from the begin.
+        load: makes a fresh workload for each run, as its requests are taken from the begin.
     """
 
     session: Session
     path: Path
     settings: RunSettings
-    load_workload: Callable[[], Workload]
     duration_s: float | None = None
     target: float = 0.9
-    ended: Callable[[Outcome], None] = lambda _: None
+    load: Callable[[str], Workload] = load_workload
 
     def over(self, rates: list[float]) -> list[Outcome]:
         """Measure the rates in this order, or once without any; an interrupted run ends the list."""
-        file = self._file(rates=rates)
+        return self._measure(self._file(rates=rates), rates or [None], None)
+
+    def find(self, searched: SearchRange) -> list[Outcome]:
+        """Measure rates until the search is over; sweep.json has its result."""
+        file, search = self._file(rates=[]), GoodputSearch(searched)
+        file.search = searched
+        return self._measure(file, iter(search.next_rate, None), search)
+
+    def _measure(
+        self, file: SweepFile, rates: Iterable[float | None], search: GoodputSearch | None
+    ) -> list[Outcome]:
         self._write(file)
         outcomes: list[Outcome] = []
-        for number, rate in enumerate(rates or [None]):
+        for number, rate in enumerate(rates):
             outcome = self._one(file, number, rate)
             if outcome is None:
                 break
             outcomes.append(outcome)
             if not is_complete(outcome[0]):
                 break
-        return outcomes
-
-    def find(self, searched: SearchRange) -> list[Outcome]:
-        """Measure rates until the search is over; sweep.json has its result.
-
-        Raises ValueError for bounds that make no range.
-        """
-        search = searched.search()
-        file = self._file(rates=[])
-        file.search = searched
-        self._write(file)
-        outcomes: list[Outcome] = []
-        while (rate := search.next_rate()) is not None:
-            outcome = self._one(file, len(outcomes), rate)
-            if outcome is None:
-                break
-            outcomes.append(outcome)
-            if not is_complete(outcome[0]):
-                break
-            attained = outcome[1].total.attainment.value >= self.target
-            search.tell(rate, attained=attained)
-            file.runs[-1].attained = attained
-            file.goodput, file.is_bounded = search.attained, search.missed is not None
-            self._write(file)
+            if search is not None and rate is not None:
+                attained = outcome[1].total.attainment.value >= self.target
+                search.tell(rate, attained=attained)
+                file.runs[-1].attained = attained
+                file.goodput, file.is_bounded = search.attained, search.missed is not None
+                self._write(file)
         return outcomes
 
     def _one(self, file: SweepFile, number: int, rate: float | None) -> Outcome | None:
@@ -210,20 +197,23 @@ class Sweep:
                 )
             else:
                 run.settings.base_url = self.settings.base_url  # a deployment that was brought up again has moved
-                outcome = self.session.resume(run, self.load_workload())
+                outcome = self.session.resume(run, self.load(self.settings.workload))
         else:
             settings = msgspec.structs.replace(
                 self.settings, rate=rate, seed=self.settings.seed + number * _SEED_STEP
             )
             if self.duration_s is not None and rate is not None:
                 settings.num_requests = max(1, math.ceil(rate * self.duration_s))
-            outcome = self.session.begin(path, settings, self.load_workload())
+            outcome = self.session.begin(path, settings, self.load(self.settings.workload))
         file.runs.append(SweepRun(rate=rate, directory=path.name))
         self._write(file)
         run, summary = outcome
         if summary is None:
             return None
-        self.ended((run, summary))
+        total = summary.total
+        load = run.settings.arrivals if rate is None else f"{rate:g} req/s"
+        failed = f"{total.num_failed} of {total.num_requests} failed"
+        self.session.console.print(f"  {load}: {total.attainment.value:.1%} good, {failed}", highlight=False)
         return run, summary
 
     def _file(self, *, rates: list[float]) -> SweepFile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, Protocol
 
 import msgspec
@@ -56,7 +57,6 @@ class Item:
         turn: number in the conversation, from 0. A turn is not sent before the one before it is answered.
         think_s: time for which the user waits behind the answer before this turn.
         arrival_s: time of the send, from the plan's begin, where the workload knows it (traces).
-        num_input_tokens: expected, where the workload knows.
         fields: fields of the request's JSON body, over the run's own.
     """
 
@@ -69,7 +69,6 @@ class Item:
     turn: int = 0
     think_s: float = 0.0
     arrival_s: float | None = None
-    num_input_tokens: int | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -212,7 +211,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def itl_s(self) -> list[float]:
         """The gaps between events with tokens."""
-        return [after - before for before, after in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.token_times_s)]
 
     @property
     def send_lag_s(self) -> float | None:
@@ -371,6 +370,11 @@ class WindowSummary(msgspec.Struct, kw_only=True):
     total_input_tokens: int
     total_output_tokens: int
     stages: dict[str, Distribution] = {}
+
+    def ms(self, name: str, statistic: str) -> float | None:
+        """A statistic of a latency in milliseconds; None where nothing was measured."""
+        found = self.figures.get(name)
+        return None if found is None else 1e3 * float(getattr(found, statistic))
 
 
 class Summary(msgspec.Struct, kw_only=True):

@@ -47,10 +47,9 @@ def profile(
             "--mooncake do not go with it"
         )
     if endpoint:
-        from epd_serve.profiling.endpoint import EndpointOptions, profile_endpoint
+        from epd_serve.profiling.endpoint import profile_endpoint
 
-        asked = EndpointOptions(url=endpoint.rstrip("/"), model=model, device=device)
-        _write(lambda progress: profile_endpoint(asked, progress), model, out)
+        _write(lambda progress: profile_endpoint(endpoint.rstrip("/"), model, device, progress), model, out)
         return
     with needs_native():
         import torch

@@ -37,7 +37,7 @@ def verify(
 
     The exit code is 1 where a check failed. OPENAI_API_KEY is sent where it is set.
     """
-    from epd_serve.verify.command import list_checks, verify_server
+    from epd_serve.verify.runner import list_checks, verify_server
 
     if list_:
         list_checks(suite or ())

@@ -12,19 +12,19 @@ from rich.console import Console
 from rich.table import Table
 
 from epd_serve.bench.outputs import Outputs, measured
-from epd_serve.bench.types import SLO
+from epd_serve.bench.summary import summarise
+from epd_serve.bench.types import SLO, RunSettings
 from epd_serve.config.sections import BatchingOrder, BatchingPolicy
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import Recommendation, attainment_curve, recommend
 from epd_serve.plan.pools import Fleet, read_fleet
 from epd_serve.plan.space import MOST_SEQS, POLICIES, Candidate, candidates, with_batching
 from epd_serve.plan.strategies import Found, algorithm_2, cheapest, exhaustive, race, tpe
-from epd_serve.sim.records import settings_of, summary_of, write_run
-from epd_serve.sim.traces import read_load
+from epd_serve.sim.records import write_run
+from epd_serve.sim.workloads import read_load
 
-#: Plans up to which all take part in the race, and topologies that do of more.
+#: Plans up to which all take part in the race.
 _FEW = 40
-_WIDTH = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +130,9 @@ def search(evaluator: Evaluator, wanted: Wanted) -> Found:
         return tpe(evaluator, every, trials=wanted.trials, seed=wanted.seed)
     if strategy == "exhaustive":
         return exhaustive(evaluator, every)
-    return race(evaluator, every, width=None if strategy == "auto" and len(every) <= _FEW else _WIDTH)
+    if strategy == "auto" and len(every) <= _FEW:
+        return race(evaluator, every, width=None)
+    return race(evaluator, every)
 
 
 def plans(fleet: Fleet, wanted: Wanted, *, fewer: bool) -> list[Candidate]:
@@ -150,23 +152,27 @@ def write_simulation(path: Path, evaluator: Evaluator, result: Recommendation, w
     plan, goal = result.chosen, evaluator.goal
     count = evaluator.count(plan.goodput)
     outcome = evaluator.simulate(plan.candidate, plan.goodput, count, gaps=True)
-    settings = settings_of(
-        evaluator.deployment(plan.candidate),
-        rate=plan.goodput,
+    deployment = evaluator.deployment(plan.candidate)
+    settings = RunSettings(
+        base_url="simulated://",
+        model=evaluator.fleet.model,
+        workload=wanted.workload,
         num_requests=count,
         seed=wanted.seed,
+        arrivals="poisson",
+        rate=plan.goodput,
         slo=SLO(
             ttft_ms=1e9 if goal.ttft_s is None else 1e3 * goal.ttft_s,
             tpot_ms=1e9 if goal.tpot_s is None else 1e3 * goal.tpot_s,
         ),
-        model=evaluator.fleet.model,
-        workload=wanted.workload,
+        num_devices=deployment.num_devices,
+        label=deployment.label,
+        topology=deployment.label,
     )
     run = write_run(path, outcome, settings)
-    console = Console(stderr=True)
-    Outputs().write(
-        console, path, [measured(run, summary_of(outcome, settings))], title=f"Simulated: {plan.candidate}"
-    )
+    summary = summarise(settings, run.records(), run.schedule())
+    title = f"Simulated: {plan.candidate}"
+    Outputs().write(Console(stderr=True), path, [measured(run, summary)], title=title)
 
 
 def as_dict(result: Recommendation, evaluator: Evaluator, found: Found) -> dict[str, Any]:

@@ -188,11 +188,11 @@ class Evaluator:
 
     Attributes:
         num_simulations, num_requests: so far.
-        horizon_s, most: length that a simulation of the search should have, and its most requests.
+        horizon_s, most: length that a simulation of the search should have in its own time, as queues must have
+            time to grow, and its most requests.
 
     Args:
         requests: the trace; where it is shorter than a simulation needs, it is repeated.
-        horizon_s: least length of a simulation, in its own time: queues must have time to grow.
     """
 
     def __init__(
@@ -201,7 +201,6 @@ class Evaluator:
         goal: Goal,
         requests: Sequence[SimRequest],
         *,
-        horizon_s: float | None = None,
         least: int = 100,
         most: int = 1500,
         rated: Callable[[], None] = lambda: None,
@@ -212,7 +211,7 @@ class Evaluator:
         self.goal = goal
         self.requests = list(requests)
         self.mean = MeanRequest.of(requests)
-        self.horizon_s = horizon_s or 2.5 * (goal.ttft_s or 2.0)
+        self.horizon_s = 2.5 * (goal.ttft_s or 2.0)
         self._least, self.most = least, most
         self._rated = rated
         self._deployments: dict[Candidate, SimDeployment] = {}
@@ -238,28 +237,16 @@ class Evaluator:
         horizon_s = max(LONGER * self.horizon_s, 4 * longest_s)
         return max(LONGER * self._least, min(math.ceil(rate * horizon_s), LONGER * self.most))
 
-    def attainment(self, candidate: Candidate, rate: float, count: int, *, shift: int = 0) -> Share:
-        """The SLO attainment of a simulation at this rate; it ends early once the target cannot be kept any more.
-
-        Args:
-            shift: the place in the trace where the simulation begins; another place is another draw.
-        """
-        outcome = self.simulate(candidate, rate, count, shift=shift, early=True)
+    def attainment(self, candidate: Candidate, rate: float, count: int) -> Share:
+        """The SLO attainment of a simulation at this rate; it ends early once the target cannot be kept."""
+        outcome = self.simulate(candidate, rate, count, early=True)
         return attainment(outcome, self.goal.ttft_s, self.goal.tpot_s)
 
     def simulate(
-        self,
-        candidate: Candidate,
-        rate: float,
-        count: int,
-        *,
-        shift: int = 0,
-        early: bool = False,
-        gaps: bool = False,
+        self, candidate: Candidate, rate: float, count: int, *, early: bool = False, gaps: bool = False
     ) -> Outcome:
         goal = self.goal
-        start = (shift * 7919) % len(self.requests)
-        requests = at_rate(_repeated(self.requests, start, count), rate)
+        requests = at_rate(_repeated(self.requests, count), rate)
         allowed = (1 - goal.target) * count
         seen = missed = 0
 
@@ -283,7 +270,6 @@ class Evaluator:
 
         ``at_least``: a plan that does not last there is not looked at further; its goodput is 0.
         """
-        cost = candidate.cost(self.fleet)
         try:
             limit = self.bound(candidate)
             attained: dict[float, Share] = {}
@@ -295,7 +281,7 @@ class Evaluator:
                 return attained[rate].value >= self.goal.target
 
             if at_least and not (keeps(at_least) and self._confirm(candidate, at_least, fraction)[0]):
-                return self._evaluation(candidate, 0.0, cost, limit, attained)
+                return self._evaluation(candidate, 0.0, limit, attained)
             rate = at_least or 0.9 * min(limit.rate, _MOST_RATE)
             low, high, step = at_least, math.inf, 1.12
             while math.isinf(high) and rate < _MOST_RATE:  # up to what is too much
@@ -319,10 +305,8 @@ class Evaluator:
             low = self._lasting(candidate, low, fraction)
         except NoWay as error:
             none = Bound(rate=0.0, bottleneck=Stage.PREFILL, loads={}, shares={})
-            return Evaluation(
-                candidate=candidate, goodput=0.0, objective=-math.inf, cost=cost, bound=none, reason=str(error)
-            )
-        return self._evaluation(candidate, low, cost, limit, attained)
+            return replace(self._evaluation(candidate, 0.0, none, {}), objective=-math.inf, reason=str(error))
+        return self._evaluation(candidate, low, limit, attained)
 
     def _lasting(self, candidate: Candidate, rate: float, fraction: float) -> float:
         """The rate, or one below it, at which a long simulation keeps the target without growing queues; 0.0 where
@@ -350,8 +334,9 @@ class Evaluator:
         return share.value >= self.goal.target and is_steady(outcome.jobs), outcome
 
     def _evaluation(
-        self, candidate: Candidate, goodput: float, cost: float, limit: Bound, attained: dict[float, Share]
+        self, candidate: Candidate, goodput: float, limit: Bound, attained: dict[float, Share]
     ) -> Evaluation:
+        cost = candidate.cost(self.fleet)
         return Evaluation(
             candidate=candidate,
             goodput=goodput,
@@ -383,15 +368,12 @@ def deploy(candidate: Candidate, fleet: Fleet, goal: Goal) -> SimDeployment:
     )
 
 
-def _repeated(requests: Sequence[SimRequest], start: int, count: int) -> list[SimRequest]:
-    """``count`` requests from number ``start`` on.
-
-    The trace is repeated behind its end, with new names of media.
-    """
+def _repeated(requests: Sequence[SimRequest], count: int) -> list[SimRequest]:
+    """The first ``count`` requests. The trace is repeated behind its end, with new names of media."""
     span = requests[-1].at_s - requests[0].at_s
     step = span / max(len(requests) - 1, 1)
     found: list[SimRequest] = []
-    for number in range(start, start + count):
+    for number in range(count):
         lap, index = divmod(number, len(requests))
         one = requests[index]
         if lap:

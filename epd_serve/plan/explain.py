@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -66,14 +67,13 @@ def recommend(
     best = found.best
     whole = _monolithic(evaluator, found)
     highest = best if whole is None or _is_worth(best, whole) else whole
-    sized = replace(highest.candidate, policy="stage-level")
-    twin = next((one for one in found.ranking if one.candidate == sized and one.goodput), highest)
+    twin = _sized(highest, found) or highest
     if not _is_worth(highest, twin):
         highest = twin
     chosen = highest if enough is None or enough.cost >= highest.cost else enough
     ranking = [highest, *(one for one in found.ranking if one is not highest)]
     answer = _answer(evaluator, chosen, highest, whole, ranking, rate)
-    if any(pool.is_analytic for pool, _ in chosen.candidate.devices(evaluator.fleet)):
+    if any(pool.measured is None for pool, _ in chosen.candidate.devices(evaluator.fleet)):
         answer.append("Times are analytic, from data sheets: measure with 'epd-serve profile' before you buy.")
     return Recommendation(
         chosen=chosen,
@@ -84,6 +84,12 @@ def recommend(
         ranking=ranking,
         deployment=deployment_yaml(evaluator, chosen),
     )
+
+
+def _sized(plan: Evaluation, found: Found) -> Evaluation | None:
+    """The same plan with steps within the limits; None where it serves nothing."""
+    sized = replace(plan.candidate, policy="stage-level")
+    return next((one for one in found.ranking if one.candidate == sized and one.goodput), None)
 
 
 def _is_worth(plan: Evaluation, simpler: Evaluation) -> bool:
@@ -151,13 +157,13 @@ def _answer(
 
 def _devices(candidate: Candidate, fleet: Fleet) -> str:
     """``1 of 2 x h200``."""
-    used: dict[int, int] = {}
+    used: Counter[int] = Counter()
     for index, count in candidate.pools:
-        used[index] = used.get(index, 0) + count
+        used[index] += count
     parts = [
         (f"{count} of {pool.count} x {pool.device}" if count < pool.count else f"{count} x {pool.device}")
         for index, pool in enumerate(fleet.pools)
-        if (count := used.get(index, 0))
+        if (count := used[index])
     ]
     return " and ".join(parts)
 
@@ -238,7 +244,12 @@ def _reasons(evaluator: Evaluator, chosen: Evaluation, found: Found) -> list[str
     times = ", ".join(f"{_NAMES[stage]} {1e3 * seconds:.3g} ms" for stage, seconds in bound.loads.items())
     said.append(f"One instance in full batches needs for it: {times}.")
     if chosen.candidate.policy == "unlimited":
-        said.append(f"Its steps are not sized by the limits{_so_sized(chosen, found)}.")
+        sized = _sized(chosen, found)
+        text = "Its steps are not sized by the limits"
+        if sized is not None:
+            text += ": with short steps, of which prompts take many, it lasts up to "
+            text += f"{sized.goodput:.2f} requests/s"
+        said.append(f"{text}.")
     said.append(
         f"The bottleneck is {_NAMES[bound.bottleneck]}: at {bound.rate:.2f} requests/s its devices would be "
         "busy all the time."
@@ -251,14 +262,6 @@ def _reasons(evaluator: Evaluator, chosen: Evaluation, found: Found) -> list[str
             "raise --most."
         )
     return said
-
-
-def _so_sized(chosen: Evaluation, found: Found) -> str:
-    sized = replace(chosen.candidate, policy="stage-level")
-    seen = next((one for one in found.ranking if one.candidate == sized), None)
-    if seen is None or not seen.goodput:
-        return ""
-    return f": with short steps, of which prompts take many, it lasts up to {seen.goodput:.2f} requests/s"
 
 
 def deployment_yaml(evaluator: Evaluator, plan: Evaluation) -> str:

@@ -95,10 +95,6 @@ class Pool:
         """The threads of an instance on a CPU, and so the cores of one device; None on other devices."""
         return self.profile(1).threads if self.kind == "cpu" else None
 
-    @property
-    def is_analytic(self) -> bool:
-        return self.measured is None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:

@@ -12,6 +12,8 @@ from epd_serve.plan.space import Candidate
 from epd_serve.sim.simulator import NoWay
 from epd_serve.types import Stage
 
+#: Plans that are simulated, of those with the highest bounds.
+_WIDTH = 5
 #: Of the race: plans whose goodputs are closer are the same to it.
 _COARSE = 1.5 * PRECISION
 
@@ -23,8 +25,6 @@ class Found:
     ranking: list[Evaluation]
     strategy: str
     num_candidates: int
-    num_simulations: int
-    num_requests: int
 
     @property
     def best(self) -> Evaluation:
@@ -36,7 +36,7 @@ def exhaustive(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Found:
     return _found(evaluator, "exhaustive", [evaluator.evaluate(one) for one in candidates], len(candidates))
 
 
-def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int | None = 5) -> Found:
+def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int | None = _WIDTH) -> Found:
     """All plans by their bound, without a simulation; of the ``width`` highest (None: of all), with all ways to
     batch there, the first is searched, and each other one is simulated at the rate that it must keep to be better,
     and searched from there if it does. So the field is cut down at each simulated load.
@@ -73,12 +73,10 @@ def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int | 
     return _found(evaluator, "race", seen, len(candidates), reasons)
 
 
-def cheapest(
-    evaluator: Evaluator, candidates: Sequence[Candidate], rate: float, *, width: int = 5
-) -> Evaluation | None:
+def cheapest(evaluator: Evaluator, candidates: Sequence[Candidate], rate: float) -> Evaluation | None:
     """The cheapest plan that lasts at ``rate``, of equal cost a monolithic one first; None where no plan does.
 
-    Plans whose bound is lower are passed over; of the others of one cost the ``width`` highest are simulated.
+    Plans whose bound is lower are passed over; of the others of one cost the five highest are simulated.
     """
     by_cost: dict[float, list[tuple[bool, float, Candidate]]] = {}
     for one in candidates:
@@ -90,7 +88,7 @@ def cheapest(
             by_cost.setdefault(one.cost(evaluator.fleet), []).append((not one.is_monolithic, -limit, one))
     for cost in sorted(by_cost):
         tried = sorted(by_cost[cost], key=lambda each: each[:2])
-        for *_, one in tried[:width]:
+        for *_, one in tried[:_WIDTH]:
             if evaluator.lasts(one, rate):
                 return evaluator.evaluate(one, at_least=rate, precision=_COARSE)
     return None
@@ -181,10 +179,4 @@ def _found(
         reasons = sorted({*no_ways, *(one.reason for one in seen if one.reason)})
         why = f": {reasons[0]}" if reasons else ""
         raise ValueError(f"no plan keeps the limits for {evaluator.goal.target:.0%} of requests at any rate{why}")
-    return Found(
-        ranking=ranking,
-        strategy=strategy,
-        num_candidates=num_candidates,
-        num_simulations=evaluator.num_simulations,
-        num_requests=evaluator.num_requests,
-    )
+    return Found(ranking=ranking, strategy=strategy, num_candidates=num_candidates)

@@ -34,21 +34,16 @@ def stages_beside(options: GridOptions, progress: Callable[[str], None] = lambda
     with _stages(options) as works:
         for name, other in PAIRS:
             progress(f"{name} beside {other} in one process")
-            busy = _Busy(works[other], options)
-            try:
-                found[f"{name}/{other}"] = _longer(works[name], busy)
-            finally:
-                busy.close()
+            found[f"{name}/{other}"] = _longer(works[name], works[other], options)
     return found
 
 
-def _longer(work: Work, busy: _Busy) -> float:
+def _longer(work: Work, other: Work, options: GridOptions) -> float:
     found: list[float] = []
     for _ in range(ROUNDS):
-        busy.pause()
         alone_s = _mean_s(work)
-        busy.go_on()
-        found.append(_mean_s(work) / alone_s - 1)
+        with _repeating(other, options):
+            found.append(_mean_s(work) / alone_s - 1)
     return max(median(found), 0.0)
 
 
@@ -86,39 +81,25 @@ def _activate(device: Device, options: GridOptions) -> None:
         device.set_threads(options.threads)
 
 
-class _Busy:
-    """A thread that repeats a work between ``go_on`` and ``pause``."""
+@contextmanager
+def _repeating(work: Work, options: GridOptions) -> Iterator[None]:
+    """Repeat a work on another thread inside the block. Raises the work's own exception."""
+    begun, over = threading.Event(), threading.Event()
 
-    def __init__(self, work: Work, options: GridOptions) -> None:
-        self._work, self._options = work, options
-        self._goes_on, self._rests, self._ends = threading.Event(), threading.Event(), False
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="beside")
-        self._end = self._threads.submit(self._run)
-
-    def pause(self) -> None:
-        """Return when the work has stopped."""
-        self._goes_on.clear()
-        self._rests.wait()
-
-    def go_on(self) -> None:
-        self._rests.clear()
-        self._goes_on.set()
-
-    def close(self) -> None:
-        """End the thread. Raises the work's own exception."""
-        self._ends = True
-        self._goes_on.set()
-        self._threads.shutdown()
-        self._end.result()
-
-    def _run(self) -> None:
-        _activate(get_device(self._options.device), self._options)
+    def repeat() -> None:
         try:
-            while not self._ends:
-                if self._goes_on.is_set():
-                    self._work()
-                else:
-                    self._rests.set()
-                    self._goes_on.wait()
+            _activate(get_device(options.device), options)
+            while not over.is_set():
+                work()
+                begun.set()
         finally:
-            self._rests.set()
+            begun.set()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="beside") as threads:
+        end = threads.submit(repeat)
+        begun.wait()
+        try:
+            yield
+        finally:
+            over.set()
+    end.result()

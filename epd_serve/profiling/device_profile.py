@@ -46,6 +46,7 @@ SPREAD = 0.6
 MIXED, MIXED_CONTEXT, MIXED_CHUNKS = (4, 16), 256, (128, 512)
 #: Each step is repeated for so long before it is measured, and while it is.
 STEADY_S = 0.2
+BLOCK_SIZE = 16
 TRANSFERS = (1 << 12, 1 << 18, 1 << 22, 1 << 24)
 
 Clock = Literal["wall", "cpu"]
@@ -64,11 +65,10 @@ class GridOptions:
     clock: Clock = "wall"
     mooncake: bool = False
     num_tokens: int = 16384
-    block_size: int = 16
 
     @property
     def num_blocks(self) -> int:
-        return self.num_tokens // self.block_size + 1
+        return self.num_tokens // BLOCK_SIZE + 1
 
 
 def profile_device(options: GridOptions, progress: Callable[[str], None] = lambda text: None) -> Profile:
@@ -123,7 +123,7 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
         decode=decode_lines(by_kind["decode"]),
         memory_bytes=float(device.headroom()),
         kv_token_bytes=layout_bytes,
-        state_bytes=language.state_blocks(options.block_size) * layout_bytes * options.block_size,
+        state_bytes=language.state_blocks(BLOCK_SIZE) * layout_bytes * BLOCK_SIZE,
         feature_token_bytes=options.dtype.itemsize * text.hidden_size,
         num_layers=language.num_layers,
         pixels_per_token=family.num_pixels(typical) / family.num_image_tokens(typical),
@@ -171,7 +171,7 @@ def _steps(
     clock: Callable[[], float],
     progress: Callable[[str], None],
 ) -> tuple[list[Sample], LanguageModel, int]:
-    size, num_blocks = options.block_size, options.num_blocks
+    size, num_blocks = BLOCK_SIZE, options.num_blocks
     with step_timer(options, device, family, clock) as (timer, language):
         longest = min(language.max_model_len, (num_blocks - 1) * size)
         shapes = [
@@ -218,11 +218,11 @@ def step_timer(
         num_layers=language.num_layers,
         num_kv_heads=language.num_kv_heads,
         head_dim=language.head_dim,
-        block_size=options.block_size,
+        block_size=BLOCK_SIZE,
         dtype=str(options.dtype).removeprefix("torch."),
         model="profile",
     )
-    state_blocks = language.state_blocks(options.block_size)
+    state_blocks = language.state_blocks(BLOCK_SIZE)
     transport = EmbeddedTransport(path="shm")
     try:
         executor = StepExecutor(
@@ -232,19 +232,19 @@ def step_timer(
             num_position_axes=family.num_position_axes,
             graph_sizes=decode_graph_sizes(max(DECODES)),
             max_num_seqs=max(DECODES),
-            max_model_len=min(language.max_model_len, (options.num_blocks - 1) * options.block_size),
+            max_model_len=min(language.max_model_len, (options.num_blocks - 1) * BLOCK_SIZE),
         )
         runner = LanguageRunner(
             executor,
             device.ops,
-            block_size=options.block_size,
+            block_size=BLOCK_SIZE,
             num_position_axes=family.num_position_axes,
             eos_token_ids=frozenset(),
         )
         timer = StepTimer(
             runner,
             num_blocks=options.num_blocks,
-            block_size=options.block_size,
+            block_size=BLOCK_SIZE,
             num_position_axes=family.num_position_axes,
             state_blocks=state_blocks,
             clock=clock,

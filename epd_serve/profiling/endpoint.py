@@ -7,15 +7,11 @@ encode costs; the last includes the host's preparation of them. The server shoul
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
-from urllib.error import URLError
-from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
 
@@ -28,7 +24,7 @@ from epd_serve.cost.profile import Line, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.profiling.fits import Sample, decode_lines, encode_line, encode_s, residual
-from epd_serve.profiling.overheads import Asker, image_load, text_load
+from epd_serve.profiling.overheads import Asker, image_load, read_page, text_load
 
 #: Tokens of prompts; answers side by side, and the tokens of their prompts; square images, and those of a request.
 PROMPTS = (32, 128, 512, 1024, 2048)
@@ -40,27 +36,24 @@ _PROMPT_OUTPUT, _DECODE_OUTPUT = 8, 48
 _MARGIN = 64
 #: Seconds below which the first token's are not to be told from the rest of a request.
 _LEAST_S = 1e-5
-_TIMEOUT_S = 60.0
 #: Bytes a second of the link of a device without a data sheet: a profile's own default.
 UNKNOWN_LINK = 4e9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EndpointOptions:
-    """``model``: whose sizes count; ``device``: the device of the server, as devices.yaml will name it."""
+def profile_endpoint(
+    url: str, model: str, device: str, progress: Callable[[str], None] = lambda text: None
+) -> Profile:
+    """Measure a server and fit.
 
-    url: str
-    model: str
-    device: str
+    Args:
+        model: whose sizes count.
+        device: the device of the server, as devices.yaml will name it.
 
-
-def profile_endpoint(options: EndpointOptions, progress: Callable[[str], None] = lambda text: None) -> Profile:
-    """Measure a server and fit. Raises ValueError for a server that does not answer, or is not vLLM."""
-    shape, server = shape_of(options.model), _Server.meet(options.url)
+    Raises ValueError for a server that does not answer, or is not vLLM.
+    """
+    shape, server = shape_of(model), _Server.meet(url)
     with tempfile.TemporaryDirectory(prefix="epd-serve-profile-") as folder:
-        ask = Asker(
-            topology=options.url, url=options.url, folder=Path(folder), progress=progress, model=server.model
-        )
+        ask = Asker(topology=url, url=url, folder=Path(folder), progress=progress, model=server.model)
         prompts = [
             ask(text_load(count, _PROMPT_OUTPUT), NUM_REQUESTS)
             for count in PROMPTS
@@ -85,14 +78,14 @@ def profile_endpoint(options: EndpointOptions, progress: Callable[[str], None] =
         ("prefill", [count, 1.0, 0.0, count**2], max(seconds - request_s, _LEAST_S))
         for count, seconds in zip(tokens, ttft_s, strict=True)
     ]
-    device = options.device.split(":")[0]
+    device = device.split(":")[0]
     sheet = DEVICE_SPECS.get(device)
     sizes = analytic_profile(shape, sheet or next(iter(DEVICE_SPECS.values())))
     known = msgspec.structs.replace(
         sizes,
         kind="measured",
         device=device,
-        description=f"vLLM {server.version} at {options.url}, over HTTP",
+        description=f"vLLM {server.version} at {url}, over HTTP",
         software={"epd-serve": __version__, "vllm": server.version},
         dtype="float32" if shape.value_bytes == 4 else "bfloat16",
         step=(_step_line(prefills, steps),),
@@ -179,11 +172,7 @@ class _Server:
 
 
 def _page(url: str, path: str) -> str:
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with build_opener(ProxyHandler({})).open(Request(url + path, headers=headers), timeout=_TIMEOUT_S) as page:
-            text: Any = page.read()
-    except (URLError, ValueError, OSError) as error:
+        return read_page(url, path)
+    except (ValueError, OSError) as error:
         raise ValueError(f"--endpoint {url}: {path}: {getattr(error, 'reason', error)}") from error
-    return str(text, "utf-8", "replace")

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from device.registry import get_device
 from epd_serve.cost.interference import InterferenceMatrix, Isolation, Kind, Workload
-from epd_serve.profiling.sides import ProcessSide, Run, Setting, Side, StreamSide
+from epd_serve.profiling.sides import Setting, Side
 from epd_serve.profiling.workloads import WORKLOADS
 
 #: Between the command and the common start of both sides.
@@ -87,11 +87,10 @@ def measure(
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
     chosen = list(names or WORKLOADS)
     setting = Setting(device=device.name, dtype=dtype, threads=threads, share=share)
-    make: type[ProcessSide] | type[StreamSide] = ProcessSide if isolation == "process" else StreamSide
     alone: dict[str, list[float]] = {name: [] for name in chosen}
     increase: dict[tuple[str, str], float] = {}
     with ExitStack() as stack:
-        sides: list[Side] = [stack.enter_context(closing(make(setting))) for _ in range(2)]
+        sides = [stack.enter_context(closing(Side(setting, isolation))) for _ in range(2)]
         for first, second in _pairs(chosen):
             progress(f"{first} beside {second}")
             for side, name in zip(sides, (first, second), strict=True):
@@ -140,7 +139,7 @@ def _pairs(names: Sequence[str]) -> list[tuple[str, str]]:
 def _together(sides: Sequence[Side], seconds: float) -> list[list[float]]:
     """The seconds of each side's calls while all of ``sides`` run."""
     start = time.monotonic() + _LEAD_S
-    runs = [side.run(Run(start, start + seconds)) for side in sides]
+    runs = [side.run(start, start + seconds) for side in sides]
     return [run.result() for run in runs]
 
 

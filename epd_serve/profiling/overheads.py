@@ -24,7 +24,7 @@ from io import StringIO
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
-from urllib.request import ProxyHandler, build_opener
+from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
 from rich.console import Console
@@ -77,9 +77,7 @@ def with_overheads(
         ]
     line = "E-P-D" if has_images else "P-D"
     with _asked(line, options, progress) as ask:
-        apart = _measure(ask, has_images, options.num_requests)
-        with ask.busy(_STREAMS):
-            beside_d = _measure(ask, has_images, options.num_requests)
+        apart, beside_d = _measure_apart(ask, has_images, options.num_requests)
         beside: dict[str, tuple[list[Record], float]] = {}
         for stage, load in _LOADS.items():
             if has_images or stage != "E":
@@ -110,9 +108,7 @@ def with_overheads(
     if not options.mooncake:
         return known
     with _asked(line, options, progress, _MOONCAKE) as ask:
-        apart = _measure(ask, has_images, options.num_requests)
-        with ask.busy(_STREAMS):
-            beside_d = _measure(ask, has_images, options.num_requests)
+        apart, beside_d = _measure_apart(ask, has_images, options.num_requests)
     found = _talk(profile.transports["mooncake"], known, whole, apart, beside_d)
     return msgspec.structs.replace(known, transports={"mooncake": found})
 
@@ -127,13 +123,14 @@ def _measure(ask: Asker, has_images: bool, count: int) -> _Measured:
     return {name: ask(workload, count) for name, workload in asked.items()}
 
 
-def _talk(
-    link: Transport,
-    known: Profile,
-    whole: _Measured,
-    apart: _Measured,
-    beside_d: _Measured,
-) -> Transport:
+def _measure_apart(ask: Asker, has_images: bool, count: int) -> tuple[_Measured, _Measured]:
+    """Stages apart, alone and while D streams to another client."""
+    apart = _measure(ask, has_images, count)
+    with ask.busy(_STREAMS):
+        return apart, _measure(ask, has_images, count)
+
+
+def _talk(link: Transport, known: Profile, whole: _Measured, apart: _Measured, beside_d: _Measured) -> Transport:
     """``link`` with the additional times of instances that communicate over it."""
     split_token_s = max(_longer(apart, "long") - _longer(whole, "long"), 0.0) / (LONG_TEXT - TEXT)
     known = msgspec.structs.replace(known, split_token_s=split_token_s)
@@ -170,9 +167,18 @@ _STREAMS = text_load(TEXT, 512), 100
 _STAGE_SECONDS = {"E": "encode", "P": "prefill"}
 #: Where a stage is said to have had less to do, it was not what the other one was measured beside.
 _LEAST_SHARE = 0.2
-_BUSY_TIMEOUT_S = 60.0
+_TIMEOUT_S = 60.0
 _SPENT = re.compile(r'^epd_serve_stage_seconds_sum\{stage="(\w+)"\} (\S+)', re.MULTILINE)
 _RUNNING = re.compile(r"^epd_serve_in_flight_calls\{[^}]*\} (\d+)", re.MULTILINE)
+
+
+def read_page(url: str, path: str) -> str:
+    """A page of a server, without a proxy between. Raises OSError or ValueError."""
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with build_opener(ProxyHandler({})).open(Request(url + path, headers=headers), timeout=_TIMEOUT_S) as page:
+        text: bytes = page.read()
+    return text.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,15 +249,14 @@ class Asker:
         return sum(map(int, _RUNNING.findall(self._metrics())))
 
     def _metrics(self) -> str:
-        page: bytes = build_opener(ProxyHandler({})).open(f"{self.url}/metrics", timeout=10).read()
-        return page.decode()
+        return read_page(self.url, "/metrics")
 
     def _wait_busy(self, before: int) -> None:
         """Wait until the gateway has more than ``before`` requests under way.
 
         The other client takes a while to make its pictures.
         """
-        deadline = time.monotonic() + _BUSY_TIMEOUT_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while (now := self._num_running()) <= before:
             before = min(before, now)
             if time.monotonic() > deadline:

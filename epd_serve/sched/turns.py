@@ -7,13 +7,17 @@ beginning of their answers. Among equals the order of the queue stays.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
+from epd_serve.cache.block_pool import BlockPool
+from epd_serve.sched.step_cost import StepCost
 from epd_serve.sequence import Sequence
 
 
@@ -136,3 +140,28 @@ def slack(
         return (2, left) if left >= 0 else (3, sequence.arrival_s)
 
     return sorted(waiting, key=key)
+
+
+def order_of(name: str, pool: BlockPool, cost: StepCost, *, max_num_tokens: int, ttft_s: float | None) -> Order:
+    """The order that a deployment file names: fcfs, sjf or slack.
+
+    Args:
+        pool: its cached prefixes need no prefill; read whenever a queue is ordered.
+        max_num_tokens: of a step.
+        ttft_s: TTFT_max, which slack needs.
+    """
+
+    def cached_tokens(sequence: Sequence) -> int:
+        return len(pool.match(sequence.reusable_hashes(pool.block_size))) * pool.block_size
+
+    def prefill_s(sequence: Sequence) -> float:
+        start = cached_tokens(sequence)
+        count = sequence.num_prompt_tokens - start
+        return math.ceil(count / max_num_tokens) * cost.base_s + cost.chunk_s(start, count)
+
+    if name == "sjf":
+        return partial(sjf, uncached_tokens=lambda s: s.num_prompt_tokens - cached_tokens(s))
+    if name == "slack":
+        assert ttft_s is not None, "the order slack needs a limit on TTFT"
+        return partial(slack, ttft_s=ttft_s, prefill_s=prefill_s)
+    return fcfs

@@ -117,6 +117,7 @@ class SimGateway:
             wait_s=0.0,  # nobody comes up for what has died but itself
             encode_timeout_s=float("inf"),
         )
+        self._spec = next(iter(instances.values())).spec  # of profile and blocks: prompts are the same everywhere
         self._attempts: dict[str, Attempt] = {}
         self._looking: list[SimRun] | None = None  # while an instance dies
 
@@ -131,8 +132,7 @@ class SimGateway:
     # ------------------------------------------------------------------ a request
 
     def serve(self, job: Job) -> None:
-        profile = next(iter(self._instances.values())).spec.profile
-        self._clock.after(profile.request_s, partial(self._begin, job))
+        self._clock.after(self._spec.profile.request_s, partial(self._begin, job))
 
     def _begin(self, job: Job) -> None:
         request = job.request
@@ -402,7 +402,7 @@ class SimGateway:
 
     def _sequence(self, job: Job, media: list[MediaRef], num_before: int, *, hand_off: bool) -> Sequence:
         request = job.request
-        profile = next(iter(self._instances.values())).spec.profile
+        profile = self._spec.profile
         spans: list[MediaSpan] = []
         start = 0
         for part in (part for item in media for part in item.segments):
@@ -445,7 +445,7 @@ class SimGateway:
 
     def _hashes(self, request: SimRequest) -> list[bytes]:
         """One for each full block of the named parts."""
-        size = next(iter(self._instances.values())).spec.block_size
+        size = self._spec.block_size
         hashes: list[bytes] = []
         for i in range(len(request.prefix)):
             name = repr(request.prefix[: i + 1])

@@ -21,6 +21,8 @@ from epd_serve.types import Stage, StageRate
 
 #: Of a new answer in the mean of lengths, as instances keep it (instance/reports.py).
 _GAIN = 0.05
+#: Of the features that an encoder keeps.
+_FEATURE_BYTES = 256 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +57,7 @@ class SimInstance:
         self._on_end = on_end
         self.ready = True
         self.pid = 1
-        self.features: FeatureCache[int] = FeatureCache(spec.feature_bytes, IDLE_FEATURES)
+        self.features: FeatureCache[int] = FeatureCache(_FEATURE_BYTES, IDLE_FEATURES)
         self.language: LanguageSide | None = None
         self._takes_turns = takes_turns = not spec.dual_stream
         self.tower = TowerSide(
@@ -118,19 +120,16 @@ class SimInstance:
 
     def load(self) -> Load:
         language, tower = self.language, self.tower
+        num_encodes, num_pixels = len(tower.flights), tower.num_waiting_pixels
         if language is None:
-            return Load(
-                num_waiting_encodes=tower.num_waiting,
-                num_waiting_pixels=tower.num_waiting_pixels,
-                rates=self._rates,
-            )
+            return Load(num_waiting_encodes=num_encodes, num_waiting_pixels=num_pixels, rates=self._rates)
         language.settle(cut=False)
         return Load(
+            num_waiting_encodes=num_encodes,
+            num_waiting_pixels=num_pixels,
             num_running=language.num_running,
             num_waiting=language.num_waiting,
             num_waiting_tokens=language.num_waiting_tokens if self.spec.role.prefills else 0,
-            num_waiting_encodes=tower.num_waiting,
-            num_waiting_pixels=tower.num_waiting_pixels,
             num_expected=self.num_expected,
             num_refused=sum(not one.is_over for one in self._waiting),
             free_blocks=language.pool.num_free,
@@ -200,7 +199,7 @@ class SimInstance:
             free_s += layers * send_s + state_s
         else:
             group = layers
-            if self.spec.is_grouped and computing_s > 0:
+            if computing_s > 0:
                 group = smallest_hidden_group(layers, layer_s, layer_bytes, handshake_s, link.bytes_per_s)
             begun_s = now - computing_s
             sent_s = seconds_until_sent(layers, group, layer_s, send_s, handshake_s, free_s=free_s - begun_s)
@@ -216,7 +215,7 @@ class SimInstance:
         if self.language is not None:
             self.language.drop_all()
         self._waiting.clear()
-        self.features = FeatureCache(self.spec.feature_bytes, IDLE_FEATURES)
+        self.features = FeatureCache(_FEATURE_BYTES, IDLE_FEATURES)
         self.num_expected = 0
         self.received.clear()
         self._lanes.clear()
@@ -269,17 +268,17 @@ class TowerSide:
         device: SimDevice,
         spec: SimInstanceSpec,
         *,
-        may_start: Callable[[], bool] = lambda: True,
-        on_idle: Callable[[], None] = lambda: None,
+        may_start: Callable[[], bool],
+        on_idle: Callable[[], None],
     ) -> None:
         self._device = device
         self._spec = spec
         self._may_start = may_start
         self._on_idle = on_idle
         self._budget = find_image_budget(spec)
-        self.store: FeatureCache[int] = FeatureCache(spec.feature_bytes)
+        self.store: FeatureCache[int] = FeatureCache(_FEATURE_BYTES)
         self._waiting: list[_Item] = []
-        self._flights: dict[str, _Item] = {}
+        self.flights: dict[str, _Item] = {}
         self._clock = clock
         # on a CPU as many at a time as compute, each one thread (instance/text/request_processor.py)
         self._num_preparers = spec.profile.threads if spec.on_cpu else float("inf")
@@ -287,7 +286,7 @@ class TowerSide:
         self._preparing: dict[str, _Item] = {}
         self._activity: Activity | None = None
         self.made: list[str] = []
-        self.num_encoded = self.num_hits = 0
+        self.num_encoded = 0
 
     @property
     def is_busy(self) -> bool:
@@ -295,26 +294,20 @@ class TowerSide:
 
     @property
     def num_waiting_pixels(self) -> int:
-        return sum(item.num_pixels for item in self._flights.values())
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._flights)
+        return sum(item.num_pixels for item in self.flights.values())
 
     def encode(self, key: str, pixels: list[int], done: Encoded) -> None:
         """Encode an item of one picture, or of several. ``done`` is told whether the feature was there already."""
         if self.store.acquire(key, "use") is not None:
             self.store.release("use", key)
-            self.num_hits += 1
             done(True)
             return
-        flight = self._flights.get(key)
+        flight = self.flights.get(key)
         if flight is not None:
-            self.num_hits += 1
             flight.done.append(done)
             return
         self.num_encoded += 1
-        item = self._flights[key] = _Item(key, pixels, [done])
+        item = self.flights[key] = _Item(key, pixels, [done])
         self.made.append(key)
         if not self._prepare_s(item):
             self._wait(item)
@@ -364,15 +357,15 @@ class TowerSide:
         self._preparing.clear()
         self._unprepared.clear()
         self._waiting.clear()
-        self._flights.clear()
+        self.flights.clear()
         self.made.clear()
-        self.store = FeatureCache(self._spec.feature_bytes)
+        self.store = FeatureCache(_FEATURE_BYTES)
 
     def _encoded(self, batch: list[_Item]) -> None:
         self._activity = None
         token_bytes, profile = self._spec.profile.feature_token_bytes, self._spec.profile
         for item in batch:
-            del self._flights[item.key]
+            del self.flights[item.key]
             nbytes = token_bytes * sum(map(profile.image_tokens, item.pixels))
             self.store.put(item.key, nbytes, nbytes, "use", beyond=True)
             self.store.release("use", item.key)

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from epd_serve.bench.run_directory import RunDirectory, RunWriter
 from epd_serve.bench.statistics import wilson
-from epd_serve.bench.summary import summarise
-from epd_serve.bench.types import SLO, Failure, Record, RunSettings, Share, Summary
+from epd_serve.bench.types import Failure, Record, RunSettings, Share
 from epd_serve.sim.gateway import Job
-from epd_serve.sim.simulator import Outcome, SimDeployment
-
-#: What stands in the place of a server's address.
-SIMULATED = "simulated://"
+from epd_serve.sim.simulator import Outcome
 
 
 def records_of(outcome: Outcome) -> list[Record]:
     """One for each request. Without ``gaps`` in the simulation, token times are the first and the last."""
     records: list[Record] = []
     for job in outcome.jobs:
+        failure = Failure.HTTP_STATUS if job.failure else Failure.TIMEOUT if job.finish_s is None else None
         times = list(job.token_times_s)
         if len(times) < job.num_output and job.last_token_s is not None and not job.failure:
             times = [*times[:1], job.last_token_s] if job.num_output > 1 else times[:1]
@@ -37,42 +35,19 @@ def records_of(outcome: Outcome) -> list[Record]:
                 num_output_tokens=job.num_output,
                 has_usage=True,
                 finish_reason=None if job.failure else "length",
-                failure=_failure(job),
+                failure=failure,
                 detail=job.failure,
             )
         )
     return records
 
 
-def settings_of(
-    deployment: SimDeployment, *, rate: float, num_requests: int, seed: int, slo: SLO, model: str, workload: str
-) -> RunSettings:
-    return RunSettings(
-        base_url=SIMULATED,
-        model=model,
-        workload=workload,
-        num_requests=num_requests,
-        seed=seed,
-        arrivals="poisson",
-        rate=rate,
-        slo=slo,
-        num_devices=deployment.num_devices,
-        label=deployment.label,
-        topology=deployment.label,
-    )
-
-
-def summary_of(outcome: Outcome, settings: RunSettings) -> Summary:
-    """As of a measured run."""
-    return summarise(settings, records_of(outcome), {job.number: job.sent_s for job in outcome.jobs})
-
-
 def write_run(path: Path, outcome: Outcome, settings: RunSettings) -> RunDirectory:
     """A run directory as ``epd-serve bench`` writes it. Raises ValueError where one is there already."""
     run = RunDirectory.create(path, settings, [(job.number, job.sent_s) for job in outcome.jobs])
-    with RunWriter(run) as writer:
+    with closing(RunWriter(run)) as writer:
         for record in records_of(outcome):
-            writer.record(record)
+            writer.write(record)
     return run
 
 
@@ -90,9 +65,3 @@ def attains(job: Job, ttft_s: float | None, tpot_s: float | None) -> bool:
 def attainment(outcome: Outcome, ttft_s: float | None, tpot_s: float | None) -> Share:
     """With its Wilson interval; what had not ended when the run was given up counts as missed."""
     return wilson(sum(attains(job, ttft_s, tpot_s) for job in outcome.jobs), len(outcome.jobs))
-
-
-def _failure(job: Job) -> Failure | None:
-    if job.failure:
-        return Failure.HTTP_STATUS
-    return None if job.finish_s is not None else Failure.TIMEOUT

@@ -42,13 +42,11 @@ class SimDeployment:
 
     Attributes:
         sharing: of a device, by its name; fluid where none is named.
-        network: between hosts. Within one, devices are as far apart as the sender's profile says.
     """
 
     instances: tuple[SimInstanceSpec, ...]
     routing: Routing = "least_loaded"
     sharing: dict[str, Sharing] = field(default_factory=dict)
-    network: Link = NETWORK
     label: str = ""
 
     @property
@@ -67,14 +65,13 @@ class Outcome:
     Attributes:
         jobs: in the order of the requests.
         busy: of each device, the part of the time in which something computed on it.
-        encoded, hits: items that were encoded, and those that were there already.
+        encoded: items that were encoded; others were there already.
     """
 
     jobs: list[Job]
     seconds: float
     busy: dict[str, float]
     encoded: int
-    hits: int
     num_steps: int
     num_preempted: int
     num_events: int
@@ -120,9 +117,6 @@ def simulate(
     gaps: bool = False,
     faults: Sequence[Fault] = (),
     give_up: Callable[[list[Job]], bool] | None = None,
-    progress: Callable[[int], None] | None = None,
-    until_s: float = float("inf"),
-    concurrency: int | None = None,
     operator: Operator | None = None,
     routers: Sequence[Router] = (),
 ) -> Outcome:
@@ -131,9 +125,6 @@ def simulate(
     Args:
         gaps: whether each token's time is kept.
         give_up: asked after each report with what has ended; True ends the run there.
-        progress: told how many requests have ended.
-        until_s: the run ends there whatever is under way.
-        concurrency: so many requests at a time, whatever their times are: the next is sent as one ends.
         operator: changes instances, each alone on its device.
         routers: those of several gateways, to which requests go in turn; else one has the deployment's.
     """
@@ -145,7 +136,7 @@ def simulate(
 
     def link(one: SimInstance, other: SimInstance) -> Link:
         if one.spec.host != other.spec.host:
-            return deployment.network
+            return NETWORK
         if one.spec.device == other.spec.device:
             return SAME_DEVICE
         return Link(handshake_s=one.spec.profile.handshake_s, bytes_per_s=one.spec.profile.link_bytes_per_s)
@@ -172,7 +163,7 @@ def simulate(
     for spec in deployment.instances:
         start(spec)
     gateways = [
-        SimGateway(clock, instances, router, link=link, on_done=lambda job: end(job))
+        SimGateway(clock, instances, router, link=link, on_done=done.append)
         for router in routers or [router_of(deployment.routing)]
     ]
 
@@ -184,17 +175,6 @@ def simulate(
         for number, request in enumerate(requests)
     ]
     given_up = False
-
-    waiting = iter(jobs if concurrency is not None else ())
-
-    def send() -> None:
-        if (job := next(waiting, None)) is not None:
-            job.sent_s = clock.now
-            gateways[job.number % len(gateways)].serve(job)
-
-    def end(job: Job) -> None:
-        done.append(job)
-        send()
 
     def arrive(index: int) -> None:
         gateways[index % len(gateways)].serve(jobs[index])
@@ -212,10 +192,7 @@ def simulate(
             operator.tick()
         if not clock.has_events and len(done) < len(jobs):
             raise RuntimeError(f"at {clock.now:.3f} s {len(jobs) - len(done)} requests wait for nothing")
-        if progress is not None:
-            progress(len(done))
-        if clock.now >= until_s or (give_up is not None and give_up(done)):
-            given_up = True
+        given_up = given_up or (give_up is not None and give_up(done))
         clock.after(REPORT_S, report)
 
     def die(fault: Fault) -> None:
@@ -232,9 +209,7 @@ def simulate(
 
     if operator is not None:
         operator.begin(clock, gateways[0], instances, start)
-    for _ in range(concurrency or 0):
-        clock.at(0.0, send)
-    if jobs and concurrency is None:
+    if jobs:
         clock.at(jobs[0].sent_s, lambda: arrive(0))
     clock.at(0.0, report)
     for fault in faults:
@@ -255,7 +230,6 @@ def simulate(
         seconds=seconds,
         busy={name: device.busy_s / seconds if seconds else 0.0 for name, device in devices.items()},
         encoded=sum(one.tower.num_encoded for one in every),
-        hits=sum(one.tower.num_hits for one in every),
         num_steps=sum(one.num_steps for one in languages()),
         num_preempted=sum(one.num_preempted for one in languages()),
         num_events=clock.num_events,
@@ -279,14 +253,11 @@ def check_books(outcome: Outcome) -> None:
 
 DEFAULT = Batching()
 
-#: Profiles by device name and tensor-parallel width.
-ProfileOf = Callable[[str, int], Profile]
-
 
 def build(
     topology: Topology,
     devices: Sequence[str],
-    profile_of: ProfileOf,
+    profile_of: Callable[[str, int], Profile],
     *,
     batching: Batching | Callable[[Role], Batching] = DEFAULT,
     routing: Routing = "least_loaded",
@@ -294,12 +265,14 @@ def build(
     block_size: int | None = None,
     num_blocks: int | None = None,
     dual_stream: bool = True,
-    is_grouped: bool = True,
 ) -> SimDeployment:
     """Instances on their devices as ``epd-serve up`` would place them.
 
     Memory of a device is shared by the language models on it, in equal parts. A CPU has cores for all instances
     but those that the notation puts on one device.
+
+    Args:
+        profile_of: the profile of a device's name and a tensor-parallel width.
     """
     placed = place(topology, devices)
     specs: list[SimInstanceSpec] = []
@@ -320,7 +293,6 @@ def build(
             batching=batching(one.role) if callable(batching) else batching,
             dual_stream=dual_stream,
             runs_ahead=device != CPU,
-            is_grouped=is_grouped,
         )
         if num_blocks is None:
             towers = any(other.role.encodes for other in neighbours)
@@ -329,9 +301,4 @@ def build(
     sharing: dict[str, Sharing] = {
         spec.device: MeasuredSharing.of_profile(spec.profile) for spec in specs if spec.profile.interference
     }
-    return SimDeployment(
-        instances=tuple(specs),
-        routing=routing,
-        sharing=sharing,
-        label=str(topology),
-    )
+    return SimDeployment(instances=tuple(specs), routing=routing, sharing=sharing, label=str(topology))

@@ -41,8 +41,6 @@ class SimInstanceSpec:
         host, device: instances of one device slow each other down.
         dual_stream: False: tower and language model of this instance take turns, as in a monolithic engine.
         runs_ahead: its next step is planned when one begins.
-        kv_mode: whether KV goes out in groups of layers while the prompt is computed, or all of it afterwards.
-        feature_bytes: of the features that an encoder keeps.
     """
 
     name: str
@@ -55,8 +53,6 @@ class SimInstanceSpec:
     batching: Batching = Batching()
     dual_stream: bool = True
     runs_ahead: bool = False
-    is_grouped: bool = True
-    feature_bytes: int = 256 << 20
 
     @property
     def on_cpu(self) -> bool:

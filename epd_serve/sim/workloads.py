@@ -1,13 +1,38 @@
-"""Requests to simulate: the papers' data sets by their published sizes; the same seed, the same requests."""
+"""Requests to simulate: the workloads of ``epd-serve bench``, Mooncake traces, access logs and lines of sizes."""
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+from random import Random
+from typing import Any
 
+from PIL import Image
+
+from epd_serve.bench.types import Media
+from epd_serve.bench.workloads import load_workload
+from epd_serve.bench.workloads.lengths import Size
+from epd_serve.bench.workloads.options import (
+    LineError,
+    json_lines,
+    optional,
+    parse_count,
+    parse_factor,
+    parse_switch,
+    split_spec,
+    whole_number,
+)
+from epd_serve.bench.workloads.synthetic import PRESETS
+from epd_serve.bench.workloads.trace import BLOCK_TOKENS, parse_line
 from epd_serve.protocol.wire import USUAL_FPS, MediaRef
+
+#: Of an image whose size is not known: ShareGPT-4o's mean (EPD-Serve, section 4.1).
+IMAGE_PIXELS = 802 * 652
+#: Of a text whose tokens nobody has counted.
+_CHARACTERS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,73 +79,6 @@ class SimRequest:
         return sum(item.num_pixels for item in self.media)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkloadShape:
-    """Sizes of requests.
-
-    Attributes:
-        image_share: of requests with images; num_images: that these have.
-        width, height: of images, on average; spread: standard deviation of the logarithm of their area.
-        num_text_tokens, num_output_tokens: means; of text the spread is half of the mean, of answers that too
-            unless ``is_fixed``.
-        num_distinct: images are drawn from so many; None: none comes twice.
-    """
-
-    name: str
-    image_share: float = 1.0
-    num_images: int = 1
-    width: int = 802
-    height: int = 652
-    spread: float = 0.3
-    num_text_tokens: float = 10.0
-    num_output_tokens: float = 64.0
-    is_fixed: bool = True
-    num_distinct: int | None = None
-
-    def requests(self, count: int, rate: float, seed: int) -> list[SimRequest]:
-        """``count`` of them, at random times (Poisson) with ``rate`` a second."""
-        if not rate > 0:
-            raise ValueError(f"a rate of {rate:g} requests a second never comes to an end")
-        draw = random.Random(f"{self.name} {seed}")
-        at_s = 0.0
-        requests: list[SimRequest] = []
-        for number in range(count):
-            at_s += draw.expovariate(rate)
-            images: tuple[tuple[str, int], ...] = ()
-            if draw.random() < self.image_share:
-                images = tuple(self._image(draw, f"{number}.{i}") for i in range(self.num_images))
-            requests.append(
-                SimRequest(
-                    at_s=at_s,
-                    images=images,
-                    num_text_tokens=_about(draw, self.num_text_tokens),
-                    num_output_tokens=max(round(self.num_output_tokens), 1)
-                    if self.is_fixed
-                    else _about(draw, self.num_output_tokens),
-                )
-            )
-        return requests
-
-    def _image(self, draw: random.Random, name: str) -> tuple[str, int]:
-        if self.num_distinct is not None:
-            name = str(draw.randrange(self.num_distinct))
-            draw = random.Random(f"{self.name} image {name}")
-        area = self.width * self.height * math.exp(draw.gauss(-(self.spread**2) / 2, self.spread))
-        return name, max(round(area), 28 * 28)
-
-
-def _about(draw: random.Random, mean: float) -> int:
-    return max(round(draw.gauss(mean, mean / 2)), 1)
-
-
-#: EPD-Serve, section 4.1: mean sizes; all answers have 64 tokens.
-SHAREGPT_4O = WorkloadShape(name="sharegpt-4o", width=802, height=652, num_text_tokens=9.6)
-VISUAL_WEB_INSTRUCT = WorkloadShape(
-    name="visualwebinstruct", image_share=0.5, width=1280, height=720, spread=0.0, num_text_tokens=63.1
-)
-TEXT = WorkloadShape(name="text", image_share=0.0, num_text_tokens=512, num_output_tokens=128, is_fixed=False)
-
-
 def at_rate(requests: Sequence[SimRequest], rate: float) -> list[SimRequest]:
     """The same requests, their times stretched or squeezed to a mean ``rate`` a second."""
     if not requests:
@@ -132,3 +90,187 @@ def at_rate(requests: Sequence[SimRequest], rate: float) -> list[SimRequest]:
         replace(one, at_s=(one.at_s - first) * factor if span > 0 else number / rate)
         for number, one in enumerate(requests)
     ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """A workload to plan for.
+
+    Attributes:
+        name: as it was written.
+        rate: requests a second to be served; None: as many as go.
+    """
+
+    name: str
+    requests: Sequence[SimRequest]
+    rate: float | None
+
+
+def read_load(spec: str, *, rate: float | None = None, count: int, seed: int, tokens_of_image: int = 0) -> Load:
+    """A workload as ``epd-serve bench`` writes it, whose ``trace:FILE`` may also be the gateway's access log, or
+    have lines of sizes, ``{"at_s": 0.5, "images": [["cat", 500000]], "text_tokens": 12, "output_tokens": 64}``.
+
+    The rate of a file with times is its own unless another is given. The access log knows prompts as a whole:
+    ``tokens_of_image`` of them are each image's. Texts of files count four characters a token.
+
+    Args:
+        count: most requests to take, the first ones.
+
+    Raises ValueError that names the file, the line and what would be right.
+    """
+    name, _, _ = split_spec(spec)
+    if rate is not None and not 0 < rate < float("inf"):
+        raise ValueError(f"--rate {rate:g}: write requests a second, above 0")
+    if name == "trace":
+        requests, is_timed = _read_trace(spec, count, tokens_of_image), True
+    else:
+        requests, is_timed = _drawn(spec, count, seed)
+    if rate is None and is_timed and requests[-1].at_s > 0:
+        rate = (len(requests) - 1) / requests[-1].at_s
+    return Load(name=spec, requests=requests if rate is None else at_rate(requests, rate), rate=rate)
+
+
+def _read_trace(spec: str, count: int, tokens_of_image: int) -> list[SimRequest]:
+    _, path, options = split_spec(spec)
+    if path is None:
+        raise ValueError("workload trace needs a file; write trace:FILE.jsonl")
+    scale = options.take("length_scale", parse_factor, "1")
+    most = options.take("requests", optional(parse_count), "")
+    options.take("ignore_eos", parse_switch, "true")  # answers have their lengths in any case
+    options.check(f"trace:{path}")
+    requests: list[SimRequest] = []
+    for number, line in json_lines(path):
+        try:
+            requests += _request(line, tokens_of_image, scale)
+        except (LineError, ValueError) as error:
+            raise ValueError(f"{path}:{number}: {error}") from None
+    if not requests:
+        raise ValueError(f"{path}: holds no request that was served")
+    requests = sorted(requests, key=lambda one: one.at_s)[: min(count, most or count)]
+    begin_s = requests[0].at_s
+    return [replace(one, at_s=one.at_s - begin_s) for one in requests]
+
+
+def _request(line: Mapping[str, Any], tokens_of_image: int, scale: float) -> Iterator[SimRequest]:
+    if "input_length" in line:
+        yield _mooncake(line, scale)
+    elif "prompt_tokens" in line and "modality" in line:
+        if line["prompt_tokens"] and line.get("completion_tokens"):  # else it was never computed
+            yield _logged(line, tokens_of_image)
+    elif "text_tokens" in line:
+        yield _sizes(line)
+    else:
+        raise LineError(
+            "neither a Mooncake trace (timestamp, input_length, output_length), nor an access log (prompt_tokens, "
+            "completion_tokens), nor text_tokens, output_tokens, at_s and images"
+        )
+
+
+def _mooncake(line: Mapping[str, Any], scale: float) -> SimRequest:
+    one = parse_line(line)
+    return SimRequest(
+        at_s=one.timestamp_ms / 1e3,
+        num_text_tokens=max(round(scale * one.input_length), 1),
+        num_output_tokens=max(round(scale * one.output_length), 1),
+        prefix=one.hash_ids[: one.input_length // BLOCK_TOKENS],
+        prefix_tokens=max(round(scale * BLOCK_TOKENS), 1),
+    )
+
+
+def _logged(line: Mapping[str, Any], tokens_of_image: int) -> SimRequest:
+    """Images are told apart by the names of their encodes; of those without one, none is like another. Logs of
+    before there were pixels in them have images of a mean size."""
+    at_s = datetime.fromisoformat(str(line.get("time"))).timestamp()
+    num_images = whole_number(line, "images", 0, at_least=0)
+    num_tokens = whole_number(line, "prompt_tokens")
+    named = [
+        str(stage["item"]) for stage in line.get("stages", ()) if isinstance(stage, dict) and stage.get("item")
+    ]
+    names = [*dict.fromkeys(named), *(f"{line.get('request_id')}/{i}" for i in range(num_images))][:num_images]
+    pixels = line.get("pixels", [])
+    if not isinstance(pixels, list) or not all(type(one) is int and one > 0 for one in pixels):
+        raise LineError("pixels: expected a list of whole numbers, one for each image")
+    sizes = [*pixels, *[IMAGE_PIXELS] * num_images]
+    return SimRequest(
+        at_s=at_s,
+        images=tuple(zip(names, sizes, strict=False)),
+        num_text_tokens=max(num_tokens - num_images * tokens_of_image, 1),
+        num_output_tokens=whole_number(line, "completion_tokens"),
+    )
+
+
+def _sizes(line: Mapping[str, Any]) -> SimRequest:
+    at_s, images = line.get("at_s"), line.get("images", [])
+    if isinstance(at_s, bool) or not isinstance(at_s, (int, float)) or not 0 <= at_s < float("inf"):
+        raise LineError(f"at_s: {at_s!r} is no time in seconds")
+    if not isinstance(images, list) or not all(
+        isinstance(one, list) and len(one) == 2 and type(one[1]) is int and one[1] > 0 for one in images
+    ):
+        raise LineError('images: expected a list of [name, pixels], as in [["cat", 500000]]')
+    videos = line.get("videos", [])
+    if not isinstance(videos, list) or not all(
+        isinstance(one, list) and len(one) == 3 and all(type(count) is int and count > 0 for count in one[1:])
+        for one in videos
+    ):
+        raise LineError('videos: expected a list of [name, pixels of a frame, frames], as in [["cat", 90000, 64]]')
+    return SimRequest(
+        at_s=float(at_s),
+        images=tuple((str(name), pixels) for name, pixels in images),
+        videos=tuple((str(name), pixels, num_frames) for name, pixels, num_frames in videos),
+        num_text_tokens=whole_number(line, "text_tokens"),
+        num_output_tokens=whole_number(line, "output_tokens"),
+    )
+
+
+def _drawn(spec: str, count: int, seed: int) -> tuple[list[SimRequest], bool]:
+    """The requests of a workload of the load tester, and whether it has times of its own; else one comes a second,
+    at random."""
+    pixels: dict[int, int] = {}  # by the object of a picture, which the list of items keeps
+
+    def blank(size: Size, rng: Random) -> Media:
+        picture = Media(mime="image/jpeg")
+        pixels[id(picture)] = size[0] * size[1]
+        return picture
+
+    name, _, _ = split_spec(spec)
+    items = list(islice(load_workload(spec, blank).items(seed), count))
+    is_timed = all(item.arrival_s is not None for item in items)
+    draw = Random(f"{spec} {seed}")
+    names: dict[int, str] = {}
+    requests: list[SimRequest] = []
+    at_s = 0.0
+    for item in items:
+        if item.conversation is not None:
+            raise ValueError(f"--workload {spec}: the planner simulates single requests; leave out turns")
+        parts = [part for message in item.messages for part in message.parts]
+        texts = [part for part in parts if isinstance(part, str)]
+        media = [part for part in parts if isinstance(part, Media)]
+        if others := [one.mime for one in media if not one.mime.startswith("image/")]:
+            raise ValueError(f"request {item.index} has {others[0]}: the planner knows text and images alone")
+        for one in media:
+            names.setdefault(id(one), one.url or str(len(names)))
+            if id(one) not in pixels:
+                pixels[id(one)] = _num_pixels(one)
+        # drawn words are a token each; of a file's texts nobody has counted them
+        num_text = sum(len(one.split()) if name in PRESETS else len(one) // _CHARACTERS_PER_TOKEN for one in texts)
+        at_s = item.arrival_s if is_timed and item.arrival_s is not None else at_s + draw.expovariate(1.0)
+        requests.append(
+            SimRequest(
+                at_s=at_s,
+                images=tuple((names[id(one)], pixels[id(one)]) for one in media),
+                num_text_tokens=max(num_text, 1),
+                num_output_tokens=item.max_tokens,
+            )
+        )
+    requests.sort(key=lambda one: one.at_s)
+    return [replace(one, at_s=one.at_s - requests[0].at_s) for one in requests], is_timed
+
+
+def _num_pixels(picture: Media) -> int:
+    if picture.url:
+        return IMAGE_PIXELS
+    try:
+        with Image.open(io.BytesIO(picture.data)) as image:
+            return image.width * image.height
+    except OSError as error:
+        raise ValueError(f"a picture of the workload cannot be read: {error}") from error

@@ -6,10 +6,11 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from epd_serve.verify.check import Failed, Skipped, Unjudged, check, require
-from epd_serve.verify.client import Client, Reply, same
+from epd_serve.verify.client import Client, Reply, same, tokens_of
 from epd_serve.verify.items import asked, clip, picture, sound, turned
 
 COLORS = ("red", "lime", "blue", "yellow", "black", "white")
@@ -74,11 +75,16 @@ async def adjacent(client: Client) -> None:
         raise Failed("the order of two pictures changes neither text nor logprobs")
 
 
+def _tokens(choice: Any) -> Sequence[Any]:
+    """The tokens of an answer with their logprobs. Raises Skipped where the server gives none."""
+    if not (tokens := tokens_of(choice)):
+        raise Skipped("the server gives no logprobs")
+    return tokens
+
+
 def _told(choice: Any) -> str:
     """The tokens of an answer and their logprobs, in a form in which two answers can be compared."""
-    if not (choice.get("logprobs") or {}).get("content"):
-        raise Skipped("the server gives no logprobs")
-    return repr([(one["token"], round(one["logprob"], 6)) for one in choice["logprobs"]["content"]])
+    return repr([(one["token"], round(one["logprob"], 6)) for one in _tokens(choice)])
 
 
 async def _told_apart(client: Client, parts: dict[str, Any], text: str) -> None:
@@ -236,14 +242,7 @@ async def edge(client: Client) -> None:
 @check("answers", "towers that fail on pictures that are not RGB")
 async def formats(client: Client) -> None:
     """Palette, grey, 16-bit, alpha and CMYK pictures, PNG and JPEG, are answered."""
-    for mode, form in (
-        ("P", "PNG"),
-        ("L", "PNG"),
-        ("RGBA", "PNG"),
-        ("1", "PNG"),
-        ("I;16", "PNG"),
-        ("CMYK", "JPEG"),
-    ):
+    for mode, form in (*((mode, "PNG") for mode in ("P", "L", "RGBA", "1", "I;16")), ("CMYK", "JPEG")):
         made = picture("red", mode=mode, form=form)
         require(bool((await client.chat(asked(made))).text()), f"{mode} as {form}: an empty text")
 
@@ -274,10 +273,8 @@ async def seeds(client: Client) -> None:
 async def sampling(client: Client) -> None:
     """The first token is drawn as often as its logprob says."""
     for content in _OPEN:
-        told = (await client.chat(content, max_tokens=1, **_TOLD)).choices()[0]
-        if not (told.get("logprobs") or {}).get("content"):
-            raise Skipped("the server gives no logprobs")
-        top = max(told["logprobs"]["content"][0]["top_logprobs"], key=lambda one: float(one["logprob"]))
+        told = _tokens((await client.chat(content, max_tokens=1, **_TOLD)).choices()[0])
+        top = max(told[0]["top_logprobs"], key=lambda one: float(one["logprob"]))
         share = math.exp(top["logprob"])
         if 0.05 < share < 0.75:
             break
@@ -313,10 +310,7 @@ async def logprobs(client: Client) -> None:
     for stream in (False, True):
         fields = {"stream_options": {"include_usage": True}} if stream else {}
         reply = await client.chat(asked(picture()), max_tokens=4, stream=stream, **_TOLD, **fields)
-        choice = reply.choices()[0]
-        told = (choice.get("logprobs") or {}).get("content")
-        if not told:
-            raise Skipped("the server gives no logprobs")
+        told = _tokens(reply.choices()[0])
         spoken = b"".join(bytes(one["bytes"]) if one.get("bytes") else one["token"].encode() for one in told)
         begun = spoken.decode(errors="replace").rstrip("\ufffd").split("<|")[0]
         require(reply.text().startswith(begun), f"{begun!r} by its tokens, {reply.text()!r} by its text")

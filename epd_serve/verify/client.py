@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import shlex
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,24 @@ CHAT = "/v1/chat/completions"
 PATIENCE_S = 20.0
 #: Nats between the two likeliest tokens below which another order of sums may choose the other one.
 TIE = 0.05
+#: Gauges that are 0 in an idle server: ours, vLLM's, SGLang's and Dynamo's.
+HELD = (
+    "epd_serve_num_requests_running",
+    "epd_serve_num_requests_waiting",
+    "epd_serve_in_flight_calls",
+    "epd_serve_instance_requests",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:gpu_cache_usage_perc",
+    "sglang:num_running_reqs",
+    "sglang:num_queue_reqs",
+    "sglang:num_used_tokens",
+    "dynamo_frontend_inflight_requests",
+    "dynamo_frontend_queued_requests",
+)
+#: Seconds in which what an ended request held has to be given back; what dead parts held goes by leases.
+SETTLE_S, LEASES_S = 15.0, 45.0
 
 
 class Reply:
@@ -63,10 +82,8 @@ class Reply:
     def error(self) -> str:
         """The error's message; Failed where the body is no error of OpenAI's form."""
         error = self.json().get("error")
-        require(
-            isinstance(error, dict) and isinstance(error.get("message"), str), "the error has no error.message"
-        )
-        assert isinstance(error, dict)
+        if not isinstance(error, dict) or not isinstance(error.get("message"), str):
+            raise Failed("the error has no error.message")
         return str(error["message"])
 
     def choices(self) -> list[Any]:
@@ -76,8 +93,8 @@ class Reply:
         require(self.complete, f"the body was cut: {self.failure}")
         if not self.is_stream:
             choices = self.json().get("choices")
-            require(isinstance(choices, list) and bool(choices), "the answer has no choices")
-            assert isinstance(choices, list)
+            if not isinstance(choices, list) or not choices:
+                raise Failed("the answer has no choices")
             return choices
         require(not any("error" in event for event in self.events), "an error in the stream")
         require(self.done, "the stream ended without [DONE]")
@@ -100,14 +117,15 @@ class Reply:
 
     def text(self) -> str:
         content = self.choices()[0]["message"]["content"]
-        require(isinstance(content, str), "message.content is no text")
-        return str(content)
+        if not isinstance(content, str):
+            raise Failed("message.content is no text")
+        return content
 
     def usage(self) -> dict[str, int]:
         holder = self.events[-1] if self.is_stream else self.json()
         usage = holder.get("usage")
-        require(isinstance(usage, dict), "there is no usage")
-        assert isinstance(usage, dict)
+        if not isinstance(usage, dict):
+            raise Failed("there is no usage")
         for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
             require(type(usage.get(name)) is int, f"usage.{name} is no integer")
         return usage
@@ -251,6 +269,21 @@ class Client:
             raise Skipped(f"/metrics: status {reply.status}")
         return parse_metrics(reply.body)
 
+    async def balanced(self, settle_s: float = SETTLE_S) -> None:
+        """Wait until nothing is held. Raises Failed with what still is, and Unjudged where no metric tells."""
+        settle_s = self.within(settle_s)
+        end_s = time.monotonic() + settle_s
+        while True:
+            seen = {name: value for name, value in (await self.metrics()).items() if name.split("{")[0] in HELD}
+            if not seen:
+                raise Unjudged("the rest is right; no metric tells what the server holds")
+            held = {name: value for name, value in seen.items() if value}
+            if not held:
+                return
+            if time.monotonic() > end_s:
+                raise Failed(f"{settle_s:g} s after the last request: {held}")
+            await asyncio.sleep(0.2)
+
     def curl(self, directory: Path, name: str) -> str:
         """The command that repeats the last request; a long body lies in a file of ``directory``."""
         path, body = self.last
@@ -278,7 +311,7 @@ def same(one: Any, other: Any, between: str) -> None:
     """Compare two greedy choices; where they part at two tokens of nearly equal likelihood they are Unjudged."""
     if one["message"]["content"] == other["message"]["content"]:
         return
-    mine, theirs = _tokens(one), _tokens(other)
+    mine, theirs = tokens_of(one), tokens_of(other)
     for left, right in zip(mine, theirs, strict=False):
         if left["token"] != right["token"]:
             likely = sorted((top["logprob"] for top in right.get("top_logprobs", ())), reverse=True)
@@ -288,7 +321,8 @@ def same(one: Any, other: Any, between: str) -> None:
     raise Failed(f"{between}: {one['message']['content']!r} in place of {other['message']['content']!r}")
 
 
-def _tokens(choice: Any) -> Sequence[Any]:
+def tokens_of(choice: Any) -> Sequence[Any]:
+    """The tokens of a choice with their logprobs; none where the server gives no logprobs."""
     return (choice.get("logprobs") or {}).get("content") or ()
 
 
@@ -297,8 +331,8 @@ def _object(data: bytes) -> dict[str, Any]:
         found = json.loads(data)
     except ValueError:
         raise Failed(f"no JSON: {data[:100]!r}") from None
-    require(isinstance(found, dict), f"no object: {data[:100]!r}")
-    assert isinstance(found, dict)
+    if not isinstance(found, dict):
+        raise Failed(f"no object: {data[:100]!r}")
     return found
 
 

@@ -10,9 +10,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from epd_serve.verify.books import LEASES_S, balanced
 from epd_serve.verify.check import CHECKS, Check, Skipped, Unjudged, check, require
-from epd_serve.verify.client import Client
+from epd_serve.verify.client import LEASES_S, Client
 from epd_serve.verify.items import asked, noise
 from epd_serve.verify.traffic import Outcome, Request, Traffic, in_parallel
 
@@ -156,7 +155,7 @@ async def _under(client: Client, names: Sequence[str]) -> str:
         f"{said}, {counts[Outcome.ERROR]} clear errors, the last after {longest_s:.1f} s; back in {back_s:.1f} s"
     )
     try:
-        await balanced(client, LEASES_S)
+        await client.balanced(LEASES_S)
     except Unjudged as unjudged:
         raise Unjudged(f"{seen}; {unjudged}") from None
     return seen

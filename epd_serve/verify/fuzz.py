@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from epd_serve.verify.books import balanced
 from epd_serve.verify.check import check, require
 from epd_serve.verify.client import CHAT, Client
 from epd_serve.verify.items import asked, picture
+from epd_serve.verify.traffic import in_parallel
 
 _SCHEMA = {
     "type": "object",
@@ -182,13 +182,7 @@ class Fuzzer:
         if kind == 2:  # the same key twice
             return data[:1] + b'"max_tokens": 1, "max_tokens": "x", ' + data[1:]
         if kind == 3:
-            return (
-                data[:1]
-                + b'"temperature": '
-                + rng.choice((b"NaN", b"Infinity", b"1e999", b"-"))
-                + b", "
-                + data[1:]
-            )
+            return data[:1] + b'"temperature": %b, ' % rng.choice((b"NaN", b"Infinity", b"1e999", b"-")) + data[1:]
         if kind == 4:
             return data[:1] + b'"metadata": ' + b"[" * _DEEP + b"]" * _DEEP + b", " + data[1:]
         if kind == 5:
@@ -229,7 +223,7 @@ class Findings:
     slowest_s: float = 0.0
 
 
-async def send(client: Client, case: Case, found: Findings) -> None:
+async def send(client: Client, found: Findings, case: Case) -> None:
     exchange = await client.exchange(case.body, case.path, HANG_S)
     content_type = exchange.headers.get(b"content-type", b"").decode("latin-1")
     problem = exchange.detail
@@ -242,15 +236,7 @@ async def send(client: Client, case: Case, found: Findings) -> None:
 
 
 async def run_cases(client: Client, fuzzer: Fuzzer, count: int, found: Findings, concurrency: int = 6) -> None:
-    remaining = iter(range(count))
-
-    async def work() -> None:
-        for _ in remaining:
-            await send(client, fuzzer.case(), found)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
-            group.create_task(work())
+    await in_parallel(partial(send, client, found), (fuzzer.case() for _ in range(count)), concurrency)
 
 
 async def answered(client: Client) -> list[tuple[str, dict[str, Any]]]:
@@ -274,5 +260,5 @@ async def fuzz(client: Client) -> str:
         kinds = Counter(what for what, _ in found.problems).most_common(4)
         require(False, f"{len(found.problems)} of {found.statuses.total()}: {kinds}")
     require(await answered(client) == valid, "afterwards a valid request is not answered with 200")
-    await balanced(client)
+    await client.balanced()
     return f"{dict(found.statuses)}, the slowest in {found.slowest_s:.1f} s"

@@ -7,7 +7,6 @@ import socket
 import time
 from collections import Counter
 
-from epd_serve.verify.books import balanced
 from epd_serve.verify.check import Failed, Skipped, check, require
 from epd_serve.verify.client import Client
 from epd_serve.verify.items import asked, picture
@@ -61,7 +60,7 @@ async def cancel_storm(client: Client) -> None:
         for exchange in exchanges:
             exchange.close()
     require((await client.chat(asked(picture()))).text() == before, "another answer than before")
-    await balanced(client)
+    await client.balanced()
 
 
 @check("load", "a client that reads slowly holds up all others", limit_s=60)
@@ -88,4 +87,4 @@ async def slow_reader(client: Client) -> None:
 async def books(client: Client) -> None:
     """An idle server's metrics say that it holds nothing."""
     (await client.chat(asked(picture()))).choices()
-    await balanced(client)
+    await client.balanced()

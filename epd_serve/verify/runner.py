@@ -1,4 +1,5 @@
-"""The run of a suite: one check after another, each within its time; what is done is kept."""
+"""``epd-serve verify``, behind the command line: one check after another, each within its time; what is done is
+kept."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from pathlib import Path
 import msgspec
 
 from epd_serve.verify import answers, api, faults, fuzz, load, media
-from epd_serve.verify.check import CHECKS, SUITES, Check, Failed, Result, Skipped, Unjudged
+from epd_serve.verify.check import CHECKS, SUITES, Check, Failed, Outcome, Result, Skipped, Unjudged
 from epd_serve.verify.client import Client
+from epd_serve.verify.faults import admin_commands
 from epd_serve.verify.report import Report, write
 
 #: The modules that enter their checks.
@@ -63,7 +65,8 @@ async def run_checks(
 
 
 async def _one(client: Client, check: Check, directory: Path) -> Result:
-    began_s, outcome, reason = time.monotonic(), "pass", ""
+    outcome: Outcome = "pass"
+    began_s, reason = time.monotonic(), ""
     limit_s = check.limit_s * max(1.0, client.slowness)
     try:
         async with asyncio.timeout(limit_s):
@@ -79,5 +82,53 @@ async def _one(client: Client, check: Check, directory: Path) -> Result:
     except (KeyError, IndexError, TypeError, AttributeError) as error:  # an answer of another shape than OpenAI's
         outcome, reason = "fail", f"an answer of the wrong shape: {type(error).__name__} {error}"
     curl = client.curl(directory, check.name) if outcome == "fail" else ""
-    fields = {"check": check.name, "suite": check.suite, "outcome": outcome, "reason": reason, "curl": curl}
-    return msgspec.convert({**fields, "seconds": round(time.monotonic() - began_s, 3)}, Result)
+    seconds = round(time.monotonic() - began_s, 3)
+    return Result(check=check.name, suite=check.suite, outcome=outcome, reason=reason, seconds=seconds, curl=curl)
+
+
+def list_checks(suites: Sequence[str]) -> None:
+    """Print every check of the suites."""
+    for one in chosen(suites):
+        print(f"{one.name}\n  {one.proves}\n  from: {one.origin}")
+
+
+def verify_server(
+    url: str,
+    *,
+    model: str,
+    suites: Sequence[str],
+    names: Sequence[str],
+    reference: str,
+    record: Path | None,
+    admin: Sequence[str],
+    directory: Path,
+    resume: bool,
+    slowness: float,
+    api_key: str | None,
+) -> int:
+    """Run the checks; return the exit status, 1 where one failed."""
+
+    async def run() -> int:
+        client = Client(
+            url,
+            model=model,
+            api_key=api_key,
+            reference=Client(reference, api_key=api_key) if reference else None,
+            record=record,
+            admin=admin_commands(admin),
+            slowness=slowness,
+        )
+        try:
+            report = await run_checks(client, chosen(suites, names), directory, resume=resume, told=_tell)
+        finally:
+            await client.close()
+        print(f"{report.counts()}; {directory / 'verify.html'}")
+        return int(any(one.outcome == "fail" for one in report.results))
+
+    return asyncio.run(run())
+
+
+def _tell(result: Result) -> None:
+    print(f"{result.outcome:9}{result.check:24}{result.seconds:7.2f} s  {result.reason}", flush=True)
+    if result.curl:
+        print(f"         {result.curl}", flush=True)

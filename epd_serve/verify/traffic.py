@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -14,19 +13,10 @@ from typing import Any, TypeVar
 
 from epd_serve.verify.check import Failed
 from epd_serve.verify.client import Client, Reply
-from epd_serve.verify.items import asked, noise
 
 T = TypeVar("T")
 #: Statuses of a clear error that a fault may lead to.
 FAULT_STATUSES = (429, 500, 502, 503, 504)
-_NUM_PICTURES = 24
-_QUESTIONS = (
-    "What color is the circle?",
-    "What is in the picture?",
-    "How many shapes are there?",
-    "Where is the blue square?",
-)
-_TEXTS = ("What is the capital of France?", "Count to 9.", "What is 2 + 3?", "Repeat: apple banana cherry")
 
 
 class Outcome(StrEnum):
@@ -68,29 +58,6 @@ class Result:
     text: str = ""
     detail: str = ""
     seconds: float = 0.0
-
-
-def mixed_requests(count: int, seed: int, *, patient: bool = False) -> list[Request]:
-    """Texts, one and two pictures (few enough that most are asked about again), streams, impatient clients.
-
-    With ``patient`` all are streams of clients that stay, long enough that a fault meets many in their middle.
-    """
-    rng = random.Random(seed)
-    return [_mixed_request(rng, patient) for _ in range(count)]
-
-
-def _mixed_request(rng: random.Random, patient: bool) -> Request:
-    pictures = [rng.randrange(_NUM_PICTURES) for _ in range(rng.choice((0, 0, 1, 1, 1, 2)))]
-    text = rng.choice(_QUESTIONS if pictures else _TEXTS) + " apple" * rng.choice((0, 0, 20, 120))
-    max_tokens = rng.choice((48, 120, 250) if patient else (1, 16, 96, 250))
-    stream = patient or rng.random() < 0.5
-    impatient = not patient and rng.random() < 0.15
-    return Request(
-        key=f"{pictures} {max_tokens} {text}",
-        content=asked(*map(noise, pictures), text=text) if pictures else text,
-        fields={"max_tokens": max_tokens, "stream": stream, "ignore_eos": True, "skip_special_tokens": False},
-        patience_s=rng.uniform(0, 1.5) if impatient else None,
-    )
 
 
 def judge(reply: Reply, expected: str | None, *, may_cut: bool = False) -> Result:
@@ -196,15 +163,8 @@ class Traffic:
 
     async def ask_until(self, requests: Sequence[Request], concurrency: int, over: asyncio.Event) -> None:
         """Ask the requests again and again, until it is over."""
-        turns = itertools.cycle(requests)
-
-        async def work() -> None:
-            while not over.is_set():
-                await self._judged(next(turns))
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(concurrency):
-                group.create_task(work())
+        turns = itertools.takewhile(lambda _: not over.is_set(), itertools.cycle(requests))
+        await in_parallel(self._judged, turns, concurrency)
 
     def outcomes(self) -> Counter[Outcome]:
         return Counter(result.outcome for _, result in self.results)
@@ -212,17 +172,6 @@ class Traffic:
     def wrong(self) -> list[str]:
         """Tell what was wrong, for each result that no fault excuses."""
         return [f"{one.key}: {result.detail}" for one, result in self.results if result.outcome in BAD]
-
-    def report(self) -> dict[str, Any]:
-        counts = self.outcomes()
-        errors = Counter(result.detail for _, result in self.results if result.outcome is Outcome.ERROR)
-        return {
-            "requests": len(self.results),
-            "distinct": len(self.expected),
-            "outcomes": {outcome.value: counts[outcome] for outcome in Outcome},
-            "clear_errors": dict(sorted(errors.items())),
-            "wrong": self.wrong(),
-        }
 
 
 async def in_parallel(do: Callable[[T], Awaitable[None]], items: Iterable[T], concurrency: int) -> None:

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.bench.outputs import missed, vllm_result
-from epd_serve.bench.report import write_pngs, write_report
-from epd_serve.bench.report.page import browser, plots
+from epd_serve.bench.report.page import browser, plots, write_pngs, write_report
 from epd_serve.bench.report.series import grids
 from epd_serve.bench.report.table import html_tables, rows
 from epd_serve.bench.report.timeline import pieces, timelines

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -129,8 +130,8 @@ def test_another_workload_is_no_resumption(scripted: Scripted, tmp_path: Path) -
 def test_a_record_that_stands_twice_is_an_error(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", settings("http://127.0.0.1:1"), [(0, 0.0)])
     record = Record(index=0, workload="w", modality="text", scheduled_s=0.0, finish_s=1.0)
-    with RunWriter(run) as writer:
-        writer.record(record)
-        writer.record(record)
+    with closing(RunWriter(run)) as writer:
+        writer.write(record)
+        writer.write(record)
     with pytest.raises(ValueError, match="request 0 stands there twice"):
         run.records()

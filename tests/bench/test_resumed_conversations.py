@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from load_tester import Scripted, item
+from load_tester import Scripted, item, settings
 
 from epd_serve.bench.connection import Connections, Target
 from epd_serve.bench.plan import Chain, Plan
@@ -34,8 +34,7 @@ def test_all_is_sent_when_it_is_due(scripted: Scripted) -> None:
         runner = Runner(
             plan,
             connections,
-            model="m",
-            fields={},
+            settings(scripted.url),
             headers=lambda index: f"x-request-id: resumed-{index}\r\n",
             on_record=records.append,
             done={0: answered},

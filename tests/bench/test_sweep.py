@@ -28,7 +28,7 @@ class Steady:
 def sweep(scripted: Scripted, path: Path, **more: Any) -> Sweep:
     path.mkdir(exist_ok=True)
     wanted = settings(scripted.url, rate=1.0, num_requests=4, **more)
-    return Sweep(session=session(), path=path, settings=wanted, load_workload=Steady)
+    return Sweep(session=session(), path=path, settings=wanted, load=lambda _: Steady())
 
 
 def test_given_rates_have_fresh_requests_each(scripted: Scripted, tmp_path: Path) -> None:

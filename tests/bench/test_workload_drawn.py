@@ -47,7 +47,7 @@ def num_words(item: Item) -> int:
 
 def test_the_papers_image_workload_has_its_means() -> None:
     """Small pictures of the same distribution stand in for the sizes: 512 real ones take five seconds."""
-    draw = parse_sizes("lognormal:802x652:0.35").draw
+    draw = parse_sizes("lognormal:802x652:0.35")
     drawn = [draw(Random(n)) for n in range(4000)]
     assert fmean(width for width, _ in drawn) == pytest.approx(802, rel=0.02)
     assert fmean(height for _, height in drawn) == pytest.approx(652, rel=0.02)
@@ -120,9 +120,10 @@ def test_conversations_have_their_turns_in_order_and_are_mixed() -> None:
     assert len(systems) == 1, "all share the system's message"
 
 
-def test_text_requests_say_how_long_they_are() -> None:
+def test_text_requests_are_as_long_as_they_were_asked_for() -> None:
     items = take("synthetic,image_share=0,text_tokens=7,system_tokens=3,ignore_eos=false,requests=5", 50)
-    assert [item.num_input_tokens for item in items] == [10] * 5
+    texts = [[part for message in item.messages for part in message.parts] for item in items]
+    assert [[len(str(text).split()) for text in parts] for parts in texts] == [[3, 7]] * 5
     assert not any(item.fields for item in items)
 
 
@@ -172,9 +173,9 @@ def test_any_text_is_a_distribution_or_refused_with_a_reason(text: str, seed: in
         except ValueError as error:
             assert str(error)
         else:
-            assert drawn.draw(Random(seed)) >= (1 if parse is parse_lengths else 0)
+            assert drawn(Random(seed)) >= (1 if parse is parse_lengths else 0)
     try:
-        sides = parse_sizes(text).draw(Random(seed))
+        sides = parse_sizes(text)(Random(seed))
     except ValueError as error:
         assert str(error)
     else:
@@ -184,13 +185,12 @@ def test_any_text_is_a_distribution_or_refused_with_a_reason(text: str, seed: in
 @given(st.integers(1, 5000), st.integers(0, 5000), st.floats(0.01, 100), st.integers())
 def test_draws_stay_in_what_was_written(low: int, more: int, weight: float, seed: int) -> None:
     rng = Random(seed)
-    assert parse_lengths(str(low)).draw(rng) == low
-    assert low <= parse_lengths(f"{low}..{low + more}").draw(rng) <= low + more
+    assert parse_lengths(str(low))(rng) == low
+    assert low <= parse_lengths(f"{low}..{low + more}")(rng) <= low + more
     mixed = parse_lengths(f"{low}@{weight:f}+{low + more}")
-    assert mixed.draw(rng) in (low, low + more)
-    assert str(mixed) == f"{low}@{weight:f}+{low + more}"
-    assert parse_lengths(f"normal:{low}:0").draw(rng) == low
-    assert parse_lengths(f"lognormal:{low}:0").draw(rng) == low
+    assert mixed(rng) in (low, low + more)
+    assert parse_lengths(f"normal:{low}:0")(rng) == low
+    assert parse_lengths(f"lognormal:{low}:0")(rng) == low
 
 
 def test_clips_have_their_length_and_share_of_conversations() -> None:

@@ -45,7 +45,6 @@ def test_a_trace_keeps_its_times_lengths_and_shared_prefixes(tmp_path: Path) -> 
     first, second, third = items_of("trace", written(tmp_path / "chat.jsonl", TRACE))
     assert [item.arrival_s for item in (first, second, third)] == [0.0, 0.0, 6.0], "from the first one on"
     assert [len(words(item)) for item in (first, second, third)] == [1100, 1536, 600]
-    assert [item.num_input_tokens for item in (first, second, third)] == [1100, 1536, 600]
     assert [item.max_tokens for item in (first, second, third)] == [26, 500, 7]
     assert first.workload == "chat"
     assert words(first)[: 2 * BLOCK_TOKENS] == words(second)[: 2 * BLOCK_TOKENS]
@@ -87,7 +86,10 @@ def test_any_trace(tmp_path: Path, lines: list[tuple[int, int, int, int]], scale
     arrivals = [item.arrival_s for item in items]
     assert arrivals == sorted(arrivals, key=lambda at: at or 0.0)
     assert arrivals[0] == 0
-    assert [item.num_input_tokens for item in items] == [len(words(item)) for item in items]
+    ordered = sorted(trace, key=lambda line: line["timestamp"])
+    assert [len(words(item)) for item in items] == [
+        max(1, round(scale * line["input_length"])) for line in ordered
+    ]
     assert items == items_of("trace", tmp_path / "any.jsonl", f",length_scale={scale!r}")
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from benchmarks.shapes import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, WorkloadShape
 from device.datasheets import spec_of
 from epd_serve.bench.run_directory import RunDirectory
 from epd_serve.cli.app import app
@@ -28,7 +29,7 @@ from epd_serve.plan.space import Candidate, all_methods, candidates, three_metho
 from epd_serve.plan.strategies import algorithm_2, cheapest, exhaustive, partition, race, tpe
 from epd_serve.sim.gateway import Job
 from epd_serve.sim.records import attainment
-from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, SimRequest, WorkloadShape
+from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 
 

@@ -34,9 +34,5 @@ def test_a_work_that_fails_is_told() -> None:
     def fails() -> None:
         raise RuntimeError("broken")
 
-    busy = contention._Busy(fails, OPTIONS)
-    busy.pause()
-    busy.go_on()
-    assert busy._end.exception(timeout=60) is not None
-    with pytest.raises(RuntimeError, match="broken"):
-        busy.close()
+    with pytest.raises(RuntimeError, match="broken"), contention._repeating(fails, OPTIONS):
+        pass

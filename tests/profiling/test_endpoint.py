@@ -19,7 +19,7 @@ from device.datasheets import DEVICE_SPECS
 from epd_serve.cli.app import app
 from epd_serve.cost.profile import Profile
 from epd_serve.profiling import endpoint
-from epd_serve.profiling.endpoint import EndpointOptions, profile_endpoint
+from epd_serve.profiling.endpoint import profile_endpoint
 
 REQUEST_S, TOKEN_S, STEP_S, SEQUENCE_S, IMAGE_S = 0.02, 2e-4, 0.01, 0.002, 0.03
 NUM_BLOCKS, BLOCK = 64, 16
@@ -71,8 +71,7 @@ def timed(metrics: str = METRICS) -> Any:
 
 async def profiled(server: uvicorn.Server) -> Profile:
     async with served(server) as url:
-        options = EndpointOptions(url=url, model="qwen2.5-vl-7b", device="h100")
-        return await asyncio.to_thread(profile_endpoint, options)
+        return await asyncio.to_thread(profile_endpoint, url, "qwen2.5-vl-7b", "h100")
 
 
 async def test_known_times_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -110,4 +109,4 @@ async def test_another_server_is_refused() -> None:
     with pytest.raises(ValueError, match="/metrics says nothing of vllm:cache_config_info"):
         await profiled(timed(metrics="up 1\n"))
     with pytest.raises(ValueError, match=r"--endpoint http://127\.0\.0\.1:9: /v1/models: .*refused"):
-        profile_endpoint(EndpointOptions(url="http://127.0.0.1:9", model="qwen2.5-vl-7b", device="h100"))
+        profile_endpoint("http://127.0.0.1:9", "qwen2.5-vl-7b", "h100")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 import time
+from multiprocessing import resource_tracker, spawn
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from epd_serve.cli.app import app
 from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.profiling import interference
 from epd_serve.profiling.interference import measure
-from epd_serve.profiling.sides import Run, Runner, Setting, StreamSide
+from epd_serve.profiling.sides import Runner, Setting, Side
 from epd_serve.profiling.workloads import WORKLOADS, Factory, Sizes
 
 SMALL = Sizes(
@@ -81,16 +81,17 @@ def test_processes() -> None:
 
 def test_a_side_that_was_held_up_until_the_end_has_a_time_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sizes, "for_device", lambda device_type: SMALL)
-    side = StreamSide(Setting(device="cpu", dtype="float32", threads=1))
+    side = Side(Setting(device="cpu", dtype="float32", threads=1), "stream")
     side.prepare("norm").result()
     over = time.monotonic() - 1
-    assert len(side.run(Run(over, over)).result()) == 1
+    assert len(side.run(over, over).result()) == 1
     side.close()
 
 
 def test_a_failure_in_a_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="ended with exit code 1"):
+    resource_tracker.ensure_running()  # it is started as the process is
+    monkeypatch.setattr(spawn, "_python_exe", b"/bin/false")
+    with pytest.raises(RuntimeError, match="terminated abruptly"):
         measure("cpu", isolation="process", dtype="float32", seconds=0.1, names=["norm"])
 
 

@@ -6,10 +6,11 @@ from statistics import fmean
 import msgspec
 import pytest
 
+from benchmarks.shapes import SHAREGPT_4O
 from epd_serve.cost.profile import DecodeLine, Profile, Transport
 from epd_serve.sim.device import Activity, MeasuredSharing
 from epd_serve.sim.simulator import Fault, Outcome, SimDeployment, build, check_books, simulate
-from epd_serve.sim.workloads import SHAREGPT_4O, SimRequest
+from epd_serve.sim.workloads import SimRequest
 from epd_serve.topology import parse_topology
 
 REQUEST = SimRequest(at_s=1.0, images=(("cat", 784 * 500),), num_text_tokens=12, num_output_tokens=3)

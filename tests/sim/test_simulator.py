@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.shapes import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, WorkloadShape
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.stages import Link
 from epd_serve.sim.device import Clock, FluidSharing, SimDevice
@@ -18,7 +19,7 @@ from epd_serve.sim.instance import SimInstance
 from epd_serve.sim.language import LanguageSide
 from epd_serve.sim.simulator import Fault, NoWay, Outcome, SimDeployment, build, check_books, simulate
 from epd_serve.sim.spec import Batching
-from epd_serve.sim.workloads import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, SimRequest, WorkloadShape, at_rate
+from epd_serve.sim.workloads import SimRequest, at_rate
 from epd_serve.topology import parse_topology
 
 TOPOLOGIES = ("EPD", "EP-D", "ED-P", "E-P-D", "(E-P)-D", "(E-D)-P", "(E-PD)", "2E-P-2D", "2EPD")

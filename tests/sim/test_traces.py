@@ -9,8 +9,7 @@ import msgspec
 import pytest
 from PIL import Image
 
-from epd_serve.sim.traces import IMAGE_PIXELS, Load, read_load
-from epd_serve.sim.workloads import SimRequest
+from epd_serve.sim.workloads import IMAGE_PIXELS, Load, SimRequest, read_load
 from proxy.observe.access_log import Line, StageLine
 
 

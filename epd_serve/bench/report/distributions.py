@@ -7,7 +7,7 @@ from math import ceil
 from random import Random
 from typing import Any
 
-from epd_serve.bench.report.series import Grid, window
+from epd_serve.bench.report.series import Grid
 from epd_serve.bench.report.theme import (
     BAD,
     GOOD,
@@ -21,9 +21,10 @@ from epd_serve.bench.report.theme import (
     scatter,
     style,
     titled,
+    two_panels,
 )
-from epd_serve.bench.summary import MS, Measured
-from epd_serve.bench.types import SLO, Record
+from epd_serve.bench.summary import MS, Measured, attains
+from epd_serve.bench.types import Record
 
 #: Requests of one run that a plot shows; of more, evenly spread ones.
 _MOST_POINTS = 160
@@ -43,17 +44,11 @@ def tpot_ms(record: Record) -> float | None:
     return MS * (record.tpot_s or 0.0)
 
 
-def is_good(record: Record, slo: SLO) -> bool:
-    first, each = ttft_ms(record), tpot_ms(record)
-    return first is not None and each is not None and first <= slo.ttft_ms and each <= slo.tpot_ms
-
-
 def cumulative(grid: Grid) -> Figure:
     """Share of all requests below a latency, at the load that tells most; failures keep a curve below 100 %."""
     load = grid.telling
     single = len(grid.labels) == 1
     runs = [(n, f"{at:.4g} {grid.unit}", run) for n, (at, run) in enumerate(grid.of(grid.labels[0]))]
-    slo = next(iter(grid.runs.values())).settings.slo
     lines: list[Trace] = []
     for position, name, run in runs if single else grid.at(load):
         for value, axis in ((ttft_ms, ""), (tpot_ms, "2")):
@@ -63,31 +58,27 @@ def cumulative(grid: Grid) -> Figure:
             lines.append(scatter(name, x, y, hover, axes=axis, showlegend=not axis, line=line))
     share = titled("requests, %", range=[0, 103])
     at = "at each load" if single else f"at {load:.4g} {grid.unit}"
-    return figure(
+    return two_panels(
         lines,
         f"How long requests waited, {at}",
         "Share of all requests that were at least this fast; the further left the better. Dashed: the limit",
-        xaxis={**log_axis("time to the first token, ms"), "domain": [0, 0.43]},
-        xaxis2={**log_axis("time per output token, ms"), "domain": [0.57, 1], "anchor": "y2"},
-        yaxis=share,
-        yaxis2={**share, "anchor": "x2"},
+        ((log_axis("time to the first token, ms"), share), (log_axis("time per output token, ms"), share)),
         shapes=[
-            limit_line(slo.ttft_ms, "", axis="x"),
-            limit_line(slo.tpot_ms, "", axis="x", of="2"),
+            limit_line(grid.slo.ttft_ms, "", axis="x"),
+            limit_line(grid.slo.tpot_ms, "", axis="x", of="2"),
         ],
     )
 
 
 def strips(grid: Grid, which: str) -> Figure:
     """Figure 16: each request a dot, by load, with each deployment's median as a bar; ``which``: ttft or tpot."""
-    value: Callable[[Record], float | None] = ttft_ms if which == "ttft" else tpot_ms
-    slo = next(iter(grid.runs.values())).settings.slo
-    limit = slo.ttft_ms if which == "ttft" else slo.tpot_ms
+    value, figure_name = (ttft_ms, "ttft_scheduled") if which == "ttft" else (tpot_ms, "tpot")
+    limit = grid.slo.ttft_ms if which == "ttft" else grid.slo.tpot_ms
     name = "time to the first token" if which == "ttft" else "time per output token"
     dots, middles = [], []
     width = 0.84 / len(grid.labels)
     for position, label in enumerate(grid.labels):
-        x, y, middle_x, middle_y, medians = [], [], [], [], []
+        x, y, middle_x, middle_y = [], [], [], []
         for slot, load in enumerate(grid.loads):
             run = grid.runs.get((label, load))
             if run is None:
@@ -97,11 +88,10 @@ def strips(grid: Grid, which: str) -> Figure:
             values = [found for record in _thinned(run.records) if (found := value(record)) is not None]
             y += [round(one, 2) for one in values]
             x += [round(center + (jitter.random() - 0.5) * 0.62 * width, 3) for _ in values]
-            of = window(run).figures.get("ttft_scheduled" if which == "ttft" else "tpot")
-            if of is not None:
+            median = run.total.ms(figure_name, "median")
+            if median is not None:
                 middle_x += [center - 0.45 * width, center + 0.45 * width, None]
-                middle_y += [MS * of.median, MS * of.median, None]
-                medians.append(MS * of.median)
+                middle_y += [median, median, None]
         marker = {"color": color_of(position), "size": 4, "opacity": 0.55}
         hover = f"{label}: %{{y:.4g}} ms"
         dots.append(scatter(label, x, y, hover, mode="markers", showlegend=False, marker=marker))
@@ -141,7 +131,7 @@ def corners(grid: Grid) -> Figure:
         at_text = f" at {load:.4g} {grid.unit}"
     columns = min(4, len(panels))
     rows = ceil(len(panels) / columns)
-    slo = panels[0][1].settings.slo
+    slo = grid.slo
     top_x, top_y = 1.03 * _RIM * slo.ttft_ms, 1.03 * _RIM * slo.tpot_ms
     data: list[Trace] = []
     layout: dict[str, Any] = {}
@@ -155,23 +145,11 @@ def corners(grid: Grid) -> Figure:
         layout[f"yaxis{axis}"] = _panel_axis(rows - 1 - row, rows, top_y, f"x{axis}", 0.25 / rows) | (
             titled("TPOT, ms") if column == 0 else {"showticklabels": False}
         )
-        data += _corner_dots(run, slo, axis)
-        share = window(run).attainment
-        shapes.append(
-            {
-                "type": "rect",
-                "xref": f"x{axis}",
-                "yref": f"y{axis}",
-                "x0": 0,
-                "y0": 0,
-                "x1": slo.ttft_ms,
-                "y1": slo.tpot_ms,
-                "fillcolor": GOOD,
-                "opacity": 0.14,
-                "line": {"width": 0},
-                "layer": "below",
-            }
-        )
+        data += _corner_dots(run, axis)
+        share = run.total.attainment
+        rectangle = {"type": "rect", "x0": 0, "y0": 0, "x1": slo.ttft_ms, "y1": slo.tpot_ms}
+        look = {"fillcolor": GOOD, "opacity": 0.14, "line": {"width": 0}, "layer": "below"}
+        shapes.append({**rectangle, "xref": f"x{axis}", "yref": f"y{axis}", **look})
         notes.append(
             note(f"<b>{name}</b>: {share.value:.0%} good", 0.5, 1.02, f"x{axis} domain", f"y{axis} domain")
         )
@@ -188,10 +166,11 @@ def corners(grid: Grid) -> Figure:
     )
 
 
-def _corner_dots(run: Measured, slo: SLO, axis: str) -> list[Trace]:
-    found = []
+def _corner_dots(run: Measured, axis: str) -> list[Trace]:
+    found, slo = [], run.settings.slo
+    shown = [record for record in _thinned(run.records) if record.succeeded]
     for wanted, color in ((True, GOOD), (False, BAD)):
-        some = [record for record in _thinned(run.records) if record.succeeded and is_good(record, slo) == wanted]
+        some = [record for record in shown if all(attains(record, run.settings)) == wanted]
         x = [round(min(ttft_ms(record) or 0.0, _RIM * slo.ttft_ms), 1) for record in some]
         y = [round(min(tpot_ms(record) or 0.0, _RIM * slo.tpot_ms), 2) for record in some]
         text = [

@@ -75,24 +75,15 @@ def _section(grid: Grid, figures: dict[str, Figure], runs: Sequence[str]) -> str
         f'<div class="card{" half" if name in halves else ""}"><div data-figure="{name}"></div></div>'
         for name in figures
     )
+    lines = "".join(f"<p>{escape(verdict(grid, label))}</p>" for label in grid.labels)
     options = "".join(f"<option>{escape(name)}</option>" for name in runs)
     return (
-        f'<section data-workload="{escape(grid.workload)}">{_verdicts(grid)}'
-        f"<h2>{escape(_workload_text(grid))}</h2>"
+        f'<section data-workload="{escape(grid.workload)}"><div class="verdict">{lines}</div>'
+        f"<h2>{escape(grid.workload)}: a good answer has {grid.slo_text}</h2>"
         f'{html_tables(grid)}<div class="plots">{cards}</div>'
         f'<h2>One by one <select class="runs">{options}</select></h2><div class="timelines"></div>'
         f"{_warnings(grid)}</section>"
     )
-
-
-def _verdicts(grid: Grid) -> str:
-    lines = "".join(f"<p>{escape(verdict(grid, label))}</p>" for label in grid.labels)
-    return f'<div class="verdict">{lines}</div>'
-
-
-def _workload_text(grid: Grid) -> str:
-    slo = next(iter(grid.runs.values())).settings.slo
-    return f"{grid.workload}: a good answer has TTFT ≤ {slo.ttft_ms:g} ms and TPOT ≤ {slo.tpot_ms:g} ms"
 
 
 def _warnings(grid: Grid) -> str:
@@ -204,9 +195,7 @@ def _plots(grid: Grid) -> Iterator[tuple[str, Figure | None]]:
 WIDTH = 1100
 
 
-def write_pngs(
-    directory: Path, runs: Sequence[Measured], *, theme: str = "light", share: float = GOODPUT_SHARE
-) -> list[Path]:
+def write_pngs(directory: Path, runs: Sequence[Measured], *, share: float = GOODPUT_SHARE) -> list[Path]:
     """``<workload>-<plot>.png`` for each plot of the report, and the first run's requests one by one.
 
     Raises ValueError where kaleido or a browser is missing.
@@ -220,11 +209,11 @@ def write_pngs(
             figures[f"{name}-requests"], figures[f"{name}-load"] = of_run[:2]
     directory.mkdir(parents=True, exist_ok=True)
     paths = {directory / f"{name}.png": figure for name, figure in figures.items()}
-    draw_pngs(paths, theme)
+    draw_pngs(paths)
     return list(paths)
 
 
-def draw_pngs(figures: Mapping[Path, Figure], theme: str = "light") -> None:
+def draw_pngs(figures: Mapping[Path, Figure]) -> None:
     """Draw each figure into its file. Raises ValueError where kaleido or a browser is missing."""
     try:
         from kaleido import Kaleido
@@ -235,7 +224,7 @@ def draw_pngs(figures: Mapping[Path, Figure], theme: str = "light") -> None:
     async def draw() -> None:
         async with Kaleido() as drawer:
             for path, figure in figures.items():
-                layout = {**figure["layout"], "template": TEMPLATES[theme]}
+                layout = {**figure["layout"], "template": TEMPLATES["light"]}
                 options: dict[str, Any] = {
                     "format": "png",
                     "width": WIDTH,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from epd_serve.bench.report.series import Grid, window
+from epd_serve.bench.report.series import Grid
 from epd_serve.bench.report.theme import (
     GOOD,
     Figure,
@@ -18,14 +19,9 @@ from epd_serve.bench.report.theme import (
     scatter,
     style,
     titled,
+    two_panels,
 )
-from epd_serve.bench.summary import MS, Measured
 from epd_serve.bench.types import Share, WindowSummary
-
-
-def slo_text(grid: Grid) -> str:
-    slo = next(iter(grid.runs.values())).settings.slo
-    return f"TTFT ≤ {slo.ttft_ms:g} ms and TPOT ≤ {slo.tpot_ms:g} ms"
 
 
 def capacity(grid: Grid) -> Figure:
@@ -47,7 +43,7 @@ def capacity(grid: Grid) -> Figure:
     return figure(
         [bar],
         "How much each deployment carries",
-        f"Highest load with {grid.share:.0%} of requests within {slo_text(grid)}; longer is better",
+        f"Highest load with {grid.share:.0%} of requests within {grid.slo_text}; longer is better",
         is_narrow=True,
         xaxis=titled(grid.load_title, range=[0, 1.18 * highest]),
         yaxis={"type": "category"},
@@ -58,13 +54,7 @@ def capacity(grid: Grid) -> Figure:
 def attainment_map(grid: Grid) -> Figure:
     """Deployments by loads, the share of good requests as colour and number."""
     labels = sorted(grid.labels, key=lambda label: (grid.goodput(label), -grid.labels.index(label)))
-    shares = [
-        [
-            100 * window(grid.runs[label, load]).attainment.value if (label, load) in grid.runs else None
-            for load in grid.loads
-        ]
-        for label in labels
-    ]
+    shares = [[grid.good_percent(label, load) for load in grid.loads] for label in labels]
     edge = min(grid.share, 0.999)
     cells: Trace = {
         "type": "heatmap",
@@ -86,7 +76,7 @@ def attainment_map(grid: Grid) -> Figure:
     return figure(
         [cells],
         "Who keeps its promise at which load",
-        f"Share of requests within {slo_text(grid)}; green from {grid.share:.0%} on",
+        f"Share of requests within {grid.slo_text}; green from {grid.share:.0%} on",
         is_narrow=True,
         xaxis=titled(grid.load_title, type="category"),
         yaxis={"type": "category"},
@@ -100,13 +90,13 @@ def attainment(grid: Grid) -> Figure:
         return _attainment_bars(grid)
     lines = []
     for position, label in enumerate(grid.labels):
-        errors = _errors([window(run).attainment for _, run in grid.of(label)])
+        errors = _errors([run.total.attainment for _, run in grid.of(label)])
         line = _line(grid, label, position, lambda of: 100 * of.attainment.value, "%{y:.1f} %")
         lines.append({**line, "error_y": {**errors, "thickness": 1, "width": 3}})
     return figure(
         lines,
         "SLO attainment",
-        f"Share of requests within {slo_text(grid)}; failures count as missed; higher is better",
+        f"Share of requests within {grid.slo_text}; failures count as missed; higher is better",
         is_narrow=True,
         xaxis=grid.axis,
         yaxis=titled("good requests, %", range=[-3, 106]),
@@ -127,7 +117,7 @@ def _errors(shares: Sequence[Share]) -> dict[str, Any]:
 
 def _attainment_bars(grid: Grid) -> Figure:
     runs = grid.at(grid.loads[0])
-    shares = [window(run).attainment for _, _, run in runs]
+    shares = [run.total.attainment for _, _, run in runs]
     bar: Trace = {
         "type": "bar",
         "x": [label for _, label, _ in runs],
@@ -142,7 +132,7 @@ def _attainment_bars(grid: Grid) -> Figure:
     return figure(
         [bar],
         f"SLO attainment at {grid.load_texts[0]} {grid.unit}",
-        f"Share of requests within {slo_text(grid)}, with its 95 % interval; failures count as missed",
+        f"Share of requests within {grid.slo_text}, with its 95 % interval; failures count as missed",
         is_narrow=True,
         xaxis={"type": "category"},
         yaxis=titled("good requests, %", range=[0, 106]),
@@ -159,39 +149,35 @@ def throughput(grid: Grid) -> Figure:
             grid, label, position, lambda of: of.effective_throughput_per_device, "%{y:.0f} tokens/s"
         )
         lines.append({**effective, "xaxis": "x2", "yaxis": "y2", "showlegend": False})
-    return _two_panels(
-        grid,
-        lines,
-        "Throughput",
-        "Left: all output tokens. Right: only those of requests that met the SLO. Higher is better",
-        ("output tokens a second", "effective tokens a second, per device"),
-        {"rangemode": "tozero"},
-    )
+    names = "output tokens a second", "effective tokens a second, per device"
+    left, right = ((grid.axis, titled(name, rangemode="tozero")) for name in names)
+    subtitle = "Left: all output tokens. Right: only those of requests that met the SLO. Higher is better"
+    return two_panels(lines, "Throughput", subtitle, (left, right))
 
 
 def latency(grid: Grid) -> Figure:
     """Figures 10, 11, 14 and 15: medians as lines, the 99th percentile as thin dots."""
-    slo = next(iter(grid.runs.values())).settings.slo
     lines = []
     for position, label in enumerate(grid.labels):
         for name, axis in (("ttft_scheduled", ""), ("tpot", "2")):
             of_axis = {"xaxis": f"x{axis}", "yaxis": f"y{axis}"}
-            median = _line(grid, label, position, _statistic(name, "median"), "median %{y:.4g} ms")
-            tail = _line(grid, label, position, _statistic(name, "p99"), "99th percentile %{y:.4g} ms")
+            middle, p99 = (partial(WindowSummary.ms, name=name, statistic=one) for one in ("median", "p99"))
+            median = _line(grid, label, position, middle, "median %{y:.4g} ms")
+            tail = _line(grid, label, position, p99, "99th percentile %{y:.4g} ms")
             tail["line"] = {**tail["line"], "width": 1, "dash": "dot"}
             tail["marker"] = {**tail["marker"], "size": 4}
             lines.append({**median, **of_axis, "showlegend": not axis})
             lines.append({**tail, **of_axis, "showlegend": False, "opacity": 0.6})
-    return _two_panels(
-        grid,
+    names = "time to the first token, ms", "time per output token, ms"
+    left, right = ((grid.axis, log_axis(name)) for name in names)
+    return two_panels(
         lines,
         "Latency",
         "Thick: median. Thin dots: 99th percentile. Dashed: the limit. Lower is better",
-        ("time to the first token, ms", "time per output token, ms"),
-        log_axis(""),
+        (left, right),
         shapes=[
-            limit_line(slo.ttft_ms, f"{slo.ttft_ms:g} ms"),
-            limit_line(slo.tpot_ms, f"{slo.tpot_ms:g} ms", of="2"),
+            limit_line(grid.slo.ttft_ms, f"{grid.slo.ttft_ms:g} ms"),
+            limit_line(grid.slo.tpot_ms, f"{grid.slo.tpot_ms:g} ms", of="2"),
         ],
     )
 
@@ -223,38 +209,9 @@ def _answered(grid: Grid, label: str) -> Callable[[WindowSummary], float]:
     return lambda of: of.request_throughput / devices
 
 
-def _statistic(name: str, statistic: str) -> Callable[[WindowSummary], float | None]:
-    def value(of: WindowSummary) -> float | None:
-        found = of.figures.get(name)
-        return None if found is None else MS * float(getattr(found, statistic))
-
-    return value
-
-
 def _line(
     grid: Grid, label: str, position: int, value: Callable[[WindowSummary], float | None], hover: str
 ) -> Trace:
-    points: list[tuple[float, Measured]] = grid.of(label)
-    x, y = [load for load, _ in points], [value(window(run)) for _, run in points]
+    points = grid.of(label)
+    x, y = [load for load, _ in points], [value(run.total) for _, run in points]
     return scatter(label, x, y, f"{label} at %{{x:.4g}}: {hover}", mode="lines+markers", **style(position))
-
-
-def _two_panels(
-    grid: Grid,
-    lines: list[Trace],
-    title: str,
-    subtitle: str,
-    names: tuple[str, str],
-    axis: dict[str, Any],
-    **layout: Any,
-) -> Figure:
-    return figure(
-        lines,
-        title,
-        subtitle,
-        xaxis={**grid.axis, "domain": [0, 0.43]},
-        xaxis2={**grid.axis, "domain": [0.57, 1], "anchor": "y2"},
-        yaxis={**axis, **titled(names[0])},
-        yaxis2={**axis, **titled(names[1]), "anchor": "x2"},
-        **layout,
-    )

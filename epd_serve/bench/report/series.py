@@ -8,12 +8,7 @@ from typing import Any
 
 from epd_serve.bench.report.theme import GOODPUT_SHARE, titled
 from epd_serve.bench.summary import Measured
-from epd_serve.bench.types import WindowSummary
-
-
-def window(run: Measured) -> WindowSummary:
-    """The figures to plot: those of the whole run, as failures and the queue at its end count."""
-    return run.summary.total
+from epd_serve.bench.types import SLO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +31,14 @@ class Grid:
     share: float = GOODPUT_SHARE
 
     @property
+    def slo(self) -> SLO:
+        return next(iter(self.runs.values())).settings.slo
+
+    @property
+    def slo_text(self) -> str:
+        return f"TTFT ≤ {self.slo.ttft_ms:g} ms and TPOT ≤ {self.slo.tpot_ms:g} ms"
+
+    @property
     def load_title(self) -> str:
         if any(run.rate is None for run in self.runs.values()):
             return "requests at once"
@@ -55,7 +58,7 @@ class Grid:
         """
 
         def spread(load: float) -> tuple[int, float, float]:
-            shares = [window(run).attainment.value for _, _, run in self.at(load)]
+            shares = [run.total.attainment.value for _, _, run in self.at(load)]
             return len(shares), round(max(shares) - min(shares), 2), load
 
         return max(self.loads, key=spread)
@@ -72,11 +75,16 @@ class Grid:
             if (label, load) in self.runs
         ]
 
+    def good_percent(self, label: str, load: float) -> float | None:
+        """The share of good requests in per cent; None where it was not measured."""
+        run = self.runs.get((label, load))
+        return None if run is None else 100 * run.total.attainment.value
+
     def goodput(self, label: str) -> float:
         """The highest load up to which attainment is ``share`` or more; between two loads on the straight line."""
         best, before = 0.0, (0.0, 1.0)
         for load, run in self.of(label):
-            share = window(run).attainment.value
+            share = run.total.attainment.value
             if share < self.share:
                 at, good = before
                 return max(best, at + (load - at) * (good - self.share) / (good - share)) if best else 0.0

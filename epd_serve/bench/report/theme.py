@@ -69,6 +69,23 @@ def figure(data: Sequence[Trace], title: str, subtitle: str, *, is_narrow: bool 
     return {"data": list(data), "layout": {**frame, **layout}}
 
 
+def two_panels(
+    data: Sequence[Trace], title: str, subtitle: str, axes: tuple[tuple[Any, Any], tuple[Any, Any]], **layout: Any
+) -> Figure:
+    """A figure of two panels side by side; ``axes``: (x, y) of the left one and of the right one."""
+    (x, y), (x2, y2) = axes
+    return figure(
+        data,
+        title,
+        subtitle,
+        xaxis={**x, "domain": [0, 0.43]},
+        yaxis=y,
+        xaxis2={**x2, "domain": [0.57, 1], "anchor": "y2"},
+        yaxis2={**y2, "anchor": "x2"},
+        **layout,
+    )
+
+
 def marked(plot: Figure, emulated: str) -> Figure:
     """A figure whose title says that devices are emulated; "": none is."""
     if emulated:
@@ -113,17 +130,8 @@ def bars(name: str, x: Sequence[Any], y: Sequence[Any], color: Any, hover: str, 
 
 def note(text: str, x: float, y: float, xref: str, yref: str = "paper", **more: Any) -> dict[str, Any]:
     """A heading over a panel, to be put among the layout's annotations."""
-    return {
-        "text": text,
-        "x": x,
-        "y": y,
-        "xref": xref,
-        "yref": yref,
-        "xanchor": "center",
-        "yanchor": "bottom",
-        "showarrow": False,
-        **more,
-    }
+    place = {"x": x, "y": y, "xref": xref, "yref": yref, "xanchor": "center", "yanchor": "bottom"}
+    return {"text": text, **place, "showarrow": False, **more}
 
 
 def limit_line(value: float, text: str, *, axis: str = "y", of: str = "") -> dict[str, Any]:

@@ -6,7 +6,18 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import ceil, floor
 
-from epd_serve.bench.report.theme import BAD, STAGE_COLORS, Figure, Trace, bars, color_of, figure, scatter, titled
+from epd_serve.bench.report.theme import (
+    BAD,
+    STAGE_COLORS,
+    Figure,
+    Trace,
+    bars,
+    color_of,
+    figure,
+    scatter,
+    titled,
+    two_panels,
+)
 from epd_serve.bench.summary import Measured
 from epd_serve.bench.types import Record, StageSpan
 
@@ -107,14 +118,14 @@ def planned_and_actual(run: Measured, name: str) -> Figure:
         lines.append(scatter(text, x, y, f"{text}: %{{y:.2f}} a second", line=line))
         x, y = [0.0, *(round(at, 3) for at in times)], list(range(len(times) + 1))
         lines.append(scatter(text, x, y, f"{text}: %{{y}}", axes="2", showlegend=False, line=line))
-    return figure(
+    seconds, rate, count = (
+        titled(text, rangemode="tozero") for text in (_SECONDS, "requests a second", "requests until then")
+    )
+    return two_panels(
         lines,
         f"Planned and actual load: {name}",
         "Left: requests a second. Right: all until then; the further right of the dashes, the longer they waited",
-        xaxis=titled(_SECONDS, rangemode="tozero", domain=[0, 0.46]),
-        yaxis=titled("requests a second", rangemode="tozero"),
-        xaxis2=titled(_SECONDS, rangemode="tozero", domain=[0.56, 1], anchor="y2"),
-        yaxis2=titled("requests until then", rangemode="tozero", anchor="x2"),
+        ((seconds, rate), (seconds, count)),
     )
 
 
@@ -182,6 +193,16 @@ def pieces(spans: Sequence[StageSpan]) -> list[tuple[str, float, float]]:
         else:
             found.append((stage, begin, end - begin))
     return found
+
+
+def stage_means(records: Sequence[Record]) -> dict[str, float]:
+    """Mean seconds of each stage over the requests whose stages are known."""
+    told = [record for record in records if record.stages]
+    sums: dict[str, float] = {}
+    for record in told:
+        for stage, _, length in pieces(record.stages):
+            sums[stage] = sums.get(stage, 0.0) + length
+    return {stage: total / len(told) for stage, total in sums.items()}
 
 
 def _rank(stage: str) -> tuple[int, str]:

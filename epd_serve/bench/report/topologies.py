@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
-from epd_serve.bench.report.series import Grid, window
+from epd_serve.bench.report.series import Grid
 from epd_serve.bench.report.theme import STAGE_COLORS, Figure, Trace, bars, color_of, figure, note, scatter, titled
-from epd_serve.bench.report.timeline import pieces
-from epd_serve.bench.summary import MS, Measured
+from epd_serve.bench.report.timeline import stage_means
+from epd_serve.bench.summary import MS
 from epd_serve.bench.types import WindowSummary
 
 #: What :func:`_strengths` gives.
@@ -26,7 +26,7 @@ def radar(grid: Grid) -> Figure:
     """One small radar a deployment: each axis is the share of the best deployment's figure that it reaches."""
     load = grid.telling
     runs = grid.at(load)
-    rows_of = {label: _strengths(window(run)) for _, label, run in runs}
+    rows_of = {label: _strengths(run.total) for _, label, run in runs}
     best = [max(row[axis] for row in rows_of.values()) for axis in range(len(_AXES))]
     columns = 2 if len(runs) == 4 else min(3, len(runs))  # else their words meet on a narrow page
     rows = ceil(len(runs) / columns)
@@ -87,7 +87,7 @@ def ranks(grid: Grid) -> Figure:
         for position, label in enumerate(grid.labels):
             points = []
             for load in grid.loads:
-                values = {other: _strengths(window(run))[axis] for _, other, run in grid.at(load)}
+                values = {other: _strengths(run.total)[axis] for _, other, run in grid.at(load)}
                 if label in values:
                     points.append((load, 1 + sum(value > values[label] for value in values.values())))
             x, y = [f"{load:.4g}" for load, _ in points], [place for _, place in points]
@@ -129,7 +129,10 @@ def ranks(grid: Grid) -> Figure:
 def stages(grid: Grid) -> Figure | None:
     """Mean milliseconds in each stage as the gateway saw it; None where no server reported stages."""
     load = grid.telling
-    means = {label: of for _, label, run in reversed(grid.at(load)) if (of := _stage_means(run))}
+    means: dict[str, dict[str, float]] = {}
+    for _, label, run in reversed(grid.at(load)):
+        if of := stage_means([record for record in run.records if record.succeeded]):
+            means[label] = of
     if not means:
         return None
     found = {name for of in means.values() for name in of}
@@ -137,7 +140,7 @@ def stages(grid: Grid) -> Figure | None:
     data = [
         bars(
             name.replace("_", " "),
-            [round(of.get(name, 0.0), 3) for of in means.values()],
+            [round(MS * of.get(name, 0.0), 3) for of in means.values()],
             list(means),
             STAGE_COLORS.get(name, "#888888"),
             f"{name.replace('_', ' ')}: %{{x:.1f}} ms<extra>%{{y}}</extra>",
@@ -156,16 +159,6 @@ def stages(grid: Grid) -> Figure | None:
     )
 
 
-def _stage_means(run: Measured) -> dict[str, float]:
-    """Mean milliseconds of each stage over the requests whose stages are known."""
-    told = [record for record in run.records if record.succeeded and record.stages]
-    sums: dict[str, float] = {}
-    for record in told:
-        for stage, _, length in pieces(record.stages):
-            sums[stage] = sums.get(stage, 0.0) + length
-    return {stage: MS * total / len(told) for stage, total in sums.items()}
-
-
 def _strengths(of: WindowSummary) -> list[float]:
     """The figures on the axes in _AXES, turned so that more is better."""
     return [
@@ -179,6 +172,5 @@ def _strengths(of: WindowSummary) -> list[float]:
 
 
 def _inverse(of: WindowSummary, name: str, statistic: str) -> float:
-    found = of.figures.get(name)
-    value = float(getattr(found, statistic)) if found is not None else 0.0
+    value = of.ms(name, statistic) or 0.0
     return 1 / value if value > 0 else 0.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from epd_serve.bench.report.series import Grid, grids, window
-from epd_serve.bench.report.timeline import pieces
+from epd_serve.bench.report.series import Grid, grids
+from epd_serve.bench.report.timeline import stage_means
 from epd_serve.bench.summary import Measured
 from epd_serve.bench.types import WindowSummary
 
@@ -33,11 +33,11 @@ def verdict(grid: Grid, label: str) -> str:
     runs = grid.of(label)
     held: tuple[float, Measured] | None = None
     for load, run in runs:
-        if window(run).attainment.value < grid.share:
+        if run.total.attainment.value < grid.share:
             return _broken(grid, label, held, (load, run))
         held = load, run
     assert held is not None, "a grid has a run for each label"
-    total = window(held[1])
+    total = held[1].total
     most = "" if len(runs) == 1 else ", the highest that was tried"
     return (
         f"{label} holds the limits at {held[0]:.4g} {grid.unit}{most}: {100 * total.attainment.value:.0f} % of "
@@ -48,11 +48,11 @@ def verdict(grid: Grid, label: str) -> str:
 def _broken(grid: Grid, label: str, held: tuple[float, Measured] | None, broken: tuple[float, Measured]) -> str:
     load, run = broken
     first = _first_to_break(run, None if held is None else held[1], grid.share)
-    good = f"{100 * window(run).attainment.value:.0f} % of the requests were good{_doubt(grid, window(run))}"
+    good = f"{100 * run.total.attainment.value:.0f} % of the requests were good{_doubt(grid, run.total)}"
     if held is None:
         least = "" if len(grid.of(label)) == 1 else ", the lowest load that was tried"
         return f"{label} breaks the limits at {load:.4g} {grid.unit}{least}: {good}; what breaks is {first}."
-    doubt = _doubt(grid, window(held[1]))
+    doubt = _doubt(grid, held[1].total)
     return (
         f"{label} holds the limits up to {held[0]:.4g} {grid.unit}{doubt}; first to break, at {load:.4g}, is "
         f"{first}: {good}."
@@ -60,7 +60,7 @@ def _broken(grid: Grid, label: str, held: tuple[float, Measured] | None, broken:
 
 
 def _first_to_break(run: Measured, held: Measured | None, share: float) -> str:
-    total = window(run)
+    total = run.total
     if total.num_failed and total.num_failed / total.num_requests > 1 - share:
         kind = max(total.failures, key=lambda name: total.failures[name])
         return f"the answer itself ({total.num_failed} of {total.num_requests} requests failed: {kind})"
@@ -69,20 +69,10 @@ def _first_to_break(run: Measured, held: Measured | None, share: float) -> str:
         return "TPOT, for want of decode" if has_stages else "TPOT"
     if not has_stages:
         return "TTFT"
-    before = {} if held is None else _before_first_token(held)
-    now = _before_first_token(run)
-    return f"TTFT, for want of {_LACKS[max(now, key=lambda stage: now[stage] - before.get(stage, 0.0))]}"
-
-
-def _before_first_token(run: Measured) -> dict[str, float]:
-    """Mean seconds of each stage before the first token."""
-    seconds = dict.fromkeys(_LACKS, 0.0)
-    staged = [record for record in run.records if record.stages]
-    for record in staged:
-        for stage, _, length in pieces(record.stages):
-            if stage in _LACKS:
-                seconds[stage] += length / len(staged)
-    return seconds
+    before = {} if held is None else stage_means(held.records)
+    now = stage_means(run.records)
+    lacking = max(_LACKS, key=lambda stage: now.get(stage, 0.0) - before.get(stage, 0.0))
+    return f"TTFT, for want of {_LACKS[lacking]}"
 
 
 def _doubt(grid: Grid, total: WindowSummary) -> str:

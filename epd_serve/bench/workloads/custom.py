@@ -89,7 +89,7 @@ class Custom:
 
     def _max_tokens(self, line: Mapping[str, Any], rng: Random) -> int:
         given = line.get("max_tokens", line.get("output_tokens"))
-        return self._output.draw(rng) if given is None else int(given)
+        return self._output(rng) if given is None else int(given)
 
     def _turns(self, line: Mapping[str, Any]) -> tuple[tuple[Message, ...], ...]:
         """The turns of a line. All faults that a line can have are found here."""

@@ -17,28 +17,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from random import Random
-from typing import Generic, TypeVar
+from typing import TypeAlias, TypeVar
+
+from epd_serve.bench.workloads.options import parse_number
 
 Size = tuple[int, int]
 Value = TypeVar("Value")
 #: Sides of images that are drawn stay in this range.
 SIDES = (28, 8192)
+#: A distribution.
+Draw: TypeAlias = Callable[[Random], Value]
 
 
-@dataclass(frozen=True)
-class Drawn(Generic[Value]):
-    """A distribution; as text it is what was written."""
-
-    text: str
-    draw: Callable[[Random], Value]
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def parse_lengths(text: str, *, at_least: int = 1) -> Drawn[int]:
+def parse_lengths(text: str, *, at_least: int = 1) -> Draw[int]:
     """Whole numbers. Raises ValueError that says what can be written."""
     numbers = _mixture(text, lambda part: _numbers(part, whole=True), _LENGTHS)
 
@@ -48,25 +40,25 @@ def parse_lengths(text: str, *, at_least: int = 1) -> Drawn[int]:
 
     if (fixed := _fixed(text)) is not None and fixed < at_least:
         raise ValueError(f"{text!r} is too small; {at_least} is the least that is possible here")
-    return Drawn(text, draw)
+    return draw
 
 
-def parse_seconds(text: str) -> Drawn[float]:
+def parse_seconds(text: str) -> Draw[float]:
     """Times, not below 0."""
     numbers = _mixture(text, lambda part: _numbers(part, whole=False), _LENGTHS)
-    return Drawn(text, lambda rng: max(0.0, numbers(rng)))
+    return lambda rng: max(0.0, numbers(rng))
 
 
-def parse_sizes(text: str) -> Drawn[Size]:
+def parse_sizes(text: str) -> Draw[Size]:
     """Image sizes as (width, height) in pixels."""
-    return Drawn(text, _mixture(text, _sizes, _SIZES))
+    return _mixture(text, _sizes, _SIZES)
 
 
 _LENGTHS = "write a number, LOW..HIGH, normal:MEAN:STD, lognormal:MEAN:STD, exponential:MEAN or A@WEIGHT+B@WEIGHT"
 _SIZES = "write WIDTHxHEIGHT, lognormal:WIDTHxHEIGHT:SPREAD or A@WEIGHT+B@WEIGHT"
 
 
-def _mixture(text: str, parse: Callable[[str], Callable[[Random], Value]], hint: str) -> Callable[[Random], Value]:
+def _mixture(text: str, parse: Callable[[str], Draw[Value]], hint: str) -> Draw[Value]:
     draws, weights = [], []
     for part in text.split("+"):
         value, at, weight = part.partition("@")
@@ -80,7 +72,7 @@ def _mixture(text: str, parse: Callable[[str], Callable[[Random], Value]], hint:
     return lambda rng: rng.choices(draws, weights)[0](rng)
 
 
-def _numbers(text: str, *, whole: bool) -> Callable[[Random], float]:
+def _numbers(text: str, *, whole: bool) -> Draw[float]:
     if ".." in text:
         low, high = (_number(end) for end in text.split("..", 1))
         if low > high:
@@ -104,14 +96,14 @@ def _numbers(text: str, *, whole: bool) -> Callable[[Random], float]:
     raise ValueError
 
 
-def _lognormal(mean: float, std: float) -> Callable[[Random], float]:
+def _lognormal(mean: float, std: float) -> Draw[float]:
     """A lognormal distribution with this mean and standard deviation of the values, not of their logarithms."""
     sigma = math.sqrt(math.log1p((std / mean) ** 2))
     mu = math.log(mean) - sigma**2 / 2
     return lambda rng: rng.lognormvariate(mu, sigma)
 
 
-def _sizes(text: str) -> Callable[[Random], Size]:
+def _sizes(text: str) -> Draw[Size]:
     name, *values = text.split(":")
     if name == "lognormal" and len(values) == 2:
         (width, height), spread = _size(values[0]), _positive(values[1])
@@ -138,26 +130,16 @@ def _side(value: float) -> int:
 
 
 def _number(text: str) -> float:
-    value = _float(text)
+    value = parse_number(text)
     if value < 0:
         raise ValueError("a number is negative")
     return value
 
 
 def _positive(text: str) -> float:
-    value = _float(text)
+    value = parse_number(text)
     if value <= 0:
         raise ValueError("a number that must be above 0 is not")
-    return value
-
-
-def _float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is no number") from None
-    if not math.isfinite(value):
-        raise ValueError(f"{text!r} is no number")
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -52,15 +53,15 @@ def split_spec(spec: str) -> tuple[str, Path | None, Options]:
 
 
 def parse_share(text: str) -> float:
-    value = _float(text)
+    value = parse_number(text)
     if not 0 <= value <= 1:
         raise ValueError(f"{text!r} is no share; write a number from 0 to 1")
     return value
 
 
 def parse_factor(text: str) -> float:
-    value = _float(text)
-    if not 0 < value < float("inf"):
+    value = parse_number(text)
+    if value <= 0:
         raise ValueError(f"{text!r} is no factor; write a number above 0")
     return value
 
@@ -82,11 +83,14 @@ def optional(parse: Callable[[str], Value]) -> Callable[[str], Value | None]:
     return lambda text: parse(text) if text else None
 
 
-def _float(text: str) -> float:
+def parse_number(text: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        raise ValueError(f"{text!r} is no number") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{text!r} is no number")
+    return value
 
 
 class LineError(ValueError):

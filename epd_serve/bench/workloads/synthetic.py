@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias
 from PIL import Image, ImageChops
 
 from epd_serve.bench.types import Item, Media, Message, Part
-from epd_serve.bench.workloads.lengths import Drawn, Size, parse_lengths, parse_seconds, parse_sizes
+from epd_serve.bench.workloads.lengths import Draw, Size, parse_lengths, parse_seconds, parse_sizes
 from epd_serve.bench.workloads.options import Options, optional, parse_count, parse_share, parse_switch
 
 #: Each is one token of the built-in model, and of the byte-level vocabularies of Qwen, Llama and GPT, when a blank
@@ -113,30 +113,30 @@ class Synthetic:
         preset = PRESETS[name]
         self._draw_picture = draw_picture or synthesise
         self.name = name
-        self._text: Drawn[int] = options.take("text_tokens", parse_lengths, preset["text_tokens"])
-        self._output: Drawn[int] = options.take("output_tokens", parse_lengths, "64")
+        self._text: Draw[int] = options.take("text_tokens", parse_lengths, preset["text_tokens"])
+        self._output: Draw[int] = options.take("output_tokens", parse_lengths, "64")
         self._system = options.take("system_tokens", lambda text: parse_lengths(text, at_least=0), "0")
-        self._size: Drawn[Size] = options.take("image_size", parse_sizes, preset["image_size"])
-        self._images: Drawn[int] = options.take("images", parse_lengths, "1")
+        self._size: Draw[Size] = options.take("image_size", parse_sizes, preset["image_size"])
+        self._images: Draw[int] = options.take("images", parse_lengths, "1")
         self._share = options.take("image_share", parse_share, preset["image_share"])
         self._reuse = options.take("image_reuse", parse_share, "0")
         self._folder = options.take("image_dir", optional(lambda text: PictureFolder(Path(text))), "")
         self._video_share = options.take("video_share", parse_share, preset.get("video_share", "0"))
-        self._video_size: Drawn[Size] = options.take("video_size", parse_sizes, "640x360")
-        self._video_s: Drawn[int] = options.take("video_s", parse_lengths, "8")
-        self._video_fps: Drawn[int] = options.take("video_fps", parse_lengths, "24")
+        self._video_size: Draw[Size] = options.take("video_size", parse_sizes, "640x360")
+        self._video_s: Draw[int] = options.take("video_s", parse_lengths, "8")
+        self._video_fps: Draw[int] = options.take("video_fps", parse_lengths, "24")
         if self._video_share:
             load_pyav()
         self._audio_share = options.take("audio_share", parse_share, preset.get("audio_share", "0"))
-        self._audio_s: Drawn[int] = options.take("audio_s", parse_lengths, "8")
-        self._turns: Drawn[int] = options.take("turns", parse_lengths, "1")
-        self._think: Drawn[float] = options.take("think_s", parse_seconds, "0")
+        self._audio_s: Draw[int] = options.take("audio_s", parse_lengths, "8")
+        self._turns: Draw[int] = options.take("turns", parse_lengths, "1")
+        self._think: Draw[float] = options.take("think_s", parse_seconds, "0")
         # asked for explicitly: servers that know no such field refuse it
         ignore_eos = options.take("ignore_eos", parse_switch, "true")
         self._fields: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
         self.num_items: int | None = options.take("requests", optional(parse_count), preset.get("requests", ""))
         options.check(name)
-        self._is_chat = self._turns.text != "1"
+        self._is_chat = options.values.get("turns", "1") != "1"
         self._num_with_media = self._num_without_video = 0
 
     def items(self, seed: int) -> Iterator[Item]:
@@ -165,17 +165,15 @@ class Synthetic:
         rng: Random,
     ) -> Item:
         is_first = conversation.turn == 0
-        num_tokens = self._text.draw(rng)
-        num_output = self._output.draw(rng)
-        think_s = 0.0 if is_first else self._think.draw(rng)
+        num_tokens = self._text(rng)
+        num_output = self._output(rng)
+        think_s = 0.0 if is_first else self._think(rng)
         text = text_of(num_tokens, rng)
         parts: tuple[Part, ...] = (text,)
         media = conversation.media
         if is_first and media != "text":
-            parts = (*(self._media(media, shown, rng) for _ in range(self._images.draw(rng))), text)
+            parts = (*(self._media(media, shown, rng) for _ in range(self._images(rng))), text)
         messages = (*(system if is_first else ()), Message(role="user", parts=parts))
-        has_text_alone = media == "text" and not self._is_chat
-        num_system = len(system[0].parts[0].split()) if system and isinstance(system[0].parts[0], str) else 0
         return Item(
             index=index,
             messages=messages,
@@ -185,7 +183,6 @@ class Synthetic:
             conversation=f"c{conversation.number}" if self._is_chat else None,
             turn=conversation.turn,
             think_s=think_s,
-            num_input_tokens=num_tokens + num_system if has_text_alone else None,
             fields=self._fields,
         )
 
@@ -201,7 +198,7 @@ class Synthetic:
             rng.shuffle(with_media)
             for number, has_media in zip(numbers, with_media, strict=True):
                 media = self._kind() if has_media else "text"
-                yield _Conversation(number=number, num_turns=self._turns.draw(rng), media=media)
+                yield _Conversation(number=number, num_turns=self._turns(rng), media=media)
 
     def _kind(self) -> Kind:
         """The kind of the next conversation's media."""
@@ -213,7 +210,7 @@ class Synthetic:
 
     def _system_prompt(self, seed: int) -> tuple[Message, ...]:
         rng = Random(f"{seed}/{self.name}/system")
-        num_tokens = self._system.draw(rng)
+        num_tokens = self._system(rng)
         return (Message(role="system", parts=(text_of(num_tokens, rng),)),) if num_tokens else ()
 
     def _media(self, kind: str, shown: deque[Media], rng: Random) -> Media:
@@ -221,12 +218,12 @@ class Synthetic:
         if again and rng.random() < self._reuse:
             return again[rng.randrange(len(again))]
         if kind == "video":
-            size, seconds, fps = self._video_size.draw(rng), self._video_s.draw(rng), self._video_fps.draw(rng)
+            size, seconds, fps = self._video_size(rng), self._video_s(rng), self._video_fps(rng)
             one = synthesise_clip(size, seconds, fps, rng)
         elif kind == "audio":
-            one = synthesise_sound(self._audio_s.draw(rng), rng)
+            one = synthesise_sound(self._audio_s(rng), rng)
         else:
-            one = self._folder.draw(rng) if self._folder else self._draw_picture(self._size.draw(rng), rng)
+            one = self._folder.draw(rng) if self._folder else self._draw_picture(self._size(rng), rng)
         shown.append(one)
         return one
 

@@ -73,7 +73,6 @@ class Trace:
                 max_tokens=self._scaled(line.output_length),
                 workload=self.name,
                 arrival_s=(line.timestamp_ms - begin_ms) / 1e3,
-                num_input_tokens=self._scaled(line.input_length),
                 fields=self._fields,
             )
 
