@@ -21,8 +21,7 @@ from benchmarks.common import argument_parser
 from device.base import Device
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, TokenEvent
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.sampling.sampler import PromptLogprobs

@@ -17,8 +17,7 @@ from benchmarks.common import argument_parser, machine, typed, write
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.engine.decode_tables import DeviceTables
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, EngineHooks
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks
 from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.sampling.sampler import PromptLogprobs
 from epd_serve.engine.step import StepExecutor

@@ -13,8 +13,7 @@ from typing import Any
 
 from device.base import Event
 from epd_serve.engine.computing import LaunchedStep, Runner, StepResult
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, EngineHooks
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks
 from epd_serve.sched.schedule import ScheduleOutput, possible_prefills
 from epd_serve.sequence import Sequence
 from epd_serve.transfer.grouping import group_ends
@@ -68,20 +67,19 @@ class StepLoop:
 
     def step(self) -> bool:
         """Make one step where no thread runs, for tests. False if there was nothing to compute or to wait for."""
-        in_flight = self._output_in_flight
+        in_flight = self._in_flight.output if self._in_flight else None
         output = self._engine.plan(in_flight)
         self._advance(output)
         return bool(output) or in_flight is not None
-
-    @property
-    def _output_in_flight(self) -> ScheduleOutput | None:
-        return self._in_flight.output if self._in_flight else None
 
     def _run(self) -> None:
         try:
             self._runner.activate()
             with self._stream:
-                while (output := self._engine.next_step(self._output_in_flight)) is not None:
+                while True:
+                    in_flight = self._in_flight.output if self._in_flight else None
+                    if (output := self._engine.next_step(in_flight)) is None:
+                        return
                     self._advance(output)
         except BaseException:  # nothing would be computed any more, and nobody would know
             logger.critical("the engine's thread has ended", exc_info=True)
@@ -146,20 +144,16 @@ class StepLoop:
             if step.groups is not None:
                 step.groups.on_computed()
             self._events += self._engine.finish(result, step.output, after.output if after else None)
-            self._account(step)
+            now = self._clock()
+            seconds, self._landed_s = now - max(step.launched_s, self._landed_s), now
+            try:
+                if step.output.prefills and self._push is not None:
+                    self._push.sender.sizer.observe_compute(step.output.num_tokens, seconds)
+                if step.output:
+                    self._hooks.stepped(step.output, seconds)
+            except Exception:  # must not take the step's tokens along
+                logger.exception("a step could not be accounted for")
             self._engine.num_steps += 1  # one that failed is no sign of life
-
-    def _account(self, step: InFlightStep) -> None:
-        """Tell of the time that a step took. A failure here must not take the step's tokens along."""
-        now = self._clock()
-        seconds, self._landed_s = now - max(step.launched_s, self._landed_s), now
-        try:
-            if step.output.prefills and self._push is not None:
-                self._push.sender.sizer.observe_compute(step.output.num_tokens, seconds)
-            if step.output:
-                self._hooks.stepped(step.output, seconds)
-        except Exception:
-            logger.exception("a step could not be accounted for")
 
     @contextmanager
     def _failing(self, output: ScheduleOutput, other: InFlightStep | None) -> Iterator[None]:
@@ -203,7 +197,8 @@ class LayerGroups:
             end = sequence.num_computed + count
             if end == sequence.num_tokens:
                 self._finished.append(transfer)
-                if transfer.target is not None and (state := sequence.state_blocks):
+                if transfer.target is not None and sequence.states:
+                    state = sequence.states[0]
                     part = Part(transfer, state, transfer.target.block_ids[-len(state) :])
                     states[transfer.target.region.name].append(part)
             first, stop = transfer.next_block, -(-end // push.block_size)
@@ -243,13 +238,13 @@ class LayerGroups:
         return group_ends(push.num_layers, push.sender.sizer.group_size(region_name, num_tokens, nbytes))
 
 
+@dataclass(slots=True, eq=False)
 class SendLane:
     """Parts of prompts that go to one decode instance, and the layers after which they go."""
 
-    def __init__(self, parts: list[Part], ends: frozenset[int]) -> None:
-        self.parts = parts
-        self.ends = ends
-        self.next_layer = 0
+    parts: list[Part]
+    ends: frozenset[int]
+    next_layer: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, FailureEvent, TokenEvent
+from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, TokenEvent
 from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import ServeError
 from epd_serve.instance.http import JSON, Header, Pieces, Reply

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from epd_serve.cache.block_pool import num_blocks_for
-from epd_serve.engine.hooks import EngineEvent, FailureEvent
+from epd_serve.engine.engine import EngineEvent, FailureEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.http import Peers, unreachable
 from epd_serve.protocol import wire

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, FailureEvent, PromptEvent
+from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, PromptEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, check_constraint
 from epd_serve.instance.feature_receiver import FeatureReceiver

@@ -22,7 +22,7 @@ from device.registry import get_device
 from epd_serve.engine.computing import SampledToken
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
-from epd_serve.engine.hooks import Listeners, TokenEvent
+from epd_serve.engine.engine import Listeners, TokenEvent
 from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.http import ControlApp, Event, Reply

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from epd_serve.engine.computing import SampledToken
-from epd_serve.engine.hooks import EngineEvent, PromptEvent
+from epd_serve.engine.engine import EngineEvent, PromptEvent
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
 from epd_serve.instance.kv_delivery import PushDelivery

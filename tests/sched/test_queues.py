@@ -279,7 +279,7 @@ def test_a_reservation_of_a_key_that_has_less_gets_the_blocks_of_the_last_of_ano
         bench = Bench(9)
         greedy = [resume(bench, f"greedy {number}", 1, "greedy")[0] for number in range(4)]
         assert bench.queues.reserve(1, 1, [], 0.0, asker("new", key)) is None
-        assert bench.queues.lacks_blocks
+        assert bench.queues.num_lacking
         assert bench.step()[1] == gives_way
     assert greedy[3].saved is not None, "no token is lost"
     assert greedy[3].state is SequenceState.WAITING, "it does not take them back"

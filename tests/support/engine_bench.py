@@ -24,8 +24,7 @@ from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import decode_graph_sizes
 from epd_serve.engine.emulated.emulation import Emulation
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, EngineHooks, TokenEvent
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.runner import LanguageRunner, LaunchedStep
 from epd_serve.engine.step import StepExecutor
@@ -219,7 +218,7 @@ class EngineBench(EngineHooks):
         while count:
             event = self.events.get(timeout=60)
             assert isinstance(event, TokenEvent), event
-            tokens.setdefault((event.request_id, event.sequence.index), []).append(event.token.token_id)
+            tokens.setdefault((event.sequence.request_id, event.sequence.index), []).append(event.token.token_id)
             count -= event.finish_reason is not None
         return tokens
 

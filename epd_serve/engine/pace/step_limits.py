@@ -138,8 +138,9 @@ class StepLimits:
         return fcfs
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        """Correct the prediction by a step that has just ended."""
-        if self.budget.pace is not None and (output.prefills or not self._options.role.prefills):
+        """Correct the pace of a budget that has one by a step that has just ended."""
+        assert self.budget.pace is not None
+        if output.prefills or not self._options.role.prefills:
             self.budget.pace.observe(work_done(output.decodes, output.prefills), seconds)
 
     def summary(self) -> dict[str, float]:
