@@ -23,9 +23,8 @@ from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.sampling.sampler import PromptLogprobs
-from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step import LanguageRunner, StepExecutor
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.models.language import LanguageModel

@@ -207,10 +207,11 @@ class LayerGroups:
                 parts[transfer.target.region.name].append(part)
                 # a block that the chunk fills in part is sent again with the next chunk
                 transfer.next_block = max(first, end // push.block_size)
-        self._lanes = [
-            SendLane(of_lane, self._ends(region_name, of_lane, output.num_tokens))
-            for region_name, of_lane in parts.items()
-        ]
+        self._lanes: list[SendLane] = []
+        for region_name, of_lane in parts.items():
+            nbytes = push.layer_bytes * sum(len(part.local) for part in of_lane)
+            group_size = push.sender.sizer.group_size(region_name, output.num_tokens, nbytes)
+            self._lanes.append(SendLane(of_lane, group_ends(push.num_layers, group_size)))
         # all of a state's blocks hold parts of the last layer's
         self._lanes += [SendLane(of_lane, frozenset({push.num_layers - 1})) for of_lane in states.values()]
 
@@ -231,11 +232,6 @@ class LayerGroups:
 
     def _send(self, lane: SendLane, layers: range, computed: Event) -> None:
         self._push.sender.push(layers, lane.parts, computed)
-
-    def _ends(self, region_name: str, parts: list[Part], num_tokens: int) -> frozenset[int]:
-        push = self._push
-        nbytes = push.layer_bytes * sum(len(part.local) for part in parts)
-        return group_ends(push.num_layers, push.sender.sizer.group_size(region_name, num_tokens, nbytes))
 
 
 @dataclass(slots=True, eq=False)

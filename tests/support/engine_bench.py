@@ -26,8 +26,7 @@ from epd_serve.config import decode_graph_sizes
 from epd_serve.engine.emulated.emulation import Emulation
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.engine.runner import LanguageRunner, LaunchedStep
-from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step import LanguageRunner, LaunchedStep, StepExecutor
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.instance.loading.language_weights import read_texts
 from epd_serve.instance.text.prompt import PromptProcessor

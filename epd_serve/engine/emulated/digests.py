@@ -136,6 +136,7 @@ class DigestMemory:
         block_nbytes = self.nbytes(layout.num_layers, 1)
         num_cells = staging_bytes * layout.num_layers // block_nbytes
         self._area = StagingArea(num_cells, num_blocks * layout.num_layers, quarantine_s=0.0)
+        self.staged_cells: int | None = self._area.round_cells
         self.slab = transport.allocate("kv", self._area.num_cells * LAYER_BYTES)
         self.region, self.buffer = self.slab.region, self.slab.buffer
         self._cache = mmap.mmap(-1, num_blocks * self.block_bytes)
@@ -156,10 +157,6 @@ class DigestMemory:
     def copy_block(self, source: int, target: int) -> None:
         layers = range(self.layout.num_layers)
         self._steps.launch(0.0, lambda: self.write(target, self.read(source), layers))
-
-    @property
-    def staged_cells(self) -> int | None:
-        return self._area.round_cells
 
     @property
     def num_staged(self) -> int:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from epd_serve.engine.pace.measurements import IMAGE_SIDE
-from epd_serve.engine.runner import LanguageRunner
+from epd_serve.engine.step import LanguageRunner
 from epd_serve.models.family import Family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.schedule import ScheduleOutput
