@@ -22,7 +22,7 @@ from epd_serve.engine.step import LanguageRunner, StepExecutor
 from epd_serve.engine.step_inputs import DeviceTables, StepInputs
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.sched.schedule import Budget
-from epd_serve.sequence import Sequence as TokenSequence
+from epd_serve.sched.sequence import Sequence as TokenSequence
 from epd_serve.types import SamplingParams
 
 BLOCK_SIZE, AXES, TOKEN = 16, 3, 5

@@ -21,8 +21,8 @@ from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sched.sequence import PLACEHOLDER, FinishReason, Sequence, SequenceState
 from epd_serve.sched.turns import ANYBODY, Asker, Order
-from epd_serve.sequence import PLACEHOLDER, FinishReason, Sequence, SequenceState
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from epd_serve.engine.step_inputs import Batch, DecodeTables, DeviceTables, Fed,
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sequence import Sequence as TokenSequence
+from epd_serve.sched.sequence import Sequence as TokenSequence
 
 if TYPE_CHECKING:
     from epd_serve.engine.emulated.emulation import Emulation
@@ -125,7 +125,7 @@ class SampledRows:
         self.decoding = [bool(sequence.output_ids) for sequence in sequences]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class LaunchedStep:
     """A step that the device computes: :meth:`sample`, then :meth:`read`."""
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from device.copies import to_device
-from epd_serve.sequence import PLACEHOLDER
-from epd_serve.sequence import Sequence as TokenSequence
+from epd_serve.sched.sequence import PLACEHOLDER
+from epd_serve.sched.sequence import Sequence as TokenSequence
 
 
 class TableChange(msgspec.Struct, frozen=True, array_like=True, gc=False):

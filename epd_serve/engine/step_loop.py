@@ -15,7 +15,7 @@ from device.base import Event
 from epd_serve.engine.computing import LaunchedStep, Runner, StepResult
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks
 from epd_serve.sched.schedule import ScheduleOutput, possible_prefills
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.grouping import group_ends
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 

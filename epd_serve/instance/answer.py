@@ -18,7 +18,7 @@ from epd_serve.protocol.openai import chunks
 from epd_serve.protocol.openai.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.rpc.stream_server import BrokenStream
-from epd_serve.sequence import Sequence as RequestSequence
+from epd_serve.sched.sequence import Sequence as RequestSequence
 from epd_serve.types import SamplingParams
 
 

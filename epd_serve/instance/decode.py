@@ -26,8 +26,8 @@ from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.http import Reply
 from epd_serve.instance.text.detokenizer import Vocabulary
 from epd_serve.protocol import wire
+from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.turns import Asker
-from epd_serve.sequence import Sequence
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
 from epd_serve.transfer.shared_memory import is_being_written

@@ -27,7 +27,7 @@ from epd_serve.instance.migration import Migrations
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.protocol import instance_state, wire
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sequence import Sequence, SequenceState
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender

@@ -21,7 +21,7 @@ from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestPr
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.openai import chunks
 from epd_serve.rpc.stream_server import BrokenStream
-from epd_serve.sequence import Sequence, SequenceState
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.telemetry.timeline import Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import Grammar

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from epd_serve.cache.block_pool import BlockPool, num_blocks_for
 from epd_serve.errors import InvalidRequest
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 
 
 class BlockMemory(Protocol):

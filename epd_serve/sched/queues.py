@@ -20,6 +20,7 @@ from typing import TypeVar
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.sched.block_tables import BlockMemory, BlockTables
 from epd_serve.sched.schedule import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.turns import (
     ANYBODY,
     Asker,
@@ -31,7 +32,6 @@ from epd_serve.sched.turns import (
     in_turn,
     sequences_in_turn,
 )
-from epd_serve.sequence import Sequence, SequenceState
 
 T = TypeVar("T")
 

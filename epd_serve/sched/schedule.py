@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol, TypeVar
 
+from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.step_cost import StepPace
-from epd_serve.sequence import Sequence
 from epd_serve.types import MediaSpan
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

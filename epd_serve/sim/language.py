@@ -23,9 +23,9 @@ from epd_serve.cache.block_pool import BlockPool, num_blocks_for
 from epd_serve.cost.profile import Profile
 from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import StepWork
 from epd_serve.sched.turns import Order, fcfs, sjf, slack
-from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.spec import SimInstanceSpec, size_steps_of
 

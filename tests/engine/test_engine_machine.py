@@ -21,8 +21,8 @@ from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEve
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.errors import InvalidRequest
 from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.turns import Asker
-from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import MediaSpan, SamplingParams
 
 EOS = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from epd_serve.engine.computing import SampledToken
 from epd_serve.engine.engine import EngineEvent, FailureEvent, Listeners, TokenEvent
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
 
 

@@ -20,7 +20,7 @@ from epd_serve.cost.device_time import DeviceTime
 from epd_serve.engine.emulated.emulation import Emulation
 from epd_serve.engine.engine import EngineEvent, PromptEvent, TokenEvent
 from epd_serve.sched.schedule import Budget
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 
 MAX_TOKENS = 40
 QUESTIONS: list[tuple[str, list[Image.Image]]] = [

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from epd_serve.engine.engine import TokenEvent
 from epd_serve.sched.schedule import Budget
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 
 TEXT = "apple banana cherry " * 30  # more than one piece of logits
 

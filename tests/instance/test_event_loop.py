@@ -35,7 +35,7 @@ from epd_serve.models.family import TowerInputs
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.protocol import wire
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.types import SamplingParams

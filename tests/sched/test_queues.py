@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import StepCost, StepPace
 from epd_serve.sched.turns import Asker, Claim, in_turn
-from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import SamplingParams
 
 

@@ -38,7 +38,7 @@ from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.sched.schedule import Budget, ScheduleOutput
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import AS_THE_MODEL, SamplingParams
 

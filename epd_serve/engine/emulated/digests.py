@@ -26,9 +26,9 @@ from epd_serve.cost.device_time import DeviceTime
 from epd_serve.engine.computing import SampledToken, StepResult
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.sequence import PLACEHOLDER
+from epd_serve.sched.sequence import Sequence as TokenSequence
 from epd_serve.sched.step_cost import StepWork, work_done
-from epd_serve.sequence import PLACEHOLDER
-from epd_serve.sequence import Sequence as TokenSequence
 from epd_serve.transfer.staging import Span, StagingArea
 from epd_serve.transfer.transport import Piece, TransferError, Transport
 from epd_serve.types import MediaSpan, SamplingParams

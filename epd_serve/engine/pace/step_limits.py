@@ -14,10 +14,10 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements, cache_dir
 from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.step_cost import Found, StepCost, latency_limit_s, search_budget, work_done
 from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
 from epd_serve.sched.turns import Order, fcfs, sjf, slack
-from epd_serve.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 

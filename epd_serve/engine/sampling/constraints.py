@@ -14,7 +14,7 @@ from torch import Tensor
 from device.copies import to_device
 from epd_serve.engine.sampling.patterns import Node, Patterns
 from epd_serve.engine.step_inputs import on_device
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
 
 _MASKED = float("-inf")

@@ -30,7 +30,7 @@ from epd_serve.engine.computing import NO_TOKEN, SampledToken
 from epd_serve.engine.sampling.constraints import mask_ends, restrict
 from epd_serve.engine.step_inputs import StepInputs, on_device
 from epd_serve.protocol.wire import TokenLogprob
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
 
 #: Tokens of which the largest is taken, or whose weights are summed up, to look no further elsewhere.
