@@ -135,7 +135,8 @@ class BlockPool:
         self._num_requests += 1
         root = self.match(hashes[: (num_tokens - 1) // self.block_size])
         num_cached = len(root)
-        self.acquire(root)
+        if root:
+            self.acquire(root)
         total = num_blocks_for(num_tokens + num_more, self.block_size)
         root = root + self.allocate(total - num_cached)
         own = total - num_tokens // self.block_size

@@ -382,7 +382,7 @@ class Engine:
                 self._let_go()
         return events
 
-    def fail(self, output: ScheduleOutput, other: ScheduleOutput | None, error: Exception) -> None:
+    def fail(self, output: ScheduleOutput, other: ScheduleOutput | None, error: Exception) -> list[EngineEvent]:
         """A step failed: its requests end, and no other finds their KV, which may be why.
 
         ``other`` is a step that is still in flight.
@@ -391,8 +391,7 @@ class Engine:
             self._stepping = frozenset(other.sequences if other else ())
             self._let_go()
             failure = ServeError(f"the engine failed in the middle of a step: {error}")
-            events = self._fail_requests(output.sequences, failure)
-        self._hooks.emit(events)
+            return self._fail_requests(output.sequences, failure)
 
     def _fail_without_token(self, lacking: list[Sequence]) -> list[EngineEvent]:
         """End requests for which no token can be chosen; those beside them go on."""

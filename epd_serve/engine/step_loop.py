@@ -106,11 +106,8 @@ class StepLoop:
         if not self._runs_ahead and (step := self._in_flight) is not None:
             self._in_flight = None
             self._land(step, None)
-        self._emit()
-
-    def _emit(self) -> None:
-        events, self._events = self._events, []
-        if events:
+        if self._events:
+            events, self._events = self._events, []
             self._hooks.emit(events)
 
     def _launch(self, output: ScheduleOutput, before: InFlightStep | None) -> InFlightStep:
@@ -162,10 +159,9 @@ class StepLoop:
             yield
         except Exception as error:
             logger.exception("a step of %d tokens failed", output.num_tokens)
-            self._emit()  # tokens come before the failure of their request
             self._hooks.failed()
             self._hooks.idle()
-            self._engine.fail(output, other.output if other else None, error)
+            self._events += self._engine.fail(output, other.output if other else None, error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -283,7 +283,7 @@ class Sampler:
         if self._counts:
             return _with_logprobs(logits, tokens, self._counts)
         ids = Readback(_marked(logits, tokens))
-        return Sampling(tokens, lambda: [SampledToken(token) for token in _known(ids.wait().tolist())])
+        return Sampling(tokens, lambda: _sampled(ids.wait().tolist()))
 
     def _work(self, logits: Tensor, rows: AbstractSequence[Row], worked: list[int]) -> Tensor:
         """Tokens of rows of which ``worked`` are more than greedy."""
@@ -374,11 +374,11 @@ def _marked(logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(chosen.isnan(), NO_TOKEN, tokens)
 
 
-def _known(tokens: list[int]) -> list[int]:
+def _sampled(tokens: list[int]) -> list[SampledToken]:
     """Tokens as they are on the host. Raises FloatingPointError where one is not chosen yet."""
     if min(tokens) < NO_TOKEN:
         raise FloatingPointError("tokens were read before the device had chosen them, for want of an event")
-    return tokens
+    return [SampledToken(token) for token in tokens]
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
@@ -409,7 +409,7 @@ def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> Sa
 
     def read() -> list[SampledToken]:
         packed = readback.wait()
-        sampled = [SampledToken(token) for token in _known(packed[:count_ids].tolist())]
+        sampled = _sampled(packed[:count_ids].tolist())
         top_ids = packed[count_ids : count_ids + count_top].view(len(counts), -1).tolist()
         values = packed[count_ids + count_top :].view(torch.float32).view(len(counts), -1).tolist()
         details = zip(counts.items(), top_ids, values, strict=True)
