@@ -110,19 +110,15 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def num_needed(self, num_tokens: int, num_more: int, num_sequences: int = 1) -> int:
-        """Blocks that :meth:`allocate_request` takes for a request without any cached prefix."""
-        total = num_blocks_for(num_tokens + num_more, self.block_size)
-        own = total - num_tokens // self.block_size
-        return total + (num_sequences - 1) * own + num_sequences * self.state_blocks
-
     def num_missing(
         self, num_tokens: int, num_more: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()
     ) -> int:
         """Free blocks that :meth:`allocate_request` would take now: all but those that others hold too."""
+        total = num_blocks_for(num_tokens + num_more, self.block_size)
+        own = total - num_tokens // self.block_size
         matched = self.match(hashes[: (num_tokens - 1) // self.block_size])
         shared = sum(1 for block in matched if self._refs[block])
-        return self.num_needed(num_tokens, num_more, num_sequences) - shared
+        return total + (num_sequences - 1) * own + num_sequences * self.state_blocks - shared
 
     def allocate_request(
         self, num_tokens: int, num_more: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()

@@ -40,8 +40,8 @@ class BlockTables:
         Its choices can wait for each other, but each needs its first block at once.
         """
         needed = max(
-            self._pool.num_needed(num_prompt_tokens, max_tokens),
-            self._pool.num_needed(num_prompt_tokens, min(max_tokens, 1), num_sequences),
+            self._pool.num_missing(num_prompt_tokens, max_tokens),
+            self._pool.num_missing(num_prompt_tokens, min(max_tokens, 1), num_sequences),
         )
         if needed > self._pool.capacity:
             raise InvalidRequest(

@@ -11,10 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
 
+from epd_serve.cache.block_pool import BlockPool
+from epd_serve.sched.schedule import Budget
 from epd_serve.sched.sequence import Sequence
+from epd_serve.sched.step_cost import StepCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +140,27 @@ def slack(
         return (2, left) if left >= 0 else (3, sequence.arrival_s)
 
     return sorted(waiting, key=key)
+
+
+def order_of(name: str, pool: BlockPool, budget: Budget, cost: StepCost, ttft_s: float | None) -> Order:
+    """The order of ``batching.order``; called under the engine's lock, as the pool is read.
+
+    Args:
+        cost: of steps within the budget. ttft_s: TTFT_max, which the order ``slack`` needs.
+    """
+
+    def cached_tokens(sequence: Sequence) -> int:
+        return len(pool.match(sequence.reusable_hashes(pool.block_size))) * pool.block_size
+
+    def prefill_s(sequence: Sequence) -> float:
+        start = cached_tokens(sequence)
+        count = sequence.num_prompt_tokens - start
+        steps = -(-count // budget.max_num_tokens)
+        return steps * cost.base_s + cost.chunk_s(start, count)
+
+    if name == "sjf":
+        return partial(sjf, uncached_tokens=lambda s: s.num_prompt_tokens - cached_tokens(s))
+    if name == "slack":
+        assert ttft_s is not None, "the order slack needs a limit on TTFT"
+        return partial(slack, ttft_s=ttft_s, prefill_s=prefill_s)
+    return fcfs

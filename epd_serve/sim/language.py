@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
@@ -25,7 +24,7 @@ from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import StepWork
-from epd_serve.sched.turns import Order, fcfs, sjf, slack
+from epd_serve.sched.turns import order_of
 from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.spec import SimInstanceSpec, size_steps_of
 
@@ -348,36 +347,16 @@ class LanguageSide:
         self.kick()
 
     def _new_queues(self) -> Queues:
+        batching = self._spec.batching
         return Queues(
             self.pool,
             NoMemory(),
             self.budget,
-            self._order(),
+            order_of(batching.order, self.pool, self.budget, self._cost, batching.ttft_s),
             has_feature=self._has_feature,
             on_starved=lambda mm_hash: None,
             on_lost=lambda request_id, error: None,
         )
-
-    def _order(self) -> Order:
-        """As an instance chooses it (:mod:`epd_serve.engine.pace.step_limits`)."""
-        batching = self._spec.batching
-
-        def cached(sequence: Sequence) -> int:
-            known = len(self.pool.match(sequence.block_hashes)) * self.pool.block_size
-            return min(known, sequence.num_prompt_tokens - 1)
-
-        def prefill_s(sequence: Sequence) -> float:
-            start = cached(sequence)
-            count = sequence.num_prompt_tokens - start
-            steps = -(-count // self.budget.max_num_tokens)
-            return steps * self._cost.base_s + self._cost.chunk_s(start, count)
-
-        if batching.order == "sjf":
-            return partial(sjf, uncached_tokens=lambda s: s.num_prompt_tokens - cached(s))
-        if batching.order == "slack":
-            assert batching.ttft_s is not None, "the order slack needs a limit on TTFT"
-            return partial(slack, ttft_s=batching.ttft_s, prefill_s=prefill_s)
-        return fcfs
 
 
 _EPSILON = 1e-9

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable
-from functools import partial
 
 from device.base import BareDevice
 from epd_serve import __version__
@@ -14,10 +12,9 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements, cache_dir
 from epd_serve.sched.schedule import Budget, ScheduleOutput
-from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.step_cost import Found, StepCost, latency_limit_s, search_budget, work_done
 from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
-from epd_serve.sched.turns import Order, fcfs, sjf, slack
+from epd_serve.sched.turns import Order, order_of
 
 logger = logging.getLogger(__name__)
 
@@ -119,23 +116,8 @@ class StepLimits:
     # ------------------------------------------------------------------ while it serves
 
     def order(self, pool: BlockPool) -> Order:
-        """The order of the waiting queue; called under the engine's lock, as the pool is read."""
-
-        def cached_tokens(sequence: Sequence) -> int:
-            return len(pool.match(sequence.reusable_hashes(pool.block_size))) * pool.block_size
-
-        def prefill_s(sequence: Sequence) -> float:
-            start = cached_tokens(sequence)
-            count = sequence.num_prompt_tokens - start
-            steps = math.ceil(count / self.budget.max_num_tokens)
-            return steps * self._cost.base_s + self._cost.chunk_s(start, count)
-
-        if self._options.batching.order == "sjf":
-            return partial(sjf, uncached_tokens=lambda s: s.num_prompt_tokens - cached_tokens(s))
-        if self._options.batching.order == "slack":
-            assert self._ttft_s is not None, "slack needs slo.ttft_ms"
-            return partial(slack, ttft_s=self._ttft_s, prefill_s=prefill_s)
-        return fcfs
+        """The order of the waiting queue (:func:`~epd_serve.sched.turns.order_of`)."""
+        return order_of(self._options.batching.order, pool, self.budget, self._cost, self._ttft_s)
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
         """Correct the pace of a budget that has one by a step that has just ended."""
