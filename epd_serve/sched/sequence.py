@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, Literal
 
@@ -152,25 +152,17 @@ class Sequence:
 
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """Another choice of this computed prompt, with a block table of its own."""
-        return Sequence(
-            request_id=self.request_id,
-            prompt_ids=self.prompt_ids,
-            sampling=self.sampling,
-            max_tokens=self.max_tokens,
-            positions=self.positions,
-            position_delta=self.position_delta,
-            spans=self.spans,
-            both_ways=self.both_ways,
-            block_hashes=self.block_hashes,
+        return replace(
+            self,
             index=index,
-            arrival_s=self.arrival_s,
-            num_computed=self.num_computed,
-            num_registered=self.num_registered,
+            num_sequences=1,
+            output_ids=[],
             blocks=blocks,
+            forks=[],
             states=self.states[index : index + 1],
             constraint=None if self.constraint is None else self.constraint.fork(),
-            state=SequenceState.RUNNING,
-            stop_token_ids=self.stop_token_ids,
+            wanted_logprobs=range(0),
+            logprobs={},
         )
 
     def move_to(self, state: SequenceState) -> None:

@@ -264,7 +264,7 @@ def test_the_end_of_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyP
     def fail(now: float) -> ScheduleOutput:
         raise AssertionError("a plan that cannot be")
 
-    monkeypatch.setattr(bench.engine._queues, "plan", fail)
+    monkeypatch.setattr(bench.engine.queues, "plan", fail)
     bench.engine.wake()
     assert ended.wait(300)
     bench.loop._thread.join()
