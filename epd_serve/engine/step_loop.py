@@ -42,7 +42,6 @@ class StepLoop:
         push: KVPush | None = None,
         stream: AbstractContextManager[object] | None = None,
         runs_ahead: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._runner = runner
@@ -50,7 +49,6 @@ class StepLoop:
         self._push = push
         self._stream = stream or nullcontext()
         self._runs_ahead = runs_ahead
-        self._clock = clock
         self._in_flight: InFlightStep | None = None  # launched, its tokens unknown
         self._landed_s = 0.0
         self._events: list[EngineEvent] = []  # of steps that have ended, not yet emitted
@@ -127,7 +125,7 @@ class StepLoop:
         groups = None
         if self._push is not None:
             groups = self._push.layer_groups(self._push, output, self._engine.transfers)
-        launched_s, launched = self._clock(), None
+        launched_s, launched = time.monotonic(), None
         if output:
             with self._hooks.turn():
                 on_layer = groups.on_layer if groups else None
@@ -141,7 +139,7 @@ class StepLoop:
             if step.groups is not None:
                 step.groups.on_computed()
             self._events += self._engine.finish(result, step.output, after.output if after else None)
-            now = self._clock()
+            now = time.monotonic()
             seconds, self._landed_s = now - max(step.launched_s, self._landed_s), now
             try:
                 if step.output.prefills and self._push is not None:
