@@ -23,7 +23,7 @@ from epd_serve.engine.computing import StepResult
 from epd_serve.engine.followers import Followers
 from epd_serve.engine.prefill_graphs import PrefillGraphs
 from epd_serve.engine.sampling.sampler import PromptLogprobs, Row, Sampler, Sampling
-from epd_serve.engine.step_inputs import Batch, DecodeTables, DeviceTables, Fed, StepInputs, on_device
+from epd_serve.engine.step_inputs import Batch, DecodeTables, DeviceTables, StepInputs, on_device
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
 from epd_serve.sched.schedule import ScheduleOutput
@@ -298,14 +298,13 @@ class StepExecutor:
         self,
         inputs: StepInputs,
         on_layer: Callable[[int], None] | None,
-        tokens: Tensor | None,
+        fed: Tensor | None,
         logprobs: PromptLogprobs | None,
     ) -> Tensor:
-        fed: Fed | None = None
         if inputs.fed_rows:
-            if tokens is None:
-                tokens = torch.empty(len(inputs.fed_rows), dtype=torch.long, device=self.device)
-            fed = Fed(rows=inputs.fed_rows, tokens=self._model.group.broadcast(tokens))
+            if fed is None:
+                fed = torch.empty(len(inputs.fed_rows), dtype=torch.long, device=self.device)
+            fed = self._model.group.broadcast(fed)
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs.run(inputs, fed)
         target = self.device
@@ -317,7 +316,7 @@ class StepExecutor:
             features = to_device(features, target) if is_here else torch.empty_like(features, device=target)
             features = self._model.group.broadcast(features)
         if fed is not None:
-            fed.put(ids)
+            inputs.feed(ids, fed)
         if inputs.scored_rows and logprobs is None:
             logprobs = PromptLogprobs(inputs, target)
         return self._model.forward(
@@ -402,14 +401,14 @@ class DecodeGraphs:
         """Whether the step consists of decodes alone and is not too large."""
         return not inputs.prefill_query_lens and 0 < len(inputs.ids) <= self._sizes[-1]
 
-    def run(self, inputs: StepInputs, fed: Fed | None = None) -> Tensor:
+    def run(self, inputs: StepInputs, fed: Tensor | None) -> Tensor:
         """Logits [decodes, vocab]; overwritten by the next run."""
         count = len(inputs.ids)
         size = next(size for size in self._sizes if size >= count)
         if len(inputs.fed_rows) < count:
             self._ids[:count].copy_(on_device(inputs.ids, self._ids.device))
         if fed is not None:
-            fed.put(self._ids)
+            inputs.feed(self._ids, fed)
         self._graphs.update(size, inputs.decode_context_lens + [1] * (size - count))
         return self._graphs.replay(size)[:count]
 

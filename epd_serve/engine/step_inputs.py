@@ -6,7 +6,6 @@ The block tables of the sequences that decode stay on each rank's device; a step
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import is_
 
 import msgspec
@@ -69,19 +68,13 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     states: list[list[int]] = []
     fed_rows: list[int] = []
 
-
-@dataclass(frozen=True, slots=True)
-class Fed:
-    """Tokens [len(rows)] on the device that take the places of some of a step's ids."""
-
-    rows: list[int]
-    tokens: Tensor
-
-    def put(self, ids: Tensor) -> None:
-        if self.rows[-1] == len(self.rows) - 1:  # the first ones, as in a step of decodes
-            ids[: len(self.rows)].copy_(self.tokens)
+    def feed(self, ids: Tensor, tokens: Tensor) -> None:
+        """Put the ``tokens`` of ``fed_rows`` among the step's ``ids``, both on a device."""
+        rows = self.fed_rows
+        if rows[-1] == len(rows) - 1:  # the first ones, as in a step of decodes
+            ids[: len(rows)].copy_(tokens)
         else:
-            ids.index_copy_(0, on_device(self.rows, ids.device), self.tokens)
+            ids.index_copy_(0, on_device(rows, ids.device), tokens)
 
 
 class DecodeTables:
