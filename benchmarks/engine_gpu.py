@@ -39,10 +39,9 @@ from benchmarks.engine_native import image_inputs
 from benchmarks.models import make_shape
 from device.base import Device
 from device.registry import get_device
-from epd_serve.engine.decode_tables import DecodeTables
 from epd_serve.engine.prefill_graphs import prefill_graph_sizes
 from epd_serve.engine.step import StepExecutor
-from epd_serve.engine.step_inputs import StepInputs
+from epd_serve.engine.step_inputs import DecodeTables, StepInputs
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower

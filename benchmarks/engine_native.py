@@ -21,12 +21,10 @@ from benchmarks.common import argument_parser
 from device.base import Device
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, TokenEvent
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.sampling.sampler import PromptLogprobs
-from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step import LanguageRunner, StepExecutor
 from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.models.language import LanguageModel
@@ -34,7 +32,7 @@ from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.protocol.wire import KVLayout
 from epd_serve.sched.schedule import Budget
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import SamplingParams
 

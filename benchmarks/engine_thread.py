@@ -16,16 +16,13 @@ from torch import Tensor
 from benchmarks.common import argument_parser, machine, typed, write
 from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.engine.decode_tables import DeviceTables
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, EngineHooks
-from epd_serve.engine.runner import LanguageRunner
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks
 from epd_serve.engine.sampling.sampler import PromptLogprobs
-from epd_serve.engine.step import StepExecutor
-from epd_serve.engine.step_inputs import StepInputs
+from epd_serve.engine.step import LanguageRunner, StepExecutor
+from epd_serve.engine.step_inputs import DeviceTables, StepInputs
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.sched.schedule import Budget
-from epd_serve.sequence import Sequence as TokenSequence
+from epd_serve.sched.sequence import Sequence as TokenSequence
 from epd_serve.types import SamplingParams
 
 BLOCK_SIZE, AXES, TOKEN = 16, 3, 5

@@ -10,7 +10,7 @@ from benchmarks.accelerator import Target
 from benchmarks.gpu_timing import replay_ms
 from device.base import Device
 from epd_serve.engine.sampling.sampler import Row, Sampler, draw
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
 
 VOCABULARY = 151936

@@ -7,7 +7,7 @@ from dataclasses import replace
 from device.base import Event
 from epd_serve.engine.step_loop import KVPush, LayerGroups, SendLane
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 
 

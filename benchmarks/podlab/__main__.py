@@ -24,13 +24,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from epd_serve.launch.remote.values import Values
+
 from benchmarks.common import ROOT, argument_parser, machine, typed, write
 from benchmarks.podlab.cluster import Cluster, cluster
 from benchmarks.podlab.network import enter, is_possible
 from benchmarks.podlab.pod import Image
 from benchmarks.traffic import mixed_requests
 from epd_serve.launch.remote.kubernetes import manifests
-from epd_serve.launch.remote.values import Values
 from epd_serve.verify.client import Client
 from epd_serve.verify.traffic import Outcome, Request, Traffic
 

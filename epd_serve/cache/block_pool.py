@@ -61,6 +61,9 @@ class BlockPool:
 
     Args:
         state_blocks: blocks that each sequence takes for its recurrent state, beside those of its tokens.
+
+    Attributes:
+        num_free: blocks without a reference, cached ones included. capacity: the same while nothing is held.
     """
 
     __slots__ = (
@@ -72,8 +75,10 @@ class BlockPool:
         "_refs",
         "_untouched",
         "block_size",
+        "capacity",
         "idle_requests",
         "num_blocks",
+        "num_free",
         "state_blocks",
     )
 
@@ -86,6 +91,7 @@ class BlockPool:
         self.block_size = block_size
         self.idle_requests = idle_requests
         self.state_blocks = state_blocks
+        self.capacity = self.num_free = num_blocks - 1
         self._refs = [0] * num_blocks
         self._blank: list[int] = []
         self._cached: OrderedDict[int, int] = OrderedDict()  # block → num_requests at its release
@@ -93,15 +99,6 @@ class BlockPool:
         self._num_requests = 0
         self._hash_of: dict[int, bytes] = {}
         self._by_hash: dict[bytes, int] = {}
-
-    @property
-    def num_free(self) -> int:
-        """Blocks without a reference, cached ones included."""
-        return len(self._blank) + len(self._cached) + self.num_blocks - self._untouched
-
-    @property
-    def capacity(self) -> int:
-        return self.num_blocks - 1
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Blocks that hold the longest known prefix of ``hashes``. Changes nothing."""
@@ -113,19 +110,15 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def num_needed(self, num_tokens: int, num_more: int, num_sequences: int = 1) -> int:
-        """Blocks that :meth:`allocate_request` takes for a request without any cached prefix."""
-        total = num_blocks_for(num_tokens + num_more, self.block_size)
-        own = total - num_tokens // self.block_size
-        return total + (num_sequences - 1) * own + num_sequences * self.state_blocks
-
     def num_missing(
         self, num_tokens: int, num_more: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()
     ) -> int:
         """Free blocks that :meth:`allocate_request` would take now: all but those that others hold too."""
-        matched = self._usable_prefix(num_tokens, hashes)
+        total = num_blocks_for(num_tokens + num_more, self.block_size)
+        own = total - num_tokens // self.block_size
+        matched = self.match(hashes[: (num_tokens - 1) // self.block_size])
         shared = sum(1 for block in matched if self._refs[block])
-        return self.num_needed(num_tokens, num_more, num_sequences) - shared
+        return total + (num_sequences - 1) * own + num_sequences * self.state_blocks - shared
 
     def allocate_request(
         self, num_tokens: int, num_more: int, num_sequences: int = 1, hashes: Sequence[bytes] = ()
@@ -136,9 +129,10 @@ class BlockPool:
         are needed.
         """
         self._num_requests += 1
-        root = self._usable_prefix(num_tokens, hashes)
+        root = self.match(hashes[: (num_tokens - 1) // self.block_size])
         num_cached = len(root)
-        self.acquire(root)
+        if root:
+            self.acquire(root)
         total = num_blocks_for(num_tokens + num_more, self.block_size)
         root = root + self.allocate(total - num_cached)
         own = total - num_tokens // self.block_size
@@ -146,12 +140,10 @@ class BlockPool:
         states = [self.allocate(self.state_blocks) for _ in range(num_sequences)] if self.state_blocks else []
         return RequestBlocks(root=root, forks=forks, states=states, num_cached=num_cached)
 
-    def _usable_prefix(self, num_tokens: int, hashes: Sequence[bytes]) -> list[int]:
-        return self.match(hashes[: (num_tokens - 1) // self.block_size])
-
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks with one reference each. Precondition: ``count <= num_free``."""
         assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
+        self.num_free -= count
         blocks: list[int] = []
         for _ in range(count):
             if self._blank:
@@ -174,6 +166,7 @@ class BlockPool:
         for block in blocks:
             if self._refs[block] == 0:
                 del self._cached[block]
+                self.num_free -= 1
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -182,6 +175,7 @@ class BlockPool:
             assert self._refs[block] > 0, f"block {block} released more often than taken"
             self._refs[block] -= 1
             if self._refs[block] == 0:
+                self.num_free += 1
                 if block in self._hash_of:
                     self._cached[block] = self._num_requests
                 else:

@@ -53,7 +53,9 @@ class FeatureCache(Generic[T]):
         entry = self._entries.get(key)
         if entry is None:
             return None
-        self._hold(key, entry, owner)
+        self._entries.move_to_end(key)
+        entry.owners.add(owner)
+        self._held.setdefault(owner, set()).add(key)
         return entry.value
 
     def get(self, key: str) -> T | None:
@@ -78,14 +80,13 @@ class FeatureCache(Generic[T]):
         Returns:
             The values evicted to make room.
         """
-        entry = self._entries.get(key)
         evicted: list[T] = []
-        if entry is None:
+        if key not in self._entries:
             assert beyond or self.can_put(nbytes), f"{nbytes} bytes do not fit"
             evicted = self._evict_down_to(self.capacity_bytes - nbytes)
-            entry = self._entries[key] = _Entry(value, nbytes)
+            self._entries[key] = _Entry(value, nbytes)
             self.num_bytes += nbytes
-        self._hold(key, entry, owner)
+        self.acquire(key, owner)
         return evicted
 
     def evict(self, key: str) -> T:
@@ -118,7 +119,8 @@ class FeatureCache(Generic[T]):
                 self._entries[name].owners.discard(owner)
         if not held:
             self._held.pop(owner, None)
-        self._evict_down_to(self.capacity_bytes)
+        if self.num_bytes > self.capacity_bytes:
+            self._evict_down_to(self.capacity_bytes)
         if self.max_idle is not None and len(self._entries) > self.max_idle:
             for _ in range(self._num_idle() - self.max_idle):
                 self.evict_one()
@@ -142,8 +144,3 @@ class FeatureCache(Generic[T]):
         while self.num_bytes > num_bytes and (value := self.evict_one()) is not None:
             evicted.append(value)
         return evicted
-
-    def _hold(self, key: str, entry: _Entry[T], owner: str) -> None:
-        self._entries.move_to_end(key)
-        entry.owners.add(owner)
-        self._held.setdefault(owner, set()).add(key)

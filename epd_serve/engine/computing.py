@@ -13,7 +13,7 @@ import msgspec
 from epd_serve.protocol.wire import KVLayout, TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.kv_sender import ReadableKV, ReadableSource
 
 #: Stands for a token where the logits are no numbers, and none can be chosen.

@@ -225,9 +225,7 @@ class LanguageStream:
         try:
             yield
         except BaseException:
-            self.is_busy, self._last_s = False, None
-            self._board.decodes_end()
-            self.on_pause()
+            self.idle()
             raise
 
     def stepped(self, output: ScheduleOutput, seconds: float, num_running: int) -> None:
@@ -268,15 +266,13 @@ class DualStream:
         share: part of the device that was applied to this process; None: no limit.
     """
 
-    def __init__(
-        self, options: InstanceOptions, device: BareDevice, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, options: InstanceOptions, device: BareDevice) -> None:
         self.share = apply_share(device, rank_share(options, 0), options.memory_share, options.threads)
         threads = _parted(options.threads) if options.role.has_language_model else None
         limit_s = None if options.slo.tpot_ms is None else options.slo.tpot_ms / 1000
         board, slot = options.device_board.rsplit(":", 1) if options.device_board else (None, "0")
-        self.board = DeviceBoard(None if board is None else Path(board), int(slot), clock)
-        self.language = LanguageStream(device, self.board, limit_s=limit_s, threads=threads, clock=clock)
+        self.board = DeviceBoard(None if board is None else Path(board), int(slot), time.monotonic)
+        self.language = LanguageStream(device, self.board, limit_s=limit_s, threads=threads)
         self.tower = TowerStream(
             device,
             self.board,
@@ -284,7 +280,6 @@ class DualStream:
             share=options.tower_share if options.role.has_language_model else None,
             threads=threads,
             is_busy=lambda: self.language.is_busy,
-            clock=clock,
         )
 
 

@@ -1,23 +1,28 @@
-"""The engine's books: sequences and their blocks, from one step to the next."""
+"""The engine's books: sequences and their blocks from one step to the next, and the events of their requests."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.engine.computing import NO_TOKEN, SampledToken, StepResult
-from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, PromptEvent, TokenEvent
 from epd_serve.errors import ServeError
 from epd_serve.protocol.instance_state import Load
+from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sched.sequence import PLACEHOLDER, FinishReason, Sequence, SequenceState
 from epd_serve.sched.turns import ANYBODY, Asker, Order
-from epd_serve.sequence import PLACEHOLDER, Sequence, SequenceState
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer
 
 T = TypeVar("T")
@@ -29,6 +34,108 @@ _NO_NUMBERS = (
     "dtype (try dtype: float32), its weights are damaged, or something was read before the device had computed "
     "it, for want of an event"
 )
+
+
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
+    """A sequence has a new token; with ``finish_reason`` it was the last one and its blocks are free again.
+
+    ``logprobs`` are the ones that were asked for of the tokens before it, by index
+    (:attr:`Sequence.wanted_logprobs`).
+    """
+
+    sequence: Sequence
+    token: SampledToken
+    finish_reason: FinishReason | None
+    logprobs: Mapping[int, TokenLogprob] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEvent:
+    """A prompt that continues on another instance: each choice's first token, and whether it was the last."""
+
+    sequence: Sequence
+    tokens: list[tuple[SampledToken, FinishReason | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class FailureEvent:
+    """A step failed with this request in it; its blocks are free again."""
+
+    request_id: str
+    error: ServeError
+
+
+EngineEvent = TokenEvent | PromptEvent | FailureEvent
+
+
+class Listeners:
+    """The receivers of events, by request id."""
+
+    def __init__(self) -> None:
+        self._feeds: dict[str, Callable[[EngineEvent], None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._feeds)
+
+    def listen(self, request_id: str, feed: Callable[[EngineEvent], None] | None) -> None:
+        """Send the request's events to ``feed`` from now on; None: to nobody any more."""
+        if feed is None:
+            self._feeds.pop(request_id, None)
+        else:
+            self._feeds[request_id] = feed
+
+    def dispatch(self, events: list[EngineEvent]) -> None:
+        for event in events:
+            request_id = event.request_id if isinstance(event, FailureEvent) else event.sequence.request_id
+            feed = self._feeds.get(request_id)
+            if feed is None:
+                continue
+            try:
+                feed(event)
+            except Exception as error:  # an answer that cannot be written must not take the others along
+                logger.exception("the answer of request %s failed", request_id)
+                feed(FailureEvent(request_id, ServeError(f"the answer cannot be written: {error}")))
+
+
+class EngineHooks(Protocol):
+    """An engine's calls to the instance around it: features, pacing, and the events of its steps.
+
+    All are called on the engine's thread unless they say otherwise, and none may block except ``feature`` and
+    ``turn``. A class that derives from this one begins with no features, no pacing and no receiver of events.
+    """
+
+    def feature(self, mm_hash: str) -> Any | None:
+        """Encoder output [tokens, width] for a step that needs it now; may fetch it first. None: there is none."""
+        return None
+
+    def has_feature(self, mm_hash: str) -> bool:
+        """Whether the feature is here or can be fetched, so that ``feature`` is worth calling."""
+        return self.feature(mm_hash) is not None
+
+    def feature_starved(self, mm_hash: str) -> None:
+        """Called when a sequence could be computed if its feature were here."""
+
+    def turn(self) -> AbstractContextManager[None]:
+        """A context around the launch of each step; entering it waits for the step's turn on the device."""
+        return nullcontext()
+
+    def stepped(self, output: ScheduleOutput, seconds: float) -> None:
+        """Called after a step with its seconds, less the part in which the device was at the step before."""
+
+    def idle(self) -> None:
+        """Called when nothing can be computed for now."""
+
+    def failed(self) -> None:
+        """Called when a step has failed, before its requests do; ends the process of a device that is lost."""
+
+    def died(self) -> None:
+        """Called when nothing will ever be computed again."""
+
+    def emit(self, events: list[EngineEvent]) -> None:
+        """Take the events of one step."""
+
+    def freed(self) -> None:
+        """Called when blocks, or places in the queue for them, are free, on the thread that gave them back."""
 
 
 class Engine:
@@ -44,6 +151,7 @@ class Engine:
         clock: monotonic seconds, the sender's clock.
 
     Attributes:
+        queues: what waits and what runs; whoever calls it from outside reads one number.
         transfers: targets of the KV of sequences that are handed on.
         num_steps: steps that have ended and did not fail.
     """
@@ -65,7 +173,7 @@ class Engine:
         self._sender = sender
         self._clock = clock
         self.eos_token_ids = eos_token_ids
-        self._queues = Queues(
+        self.queues = Queues(
             pool,
             memory,
             budget,
@@ -74,7 +182,7 @@ class Engine:
             on_starved=hooks.feature_starved,
             on_lost=self._lose,
         )
-        self._tables = self._queues.tables
+        self._tables = self.queues.tables
         self.check_fits, self.prefix_lookups = self._tables.check_fits, self._tables.prefix_lookups
         self._changed = threading.Condition()
         self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
@@ -96,7 +204,7 @@ class Engine:
             sequence.arrival_s = sequence.arrival_s or self._clock()
             if transfer is not None:
                 self.transfers[sequence] = transfer
-            self._queues.submit(sequence)
+            self.queues.submit(sequence)
             self._changed.notify_all()
 
     def resume(self, sequence: Sequence, blocks: RequestBlocks, tokens: list[tuple[int, bool]]) -> None:
@@ -107,25 +215,25 @@ class Engine:
             tokens: each choice's next token, and whether that was its last.
         """
         with self._changed:
-            self._queues.settle(blocks)
+            self.queues.settle(blocks)
             sequence.arrival_s = self._clock()
             sequence.blocks, sequence.forks, sequence.states = blocks.root, blocks.forks, blocks.states
             sequence.num_computed = sequence.num_tokens
             sequence.move_to(SequenceState.RUNNING)
             self._tables.register(sequence)
-            choices = self._tables.fork(sequence)
+            choices = self._tables.fork(sequence) if sequence.forks else [sequence]
             for choice, (token_id, finished) in zip(choices, tokens, strict=True):
                 choice.output_ids.append(token_id)
                 if finished:
                     self._retire(choice)
                 else:
-                    self._queues.run(choice)
+                    self.queues.run(choice)
             self._changed.notify_all()
 
     def abort(self, request_id: str) -> None:
         """Stop all sequences of a request; their blocks go back as soon as nothing uses them. Idempotent."""
         with self._changed:
-            for sequence in self._queues.remove(request_id):
+            for sequence in self.queues.remove(request_id):
                 self._leave(sequence)
             for sequence in [s for s in self.transfers if s.request_id == request_id]:
                 if sequence.state is SequenceState.TRANSFERRING:
@@ -134,14 +242,14 @@ class Engine:
     def stop_sequence(self, sequence: Sequence) -> None:
         """End one choice early: a stop string was found in its text."""
         with self._changed:
-            if self._queues.stop(sequence):
+            if self.queues.stop(sequence):
                 self._leave(sequence)
 
     def hold(self, request_id: str, held: Callable[[Sequence], None]) -> bool:
         """See :meth:`~epd_serve.sched.queues.Queues.hold`; tells ``held`` on its thread, after all tokens."""
         with self._changed:
             self._changed.notify_all()
-            return self._queues.hold(request_id, held)
+            return self.queues.hold(request_id, held)
 
     def transferred(self, sequence: Sequence) -> None:
         """Free a sequence's source blocks: the decode instance has confirmed, or the request is gone.
@@ -169,43 +277,45 @@ class Engine:
     ) -> RequestBlocks | None:
         """Blocks for a prompt whose KV a peer will write: see :meth:`~epd_serve.sched.queues.Queues.reserve`."""
         with self._changed:
-            return self._queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s, asker)
+            return self.queues.reserve(num_prompt_tokens, num_sequences, hashes, arrival_s, asker)
 
     @property
     def lacks_blocks(self) -> bool:
         """Whether the last reservation was refused for want of blocks, not of a place."""
-        return self._queues.lacks_blocks
+        return self.queues.num_lacking > 0
 
     def in_turn(self, reservations: Iterable[tuple[Asker, T]]) -> list[T]:
         """Reservations that wait, given in the order in which they came, in that of their turns."""
         with self._changed:
-            return self._queues.in_turn(reservations)
+            return self.queues.in_turn(reservations)
 
     def stop_reserving(self) -> None:
         """Note that no reservation waits any more: new prompts may take blocks again."""
         with self._changed:
-            self._queues.stop_reserving()
+            self.queues.stop_reserving()
             self._changed.notify_all()
 
     def unreserve(self, blocks: RequestBlocks) -> None:
         with self._changed:
-            self._queues.settle(blocks)
-            self._tables.give_back(blocks.all(), blocks.states)
-            self._tell_free()
-
-    @property
-    def num_running(self) -> int:
-        """Sequences that hold blocks and are computed."""
-        return self._queues.num_running
+            self.queues.settle(blocks)
+            self._tables.give_back(blocks.root, blocks.forks, blocks.states)
+            self._changed.notify_all()
+            self._hooks.freed()
 
     def load(self) -> Load:
         with self._changed:
-            return self._queues.load()
+            return Load(
+                num_running=self.queues.num_running,
+                num_waiting=self.queues.num_waiting,
+                num_waiting_tokens=self.queues.num_waiting_tokens,
+                free_blocks=self._pool.num_free,
+                total_blocks=self._pool.capacity,
+            )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books of the pool balance, and each sequence has a state of its own."""
         with self._changed:
-            self._queues.check_integrity()
+            self.queues.check_integrity()
 
     # ------------------------------------------------------------------ steps
 
@@ -221,8 +331,9 @@ class Engine:
         """The next step, which may be empty; its sequences keep their blocks until it has ended."""
         stepping = in_flight.sequences if in_flight is not None else []
         with self._changed:
-            self._queues.let_out(stepping)
-            output = self._queues.plan(self._clock())
+            if self.queues.held:
+                self.queues.let_out(stepping)
+            output = self.queues.plan(self._clock())
             self._stepping = frozenset(stepping if output is in_flight else (*output.sequences, *stepping))
             if output.admitted or output.preempted:
                 self._hooks.freed()  # a place in the queue for blocks, or blocks
@@ -249,7 +360,11 @@ class Engine:
         """Take the tokens of a step; ``after`` is the step that was launched since."""
         with self._changed:
             self._stepping = frozenset(after.sequences if after else ())
-            events = self._fail_without_token(result)
+            lacking = [one for one, token in result.decoded if token.token_id == NO_TOKEN and one.goes_on]
+            lacking += [
+                one for one, tokens in result.first if one.goes_on and any(t.token_id == NO_TOKEN for t in tokens)
+            ]
+            events = self._fail_without_token(lacking) if lacking else []
             for sequence, _ in output.prefills:
                 # it may have lost its blocks to an older one since, or an earlier step of its own has failed
                 if sequence.blocks and sequence.goes_on:
@@ -263,10 +378,11 @@ class Engine:
             for sequence, tokens in result.first:
                 if sequence.goes_on:
                     events += self._hand_out(sequence, tokens)
-            self._let_go()
+            if self._leaving:
+                self._let_go()
         return events
 
-    def fail(self, output: ScheduleOutput, other: ScheduleOutput | None, error: Exception) -> None:
+    def fail(self, output: ScheduleOutput, other: ScheduleOutput | None, error: Exception) -> list[EngineEvent]:
         """A step failed: its requests end, and no other finds their KV, which may be why.
 
         ``other`` is a step that is still in flight.
@@ -275,17 +391,10 @@ class Engine:
             self._stepping = frozenset(other.sequences if other else ())
             self._let_go()
             failure = ServeError(f"the engine failed in the middle of a step: {error}")
-            events = self._fail_requests(output.sequences, failure)
-        self._hooks.emit(events)
+            return self._fail_requests(output.sequences, failure)
 
-    def _fail_without_token(self, result: StepResult) -> list[EngineEvent]:
+    def _fail_without_token(self, lacking: list[Sequence]) -> list[EngineEvent]:
         """End requests for which no token can be chosen; those beside them go on."""
-        lacking = [one for one, token in result.decoded if token.token_id == NO_TOKEN and one.goes_on]
-        lacking += [
-            one for one, tokens in result.first if one.goes_on and any(t.token_id == NO_TOKEN for t in tokens)
-        ]
-        if not lacking:
-            return []
         self._hooks.failed()
         logger.error("the logits of %d requests are no numbers", len(lacking))
         return self._fail_requests(lacking, ServeError(_NO_NUMBERS))
@@ -303,7 +412,7 @@ class Engine:
     def _hand_out(self, sequence: Sequence, tokens: list[SampledToken]) -> list[EngineEvent]:
         """The events of a sequence's next token, or of the first token of each choice."""
         if sequence.hand_off:
-            self._queues.stop(sequence)
+            self.queues.stop(sequence)
             sequence.move_to(SequenceState.TRANSFERRING)
             count = len(sequence.output_ids) + 1
             ends = [(t, sequence.finish_reason(t.token_id, count, self.eos_token_ids)) for t in tokens]
@@ -312,19 +421,25 @@ class Engine:
             return [self._append(sequence, *tokens)]
         if sequence.num_uncomputed:
             return []  # it was preempted since, and its prompt is computed again
-        choices = self._tables.fork(sequence)
+        choices = self._tables.fork(sequence) if sequence.forks else [sequence]
         for choice in choices[1:]:
-            self._queues.run(choice)
+            self.queues.run(choice)
         return [self._append(choice, token) for choice, token in zip(choices, tokens, strict=True)]
 
     def _append(self, sequence: Sequence, token: SampledToken) -> TokenEvent:
-        token_id = token.token_id
-        sequence.take(token_id)
-        reason = sequence.finish_reason(token_id, len(sequence.output_ids), self.eos_token_ids)
+        token_id, output_ids = token.token_id, sequence.output_ids
+        if output_ids and output_ids[-1] == PLACEHOLDER:
+            output_ids[-1] = token_id
+        else:
+            output_ids.append(token_id)
+        reason = sequence.finish_reason(token_id, len(output_ids), self.eos_token_ids)
         if reason is not None:
-            self._queues.stop(sequence)
+            self.queues.stop(sequence)
             self._leave(sequence)
-        return TokenEvent(sequence, token, reason, sequence.take_logprobs())
+        logprobs = sequence.logprobs
+        if sequence.wanted_logprobs:  # they go out once, with the token after them
+            sequence.logprobs, sequence.wanted_logprobs = {}, range(0)
+        return TokenEvent(sequence, token, reason, logprobs)
 
     # ------------------------------------------------------------------ leaving
 
@@ -351,11 +466,8 @@ class Engine:
             self.transfers.pop(sequence, None)
             sequence.saved = None
             self._tables.release(sequence)
-            self._tell_free()
-
-    def _tell_free(self) -> None:
-        self._changed.notify_all()
-        self._hooks.freed()
+            self._changed.notify_all()
+            self._hooks.freed()
 
     def _lose(self, request_id: str, error: Exception) -> None:
         self.abort(request_id)

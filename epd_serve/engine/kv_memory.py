@@ -230,12 +230,17 @@ class KVMemory:
         nbytes = block_nbytes(layout)
         self.block_bytes = nbytes // (2 * layout.num_layers)  # K or V of one layer
         self._area: StagingArea | None = None
+        self.staged_cells: int | None = None
         size = 1 if followers is None else followers.size
         if not is_its_own_slab(device, size):
             self._area = StagingArea(
                 staging_bytes // (2 * self.block_bytes), num_blocks * layout.num_layers, lease_s
             )
-            nbytes, num_cells = 2 * self.block_bytes, self._area.num_cells
+            nbytes, num_cells, self.staged_cells = (
+                2 * self.block_bytes,
+                self._area.num_cells,
+                self._area.round_cells,
+            )
         else:
             num_cells = num_blocks
         self.slab = slab = transport.allocate("kv", num_cells * nbytes)
@@ -256,6 +261,8 @@ class KVMemory:
             self._registered = registered(device, transport, "kv", self._cache.memory)
         if self._registered is not None:
             self.region, self.buffer = self._registered.region, self._registered.buffer
+            # all: they are read, and not written, where they are
+            self.staged_cells = layout.num_layers * num_blocks
 
     def offer(self, handles: Sequence[bytes]) -> None:
         """Let others map the KV on the device, with that of the other ranks; nothing where a handle is empty."""
@@ -277,12 +284,6 @@ class KVMemory:
     def tensor(self) -> Tensor:
         """[layers, 2, num_blocks, block_size, kv_heads of this rank, head_dim]"""
         return self._cache.tensor
-
-    @property
-    def staged_cells(self) -> int | None:
-        if self._registered is not None:
-            return self.layout.num_layers * self.num_blocks  # all: they are read, and not written, where they are
-        return None if self._area is None else self._area.round_cells
 
     @property
     def num_staged(self) -> int:

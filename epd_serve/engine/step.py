@@ -1,25 +1,178 @@
-"""Computing a step on one rank: eagerly, or where it is decodes alone as a captured graph of padded size."""
+"""One step: packed from a schedule, computed on each rank, sampled.
+
+A rank computes eagerly, or where a step is decodes alone as a captured graph of padded size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
+import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
-from device.base import AttnMeta, Device, GraphRunner
-from device.copies import to_device
+from device.base import AttentionOps, AttnMeta, Device, GraphRunner
+from device.copies import Readback, to_device
 from epd_serve.engine.commands import CreateCache
-from epd_serve.engine.decode_tables import DeviceTables
+from epd_serve.engine.computing import StepResult
+from epd_serve.engine.followers import Followers
 from epd_serve.engine.prefill_graphs import PrefillGraphs
-from epd_serve.engine.sampling.sampler import PromptLogprobs
-from epd_serve.engine.step_inputs import Fed, StepInputs, block_table, integers
+from epd_serve.engine.sampling.sampler import PromptLogprobs, Row, Sampler, Sampling
+from epd_serve.engine.step_inputs import Batch, DecodeTables, DeviceTables, StepInputs, on_device
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.language import LanguageModel
+from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.sequence import Sequence as TokenSequence
 
 if TYPE_CHECKING:
     from epd_serve.engine.emulated.emulation import Emulation
+
+
+class LanguageRunner:
+    """Turns a schedule into a step and its logits into tokens."""
+
+    def __init__(
+        self,
+        executor: StepExecutor,
+        ops: AttentionOps,
+        *,
+        block_size: int,
+        num_position_axes: int,
+        eos_token_ids: frozenset[int],
+        followers: Followers | None = None,
+    ) -> None:
+        self._executor = executor
+        self._sampler = Sampler(ops, eos_token_ids)
+        self._block_size = block_size
+        self._num_position_axes = num_position_axes
+        self._followers = followers
+        self._tables = DecodeTables(block_size, executor.num_seats)
+        self._decoding = SampledRows([])
+
+    def activate(self) -> None:
+        """Make its device that of this thread, which is to launch steps."""
+        self._executor.activate()
+
+    def step(self, output: ScheduleOutput, features_by_hash: Mapping[str, Tensor]) -> StepResult:
+        """Compute a step from its launch to its tokens."""
+        step = self.launch(output, features_by_hash)
+        step.sample()
+        return step.read()
+
+    def launch(
+        self,
+        output: ScheduleOutput,
+        features_by_hash: Mapping[str, Tensor],
+        on_layer: Callable[[int], None] | None = None,
+        before: LaunchedStep | None = None,
+    ) -> LaunchedStep:
+        """Let the device compute the scheduled tokens; does not wait for it.
+
+        Args:
+            features_by_hash: the features of all media that the chunks overlap.
+            on_layer: called on this thread when a layer's KV is in the cache.
+            before: has chosen the tokens for which placeholders stand.
+        """
+        batch = Batch(output.decodes, self._tables, block_size=self._block_size, num_axes=self._num_position_axes)
+        for sequence, count in output.prefills:
+            batch.add_prefill(sequence, count, features_by_hash)
+        inputs = batch.inputs()
+        fed = None
+        if batch.fed:
+            assert before is not None, "a step before has chosen the tokens"
+            fed = before.tokens_of(list(batch.fed.values()))
+        logprobs = PromptLogprobs(inputs, self._executor.device) if inputs.scored_rows else None
+        with self._followers.together(inputs) if self._followers else nullcontext():
+            logits = self._executor.compute(inputs, on_layer, fed, logprobs)
+        finished = [s for s, count in output.prefills if s.num_computed + count == s.num_tokens]
+        scored = None if logprobs is None else Scored(logprobs, batch.scored)
+        if not finished and output.decodes != self._decoding.sequences:
+            self._decoding = SampledRows(output.decodes)
+        sampled = SampledRows([*output.decodes, *finished]) if finished else self._decoding
+        return LaunchedStep(self._sampler, logits, sampled, scored)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Log-probabilities on their way to the host, and the tokens that they belong to: (sequence, index)."""
+
+    logprobs: PromptLogprobs
+    tokens: list[tuple[TokenSequence, int]]
+
+    def hand_out(self) -> None:
+        for (sequence, index), logprob in zip(self.tokens, self.logprobs.read(), strict=True):
+            wanted = sequence.sampling.logprobs or 0
+            sequence.logprobs[index] = msgspec.structs.replace(logprob, top=logprob.top[:wanted])
+
+
+class SampledRows:
+    """The sequences of a step that get tokens; the same ones as long as they decode.
+
+    Attributes:
+        rows: one for each token. by_row: the sequence of each.
+        decoding: whether a sequence gets one token, and not its first ones.
+    """
+
+    def __init__(self, sequences: list[TokenSequence]) -> None:
+        self.sequences = sequences
+        self.rows = [Row(s, index) for s in sequences for index in range(s.index, s.index + s.num_sampled)]
+        self.by_row = [row.sequence for row in self.rows]
+        self.decoding = [bool(sequence.output_ids) for sequence in sequences]
+
+
+@dataclass(eq=False)
+class LaunchedStep:
+    """A step that the device computes: :meth:`sample`, then :meth:`read`."""
+
+    _sampler: Sampler
+    _logits: Tensor
+    _sampled: SampledRows
+    _scored: Scored | None
+    _sampling: Sampling | None = None
+    _computed: Readback | None = None
+
+    def sample(self) -> None:
+        """Let the device choose the tokens; those before them must be known."""
+        if self._scored is not None:
+            self._scored.logprobs.send()
+        rows, sequences = self._sampled.rows, self._sampled.sequences
+        if not rows:
+            self._computed = Readback(self._logits)  # of no rows: its end is that of the step
+            return
+        logits = self._logits
+        if len(rows) > len(sequences):
+            place = {sequence: i for i, sequence in enumerate(sequences)}
+            logits = logits[on_device([place[sequence] for sequence in self._sampled.by_row], logits.device)]
+        self._sampling = self._sampler.sample(logits, rows)
+
+    def tokens_of(self, sequences: list[TokenSequence]) -> Tensor:
+        """[len(sequences)] on the device, which may not have chosen them yet."""
+        assert self._sampling is not None, "sample() comes first"
+        tokens = self._sampling.tokens
+        if sequences == self._sampled.by_row:
+            return tokens
+        places = {sequence: place for place, sequence in enumerate(self._sampled.by_row)}
+        return tokens.index_select(0, on_device([places[sequence] for sequence in sequences], tokens.device))
+
+    def read(self) -> StepResult:
+        """Wait for the end of the step, and hand each sequence the log-probabilities of its known tokens."""
+        if self._computed is not None:
+            self._computed.wait()
+        if self._scored is not None:
+            self._scored.hand_out()
+        tokens = iter([] if self._sampling is None else self._sampling.read())
+        result = StepResult([], [])
+        for sequence, is_decoding in zip(self._sampled.sequences, self._sampled.decoding, strict=True):
+            if is_decoding:
+                result.decoded.append((sequence, next(tokens)))
+            else:
+                result.first.append((sequence, list(islice(tokens, sequence.num_sequences))))
+        return result
 
 
 class StepExecutor:
@@ -126,7 +279,7 @@ class StepExecutor:
         self._tables.update(inputs.decodes, inputs.decode_context_lens)
         if self._emulation is None:
             return self._compute(inputs, on_layer, fed, logprobs)
-        slots = integers(inputs.slots, self.device)
+        slots = on_device(inputs.slots, self.device)
         if count := len(inputs.decode_context_lens):
             slots = torch.cat([self._tables.next_slots(count), slots])
         if on_layer is None:
@@ -145,26 +298,25 @@ class StepExecutor:
         self,
         inputs: StepInputs,
         on_layer: Callable[[int], None] | None,
-        tokens: Tensor | None,
+        fed: Tensor | None,
         logprobs: PromptLogprobs | None,
     ) -> Tensor:
-        fed: Fed | None = None
         if inputs.fed_rows:
-            if tokens is None:
-                tokens = torch.empty(len(inputs.fed_rows), dtype=torch.long, device=self.device)
-            fed = Fed(rows=inputs.fed_rows, tokens=self._model.group.broadcast(tokens))
+            if fed is None:
+                fed = torch.empty(len(inputs.fed_rows), dtype=torch.long, device=self.device)
+            fed = self._model.group.broadcast(fed)
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs.run(inputs, fed)
         target = self.device
         meta, positions = self._pack(inputs)
         plan = self._device.ops.prepare(meta, self._model.dtype)
-        features, ids = inputs.features, integers(inputs.ids, target)
+        features, ids = inputs.features, on_device(inputs.ids, target)
         if features is not None:  # from the first rank's device to the others'
             is_here = not features.is_meta
             features = to_device(features, target) if is_here else torch.empty_like(features, device=target)
             features = self._model.group.broadcast(features)
         if fed is not None:
-            fed.put(ids)
+            inputs.feed(ids, fed)
         if inputs.scored_rows and logprobs is None:
             logprobs = PromptLogprobs(inputs, target)
         return self._model.forward(
@@ -177,9 +329,9 @@ class StepExecutor:
                 both_ways=inputs.prefill_both_ways,
                 states=to_device(torch.tensor(inputs.states), target) if inputs.states else None,
             ),
-            integers(inputs.rows, target),
+            on_device(inputs.rows, target),
             features,
-            None if features is None else integers(inputs.feature_rows, target),
+            None if features is None else on_device(inputs.feature_rows, target),
             logprobs,
             self._prefill_graphs.forward
             if self._prefill_graphs is not None and self._prefill_graphs.fits(len(inputs.ids))
@@ -189,8 +341,11 @@ class StepExecutor:
     def _pack(self, inputs: StepInputs) -> tuple[AttnMeta, Tensor]:
         """The sequences of a step that is computed eagerly, and the positions [axes, T] of its tokens."""
         target, count = self.device, len(inputs.decode_context_lens)
-        slots, positions = integers(inputs.slots, target), to_device(inputs.positions, target)
-        prefills = to_device(block_table(inputs.prefill_blocks), target)
+        slots, positions = on_device(inputs.slots, target), to_device(inputs.positions, target)
+        table = np.zeros((len(inputs.prefill_blocks), max(map(len, inputs.prefill_blocks), default=0)), np.int32)
+        for row, blocks in zip(table, inputs.prefill_blocks, strict=True):
+            row[: len(blocks)] = blocks
+        prefills = to_device(torch.from_numpy(table), target)
         decodes, lens = prefills[:0], slots[:0]
         if count:
             width = -(-max(inputs.decode_context_lens) // self._kv.shape[3])
@@ -246,14 +401,14 @@ class DecodeGraphs:
         """Whether the step consists of decodes alone and is not too large."""
         return not inputs.prefill_query_lens and 0 < len(inputs.ids) <= self._sizes[-1]
 
-    def run(self, inputs: StepInputs, fed: Fed | None = None) -> Tensor:
+    def run(self, inputs: StepInputs, fed: Tensor | None) -> Tensor:
         """Logits [decodes, vocab]; overwritten by the next run."""
         count = len(inputs.ids)
         size = next(size for size in self._sizes if size >= count)
         if len(inputs.fed_rows) < count:
-            self._ids[:count].copy_(integers(inputs.ids, self._ids.device))
+            self._ids[:count].copy_(on_device(inputs.ids, self._ids.device))
         if fed is not None:
-            fed.put(self._ids)
+            inputs.feed(self._ids, fed)
         self._graphs.update(size, inputs.decode_context_lens + [1] * (size - count))
         return self._graphs.replay(size)[:count]
 

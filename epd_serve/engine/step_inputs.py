@@ -1,8 +1,12 @@
-"""A step as plain data, so that every rank of an instance can compute its share of it."""
+"""A step as plain data, so that every rank of an instance can compute its share of it, and who packs it.
+
+The block tables of the sequences that decode stay on each rank's device; a step brings what is new of them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from operator import is_
 
 import msgspec
 import numpy as np
@@ -10,7 +14,22 @@ import torch
 from torch import Tensor
 
 from device.copies import to_device
-from epd_serve.engine.decode_tables import TableChange
+from epd_serve.sched.sequence import PLACEHOLDER
+from epd_serve.sched.sequence import Sequence as TokenSequence
+
+
+class TableChange(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The difference between the decodes of a step and those of the last step that had some.
+
+    Attributes:
+        writes: blocks that a table did not have: (seat, first column, blocks).
+        seats: of each decode, in the order of the batch; None: they are the same, each a token further.
+        position_deltas: numbers that M-RoPE adds to the index of a token of each; empty where they are the same.
+    """
+
+    writes: list[tuple[int, int, list[int]]] = []
+    seats: list[int] | None = None
+    position_deltas: list[int] = []
 
 
 class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
@@ -49,33 +68,235 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     states: list[list[int]] = []
     fed_rows: list[int] = []
 
-
-@dataclass(frozen=True, slots=True)
-class Fed:
-    """Tokens [len(rows)] on the device that take the places of some of a step's ids."""
-
-    rows: list[int]
-    tokens: Tensor
-
-    def put(self, ids: Tensor) -> None:
-        if self.rows[-1] == len(self.rows) - 1:  # the first ones, as in a step of decodes
-            ids[: len(self.rows)].copy_(self.tokens)
+    def feed(self, ids: Tensor, tokens: Tensor) -> None:
+        """Put the ``tokens`` of ``fed_rows`` among the step's ``ids``, both on a device."""
+        rows = self.fed_rows
+        if rows[-1] == len(rows) - 1:  # the first ones, as in a step of decodes
+            ids[: len(rows)].copy_(tokens)
         else:
-            ids.index_copy_(0, on_device(ids, self.rows), self.tokens)
+            ids.index_copy_(0, on_device(rows, ids.device), tokens)
 
 
-def on_device(like: Tensor, values: list[int] | list[float], dtype: torch.dtype = torch.long) -> Tensor:
-    """Numbers on a tensor's device."""
-    return to_device(torch.tensor(values, dtype=dtype), like.device)
+class DecodeTables:
+    """The first rank's account of what the devices' tables hold.
+
+    A sequence is known by its list of blocks, which only grows: one that comes back with another list is new.
+
+    Args:
+        num_seats: rows of the tables, at least as many as a step has decodes.
+    """
+
+    def __init__(self, block_size: int, num_seats: int) -> None:
+        self._block_size = block_size
+        self._tables: list[list[int]] = []  # of the decodes of the last step
+        self._index = np.zeros(0, np.int64)  # their seats
+        self._lens = np.zeros(0, np.int64)  # their contexts
+        self._seats: dict[int, int] = {}  # the same, by id() of the table
+        self._free = list(range(num_seats))
+        self._num_written = np.zeros(num_seats, np.int64)  # blocks, by seat
+
+    def change(
+        self, tables: list[list[int]], context_lens: Sequence[int], position_deltas: list[int]
+    ) -> TableChange:
+        """Take over a step's decodes; returns what the devices have to be told of them.
+
+        Args:
+            tables: the blocks of each, as many as its context fills at least.
+        """
+        if not tables:
+            return TableChange()
+        is_same = len(tables) == len(self._tables) and all(map(is_, tables, self._tables))
+        if not is_same:
+            self._seat(tables)
+        lens = np.array(context_lens, np.int64)
+        goes_on = is_same and np.array_equal(lens, self._lens + 1)
+        self._lens = lens
+        num_blocks = -(-lens // self._block_size)
+        writes = []
+        for place in np.flatnonzero(num_blocks > self._num_written[self._index]).tolist():
+            seat, end = int(self._index[place]), int(num_blocks[place])
+            start = int(self._num_written[seat])
+            writes.append((seat, start, tables[place][start:end]))
+            self._num_written[seat] = end
+        if goes_on:
+            return TableChange(writes)
+        return TableChange(writes, self._index.tolist(), position_deltas)
+
+    def _seat(self, tables: list[list[int]]) -> None:
+        """Keep the seats of those that go on, and give the others' to new ones."""
+        kept = {id(table) for table in tables}
+        for table in self._tables:
+            if id(table) not in kept:
+                self._free.append(self._seats.pop(id(table)))
+        for table in tables:
+            if id(table) not in self._seats:
+                seat = self._seats[id(table)] = self._free.pop()
+                self._num_written[seat] = 0
+        self._tables = tables
+        self._index = np.array([self._seats[id(table)] for table in tables], np.int64)
 
 
-def integers(values: list[int], device: torch.device) -> Tensor:
-    return to_device(torch.tensor(values, dtype=torch.long), device)
+class DeviceTables:
+    """A rank's tables, and how far each decode of the batch is: a step makes its inputs of these on the device.
+
+    Rows of a batch without a decode have the table of a seat that is nobody's: zeros, for block 0 belongs to no
+    sequence. They see one token and write into block 0, each into a slot of its own as long as there are some: an
+    NPU's write says nothing of slots that are written twice.
+    """
+
+    def __init__(self, device: torch.device, *, num_seats: int, max_blocks: int, block_size: int) -> None:
+        self._device, self._block_size, self.max_blocks = device, block_size, max_blocks
+        self._table = torch.zeros(num_seats + 1, max_blocks, dtype=torch.int32, device=device)
+        nobody = np.array([[num_seats], [1], [0], [0]], np.int64)
+        self._nobodies = np.repeat(nobody, num_seats, axis=1)
+        # seat, context, position delta, tokens a step: [4, num_seats]
+        self._batch = torch.from_numpy(self._nobodies).to(device, copy=True)
+        self._spare_slots = torch.arange(num_seats, device=device) % block_size
+
+    def update(self, change: TableChange, context_lens: Sequence[int]) -> None:
+        """Take over the change of a step, whose decodes have these contexts when it is over."""
+        if change.writes:
+            width = self.max_blocks
+            ends = [start + len(blocks) for _, start, blocks in change.writes]
+            assert max(ends) <= width, f"a context of {max(ends)} blocks, where a table has {width}"
+            cells, new = list[int](), list[int]()
+            for seat, start, blocks in change.writes:
+                first = seat * width + start
+                cells += range(first, first + len(blocks))
+                new += blocks
+            where, values = to_device(torch.tensor([cells, new]), self._device)
+            self._table.view(-1).index_copy_(0, where, values.int())
+        if change.seats is not None:
+            batch, count = self._nobodies.copy(), len(change.seats)
+            batch[0, :count], batch[2, :count], batch[3, :count] = change.seats, change.position_deltas, 1
+            batch[1, :count] = context_lens
+            batch[1, :count] -= 1
+            self._batch.copy_(to_device(torch.from_numpy(batch), self._device))
+
+    def next_slots(self, size: int) -> Tensor:
+        """The slots [size] of the step that :meth:`advance` will begin."""
+        return self._slots(self._batch[1, :size] + self._batch[3, :size] - 1)
+
+    def advance(self, size: int, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Let each decode go a token further. Nothing of this waits for the host: a graph may begin with it.
+
+        Args:
+            size: rows of the batch. width: blocks of the longest context at least.
+
+        Returns:
+            Of the step: slots [size], positions [size], tables [size, width] int32, context lengths [size], which
+            hold until the next step.
+        """
+        seats, context_lens, position_deltas, num_new = self._batch[:, :size]
+        context_lens.add_(num_new)
+        last = context_lens - 1
+        return (
+            self._slots(last),
+            last + position_deltas,
+            self._table[:, :width].index_select(0, seats),
+            context_lens,
+        )
+
+    def _slots(self, last: Tensor) -> Tensor:
+        """Of the tokens at these indices [size] of the sequences of the batch."""
+        size = len(last)
+        cells = self._batch[0, :size] * self.max_blocks + last // self._block_size
+        slots = self._table.view(-1).index_select(0, cells).long() * self._block_size + last % self._block_size
+        return torch.where(self._batch[3, :size] > 0, slots, self._spare_slots[:size])
 
 
-def block_table(rows: list[list[int]]) -> Tensor:
-    """[len(rows), longest row] int32 on the host, padded with 0."""
-    table = np.zeros((len(rows), max(map(len, rows), default=0)), np.int32)
-    for row, blocks in zip(table, rows, strict=True):
-        row[: len(blocks)] = blocks
-    return torch.from_numpy(table)
+class Batch:
+    """The packed tokens of one step: its decodes, then the prefill chunks that are added.
+
+    Attributes:
+        fed: sequences whose newest token the host does not know, by the row where it belongs.
+        scored: tokens, (sequence, index), whose log-probabilities the step computes.
+    """
+
+    def __init__(
+        self, decodes: list[TokenSequence], tables: DecodeTables, *, block_size: int, num_axes: int
+    ) -> None:
+        self._block_size = block_size
+        self._decodes = decodes
+        ids = [sequence.output_ids[-1] for sequence in decodes]
+        self.fed = {row: decodes[row] for row, token in enumerate(ids) if token == PLACEHOLDER}
+        self._ids = [0 if token == PLACEHOLDER else token for token in ids] if self.fed else ids
+        self._rows = list(range(len(ids)))
+        lens = self._decode_lens = [len(one.prompt_ids) + len(one.output_ids) for one in decodes]
+        deltas = [one.position_delta for one in decodes]
+        self._change = tables.change([one.blocks for one in decodes], lens, deltas)
+        self._slots: list[int] = []
+        self._positions = [torch.zeros(num_axes, 0, dtype=torch.long)]
+        self._prefills: list[tuple[TokenSequence, int]] = []
+        self._features: list[Tensor] = []
+        self._feature_rows: list[int] = []
+        self.scored: list[tuple[TokenSequence, int]] = []
+        self._scored_rows: list[int] = []
+        self._scored_ids: list[int] = []
+
+    def add_prefill(self, sequence: TokenSequence, count: int, features: Mapping[str, Tensor]) -> None:
+        start, end = sequence.num_computed, sequence.num_computed + count
+        first_row = len(self._ids) - start
+        for span in sequence.spans:
+            low, high = max(span.start, start), min(span.end, end)
+            if low < high:
+                first = span.offset - span.start
+                self._features.append(features[span.mm_hash][first + low : first + high])
+                self._feature_rows += range(first_row + low, first_row + high)
+        length = len(sequence.prompt_ids)
+        self._ids += sequence.prompt_ids[start:end]
+        self._positions.append(sequence.positions[:, start:end])
+        if end > length:  # output that is computed again
+            self._ids += sequence.output_ids[max(start - length, 0) : end - length]
+            index = torch.arange(max(start, length), end) + sequence.position_delta
+            self._positions.append(index.expand(len(sequence.positions), -1))
+            if self._ids[-1] == PLACEHOLDER:
+                self._ids[-1] = 0
+                self.fed[len(self._ids) - 1] = sequence
+        tokens, first = np.arange(start, end), start // self._block_size
+        own = np.array(sequence.blocks[first : -(-end // self._block_size)])
+        slots = own[tokens // self._block_size - first] * self._block_size + tokens % self._block_size
+        self._slots += slots.tolist()
+        self._prefills.append((sequence, end))
+        if end == sequence.num_tokens:
+            self._rows.append(len(self._ids) - 1)
+        wanted = sequence.wanted_logprobs
+        for place in range(max(start + 1, wanted.start), min(end + 1, wanted.stop)):
+            self.scored.append((sequence, place))
+            self._scored_rows.append(first_row + place - 1)
+            is_prompt = place < length
+            self._scored_ids.append(
+                sequence.prompt_ids[place] if is_prompt else sequence.output_ids[place - length]
+            )
+
+    def inputs(self) -> StepInputs:
+        sequences = [*self._decodes, *(sequence for sequence, _ in self._prefills)]
+        size = self._block_size
+        return StepInputs(
+            ids=self._ids,
+            positions=torch.cat(self._positions, dim=1) if self._prefills else self._positions[0],
+            slots=self._slots,
+            rows=self._rows,
+            decode_context_lens=self._decode_lens,
+            decodes=self._change,
+            prefill_query_lens=[end - sequence.num_computed for sequence, end in self._prefills],
+            prefill_context_lens=[end for _, end in self._prefills],
+            prefill_blocks=[sequence.blocks[: -(-end // size)] for sequence, end in self._prefills],
+            features=torch.cat(self._features) if self._features else None,
+            feature_rows=self._feature_rows,
+            scored_rows=self._scored_rows,
+            scored_ids=self._scored_ids,
+            prefill_both_ways=[
+                [span for span in sequence.both_ways if sequence.num_computed < span[1] and span[0] < end]
+                for sequence, end in self._prefills
+            ],
+            num_top=max((s.sampling.logprobs or 0 for s, _ in self.scored), default=0),
+            states=[one.states[0] for one in sequences] if sequences and sequences[0].states else [],
+            fed_rows=list(self.fed),
+        )
+
+
+def on_device(
+    values: Sequence[int] | Sequence[float], device: torch.device, dtype: torch.dtype = torch.long
+) -> Tensor:
+    return to_device(torch.tensor(values, dtype=dtype), device)

@@ -13,10 +13,9 @@ from typing import Any
 
 from device.base import Event
 from epd_serve.engine.computing import LaunchedStep, Runner, StepResult
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, EngineHooks
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks
 from epd_serve.sched.schedule import ScheduleOutput, possible_prefills
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.grouping import group_ends
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 
@@ -43,7 +42,6 @@ class StepLoop:
         push: KVPush | None = None,
         stream: AbstractContextManager[object] | None = None,
         runs_ahead: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._runner = runner
@@ -51,7 +49,6 @@ class StepLoop:
         self._push = push
         self._stream = stream or nullcontext()
         self._runs_ahead = runs_ahead
-        self._clock = clock
         self._in_flight: InFlightStep | None = None  # launched, its tokens unknown
         self._landed_s = 0.0
         self._events: list[EngineEvent] = []  # of steps that have ended, not yet emitted
@@ -68,20 +65,19 @@ class StepLoop:
 
     def step(self) -> bool:
         """Make one step where no thread runs, for tests. False if there was nothing to compute or to wait for."""
-        in_flight = self._output_in_flight
+        in_flight = self._in_flight.output if self._in_flight else None
         output = self._engine.plan(in_flight)
         self._advance(output)
         return bool(output) or in_flight is not None
-
-    @property
-    def _output_in_flight(self) -> ScheduleOutput | None:
-        return self._in_flight.output if self._in_flight else None
 
     def _run(self) -> None:
         try:
             self._runner.activate()
             with self._stream:
-                while (output := self._engine.next_step(self._output_in_flight)) is not None:
+                while True:
+                    in_flight = self._in_flight.output if self._in_flight else None
+                    if (output := self._engine.next_step(in_flight)) is None:
+                        return
                     self._advance(output)
         except BaseException:  # nothing would be computed any more, and nobody would know
             logger.critical("the engine's thread has ended", exc_info=True)
@@ -108,11 +104,8 @@ class StepLoop:
         if not self._runs_ahead and (step := self._in_flight) is not None:
             self._in_flight = None
             self._land(step, None)
-        self._emit()
-
-    def _emit(self) -> None:
-        events, self._events = self._events, []
-        if events:
+        if self._events:
+            events, self._events = self._events, []
             self._hooks.emit(events)
 
     def _launch(self, output: ScheduleOutput, before: InFlightStep | None) -> InFlightStep:
@@ -132,7 +125,7 @@ class StepLoop:
         groups = None
         if self._push is not None:
             groups = self._push.layer_groups(self._push, output, self._engine.transfers)
-        launched_s, launched = self._clock(), None
+        launched_s, launched = time.monotonic(), None
         if output:
             with self._hooks.turn():
                 on_layer = groups.on_layer if groups else None
@@ -146,20 +139,16 @@ class StepLoop:
             if step.groups is not None:
                 step.groups.on_computed()
             self._events += self._engine.finish(result, step.output, after.output if after else None)
-            self._account(step)
+            now = time.monotonic()
+            seconds, self._landed_s = now - max(step.launched_s, self._landed_s), now
+            try:
+                if step.output.prefills and self._push is not None:
+                    self._push.sender.sizer.observe_compute(step.output.num_tokens, seconds)
+                if step.output:
+                    self._hooks.stepped(step.output, seconds)
+            except Exception:  # must not take the step's tokens along
+                logger.exception("a step could not be accounted for")
             self._engine.num_steps += 1  # one that failed is no sign of life
-
-    def _account(self, step: InFlightStep) -> None:
-        """Tell of the time that a step took. A failure here must not take the step's tokens along."""
-        now = self._clock()
-        seconds, self._landed_s = now - max(step.launched_s, self._landed_s), now
-        try:
-            if step.output.prefills and self._push is not None:
-                self._push.sender.sizer.observe_compute(step.output.num_tokens, seconds)
-            if step.output:
-                self._hooks.stepped(step.output, seconds)
-        except Exception:
-            logger.exception("a step could not be accounted for")
 
     @contextmanager
     def _failing(self, output: ScheduleOutput, other: InFlightStep | None) -> Iterator[None]:
@@ -168,10 +157,9 @@ class StepLoop:
             yield
         except Exception as error:
             logger.exception("a step of %d tokens failed", output.num_tokens)
-            self._emit()  # tokens come before the failure of their request
             self._hooks.failed()
             self._hooks.idle()
-            self._engine.fail(output, other.output if other else None, error)
+            self._events += self._engine.fail(output, other.output if other else None, error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +191,8 @@ class LayerGroups:
             end = sequence.num_computed + count
             if end == sequence.num_tokens:
                 self._finished.append(transfer)
-                if transfer.target is not None and (state := sequence.state_blocks):
+                if transfer.target is not None and sequence.states:
+                    state = sequence.states[0]
                     part = Part(transfer, state, transfer.target.block_ids[-len(state) :])
                     states[transfer.target.region.name].append(part)
             first, stop = transfer.next_block, -(-end // push.block_size)
@@ -212,10 +201,11 @@ class LayerGroups:
                 parts[transfer.target.region.name].append(part)
                 # a block that the chunk fills in part is sent again with the next chunk
                 transfer.next_block = max(first, end // push.block_size)
-        self._lanes = [
-            SendLane(of_lane, self._ends(region_name, of_lane, output.num_tokens))
-            for region_name, of_lane in parts.items()
-        ]
+        self._lanes: list[SendLane] = []
+        for region_name, of_lane in parts.items():
+            nbytes = push.layer_bytes * sum(len(part.local) for part in of_lane)
+            group_size = push.sender.sizer.group_size(region_name, output.num_tokens, nbytes)
+            self._lanes.append(SendLane(of_lane, group_ends(push.num_layers, group_size)))
         # all of a state's blocks hold parts of the last layer's
         self._lanes += [SendLane(of_lane, frozenset({push.num_layers - 1})) for of_lane in states.values()]
 
@@ -237,19 +227,14 @@ class LayerGroups:
     def _send(self, lane: SendLane, layers: range, computed: Event) -> None:
         self._push.sender.push(layers, lane.parts, computed)
 
-    def _ends(self, region_name: str, parts: list[Part], num_tokens: int) -> frozenset[int]:
-        push = self._push
-        nbytes = push.layer_bytes * sum(len(part.local) for part in parts)
-        return group_ends(push.num_layers, push.sender.sizer.group_size(region_name, num_tokens, nbytes))
 
-
+@dataclass(slots=True, eq=False)
 class SendLane:
     """Parts of prompts that go to one decode instance, and the layers after which they go."""
 
-    def __init__(self, parts: list[Part], ends: frozenset[int]) -> None:
-        self.parts = parts
-        self.ends = ends
-        self.next_layer = 0
+    parts: list[Part]
+    ends: frozenset[int]
+    next_layer: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, FailureEvent, TokenEvent
+from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, TokenEvent
 from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import ServeError
 from epd_serve.instance.http import JSON, Header, Pieces, Reply
@@ -19,7 +18,7 @@ from epd_serve.protocol.openai import chunks
 from epd_serve.protocol.openai.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.rpc.streams import BrokenStream
-from epd_serve.sequence import Sequence as RequestSequence
+from epd_serve.sched.sequence import Sequence as RequestSequence
 from epd_serve.types import SamplingParams
 
 

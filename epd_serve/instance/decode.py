@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.engine.computing import KVCacheMemory
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent
+from epd_serve.engine.engine import Engine, EngineEvent
 from epd_serve.errors import (
     NO_ROOM,
     PEER_UNREACHABLE,
@@ -27,8 +26,8 @@ from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.http import Reply
 from epd_serve.instance.text.detokenizer import Vocabulary
 from epd_serve.protocol import wire
+from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.turns import Asker
-from epd_serve.sequence import Sequence
 from epd_serve.telemetry.span import DECODE_QUEUE, Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
 from epd_serve.transfer.shared_memory import is_being_written
@@ -105,6 +104,7 @@ class DecodeService:
             gate=transport.gate,
         )
         self._waiting: list[_Waiting] = []  # in the order in which they came
+        self._has_refused = False  # one of them: the engine keeps its turn until none waits
         self._expected: dict[str, asyncio.Future[Generation]] = {}
         self._unclaimed: dict[str, tuple[Generation, float]] = {}
         self.generations: dict[str, Generation] = {}
@@ -230,13 +230,16 @@ class DecodeService:
         """Give blocks to what waits for them, in turn, as long as there are some."""
         while self._waiting and self._grant_next():
             pass
-        if not self._waiting:
+        if self._has_refused and not self._waiting:
+            self._has_refused = False
             self._engine.stop_reserving()
 
     def _grant_next(self) -> bool:
         """Whether one waits less."""
         passed_over = False
-        for waiting in self._engine.in_turn([(one.asker, one) for one in self._waiting]):
+        is_alone = len(self._waiting) == 1
+        turns = self._waiting if is_alone else self._engine.in_turn([(one.asker, one) for one in self._waiting])
+        for waiting in turns:
             request, reservation = waiting.request, waiting.reservation
             if passed_over and request.num_sequences > 1:
                 continue
@@ -249,6 +252,7 @@ class DecodeService:
                         waiting.arrival_s,
                         waiting.asker,
                     )
+                    self._has_refused |= blocks is None
                     if blocks is None and (self._engine.lacks_blocks or request.num_sequences == 1):
                         return False
                     if blocks is None:

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from epd_serve.cache.block_pool import num_blocks_for
-from epd_serve.engine.hooks import EngineEvent, FailureEvent
+from epd_serve.engine.engine import EngineEvent, FailureEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.http import Peers, unreachable
 from epd_serve.protocol import wire
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.kv_sender import KVSender, OutgoingTransfer, Part
 from epd_serve.transfer.transport import PeerGone, TransferError
 

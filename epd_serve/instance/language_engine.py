@@ -15,8 +15,7 @@ import msgspec
 
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.engine.computing import Runner
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, Listeners
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent, Listeners
 from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
 from epd_serve.errors import WEDGED, ServeError
 from epd_serve.factories import factory
@@ -28,7 +27,7 @@ from epd_serve.instance.migration import Migrations
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.protocol import instance_state, wire
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sequence import Sequence, SequenceState
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
@@ -230,15 +229,16 @@ class LanguageEngine(EngineHooks):
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
         instance, end_s = self._instance, time.monotonic()
         instance.timeline.stepped(
-            ((one.request_id, one.num_computed >= one.num_prompt_tokens) for one, _ in output.prefills),
+            ((one.request_id, one.num_computed >= len(one.prompt_ids)) for one, _ in output.prefills),
             (one.request_id for one in output.decodes),
             end_s - seconds,
             end_s,
         )
         instance.spans.put(step_span(output, end_s - seconds, end_s))
         instance.rates.stepped(output, seconds)
-        instance.streams.language.stepped(output, seconds, self.engine.num_running)
-        instance.limits.stepped(output, seconds)
+        instance.streams.language.stepped(output, seconds, self.engine.queues.num_running)
+        if instance.limits.budget.pace is not None:
+            instance.limits.stepped(output, seconds)
         instance.encode.reconsider()
 
     def idle(self) -> None:

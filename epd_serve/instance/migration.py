@@ -24,7 +24,7 @@ from epd_serve.instance.prefill import NEXT_DECODE
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.openai import chunks
 from epd_serve.rpc.streams import BrokenStream
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.kv_sender import KVSender
 
 #: A gateway asks at once, if it still wants the answer.

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, FailureEvent, PromptEvent
+from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, PromptEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, check_constraint
 from epd_serve.instance.feature_receiver import FeatureReceiver
@@ -22,7 +21,7 @@ from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestPr
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.openai import chunks
 from epd_serve.rpc.streams import BrokenStream
-from epd_serve.sequence import Sequence, SequenceState
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.telemetry.span import FEATURE_WAIT, PREFILL_QUEUE, Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer
 from epd_serve.types import Grammar

@@ -15,7 +15,7 @@ import msgspec
 from epd_serve.instance.http import Handler, Reply
 from epd_serve.protocol import instance_state
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sequence import SequenceState
+from epd_serve.sched.sequence import SequenceState
 from epd_serve.types import Stage, StageRate
 
 #: Gateways expect five reports a second and take an instance without any for stalled (proxy/fleet/poller.py).

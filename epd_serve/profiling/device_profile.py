@@ -22,8 +22,7 @@ from epd_serve.cost.profile import Line, Profile
 from epd_serve.cost.profile import Transport as TransportCost
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.pace.step_timer import StepTimer, encode_seconds, median_s
-from epd_serve.engine.runner import LanguageRunner
-from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step import LanguageRunner, StepExecutor
 from epd_serve.models.family import DecoderKind, Family
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family

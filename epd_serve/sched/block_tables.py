@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as AbstractSequence
+from itertools import chain
 from typing import Any, Protocol
 
 from epd_serve.cache.block_pool import BlockPool, num_blocks_for
 from epd_serve.errors import InvalidRequest
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 
 
 class BlockMemory(Protocol):
@@ -39,8 +40,8 @@ class BlockTables:
         Its choices can wait for each other, but each needs its first block at once.
         """
         needed = max(
-            self._pool.num_needed(num_prompt_tokens, max_tokens),
-            self._pool.num_needed(num_prompt_tokens, min(max_tokens, 1), num_sequences),
+            self._pool.num_missing(num_prompt_tokens, max_tokens),
+            self._pool.num_missing(num_prompt_tokens, min(max_tokens, 1), num_sequences),
         )
         if needed > self._pool.capacity:
             raise InvalidRequest(
@@ -57,25 +58,15 @@ class BlockTables:
                 return 0
             # admitted with room for one more token, it may have a block to spare
             return max(num_blocks_for(sequence.num_tokens, self._pool.block_size) - len(blocks), 0)
-        return self._pool.num_missing(
-            sequence.num_tokens,
-            sequence.room_tokens,
-            sequence.num_forked,
-            sequence.reusable_hashes(self._pool.block_size),
-        )
+        return self._pool.num_missing(*self._demand(sequence))
 
     def num_freed(self, sequence: Sequence) -> int:
         """The least number of blocks that the pool gets back when the sequence loses its own."""
-        return self._pool.num_owned(_blocks(sequence))
+        return self._pool.num_owned([*sequence.blocks, *chain(*sequence.forks, *sequence.states)])
 
     def admit(self, sequence: Sequence) -> None:
         """Give a sequence the blocks of its known tokens and the next one; bring back what was saved of it."""
-        taken = self._pool.allocate_request(
-            sequence.num_tokens,
-            sequence.room_tokens,
-            sequence.num_forked,
-            sequence.reusable_hashes(self._pool.block_size),
-        )
+        taken = self._pool.allocate_request(*self._demand(sequence))
         sequence.blocks, sequence.forks, sequence.states = taken.root, taken.forks, taken.states
         sequence.num_registered = taken.num_cached
         if sequence.saved is None:
@@ -89,6 +80,12 @@ class BlockTables:
             self._memory.restore(sequence.saved, taken.num_cached, lacking)
         sequence.saved = None
         self.register(sequence)
+
+    def _demand(self, sequence: Sequence) -> tuple[int, int, int, list[bytes]]:
+        """The arguments of :meth:`BlockPool.allocate_request` for a sequence without blocks."""
+        num_more = 0 if sequence.hand_off or not sequence.max_tokens else 1  # for the others it grows
+        hashes = sequence.reusable_hashes(self._pool.block_size)
+        return sequence.num_tokens, num_more, sequence.num_forked, hashes
 
     def prefix_lookups(self) -> tuple[int, int]:
         """Tokens of prompts looked up among the cached prefixes so far, and tokens found there."""
@@ -108,9 +105,9 @@ class BlockTables:
 
     def fork(self, root: Sequence) -> list[Sequence]:
         """All choices of a computed prompt: full blocks shared, the last partial one and the state copied."""
-        shared = root.num_prompt_tokens // self._pool.block_size
+        shared, num_behind = divmod(root.num_prompt_tokens, self._pool.block_size)
         choices = [root]
-        if root.num_prompt_tokens % self._pool.block_size:
+        if num_behind:
             for own in root.forks:  # before anything is taken: it may fail
                 self._memory.copy_block(root.blocks[shared], own[0])
         for state in root.states[1:]:
@@ -140,16 +137,12 @@ class BlockTables:
         self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        self.give_back(_blocks(sequence), sequence.states)
+        self.give_back(sequence.blocks, sequence.forks, sequence.states)
         sequence.blocks, sequence.forks, sequence.states = [], [], []
 
-    def give_back(self, blocks: list[int], states: list[list[int]]) -> None:
-        """Release blocks, among them those of states."""
+    def give_back(self, blocks: list[int], forks: list[list[int]], states: list[list[int]]) -> None:
+        """Release what a sequence has, or what was reserved for one that never came."""
         for state in states:
             for block in state:
                 self._memory.copy_block(0, block)  # as K and V half of a state's word may be no number
-        self._pool.release(blocks)
-
-
-def _blocks(sequence: Sequence) -> list[int]:
-    return sequence.blocks + [block for own in (*sequence.forks, *sequence.states) for block in own]
+        self._pool.release([*blocks, *chain(*forks, *states)])

@@ -18,9 +18,9 @@ from operator import attrgetter, itemgetter
 from typing import TypeVar
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
-from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.block_tables import BlockMemory, BlockTables
 from epd_serve.sched.schedule import Budget, ScheduleOutput, missing_span, possible_prefills, schedule
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.turns import (
     ANYBODY,
     Asker,
@@ -32,7 +32,6 @@ from epd_serve.sched.turns import (
     in_turn,
     sequences_in_turn,
 )
-from epd_serve.sequence import Sequence, SequenceState
 
 T = TypeVar("T")
 
@@ -95,6 +94,11 @@ class Queues:
         has_feature: whether media could be computed now.
         on_starved: called with a feature that holds up a sequence which could be computed otherwise.
         on_lost: called with a request whose KV could not be saved or brought back; it must :meth:`remove` it.
+
+    Attributes:
+        held: sequences that keep their blocks and take part in no step any more, until :meth:`let_out`.
+        num_lacking: blocks for want of which a reservation was refused that waits; 0: there is none, or it was
+            refused for want of a place.
     """
 
     def __init__(
@@ -119,16 +123,17 @@ class Queues:
         self._waiting: deque[Sequence] = deque()
         self._preempted: list[Sequence] = []  # oldest first, likewise the running ones
         self._running: list[Sequence] = []
-        self._held: dict[Sequence, Callable[[Sequence], None]] = {}  # no step begins with them any more
+        self.held: dict[Sequence, Callable[[Sequence], None]] = {}
         self._turns: list[Sequence] | None = None  # the running ones in turn, while they are the same
         self._steady: SteadyDecodes | None = None
         self._num_over = 0  # those that have come beside a full step, whose places others gave up
-        self._reserving: tuple[Asker, float, int] | None = None  # and when it came, and the blocks that it lacks
+        self._reserving: tuple[Asker, float] | None = None  # who waits for a reservation, and when it came
+        self.num_lacking = 0
         self._reserved: dict[int, list[Claim]] = {}  # claims of what is on its way, by id() of its blocks
 
     @property
     def num_running(self) -> int:
-        return len(self._running) + len(self._held)
+        return len(self._running) + len(self.held)
 
     @property
     def num_waiting(self) -> int:
@@ -140,20 +145,11 @@ class Queues:
         held = (*self._preempted, *self._running)
         return sum(s.num_uncomputed for s in held) + sum(s.num_tokens - self._num_cached(s) for s in self._waiting)
 
-    def load(self) -> Load:
-        return Load(
-            num_running=self.num_running,
-            num_waiting=self.num_waiting,
-            num_waiting_tokens=self.num_waiting_tokens,
-            free_blocks=self._pool.num_free,
-            total_blocks=self._pool.capacity,
-        )
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books of the pool balance, and each sequence has a state of its own."""
         self._pool.check_integrity()
         size, taken = self._pool.state_blocks, set[int]()
-        for sequence in (*self._running, *self._held):
+        for sequence in (*self._running, *self.held):
             own = {block for state in sequence.states for block in state}
             assert len(own) == (size and size * (1 + len(sequence.forks))), (
                 "a state has too few or too many blocks"
@@ -177,7 +173,7 @@ class Queues:
                 queue.remove(sequence)
                 self._left()
                 return True
-        return self._held.pop(sequence, None) is not None
+        return self.held.pop(sequence, None) is not None
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Take all sequences of a request out of their queues."""
@@ -188,9 +184,9 @@ class Queues:
                 queue.remove(sequence)
                 self._left()
             removed += found
-        held = [s for s in self._held if s.request_id == request_id]
+        held = [s for s in self.held if s.request_id == request_id]
         for sequence in held:
-            del self._held[sequence]
+            del self.held[sequence]
         return removed + held
 
     def hold(self, request_id: str, held: Callable[[Sequence], None]) -> bool:
@@ -203,14 +199,14 @@ class Queues:
             return False
         self._running.remove(found[0])
         self._left()
-        self._held[found[0]] = held
+        self.held[found[0]] = held
         return True
 
     def let_out(self, stepping: Collection[Sequence]) -> None:
         """Call ``held`` for each held sequence that is not in ``stepping``; the sequence keeps its blocks."""
-        for sequence in [s for s in self._held if s not in stepping]:
+        for sequence in [s for s in self.held if s not in stepping]:
             sequence.move_to(SequenceState.TRANSFERRING)
-            self._held.pop(sequence)(sequence)
+            self.held.pop(sequence)(sequence)
 
     def reserve(
         self,
@@ -228,23 +224,19 @@ class Queues:
         claims = [Claim(asker, (math.inf, index), num_prompt_tokens) for index in range(num_sequences)]
         has_place = self._has_place(num_prompt_tokens)
         if not has_place and not self._has_turn(claims):
-            self._reserving = asker, arrival_s, 0
+            self._reserving, self.num_lacking = (asker, arrival_s), 0
             return None
         needed = self._pool.num_missing(num_prompt_tokens, 1, num_sequences, hashes)
-        needed += sum(map(self.tables.num_needed, self._waiting_before(asker, arrival_s)))
+        if self._waiting or self._preempted:
+            needed += sum(map(self.tables.num_needed, self._waiting_before(asker, arrival_s)))
         needed += self._watermark if self._running else 0
         if needed > self._pool.num_free:
-            self._reserving = asker, arrival_s, needed
+            self._reserving, self.num_lacking = (asker, arrival_s), needed
             return None
         blocks = self._pool.allocate_request(num_prompt_tokens, 1, num_sequences, hashes)
         self._reserved[id(blocks)] = [replace(claim, age=(arrival_s, claim.age[1])) for claim in claims]
         self._num_over += 0 if has_place else num_sequences
         return blocks
-
-    @property
-    def lacks_blocks(self) -> bool:
-        """Whether the last reservation was refused for want of blocks, not of a place."""
-        return self._reserving is not None and self._reserving[2] > 0
 
     def in_turn(self, reservations: Iterable[tuple[Asker, T]]) -> list[T]:
         """Reservations that wait, given in the order in which they came, in that of their turns."""
@@ -292,8 +284,6 @@ class Queues:
 
     def _waiting_before(self, asker: Asker, arrival_s: float) -> list[Sequence]:
         """The sequences that wait for blocks and come before a reservation."""
-        if not self._waiting and not self._preempted:
-            return []
         new: list[tuple[float, Asker, Sequence | None]] = [(arrival_s, asker, None)]
         new += [(s.arrival_s, asker_of(s), s) for s in self._waiting if self._ready_tokens(s)]
         new.sort(key=itemgetter(0))
@@ -306,7 +296,7 @@ class Queues:
 
     def stop_reserving(self) -> None:
         """Note that no reservation waits any more: new prompts may take blocks again."""
-        self._reserving = None
+        self._reserving, self.num_lacking = None, 0
 
     def plan(self, now: float) -> ScheduleOutput:
         """The next step; its sequences have the blocks that it needs, and the preempted none any more."""
@@ -323,12 +313,12 @@ class Queues:
 
     def _is_steady(self, turns: list[Sequence]) -> bool:
         """Whether nobody waits for a place or for blocks, and the same run as in ``turns``."""
-        is_awaited = self._waiting or self._preempted or self._num_over or self.lacks_blocks
+        is_awaited = self._waiting or self._preempted or self._num_over or self.num_lacking
         return turns is self._turns and not is_awaited
 
     def _plan(self, now: float) -> ScheduleOutput:
         admitted: list[Sequence] = []
-        preempted = self._give_way()
+        preempted = self._give_way() if self.num_lacking else []
         while True:
             waiting = self._admissible(now)
             running, resting = self._places(waiting)
@@ -362,11 +352,11 @@ class Queues:
         """The sequences that wait for blocks, in the order in which they may take them."""
         if not self._waiting and not self._preempted:
             return []
-        new = self._order(self._waiting, now) if self._waiting else []
-        if len(new) == 1 and not self._preempted and self._reserving is None:
-            return new
+        if len(self._waiting) == 1 and not self._preempted and self._reserving is None:
+            return list(self._waiting)
+        new = self._order(self._waiting, now)
         if self._reserving is not None:
-            before = set(self._waiting_before(*self._reserving[:2]))
+            before = set(self._waiting_before(*self._reserving))
             turns = self._waiting_in_turn([(asker_of(s), s) for s in new])
             return [s for s in turns if s in before]
         keys, is_grouped = {s.sampling.key for s in new}, any(s.sampling.group for s in new)
@@ -406,9 +396,8 @@ class Queues:
 
     def _give_way(self) -> list[Sequence]:
         """Take blocks of the last in turn for a reservation that lacks them and comes before these."""
-        if self._reserving is None or not self._reserving[2]:
-            return []
-        asker, _, needed = self._reserving
+        assert self._reserving is not None
+        asker, needed = self._reserving[0], self.num_lacking
         parties = {(s.sampling.key, s.sampling.group or s.request_id) for s in self._running}
         if len(parties) == len(self._running) and all(key == asker.key for key, _ in parties):
             return []  # all have had one turn, and it has none before theirs

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol, TypeVar
 
+from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.step_cost import StepPace
-from epd_serve.sequence import Sequence
 from epd_serve.types import MediaSpan
 
 
@@ -184,7 +184,8 @@ def possible_prefills(
     possible: list[tuple[Sequence, int]] = []
     for sequence, count in prefills:
         start, end = sequence.num_computed, min(sequence.num_computed + count, sequence.num_tokens)
-        end = _uncut(sequence, start, end, grows=not possible)
+        if sequence.both_ways:
+            end = _uncut(sequence, start, end, grows=not possible)
         span = missing_span(sequence, start, end, has)
         if span is not None:
             end = _uncut(sequence, start, max(span.start, start), grows=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.types import Role
 
 #: Of a step's limit: what a prefill gets even where decodes leave less, so that they cannot starve it.

@@ -7,7 +7,6 @@ beginning of their answers. Among equals the order of the queue stays.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
@@ -17,8 +16,9 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from epd_serve.cache.block_pool import BlockPool
+from epd_serve.sched.schedule import Budget
+from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.step_cost import StepCost
-from epd_serve.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +142,11 @@ def slack(
     return sorted(waiting, key=key)
 
 
-def order_of(name: str, pool: BlockPool, cost: StepCost, *, max_num_tokens: int, ttft_s: float | None) -> Order:
-    """The order that a deployment file names: fcfs, sjf or slack.
+def order_of(name: str, pool: BlockPool, budget: Budget, cost: StepCost, ttft_s: float | None) -> Order:
+    """The order of ``batching.order``; called under the engine's lock, as the pool is read.
 
     Args:
-        pool: its cached prefixes need no prefill; read whenever a queue is ordered.
-        max_num_tokens: of a step.
-        ttft_s: TTFT_max, which slack needs.
+        cost: of steps within the budget. ttft_s: TTFT_max, which the order ``slack`` needs.
     """
 
     def cached_tokens(sequence: Sequence) -> int:
@@ -157,7 +155,8 @@ def order_of(name: str, pool: BlockPool, cost: StepCost, *, max_num_tokens: int,
     def prefill_s(sequence: Sequence) -> float:
         start = cached_tokens(sequence)
         count = sequence.num_prompt_tokens - start
-        return math.ceil(count / max_num_tokens) * cost.base_s + cost.chunk_s(start, count)
+        steps = -(-count // budget.max_num_tokens)
+        return steps * cost.base_s + cost.chunk_s(start, count)
 
     if name == "sjf":
         return partial(sjf, uncached_tokens=lambda s: s.num_prompt_tokens - cached_tokens(s))

@@ -18,7 +18,7 @@ from epd_serve.flow.request import Asked, Fleet, RequestFlow
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.routes import Demand, Route, Router
 from epd_serve.routing.table import InstanceTable, OpenCall
-from epd_serve.sequence import Sequence, SequenceState
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sim.device import Clock
 from epd_serve.sim.instance import Reservation, SimInstance
 from epd_serve.sim.workloads import SimRequest

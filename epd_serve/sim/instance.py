@@ -12,7 +12,7 @@ from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
 from epd_serve.cost.stages import Link
 from epd_serve.protocol.instance_state import InstanceInfo, Load, Report
 from epd_serve.sched.schedule import schedule_encodes
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.language import LanguageSide
 from epd_serve.sim.spec import SimInstanceSpec, find_image_budget

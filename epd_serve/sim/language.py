@@ -22,9 +22,9 @@ from epd_serve.cache.block_pool import BlockPool, num_blocks_for
 from epd_serve.cost.profile import Profile
 from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import StepWork
 from epd_serve.sched.turns import order_of
-from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.spec import SimInstanceSpec, size_steps_of
 
@@ -347,12 +347,12 @@ class LanguageSide:
         self.kick()
 
     def _new_queues(self) -> Queues:
-        batching, max_num_tokens = self._spec.batching, self.budget.max_num_tokens
+        batching = self._spec.batching
         return Queues(
             self.pool,
             NoMemory(),
             self.budget,
-            order_of(batching.order, self.pool, self._cost, max_num_tokens=max_num_tokens, ttft_s=batching.ttft_s),
+            order_of(batching.order, self.pool, self.budget, self._cost, batching.ttft_s),
             has_feature=self._has_feature,
             on_starved=lambda mm_hash: None,
             on_lost=lambda request_id, error: None,

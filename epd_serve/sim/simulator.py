@@ -11,7 +11,7 @@ from typing import Protocol
 from epd_serve.cost.profile import Profile
 from epd_serve.cost.stages import NETWORK, SAME_DEVICE, Link
 from epd_serve.routing.routes import Router, router_of
-from epd_serve.sequence import Sequence as SequenceOfTokens
+from epd_serve.sched.sequence import Sequence as SequenceOfTokens
 from epd_serve.sim.device import Clock, FluidSharing, MeasuredSharing, Sharing, SimDevice
 from epd_serve.sim.gateway import Job, SimGateway
 from epd_serve.sim.instance import SimInstance

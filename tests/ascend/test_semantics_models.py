@@ -26,9 +26,8 @@ from device.base import (  # noqa: E402
 )
 from device.cpu import CpuDevice  # noqa: E402
 from device.ops.ascend import AscendOps, Layout  # noqa: E402
-from epd_serve.engine.decode_tables import DecodeTables  # noqa: E402
 from epd_serve.engine.step import StepExecutor  # noqa: E402
-from epd_serve.engine.step_inputs import StepInputs  # noqa: E402
+from epd_serve.engine.step_inputs import DecodeTables, StepInputs  # noqa: E402
 from epd_serve.models.family import picture  # noqa: E402
 from epd_serve.models.language import LanguageModel  # noqa: E402
 from epd_serve.models.loader import load_family  # noqa: E402

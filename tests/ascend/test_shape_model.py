@@ -25,9 +25,8 @@ from transformers import (  # noqa: E402
 
 from device.ascend import AscendDevice  # noqa: E402
 from device.base import EagerRunner, GraphRunner  # noqa: E402
-from epd_serve.engine.decode_tables import DecodeTables  # noqa: E402
 from epd_serve.engine.step import StepExecutor  # noqa: E402
-from epd_serve.engine.step_inputs import StepInputs  # noqa: E402
+from epd_serve.engine.step_inputs import DecodeTables, StepInputs  # noqa: E402
 from epd_serve.models import language  # noqa: E402
 from epd_serve.models.language import LanguageModel  # noqa: E402
 

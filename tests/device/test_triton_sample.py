@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="not run: Triton is not installed")
 
 from device.ops import triton_sample  # noqa: E402
 from epd_serve.engine.sampling.sampler import Row, RowDrawer, Sampler  # noqa: E402
-from epd_serve.sequence import Sequence  # noqa: E402
+from epd_serve.sched.sequence import Sequence  # noqa: E402
 from epd_serve.types import SamplingParams  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")

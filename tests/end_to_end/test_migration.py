@@ -141,7 +141,7 @@ async def test_kv_that_cannot_go_speaks_against_nobody(monkeypatch: pytest.Monke
             before = await counted(here)
             while await counted(here) == before:  # an answer may have come to its end before
                 asked = [asyncio.create_task(ask(here, question, stream=stream)) for _ in range(2)]
-                while not source.engine.num_running and not all(one.done() for one in asked):  # noqa: ASYNC110
+                while not source.engine.queues.num_running and not all(one.done() for one in asked):  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
                 source.send_away(begun=True, late=False)
                 assert await asyncio.gather(*asked) == [text, text]

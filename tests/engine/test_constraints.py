@@ -19,7 +19,7 @@ from epd_serve.engine.sampling.grammar import Grammars
 from epd_serve.engine.sampling.sampler import Row
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.tool_format import ToolCallReader
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.types import Grammar, SamplingParams, ToolSchema
 
 TOKENIZER = AutoTokenizer.from_pretrained(weights_dir())

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from device.base import Device
 from device.emulated import tensors
 from device.registry import get_device
-from epd_serve.engine.decode_tables import DecodeTables, DeviceTables
+from epd_serve.engine.step_inputs import DecodeTables, DeviceTables
 from epd_serve.sched.schedule import Budget, ScheduleOutput
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 
 SIZE, SEATS, MAX_BLOCKS = 4, 5, 40
 EVENTS = ["come", "go", "move", "rest", "back", "same", "same", "same"]

@@ -21,9 +21,8 @@ from device.emulated.timeline import EMULATED_FAULTS, Faults
 from device.registry import get_device
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.shape import shape_of
-from epd_serve.engine.decode_tables import TableChange
 from epd_serve.engine.emulated.emulation import Emulation
-from epd_serve.engine.step_inputs import StepInputs
+from epd_serve.engine.step_inputs import StepInputs, TableChange
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.schedule import Budget, ScheduleOutput

@@ -19,7 +19,7 @@ from reference import Reference
 
 from device.base import EagerRunner
 from device.cpu import CpuDevice
-from epd_serve.engine.hooks import FailureEvent, TokenEvent
+from epd_serve.engine.engine import FailureEvent, TokenEvent
 from epd_serve.errors import InvalidRequest
 from epd_serve.sched.schedule import Budget, ScheduleOutput
 
@@ -198,7 +198,7 @@ def test_logits_without_numbers_end_their_request_and_none_beside_it(bench: Benc
             case FailureEvent(request_id, error):
                 failures.append((request_id, str(error)))
             case TokenEvent() as event:
-                answers[event.request_id].append(event.token.token_id)
+                answers[event.sequence.request_id].append(event.token.token_id)
                 num_ended += event.finish_reason is not None
     [(request_id, message)] = failures
     assert request_id == "broken" and "the logits of this request are no numbers" in message
@@ -264,7 +264,7 @@ def test_the_end_of_the_thread_is_told(bench: Bench, monkeypatch: pytest.MonkeyP
     def fail(now: float) -> ScheduleOutput:
         raise AssertionError("a plan that cannot be")
 
-    monkeypatch.setattr(bench.engine._queues, "plan", fail)
+    monkeypatch.setattr(bench.engine.queues, "plan", fail)
     bench.engine.wake()
     assert ended.wait(300)
     bench.loop._thread.join()

@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks, hash_blocks
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent, PromptEvent, TokenEvent
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent, PromptEvent, TokenEvent
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.errors import InvalidRequest
 from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.turns import Asker
-from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import MediaSpan, SamplingParams
 
 EOS = 0

@@ -10,11 +10,10 @@ from engine_cells import BLOCK_SIZE, Cells, Runner, Step
 
 from benchmarks import engine_thread
 from epd_serve.cache.block_pool import BlockPool
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, EngineHooks, FailureEvent
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.sched.schedule import Budget
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
 
 

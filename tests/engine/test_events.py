@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from epd_serve.engine.hooks import EngineEvent, FailureEvent, Listeners
+from epd_serve.engine.computing import SampledToken
+from epd_serve.engine.engine import EngineEvent, FailureEvent, Listeners, TokenEvent
+from epd_serve.sched.sequence import Sequence
+from epd_serve.types import SamplingParams
 
 
 def test_an_answer_that_cannot_be_written_fails_alone() -> None:
@@ -19,7 +20,12 @@ def test_an_answer_that_cannot_be_written_fails_alone() -> None:
 
     listeners.listen("broken", feed)
     listeners.listen("fine", written.append)
-    events: list[Any] = [type("Event", (), {"request_id": name}) for name in ("broken", "fine")]
+    sampling = SamplingParams(seed=0)
+    sequences = [
+        Sequence(request_id=name, prompt_ids=[1], sampling=sampling, max_tokens=1, positions=None)
+        for name in ("broken", "fine")
+    ]
+    events: list[EngineEvent] = [TokenEvent(sequence, SampledToken(2), None) for sequence in sequences]
     listeners.dispatch(events)
     assert [event.request_id for event in failed] == ["broken"]
     assert written == [events[1]]

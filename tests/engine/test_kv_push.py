@@ -17,7 +17,7 @@ from device.cpu import CpuEvent
 from epd_serve.engine.step_loop import KVPush, LayerGroups
 from epd_serve.protocol.wire import Region, ReserveReply
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sequence import Sequence as Prompt
+from epd_serve.sched.sequence import Sequence as Prompt
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import OutgoingTransfer, Part
 from epd_serve.types import SamplingParams

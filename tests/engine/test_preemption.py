@@ -18,9 +18,9 @@ from device.registry import get_device
 from epd_serve.cache.block_pool import num_blocks_for
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.engine.emulated.emulation import Emulation
-from epd_serve.engine.hooks import EngineEvent, PromptEvent, TokenEvent
+from epd_serve.engine.engine import EngineEvent, PromptEvent, TokenEvent
 from epd_serve.sched.schedule import Budget
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 
 MAX_TOKENS = 40
 QUESTIONS: list[tuple[str, list[Image.Image]]] = [
@@ -169,7 +169,7 @@ def test_decoding_what_another_instance_has_computed(tiny_model: Path, expected:
         waiting = [pair for pair in waiting if not hand_over(prefill, decode, *pair)]
         event = decode.events.get(timeout=60)
         assert isinstance(event, TokenEvent)
-        answers[event.request_id].append(event.token.token_id)
+        answers[event.sequence.request_id].append(event.token.token_id)
         num_finished += event.finish_reason is not None
     assert [answers[str(i)] for i in range(len(sequences))] == expected
     assert decode.num_saved == decode.num_preemptions > 0

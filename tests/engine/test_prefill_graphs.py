@@ -12,9 +12,8 @@ from torch import Tensor
 from device.distributed import Alone, Group
 from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
-from epd_serve.engine.decode_tables import TableChange
 from epd_serve.engine.step import StepExecutor
-from epd_serve.engine.step_inputs import StepInputs
+from epd_serve.engine.step_inputs import StepInputs, TableChange
 from epd_serve.models.language import LanguageModel
 
 BLOCK_SIZE, AXES, DECODED = 8, 3, 9

@@ -10,9 +10,9 @@ import torch
 from engine_bench import EngineBench as Bench
 from transformers import AutoModelForImageTextToText
 
-from epd_serve.engine.hooks import TokenEvent
+from epd_serve.engine.engine import TokenEvent
 from epd_serve.sched.schedule import Budget
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 
 TEXT = "apple banana cherry " * 30  # more than one piece of logits
 
@@ -42,8 +42,8 @@ def collect(bench: Bench, count: int) -> dict[str, TokenEvent]:
         event = bench.events.get(timeout=60)
         assert isinstance(event, TokenEvent), event
         if event.logprobs:
-            assert event.request_id not in told
-            told[event.request_id] = event
+            assert event.sequence.request_id not in told
+            told[event.sequence.request_id] = event
         count -= event.finish_reason is not None
     return told
 

@@ -14,7 +14,7 @@ from device.registry import get_device
 from epd_serve.engine.computing import NO_TOKEN, SampledToken
 from epd_serve.engine.sampling.sampler import DrawNumbers, Row, RowDrawer, Sampler, draw_from_largest, largest
 from epd_serve.engine.sampling.sampler import draw as draw_sorted
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
 
 OPS = get_device("cpu").ops

@@ -22,7 +22,7 @@ from device.registry import get_device
 from epd_serve.engine.computing import SampledToken
 from epd_serve.engine.device_board import DeviceBoard
 from epd_serve.engine.dual_stream import TowerStream
-from epd_serve.engine.hooks import Listeners, TokenEvent
+from epd_serve.engine.engine import Listeners, TokenEvent
 from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.http import ControlApp, Event, Reply
@@ -35,7 +35,7 @@ from epd_serve.models.family import TowerInputs
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.protocol import wire
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore
 from epd_serve.types import SamplingParams

@@ -11,8 +11,8 @@ from epd_serve.instance.language_engine import step_span
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.token_time import Slack
-from epd_serve.sequence import Sequence
 from epd_serve.telemetry.span import Span, Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore

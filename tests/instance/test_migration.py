@@ -20,7 +20,7 @@ from frame_bodies import whole_frames
 from services import language_of, serving
 from stage_requests import Frame, request, without_logprobs
 
-from epd_serve.engine.hooks import EngineEvent, TokenEvent
+from epd_serve.engine.engine import EngineEvent, TokenEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, KV_HELD, ServeError, Unavailable
 from epd_serve.instance import migration as migration_module
 from epd_serve.instance.http import Reply

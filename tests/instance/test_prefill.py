@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from epd_serve.engine.computing import SampledToken
-from epd_serve.engine.hooks import EngineEvent, PromptEvent
+from epd_serve.engine.engine import EngineEvent, PromptEvent
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
 from epd_serve.instance.kv_delivery import PushDelivery
@@ -23,7 +23,7 @@ from epd_serve.instance.text.prompt import Prompt
 from epd_serve.instance.text.request_processor import RequestProcessor
 from epd_serve.protocol import wire
 from epd_serve.rpc.streams import BrokenStream
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.telemetry.span import Timeline
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.feature_store import EmbeddedFeatureStore

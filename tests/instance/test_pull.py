@@ -19,7 +19,7 @@ from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.kv_delivery import PullDelivery
 from epd_serve.instance.lifecycle import left
 from epd_serve.protocol import wire
-from epd_serve.sequence import Sequence as Prompt
+from epd_serve.sched.sequence import Sequence as Prompt
 from epd_serve.telemetry.span import Timeline
 from epd_serve.transfer.kv_sender import OutgoingTransfer, Part
 from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, WriteGate

@@ -15,7 +15,7 @@ from epd_serve.instance.http import ControlApp
 from epd_serve.instance.reports import INTERVAL_S, Reporter, StageRates
 from epd_serve.protocol.instance_state import Load
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sequence import Sequence, SequenceState
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.types import SamplingParams, Stage
 
 

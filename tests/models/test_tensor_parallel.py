@@ -18,10 +18,9 @@ from torch import Tensor
 
 from device.distributed import Alone, Group
 from device.registry import get_device
-from epd_serve.engine.decode_tables import DecodeTables
 from epd_serve.engine.kv_memory import KVCache, block_nbytes
 from epd_serve.engine.step import StepExecutor
-from epd_serve.engine.step_inputs import StepInputs
+from epd_serve.engine.step_inputs import DecodeTables, StepInputs
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
 from epd_serve.protocol.wire import KVLayout

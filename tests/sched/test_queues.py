@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import StepCost, StepPace
 from epd_serve.sched.turns import Asker, Claim, in_turn
-from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import SamplingParams
 
 
@@ -279,7 +279,7 @@ def test_a_reservation_of_a_key_that_has_less_gets_the_blocks_of_the_last_of_ano
         bench = Bench(9)
         greedy = [resume(bench, f"greedy {number}", 1, "greedy")[0] for number in range(4)]
         assert bench.queues.reserve(1, 1, [], 0.0, asker("new", key)) is None
-        assert bench.queues.lacks_blocks
+        assert bench.queues.num_lacking
         assert bench.step()[1] == gives_way
     assert greedy[3].saved is not None, "no token is lost"
     assert greedy[3].state is SequenceState.WAITING, "it does not take them back"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epd_serve.sched.schedule import Budget, ScheduleOutput, possible_prefills, schedule, schedule_encodes
-from epd_serve.sequence import Sequence, SequenceState
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.types import MediaSpan, SamplingParams
 
 

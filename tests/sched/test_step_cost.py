@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import Budget, ScheduleOutput, schedule
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_cost import (
     MIN_CHUNK,
     PREFILL_SHARE,
@@ -20,7 +21,6 @@ from epd_serve.sched.step_cost import (
     work_done,
 )
 from epd_serve.sched.turns import Asker
-from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import Role, SamplingParams
 
 COST = StepCost(base_s=0.01, token_s=1e-4, sequence_s=5e-4, context_s=1e-6, pair_s=2e-7)

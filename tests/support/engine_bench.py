@@ -24,11 +24,9 @@ from device.registry import get_device
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import decode_graph_sizes
 from epd_serve.engine.emulated.emulation import Emulation
-from epd_serve.engine.engine import Engine
-from epd_serve.engine.hooks import EngineEvent, EngineHooks, TokenEvent
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, TokenEvent
 from epd_serve.engine.kv_memory import KVMemory
-from epd_serve.engine.runner import LanguageRunner, LaunchedStep
-from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step import LanguageRunner, LaunchedStep, StepExecutor
 from epd_serve.engine.step_loop import StepLoop
 from epd_serve.instance.loading.language_weights import read_texts
 from epd_serve.instance.text.prompt import PromptProcessor
@@ -40,7 +38,7 @@ from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.protocol import wire
 from epd_serve.sched.schedule import Budget, ScheduleOutput
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import AS_THE_MODEL, SamplingParams
 
@@ -219,7 +217,7 @@ class EngineBench(EngineHooks):
         while count:
             event = self.events.get(timeout=60)
             assert isinstance(event, TokenEvent), event
-            tokens.setdefault((event.request_id, event.sequence.index), []).append(event.token.token_id)
+            tokens.setdefault((event.sequence.request_id, event.sequence.index), []).append(event.token.token_id)
             count -= event.finish_reason is not None
         return tokens
 

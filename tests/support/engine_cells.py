@@ -12,7 +12,7 @@ from typing import Any
 
 from epd_serve.engine.computing import SampledToken, StepResult
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sequence import PLACEHOLDER, Sequence
+from epd_serve.sched.sequence import PLACEHOLDER, Sequence
 from epd_serve.types import MediaSpan
 
 BLOCK_SIZE = 2

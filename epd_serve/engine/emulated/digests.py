@@ -26,9 +26,9 @@ from epd_serve.cost.device_time import DeviceTime
 from epd_serve.engine.computing import SampledToken, StepResult
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.sequence import PLACEHOLDER
+from epd_serve.sched.sequence import Sequence as TokenSequence
 from epd_serve.sched.step_cost import StepWork, work_done
-from epd_serve.sequence import PLACEHOLDER
-from epd_serve.sequence import Sequence as TokenSequence
 from epd_serve.transfer.staging import StagingArea
 from epd_serve.transfer.transport import Piece, Span, TransferError, Transport
 from epd_serve.types import MediaSpan, SamplingParams
@@ -136,6 +136,7 @@ class DigestMemory:
         block_nbytes = self.nbytes(layout.num_layers, 1)
         num_cells = staging_bytes * layout.num_layers // block_nbytes
         self._area = StagingArea(num_cells, num_blocks * layout.num_layers, quarantine_s=0.0)
+        self.staged_cells: int | None = self._area.round_cells
         self.slab = transport.allocate("kv", self._area.num_cells * LAYER_BYTES)
         self.region, self.buffer = self.slab.region, self.slab.buffer
         self._cache = mmap.mmap(-1, num_blocks * self.block_bytes)
@@ -156,10 +157,6 @@ class DigestMemory:
     def copy_block(self, source: int, target: int) -> None:
         layers = range(self.layout.num_layers)
         self._steps.launch(0.0, lambda: self.write(target, self.read(source), layers))
-
-    @property
-    def staged_cells(self) -> int | None:
-        return self._area.round_cells
 
     @property
     def num_staged(self) -> int:

@@ -116,18 +116,13 @@ class StepLimits:
     # ------------------------------------------------------------------ while it serves
 
     def order(self, pool: BlockPool) -> Order:
-        """The order of the waiting queue; called under the engine's lock, as the pool is read."""
-        return order_of(
-            self._options.batching.order,
-            pool,
-            self._cost,
-            max_num_tokens=self.budget.max_num_tokens,
-            ttft_s=self._ttft_s,
-        )
+        """The order of the waiting queue (:func:`~epd_serve.sched.turns.order_of`)."""
+        return order_of(self._options.batching.order, pool, self.budget, self._cost, self._ttft_s)
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
-        """Correct the prediction by a step that has just ended."""
-        if self.budget.pace is not None and (output.prefills or not self._options.role.prefills):
+        """Correct the pace of a budget that has one by a step that has just ended."""
+        assert self.budget.pace is not None
+        if output.prefills or not self._options.role.prefills:
             self.budget.pace.observe(work_done(output.decodes, output.prefills), seconds)
 
     def summary(self) -> dict[str, float]:

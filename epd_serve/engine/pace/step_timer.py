@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from epd_serve.engine.pace.measurements import IMAGE_SIDE
-from epd_serve.engine.runner import LanguageRunner
+from epd_serve.engine.step import LanguageRunner
 from epd_serve.models.family import Family
 from epd_serve.models.tower import Tower
 from epd_serve.sched.schedule import ScheduleOutput
+from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.sched.step_sizes import StepShape, prompts_of
-from epd_serve.sequence import Sequence, SequenceState
 from epd_serve.types import SamplingParams
 
 _RUNS = 3

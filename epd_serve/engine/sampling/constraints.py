@@ -13,7 +13,8 @@ from torch import Tensor
 
 from device.copies import to_device
 from epd_serve.engine.sampling.patterns import Node, Patterns
-from epd_serve.sequence import Sequence
+from epd_serve.engine.step_inputs import on_device
+from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
 
 _MASKED = float("-inf")
@@ -66,10 +67,11 @@ class _Rules:
     def __init__(self, sampling: SamplingParams, scores: Tensor) -> None:
         self.sampling = sampling  # its id is no other's as long as it is here
         self.place = (scores.shape[-1], scores.device)
-        self.stop_tokens = _ids(scores, [token for token in sampling.stop_token_ids if token < scores.shape[-1]])
+        stop_tokens = [token for token in sampling.stop_token_ids if token < scores.shape[-1]]
+        self.stop_tokens = on_device(stop_tokens, scores.device)
         biases = {token: bias for token, bias in sampling.logit_bias.items() if token < scores.shape[-1]}
-        self.biased = _ids(scores, biases)
-        self.biases = to_device(torch.tensor(list(biases.values())), scores.device)
+        self.biased = on_device(list(biases), scores.device)
+        self.biases = on_device(list(biases.values()), scores.device, torch.float32)
         self.forbidden: Tensor | None = None
         if sampling.allowed_token_ids:
             allowed = torch.tensor(sampling.allowed_token_ids, dtype=torch.long)
@@ -127,12 +129,12 @@ class _BadWords:
         tokens = frozenset[int]() if shorter is None else self._banned[shorter][0]
         for node in reversed(nodes):
             tokens |= self._last[tuple(self._patterns.pattern(node))]
-            self._banned[node] = (tokens, _ids(self._scores, sorted(tokens)))
+            self._banned[node] = (tokens, on_device(sorted(tokens), self._scores.device))
         return self._banned[ends]
 
 
 def _mask(scores: Tensor, masks: list[tuple[int, NDArray[np.int32]]]) -> None:
-    rows = _ids(scores, [i for i, _ in masks])
+    rows = on_device([i for i, _ in masks], scores.device)
     packed = to_device(torch.from_numpy(np.stack([mask for _, mask in masks])), scores.device)
     bits = (packed.unsqueeze(-1) >> torch.arange(_BITS, device=scores.device, dtype=torch.int32)) & 1
     allowed = bits.view(len(masks), -1).bool()[:, : scores.shape[-1]]
@@ -140,7 +142,3 @@ def _mask(scores: Tensor, masks: list[tuple[int, NDArray[np.int32]]]) -> None:
     if missing > 0:
         allowed = torch.nn.functional.pad(allowed, (0, missing))
     scores[rows] = scores[rows].masked_fill_(~allowed, _MASKED)
-
-
-def _ids(scores: Tensor, values: AbstractSequence[int] | dict[int, float]) -> Tensor:
-    return to_device(torch.tensor(list(values), dtype=torch.long), scores.device)

@@ -28,9 +28,9 @@ from device.base import AttentionOps
 from device.copies import Readback, to_device
 from epd_serve.engine.computing import NO_TOKEN, SampledToken
 from epd_serve.engine.sampling.constraints import mask_ends, restrict
-from epd_serve.engine.step_inputs import StepInputs, integers, on_device
+from epd_serve.engine.step_inputs import StepInputs, on_device
 from epd_serve.protocol.wire import TokenLogprob
-from epd_serve.sequence import Sequence
+from epd_serve.sched.sequence import Sequence
 from epd_serve.types import SamplingParams
 
 #: Tokens of which the largest is taken, or whose weights are summed up, to look no further elsewhere.
@@ -196,7 +196,7 @@ def _draw_best(best: Tensor, tokens: Tensor, rows: AbstractSequence[Row]) -> Ten
         dropped = starts.cummax(dim=-1).values >= _column(best, [p.top_p for p in params]) * ends[:, -1:]
         kept = kept.masked_fill(dropped & (best < best[:, :1]), 0.0)
     cumulative = kept.double().cumsum(dim=-1)
-    uniforms = on_device(best, [row.uniform() for row in rows], torch.float64).unsqueeze(1)
+    uniforms = on_device([row.uniform() for row in rows], best.device, torch.float64).unsqueeze(1)
     # right=True skips tokens of no probability
     chosen = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True).clamp_(max=width - 1)
     return tokens.gather(1, chosen).squeeze(1)
@@ -207,7 +207,7 @@ def _temperatures(like: Tensor, rows: AbstractSequence[Row]) -> Tensor:
 
 
 def _column(like: Tensor, values: list[float]) -> Tensor:
-    return on_device(like, values, torch.float32).unsqueeze(1)
+    return on_device(values, like.device, torch.float32).unsqueeze(1)
 
 
 class DrawNumbers:
@@ -270,7 +270,7 @@ class Sampler:
         """
         if rows is not self._rows:  # a step often has those of the step before
             self._rows = rows
-            self._bound = {i for i, row in enumerate(rows) if _may_be_constrained(row)}
+            self._bound = {i for i, row in enumerate(rows) if row.sampling.min_tokens > 0 or _is_constrained(row)}
             self._asking = [i for i, row in enumerate(rows) if i in self._bound or not row.sampling.greedy]
             self._ways = {i: self._way(rows[i], logits.device.type) for i in self._asking}
             self._counts = {i: n for i, row in enumerate(rows) if (n := row.sampling.logprobs) is not None}
@@ -283,7 +283,7 @@ class Sampler:
         if self._counts:
             return _with_logprobs(logits, tokens, self._counts)
         ids = Readback(_marked(logits, tokens))
-        return Sampling(tokens, lambda: [SampledToken(token) for token in _known(ids.wait().tolist())])
+        return Sampling(tokens, lambda: _sampled(ids.wait().tolist()))
 
     def _work(self, logits: Tensor, rows: AbstractSequence[Row], worked: list[int]) -> Tensor:
         """Tokens of rows of which ``worked`` are more than greedy."""
@@ -298,11 +298,11 @@ class Sampler:
         for place, i in enumerate(copied):
             ways.setdefault(self._ways[i], []).append(place)
         for way, places in ways.items():
-            some = scores if len(places) == len(copied) else scores[on_device(scores, places)]
+            some = scores if len(places) == len(copied) else scores[on_device(places, scores.device)]
             chosen = way(some, [rows[copied[place]] for place in places])
             if len(places) == len(rows):
                 return chosen
-            tokens = tokens.index_copy(0, on_device(tokens, [copied[place] for place in places]), chosen)
+            tokens = tokens.index_copy(0, on_device([copied[place] for place in places], tokens.device), chosen)
         if by_rows:
             drawn = self._draw_rows([logits[i] for i in by_rows], [rows[i] for i in by_rows])
             tokens[by_rows] = drawn
@@ -335,7 +335,7 @@ class Sampler:
         some = [rows[i] for i in which]
         self._penalties.apply(scores, some)
         for values, row in zip(scores, some, strict=True):
-            if _is_held_back(row):
+            if len(row.sequence.output_ids) < row.sampling.min_tokens:
                 mask_ends(values, row.sequence, self._ends_on(values))
         restrict(scores, [row.sequence for row in some])
         return scores
@@ -343,26 +343,17 @@ class Sampler:
     def _ends_on(self, scores: Tensor) -> Tensor:
         """The model's own end tokens, where ``scores`` [vocab] are."""
         if self._ends is None:
-            self._ends = on_device(scores, [token for token in self._eos_token_ids if token < len(scores)])
+            self._ends = on_device([token for token in self._eos_token_ids if token < len(scores)], scores.device)
         return self._ends
 
     def _copy(self, logits: Tensor, which: list[int]) -> Tensor:
         """Rows in float32; on a CPU in memory that stays."""
-        some = logits if len(which) == len(logits) else logits[on_device(logits, which)]
+        some = logits if len(which) == len(logits) else logits[on_device(which, logits.device)]
         if logits.device.type != "cpu":
             return some.to(torch.float32, copy=True)
         if len(self._scores) < len(some) or self._scores.shape[1:] != logits.shape[1:]:
             self._scores = torch.empty(some.shape)
         return self._scores[: len(some)].copy_(some)
-
-
-def _may_be_constrained(row: Row) -> bool:
-    """Whether :func:`_is_constrained` may say so in some step."""
-    return row.sampling.min_tokens > 0 or _is_constrained(row)
-
-
-def _is_held_back(row: Row) -> bool:
-    return len(row.sequence.output_ids) < row.sampling.min_tokens
 
 
 def _is_plain(row: Row) -> bool:
@@ -374,7 +365,7 @@ def _is_constrained(row: Row) -> bool:
     """Whether the scores of a row change before a token is chosen, by its newest tokens among others."""
     sampling, sequence = row.sampling, row.sequence
     is_restricted = sampling.has_token_lists or sequence.constraint is not None
-    return is_restricted or sampling.penalised or _is_held_back(row)
+    return is_restricted or sampling.penalised or len(sequence.output_ids) < sampling.min_tokens
 
 
 def _marked(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -383,11 +374,11 @@ def _marked(logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(chosen.isnan(), NO_TOKEN, tokens)
 
 
-def _known(tokens: list[int]) -> list[int]:
+def _sampled(tokens: list[int]) -> list[SampledToken]:
     """Tokens as they are on the host. Raises FloatingPointError where one is not chosen yet."""
     if min(tokens) < NO_TOKEN:
         raise FloatingPointError("tokens were read before the device had chosen them, for want of an event")
-    return tokens
+    return [SampledToken(token) for token in tokens]
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
@@ -408,7 +399,7 @@ def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> Sa
     Args:
         counts: number of the best ones that each row wants, by row.
     """
-    rows = on_device(logits, list(counts))
+    rows = on_device(list(counts), logits.device)
     some = logits if len(rows) == len(logits) else logits[rows]
     values, indices = log_probabilities(some, tokens[rows], max(counts.values()))
     # one copy for all: float32 as it is, in the bits of int32
@@ -418,7 +409,7 @@ def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> Sa
 
     def read() -> list[SampledToken]:
         packed = readback.wait()
-        sampled = [SampledToken(token) for token in _known(packed[:count_ids].tolist())]
+        sampled = _sampled(packed[:count_ids].tolist())
         top_ids = packed[count_ids : count_ids + count_top].view(len(counts), -1).tolist()
         values = packed[count_ids + count_top :].view(torch.float32).view(len(counts), -1).tolist()
         details = zip(counts.items(), top_ids, values, strict=True)
@@ -511,8 +502,8 @@ class PromptLogprobs:
 
     def __init__(self, inputs: StepInputs, device: torch.device) -> None:
         starts = range(0, len(inputs.scored_rows), _PIECE)
-        self._rows = [integers(inputs.scored_rows[i : i + _PIECE], device) for i in starts]
-        self._targets = [integers(inputs.scored_ids[i : i + _PIECE], device) for i in starts]
+        self._rows = [on_device(inputs.scored_rows[i : i + _PIECE], device) for i in starts]
+        self._targets = [on_device(inputs.scored_ids[i : i + _PIECE], device) for i in starts]
         self._num_top = inputs.num_top
         self._tokens = inputs.scored_ids
         self._taken: list[tuple[Tensor, Tensor]] = []

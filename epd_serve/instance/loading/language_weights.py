@@ -18,9 +18,8 @@ from epd_serve.engine.followers import Followers
 from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.engine.pace.step_timer import StepTimer
 from epd_serve.engine.prefill_graphs import prefill_graph_sizes
-from epd_serve.engine.runner import LanguageRunner
 from epd_serve.engine.sampling.grammar import Grammars
-from epd_serve.engine.step import StepExecutor
+from epd_serve.engine.step import LanguageRunner, StepExecutor
 from epd_serve.instance.feature_receiver import FeatureForm
 from epd_serve.instance.text.bounded_tokenizer import BoundedTokenizer
 from epd_serve.instance.text.chat_template import ChatTemplate, MediaLiterals

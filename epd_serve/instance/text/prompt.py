@@ -43,7 +43,7 @@ class Prompt:
 
     Attributes:
         positions: rotary ones [axes, tokens], opaque here.
-        both_ways, position_delta: see :class:`epd_serve.sequence.Sequence`.
+        both_ways, position_delta: see :class:`epd_serve.sched.sequence.Sequence`.
         max_tokens: output tokens that the client asked for or the context leaves.
         sampling: of the request, with what takes the tokenizer filled in.
         constraint: the compiled grammar, where the answer must follow one; it is not made here.

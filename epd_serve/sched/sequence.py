@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from types import MappingProxyType
 from typing import Any, Literal
 
 from epd_serve.types import MediaSpan, SamplingParams
@@ -14,7 +12,6 @@ from epd_serve.types import MediaSpan, SamplingParams
 FinishReason = Literal["stop", "length"]
 #: In an output: a token that the device has chosen, or will, and the host does not know yet. Only ever the last.
 PLACEHOLDER = -1
-_NO_LOGPROBS: Mapping[int, Any] = MappingProxyType({})
 
 
 class SequenceState(Enum):
@@ -121,11 +118,6 @@ class Sequence:
         return 1 if self.hand_off else self.num_sampled
 
     @property
-    def room_tokens(self) -> int:
-        """Tokens to come that must find room in the blocks it gets; for the others it grows."""
-        return 0 if self.hand_off or not self.max_tokens else 1
-
-    @property
     def is_decoding(self) -> bool:
         """Whether its newest token is all that is to be computed here; what is handed off is prefilled."""
         num_output = len(self.output_ids)  # asked of each sequence in each step
@@ -158,48 +150,25 @@ class Sequence:
         """Whether all its tokens can be computed here again. Features are held until the first token only."""
         return not self.output_ids or (self.positions is not None and not self.spans)
 
-    def take_logprobs(self) -> Mapping[int, Any]:
-        """Take the log-probabilities that were asked for of known tokens; the next call returns none."""
-        if not self.wanted_logprobs:
-            return _NO_LOGPROBS
-        taken, self.logprobs, self.wanted_logprobs = self.logprobs, {}, range(0)
-        return taken
-
     def fork(self, index: int, blocks: list[int]) -> Sequence:
         """Another choice of this computed prompt, with a block table of its own."""
-        return Sequence(
-            request_id=self.request_id,
-            prompt_ids=self.prompt_ids,
-            sampling=self.sampling,
-            max_tokens=self.max_tokens,
-            positions=self.positions,
-            position_delta=self.position_delta,
-            spans=self.spans,
-            both_ways=self.both_ways,
-            block_hashes=self.block_hashes,
+        return replace(
+            self,
             index=index,
-            arrival_s=self.arrival_s,
-            num_computed=self.num_computed,
-            num_registered=self.num_registered,
+            num_sequences=1,
+            output_ids=[],
             blocks=blocks,
+            forks=[],
             states=self.states[index : index + 1],
             constraint=None if self.constraint is None else self.constraint.fork(),
-            state=SequenceState.RUNNING,
-            stop_token_ids=self.stop_token_ids,
+            wanted_logprobs=range(0),
+            logprobs={},
         )
 
     def move_to(self, state: SequenceState) -> None:
         """The one place where a state changes. Raises AssertionError for a transition the table lacks."""
         assert state in _ALLOWED[self.state], f"{self.request_id}: {self.state.name} -> {state.name}"
         self.state = state
-
-    def take(self, token_id: int) -> None:
-        """Append a token, or put it where its placeholder stands."""
-        ids = self.output_ids
-        if ids and ids[-1] == PLACEHOLDER:
-            ids[-1] = token_id
-        else:
-            ids.append(token_id)
 
     def finish_reason(self, token_id: int, count: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
         """Say why generation ends with ``token_id`` as the ``count``-th output token; None where it goes on."""
