@@ -142,6 +142,7 @@ class EncodeService:
 
     Attributes:
         num_waiting_pixels: of distinct items that are not encoded yet.
+        is_held: whether items wait for ``may_start``.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class EncodeService:
         self._waiting: list[_Item] = []
         self.num_waiting_pixels = 0
         self._changed = asyncio.Event()
-        self._is_held = False
+        self.is_held = False
         self._free_since_s = 0.0
         self._in_tower: frozenset[str] = frozenset()
         self._num_batches = 0
@@ -271,11 +272,11 @@ class EncodeService:
 
     def reconsider(self) -> None:
         """Ask ``may_start`` again, if items wait for it. Any thread, before the event loop is closed."""
-        if self._is_held:
+        if self.is_held:
             self._loop.call_soon_threadsafe(self._changed.set)
 
     async def close(self) -> None:
-        self._is_held = False
+        self.is_held = False
         self._stream.hurry()
         self._loop_task.cancel()
         with suppress(asyncio.CancelledError):
@@ -324,36 +325,39 @@ class EncodeService:
         return EncodeReply(cached=cached, num_tokens=feature.shape[0]), batch
 
     async def _announce(self, request: EncodeRequest, feature: StoredFeature) -> None:
-        """Tell the consumer of a feature; where it does not reach this device, of a copy on the host."""
-        consumer = request.announce_to
-        on_host = partial(self._store.on_host, request.ref.mm_hash, feature, request.request_id)
-        try:
-            here = await self._with_room(on_host) if consumer in self._off_device else feature
-            await self._tell(request, here)
-        except ServeError as error:
-            if error.code != NOT_MAPPED:
-                raise
-            self._off_device.add(consumer)
-            await self._tell(request, await self._with_room(on_host))
+        """Tell the consumer of a feature; where it does not reach this device, of a copy on the host.
 
-    async def _tell(self, request: EncodeRequest, feature: StoredFeature) -> None:
-        """Tell the consumer of a feature; where it does not know what this encoder makes, show it first."""
-        consumer = request.announce_to
-        event = msgspec.structs.replace(
-            self._store.event(request.ref.mm_hash, feature, request.request_id),
-            item=request.ref,
-            producer=feature.producer or self._producer,
-        )
-        try:
-            await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
-        except ServeError as error:
-            if error.code != PRODUCER_UNKNOWN or event.producer != self._producer:
-                raise
-            if self._sample is None:
-                feature = await self.parity_feature()
-                self._sample = sample_of(self._producer, feature, self._data_of(feature))
-            await self._peers.call(consumer, "/feature/parity", self._sample, _ANNOUNCE_TIMEOUT_S)
-            await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
+        Where it does not know what this encoder makes, show it first.
+        """
+        consumer, mm_hash, owner = request.announce_to, request.ref.mm_hash, request.request_id
+        is_shown = False
+        while True:
+            here, is_on_host = feature, consumer in self._off_device
+            if is_on_host:
+                here = await self._with_room(partial(self._store.on_host, mm_hash, feature, owner))
+            event = msgspec.structs.replace(
+                self._store.event(mm_hash, here, owner),
+                item=request.ref,
+                producer=here.producer or self._producer,
+            )
+            try:
+                await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
+                return
+            except ServeError as error:
+                if error.code == NOT_MAPPED and not is_on_host:
+                    self._off_device.add(consumer)
+                elif error.code == PRODUCER_UNKNOWN and event.producer == self._producer and not is_shown:
+                    await self._show(consumer)
+                    is_shown = True
+                else:
+                    raise
+
+    async def _show(self, consumer: str) -> None:
+        """Let the consumer judge what this encoder makes of the fixed picture."""
+        if self._sample is None:
+            feature = await self.parity_feature()
+            self._sample = sample_of(self._producer, feature, self._data_of(feature))
+        await self._peers.call(consumer, "/feature/parity", self._sample, _ANNOUNCE_TIMEOUT_S)
 
     async def parity_feature(self) -> Any:
         """The feature of the fixed picture. The tower is loaded where it is not."""
@@ -420,11 +424,11 @@ class EncodeService:
             self._changed.clear()
             while self._waiting:
                 # set before the question: who changes the answer after it sees this and calls back
-                was_held, self._is_held = self._is_held, True
+                was_held, self.is_held = self.is_held, True
                 batch = self._next_batch()
                 if not batch:
                     break
-                self._is_held = False
+                self.is_held = False
                 del self._waiting[: len(batch)]
                 self._in_tower = frozenset(item.mm_hash for item in batch)
                 await self._encode_batch(batch, was_held)

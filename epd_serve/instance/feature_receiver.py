@@ -107,19 +107,15 @@ class FeatureReceiver:
     def num_owners(self) -> int:
         return self._cache.num_owners
 
-    def get(self, mm_hash: str) -> Feature | None:
-        """The feature if it is here. Any thread."""
-        return self._cache.get(mm_hash)
-
     # ------------------------------------------------------------------ from the engine's thread
 
     def has(self, mm_hash: str) -> bool:
         """Whether :meth:`use` is worth calling."""
-        return self.get(mm_hash) is not None
+        return mm_hash in self._cache
 
     def use(self, mm_hash: str) -> Feature | None:
         """The feature for a step; None where it is not here."""
-        feature = self.get(mm_hash)
+        feature = self._cache.get(mm_hash)
         if feature is not None and (self._fetches or self._starved):
             self._used(mm_hash)
         return feature
@@ -148,11 +144,12 @@ class FeatureReceiver:
 
     # ------------------------------------------------------------------ on the event loop
 
-    def expect(self, request_id: str, items: list[MediaRef]) -> None:
-        """Hold what is here of a request's features and take note of the rest.
+    def expect(self, request_id: str, items: list[MediaRef]) -> set[str]:
+        """Hold what is here of a request's features and take note of the rest; returns what is here, by mm_hash.
 
         Raises InstanceFailed for one that is here and is not of the item's length.
         """
+        here: set[str] = set()
         self._early.pop(request_id, None)
         self._wanted[request_id] = asyncio.Event()
         self._items[request_id] = {item.mm_hash: item for item in items}
@@ -160,6 +157,8 @@ class FeatureReceiver:
             feature = self._cache.acquire(mm_hash, request_id)
             if feature is not None:
                 self._form.check(item, feature)
+                here.add(mm_hash)
+        return here
 
     async def complete(self, request_id: str, items: list[MediaRef]) -> None:
         """Wait until all of a request's features are here."""
@@ -188,7 +187,7 @@ class FeatureReceiver:
         Raises InstanceFailed where it cannot be had as described.
         """
         mm_hash = event.mm_hash
-        if self.get(mm_hash) is not None:
+        if mm_hash in self._cache:
             return await self._receive(event)
         with self._lock:
             while len(self._fetches) >= _MAX_UNUSED:  # of requests that have ended without using theirs
@@ -200,7 +199,7 @@ class FeatureReceiver:
             await self._receive(event)
         finally:
             with self._lock:
-                if fetch.arrived_at is None and self.get(mm_hash) is not None:
+                if fetch.arrived_at is None and mm_hash in self._cache:
                     fetch.arrived_at = self._clock()
                 elif fetch.arrived_at is None and self._fetches.get(mm_hash) is fetch:
                     del self._fetches[mm_hash]  # failed, or its request has ended

@@ -177,8 +177,7 @@ class Detokenizer:
 
     def flush(self) -> str:
         """All that was held back; for the end of a generation."""
-        rest = self._decode(self._context)[len(self._before) :]
-        self._go_on(self._next_context, 0)
+        rest = "" if self._is_whole else self._decode(self._context)[len(self._before) :]
         text = self._emit(rest) + ("" if self.stopped else self._held)
         if not self.stopped:
             self.text += self._held
