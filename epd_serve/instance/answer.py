@@ -13,7 +13,7 @@ from epd_serve.engine.hooks import EngineEvent, FailureEvent, TokenEvent
 from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import ServeError
 from epd_serve.instance.http import JSON, Header, Pieces, Reply
-from epd_serve.instance.text.detokenizer import Detokenizer, Vocabulary
+from epd_serve.instance.text.tokenizer import Detokenizer, Vocabulary
 from epd_serve.protocol import frames
 from epd_serve.protocol.openai import chunks
 from epd_serve.protocol.openai.tool_format import Call, CallDelta, ToolCallReader

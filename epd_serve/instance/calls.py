@@ -121,8 +121,9 @@ class ControlCalls:
         if not (is_own and self._instance.serving(Stage.PREFILL).prefill.is_serving(request.request_id)):
             self._instance.check_accepting()
         encodes = self._instance.encode  # every role has E's stage for the worst case
-        self._instance.called(request.request_id, request.traceparent, request.ref.mm_hash)
         reports, mm_hash = self._instance.reports, request.ref.mm_hash
+        if self._instance.export is not None:
+            self._instance.export.received(request.request_id, request.traceparent, mm_hash)
         with reports.call(Stage.ENCODE, request.request_id):
             is_named = reports.will_have(mm_hash)
             try:
@@ -139,8 +140,9 @@ class ControlCalls:
     async def _prefill(self, body: bytes) -> Reply:
         self._instance.check_accepting()
         request = wire.decode(body, wire.PrefillRequest)
-        self._instance.called(request.request_id, request.traceparent)
         language, request_id = self._instance.serving(Stage.PREFILL), request.request_id
+        if self._instance.export is not None:
+            self._instance.export.received(request_id, request.traceparent)
         # refused when the instance leaves, unless its answer goes elsewhere with its KV
         has_begun, is_held = language.prefill.has_begun, language.migrations.holds
         with self._instance.reports.call(Stage.PREFILL, request_id):
@@ -150,8 +152,9 @@ class ControlCalls:
     async def _decode(self, body: bytes) -> Reply:
         self._instance.check_accepting()
         request = wire.decode(body, wire.DecodeRequest)
-        self._instance.called(request.request_id, request.traceparent)
         language, request_id = self._instance.serving(Stage.DECODE), request.request_id
+        if self._instance.export is not None:
+            self._instance.export.received(request_id, request.traceparent)
         has_begun, is_held = language.decode.has_begun, language.migrations.holds
         with self._instance.reports.call(Stage.DECODE, request_id):
             async with self._instance.refusals.call(partial(has_begun, request_id), partial(is_held, request_id)):

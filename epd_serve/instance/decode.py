@@ -25,7 +25,7 @@ from epd_serve.errors import (
 )
 from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.http import Reply
-from epd_serve.instance.text.detokenizer import Vocabulary
+from epd_serve.instance.text.tokenizer import Vocabulary
 from epd_serve.protocol import wire
 from epd_serve.sched.turns import Asker
 from epd_serve.sequence import Sequence

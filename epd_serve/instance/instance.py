@@ -81,8 +81,8 @@ class Instance:
         self.timeline = Timeline(time.monotonic, self.spans.put)
         self._trace = TraceWriter(options.trace, options.name) if options.trace else None
         export = span_export(options.name)
-        self._export = None if export is None else StageExport(export, options.name)
-        for subscriber in (self.metrics, self._trace, self._export):
+        self.export = None if export is None else StageExport(export, options.name)
+        for subscriber in (self.metrics, self._trace, self.export):
             if subscriber is not None:
                 self.spans.subscribe(subscriber.put)
         self.rates = StageRates(time.monotonic)
@@ -189,8 +189,8 @@ class Instance:
         self.streams.board.close()
         if self._trace is not None:
             self._trace.close()
-        if self._export is not None:
-            await asyncio.to_thread(self._export.close)
+        if self.export is not None:
+            await asyncio.to_thread(self.export.close)
 
     # ------------------------------------------------------------------ calls
 
@@ -332,11 +332,6 @@ class Instance:
             in_use |= {**self.language.in_use(), "timeline": self.timeline.num_requests}
         return in_use
 
-    def called(self, request_id: str, traceparent: str, item: str = "") -> None:
-        """A stage call has come; ``item`` is an encode's mm_hash."""
-        if self._export is not None:
-            self._export.received(request_id, traceparent, item)
-
     def render_metrics(self) -> bytes:
         """Prometheus text."""
         links = self.language.sender.sizer.known_links() if self.language else {}
@@ -429,11 +424,15 @@ class Instance:
         task.add_done_callback(self._tasks.discard)
 
     async def _housekeep(self) -> None:
+        """End what has waited for too long, now and then."""
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
-            if self.language is not None:
+            if (language := self.language) is not None:
                 try:
-                    self.language.expire()
+                    language.decode.expire()
+                    language.receiver.expire()
+                    if language.migrations.held:
+                        language.migrations.expire()
                 except Exception:  # without housekeeping the instance would leak from now on
                     logger.exception("housekeeping failed")
 

@@ -18,7 +18,7 @@ from epd_serve.instance.http import JSON, Reply
 from epd_serve.instance.kv_delivery import Deliveries, PushDelivery
 from epd_serve.instance.reports import StageRates
 from epd_serve.instance.text.prompt import PromptProcessor
-from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor, wanted
+from epd_serve.instance.text.request_processor import S_PER_CHARACTER, RequestProcessor
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.openai import chunks
 from epd_serve.rpc.stream_server import BrokenStream
@@ -129,10 +129,8 @@ class PrefillService:
             )
             features = asyncio.create_task(self._features(request_id, items))
             try:
-                with wanted() as check:
-                    sequence, answer = await self._processor.run(
-                        "text", S_PER_CHARACTER * num_characters, self._prepare, request, check
-                    )
+                async with self._processor.place("text", S_PER_CHARACTER * num_characters) as place:
+                    sequence, answer = await place.run(self._prepare, request, place.check)
                 if sequence.sampling.grammar is not None:
                     sequence.constraint = await self._compile(sequence.sampling.grammar)
                 if answer.finished:  # the client lacks nothing but the end
@@ -155,8 +153,8 @@ class PrefillService:
     async def tokenize(self, request: wire.TokenizeRequest) -> wire.TokenizeReply:
         """The tokens of a chat or prompt. Raises InvalidRequest as :meth:`prefill` would."""
         cost_s = S_PER_CHARACTER * self._prompts.check_size(request)
-        with wanted() as check:
-            return await self._processor.run("text", cost_s, self._prompts.tokenize, request, check)
+        async with self._processor.place("text", cost_s) as place:
+            return await place.run(self._prompts.tokenize, request, place.check)
 
     async def detokenize(self, request: wire.DetokenizeRequest) -> wire.DetokenizeReply:
         """The text of tokens. Raises InvalidRequest for those that are none."""

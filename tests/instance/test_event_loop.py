@@ -27,9 +27,9 @@ from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.http import ControlApp, Event, Reply
 from epd_serve.instance.loading.language_weights import read_texts
-from epd_serve.instance.text.detokenizer import Vocabulary
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import RequestProcessor
+from epd_serve.instance.text.tokenizer import Vocabulary
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import TowerInputs
 from epd_serve.models.language import LanguageModel

@@ -96,7 +96,7 @@ class ChatTemplate:
         tools = json.loads(options.tools) if options.tools else None
         native = "tools" in self._known_names
         rendered = [_message(message, with_calls=native) for message in messages]
-        if not native:
+        if not native and (tools or any(message.tool_calls or message.role == "tool" for message in messages)):
             _write_tools(rendered, messages, tools)
         if self._takes_parts:
             for message in rendered:

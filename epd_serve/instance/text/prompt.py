@@ -11,8 +11,7 @@ import msgspec
 
 from epd_serve.cache.block_pool import hash_blocks
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.text.bounded_tokenizer import PIECE_CHARACTERS, BoundedTokenizer
-from epd_serve.instance.text.detokenizer import Vocabulary
+from epd_serve.instance.text.tokenizer import PIECE_CHARACTERS, BoundedTokenizer, Vocabulary
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, picture, sound
 from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.protocol.wire import (
