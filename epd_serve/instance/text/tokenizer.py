@@ -1,4 +1,4 @@
-"""A model's tokenizer: texts to tokens, tokens as text and bytes, and an answer's tokens to text, piece by piece."""
+"""A model's tokenizer: texts to tokens, tokens as text and bytes, an answer's tokens to text piece by piece."""
 
 from __future__ import annotations
 
