@@ -105,7 +105,7 @@ class Answer:
         choice = self.choices[index]
         first = not choice.num_tokens and choice.finish_reason is None
         if self._is_empty:
-            news = choice.end_empty()
+            choice.finish_reason, news = "length", _News("")
         else:
             if logprob is None and self._logprobs:
                 logprob = self._logprobs.get(len(self._prompt_ids) + choice.num_tokens)
@@ -262,11 +262,6 @@ class Choice:
                 self.finish_reason = "tool_calls"
         return _News(text, calls, self._tell())
 
-    def end_empty(self) -> _News:
-        """End without a token."""
-        self.finish_reason = "length"
-        return _News("")
-
     def _start_of(self, token_id: int | None) -> int:
         """Characters before the one that the next token begins or belongs to; None for one that shows nothing."""
         if self._num_read != self.detokenizer.num_read:
@@ -315,9 +310,9 @@ class Generation:
         self._finished: set[int] = set()  # choices whose last token came here
 
     def feed(self, event: EngineEvent) -> None:
-        if isinstance(event, FailureEvent):
-            self._break_off(event.error)
         if not isinstance(event, TokenEvent):
+            if isinstance(event, FailureEvent):
+                self._break_off(event.error)
             return
         answer, sequence, token = self.answer, event.sequence, event.token
         index = sequence.index

@@ -69,6 +69,9 @@ class FeatureReceiver:
         form: what a feature must look like; another is refused, as if it had not come.
         arrived: called after each new feature.
         observe: told of each feature that was fetched, at its first use.
+
+    Attributes:
+        early: until when features are held for requests that have not come.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class FeatureReceiver:
         self._starved: dict[str, float] = {}
         self._wanted: dict[str, asyncio.Event] = {}
         self._items: dict[str, dict[str, MediaRef]] = {}
-        self._early: dict[str, float] = {}
+        self.early: dict[str, float] = {}
         self._ended: Tombstones[bool] = Tombstones()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # of its own: fetches that hang must not hold up the tokenising of other requests
@@ -150,7 +153,7 @@ class FeatureReceiver:
         Raises InstanceFailed for one that is here and is not of the item's length.
         """
         here: set[str] = set()
-        self._early.pop(request_id, None)
+        self.early.pop(request_id, None)
         self._wanted[request_id] = asyncio.Event()
         self._items[request_id] = {item.mm_hash: item for item in items}
         for mm_hash, item in self._items[request_id].items():
@@ -171,14 +174,14 @@ class FeatureReceiver:
         """The request needs its features no more; later events for it are ignored. Idempotent."""
         self._wanted.pop(request_id, None)
         self._items.pop(request_id, None)
-        self._early.pop(request_id, None)
+        self.early.pop(request_id, None)
         self._cache.release(request_id)
         self._ended.add(request_id, True)
 
     def expire(self) -> None:
         """Let go of features whose request never came."""
         now = self._clock()
-        for request_id in [r for r, deadline in self._early.items() if deadline <= now]:
+        for request_id in [r for r, deadline in self.early.items() if deadline <= now]:
             self.release(request_id)
 
     async def receive(self, event: FeatureEvent) -> None:
@@ -248,7 +251,7 @@ class FeatureReceiver:
         """For the request, and for all others that wait for this feature: else it might go before they hold it."""
         self._cache.acquire(mm_hash, request_id)
         if request_id not in self._wanted:
-            self._early[request_id] = self._clock() + self._orphan_s
+            self.early[request_id] = self._clock() + self._orphan_s
         for other, items in self._items.items():
             if mm_hash in items:
                 self._cache.acquire(mm_hash, other)

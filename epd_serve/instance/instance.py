@@ -422,7 +422,8 @@ class Instance:
             if (language := self.language) is not None:
                 try:
                     language.decode.expire()
-                    language.receiver.expire()
+                    if language.receiver.early:
+                        language.receiver.expire()
                     if language.migrations.held:
                         language.migrations.expire()
                 except Exception:  # without housekeeping the instance would leak from now on

@@ -324,7 +324,9 @@ class EngineProbe:
         self._listen(name, feed)
         engine.submit(sequence)
         try:
-            if not await self._steps(before, deadline, failures) and not self._has_no_room(sequence):
+            if not await self._steps(before, deadline, failures) and (
+                sequence.state is not SequenceState.WAITING or engine.load().free_blocks >= 2
+            ):  # else all blocks are another's, who waits for something itself: that is no fault of the engine
                 raise ServeError(f"the engine made no step in {timeout_s:g} s", code=WEDGED)
             if failures:
                 raise ServeError(f"the engine cannot compute: {failures[0].message}", code=WEDGED)
@@ -340,7 +342,3 @@ class EngineProbe:
                 return False
             await asyncio.sleep(_LOOK_AGAIN_S)
         return True
-
-    def _has_no_room(self, sequence: Sequence) -> bool:
-        """All blocks are another's, who waits for something itself: that is no fault of the engine."""
-        return sequence.state is SequenceState.WAITING and self._engine.load().free_blocks < 2
