@@ -118,7 +118,8 @@ class PrefillService:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
         num_characters = self._prompts.check_size(request)
         self._active.add(request_id)
-        self.preparing[request_id] = self._prompts.estimate(request, self._rates.tokens_per_character)
+        tokens_per_character = self._rates.tokens_per_character
+        self.preparing[request_id] = self._prompts.estimate(request, num_characters, tokens_per_character)
         try:
             items = self._prompts.segments(request.items)
             here = self._receiver.expect(request_id, items)  # before all else: features may be here already

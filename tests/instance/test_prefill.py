@@ -57,7 +57,7 @@ class Prompts:
         self.go_on = threading.Event()
         self.go_on.set()
 
-    def estimate(self, request: wire.PrefillRequest, tokens_per_character: float) -> int:
+    def estimate(self, request: wire.PrefillRequest, num_characters: int, tokens_per_character: float) -> int:
         return 0
 
     class vocabulary:

@@ -112,12 +112,12 @@ class PromptProcessor:
         self._block_size = block_size
         self._on_prompt = on_prompt
 
-    def estimate(self, request: PrefillRequest, tokens_per_character: float) -> int:
-        """About how many tokens the prompt will have."""
+    def estimate(self, request: PrefillRequest, num_characters: int, tokens_per_character: float) -> int:
+        """About how many tokens the prompt will have; ``num_characters``: from :meth:`check_size`."""
         if isinstance(request.prompt, list):
             return len(request.prompt)
         media = sum(self._family.num_tokens(item) for item in request.items)
-        return media + round(_num_characters(request) * tokens_per_character)
+        return media + round(num_characters * tokens_per_character)
 
     def check_size(self, request: PrefillRequest | TokenizeRequest) -> int:
         """Return how many characters it has; :meth:`process` and :meth:`tokenize` come next.
