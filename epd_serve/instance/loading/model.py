@@ -14,7 +14,6 @@ from epd_serve.instance.feature_receiver import FeatureForm
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import Place
 from epd_serve.protocol import wire
-from epd_serve.protocol.wire import MediaRef
 from epd_serve.sched.step_sizes import StepShape
 from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
 from epd_serve.transfer.transport import Transport
@@ -48,7 +47,7 @@ class Decoders(Protocol):
 
 
 #: An item's file, what it is, and the place that it takes → the tower's inputs. Raises InvalidRequest.
-Prepare = Callable[[bytes, MediaRef, Place], Awaitable[Any]]
+Prepare = Callable[[bytes, wire.MediaRef, Place], Awaitable[Any]]
 
 
 def tensor_data(feature: Any) -> Any:
