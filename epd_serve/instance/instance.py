@@ -416,16 +416,11 @@ class Instance:
         task.add_done_callback(self._tasks.discard)
 
     async def _housekeep(self) -> None:
-        """End what has waited for too long, now and then."""
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
-            if (language := self.language) is not None:
+            if self.language is not None:
                 try:
-                    language.decode.expire()
-                    if language.receiver.early:
-                        language.receiver.expire()
-                    if language.migrations.held:
-                        language.migrations.expire()
+                    self.language.expire()
                 except Exception:  # without housekeeping the instance would leak from now on
                     logger.exception("housekeeping failed")
 

@@ -177,6 +177,14 @@ class LanguageEngine(EngineHooks):
         if begun:
             self.migrations.send_away(self.decode.generations | self.prefill.generations, late=late)
 
+    def expire(self) -> None:
+        """End what has waited for too long; to be called now and then, on the event loop."""
+        self.decode.expire()
+        if self.migrations.held:
+            self.migrations.expire()
+        if self.receiver.early:
+            self.receiver.expire()
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books of all caches balance."""
         self.engine.check_integrity()
