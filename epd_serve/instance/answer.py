@@ -12,13 +12,12 @@ from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, TokenEven
 from epd_serve.engine.sampling.patterns import Patterns
 from epd_serve.errors import ServeError
 from epd_serve.instance.http import JSON, Header, Pieces, Reply
-from epd_serve.instance.text.detokenizer import Detokenizer, Vocabulary
+from epd_serve.instance.text.tokenizer import Detokenizer, Vocabulary
 from epd_serve.protocol import frames
 from epd_serve.protocol.openai import chunks
 from epd_serve.protocol.openai.tool_format import Call, CallDelta, ToolCallReader
 from epd_serve.protocol.wire import OutputOptions, TokenLogprob
 from epd_serve.rpc.streams import BrokenStream
-from epd_serve.sched.sequence import Sequence as RequestSequence
 from epd_serve.types import SamplingParams
 
 
@@ -30,7 +29,7 @@ class Answer:
     unless the prompt is repeated: who asks for that counts tokens.
 
     Attributes:
-        options: what it looks like.
+        options: what it looks like. choices: as far as each has come.
     """
 
     def __init__(
@@ -45,41 +44,26 @@ class Answer:
         echo = vocabulary.decode(list(prompt_ids), skip_special_tokens=True) if options.echo else ""
         self._echoed: list[_Token] = []
         if options.echo and sampling.logprobs is not None:
-            prompt = _Choice(vocabulary, (), SamplingParams(seed=0, logprobs=0), None, "", lists_all=True)
+            prompt = Choice(vocabulary, (), SamplingParams(seed=0, logprobs=0), None, "", lists_all=True)
             for token_id in prompt_ids:
                 prompt.add(token_id, None, None)
             self._echoed = [replace(token, start=min(token.start, len(echo))) for token in prompt.untold(False)]
         stop = Patterns(sampling.stop) if sampling.stop else None
-        self._choices = [
-            _Choice(vocabulary, prompt_ids, sampling, stop, echo, lists_all=options.echo)
-            for _ in range(sampling.n)
+        self.choices = [
+            Choice(vocabulary, prompt_ids, sampling, stop, echo, lists_all=options.echo) for _ in range(sampling.n)
         ]
 
     @property
     def finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self._choices)
-
-    @property
-    def can_move(self) -> bool:
-        """Whether another instance can go on with it, or begin it anew: not where several choices are streamed,
-        which go on one by one then, and each event is to tell the usage of all."""
-        return len(self._choices) == 1 or not (self.options.stream and self.options.continuous_usage)
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether another instance can go on with its tokens, their KV and :meth:`unsent_logprobs`."""
-        return len(self._choices) == 1
+        return all(choice.finish_reason is not None for choice in self.choices)
 
     @property
     def usage(self) -> chunks.Usage:
-        return chunks.Usage(len(self._prompt_ids), sum(choice.num_tokens for choice in self._choices))
-
-    def is_finished(self, index: int) -> bool:
-        return self._choices[index].finish_reason is not None
+        return chunks.Usage(len(self._prompt_ids), sum(choice.num_tokens for choice in self.choices))
 
     def replay(self, index: int, token_id: int, finish_reason: str | None) -> None:
         """Add a token that the client has already."""
-        self._choices[index].add(token_id, finish_reason, None)
+        self.choices[index].add(token_id, finish_reason, None)
 
     # ------------------------------------------------------------------ log-probabilities of earlier tokens
 
@@ -87,11 +71,11 @@ class Answer:
     def unknown_logprobs(self) -> range:
         """Tokens, by index from the prompt's first, among which are those whose log-probabilities are to be told
         and not known: of a prompt that is repeated, of replayed tokens whose text is held back."""
-        choice, num_prompt = self._choices[0], len(self._prompt_ids)
+        choice, num_prompt = self.choices[0], len(self._prompt_ids)
         known = range(num_prompt + choice.num_tokens)
         if choice.held is None:
             return known[:0]
-        if self.options.echo and not choice.has_begun:
+        if self.options.echo and not choice.num_tokens:
             return known[1:]  # the first follows nothing
         waiting = [token.index for token in choice.untold(self.options.stream) if token.logprob is None]
         return known[waiting[0] :] if waiting else known[:0]
@@ -99,13 +83,13 @@ class Answer:
     def learn(self, logprobs: Mapping[int, TokenLogprob]) -> None:
         """Take in log-probabilities of tokens that were not pushed, by index. Before the next push."""
         self._logprobs.update(logprobs)
-        for token in self._choices[0].untold(self.options.stream):
+        for token in self.choices[0].untold(self.options.stream):
             token.logprob = token.logprob or logprobs.get(token.index)
 
     @property
     def unsent_logprobs(self) -> dict[int, TokenLogprob]:
         """The log-probabilities that another instance that goes on must :meth:`learn`."""
-        tokens = self._choices[0].untold(self.options.stream)
+        tokens = self.choices[0].untold(self.options.stream)
         unsent = {token.index: token.logprob for token in tokens if token.logprob is not None}
         return unsent if self.options.stream else {**self._logprobs, **unsent}
 
@@ -114,13 +98,13 @@ class Answer:
     def push(self, index: int, token_id: int, logprob: TokenLogprob | None, finish_reason: str | None) -> bytes:
         """Add a token to a choice; returns its frame, or nothing where the answer is not streamed.
 
-        A stop string that this token completes finishes the choice; the caller sees it by :meth:`is_finished`.
+        A stop string that this token completes finishes the choice: it has a ``finish_reason`` then.
         Where no token is wanted, the first one ends the choice and is dropped.
         """
-        choice = self._choices[index]
-        first = not choice.num_tokens and not choice.has_begun
+        choice = self.choices[index]
+        first = not choice.num_tokens and choice.finish_reason is None
         if self._is_empty:
-            news = choice.end_empty()
+            choice.finish_reason, news = "length", _News("")
         else:
             if logprob is None and self._logprobs:
                 logprob = self._logprobs.get(len(self._prompt_ids) + choice.num_tokens)
@@ -153,7 +137,7 @@ class Answer:
             usage = chunks.usage_event(self.options, self.usage) if self.options.include_usage else b""
             return frames.pack(frames.END, (), usage + chunks.DONE)
         finished = []
-        for i, choice in enumerate(self._choices):
+        for i, choice in enumerate(self.choices):
             told: list[chunks.ScoredToken] | None = None
             if choice.held is not None:
                 told = [*self._prompt_tokens(), *self._described(choice, choice.told)]
@@ -167,7 +151,7 @@ class Answer:
             self._describe(token.token_id, self._logprobs.get(token.index), token.start) for token in self._echoed
         ]
 
-    def _described(self, choice: _Choice, tokens: Sequence[_Token]) -> list[chunks.ScoredToken]:
+    def _described(self, choice: Choice, tokens: Sequence[_Token]) -> list[chunks.ScoredToken]:
         longest = len(choice.text)
         return [
             self._describe(token.token_id, token.logprob, min(len(choice.echo) + token.start, longest))
@@ -201,8 +185,12 @@ class _News(msgspec.Struct, frozen=True, gc=False):
     told: Sequence[_Token] = ()
 
 
-class _Choice:
-    """``held`` are tokens whose text is not out, ``told`` the others; None where no log-probability is wanted."""
+class Choice:
+    """One text of an answer.
+
+    Attributes:
+        held: tokens whose text is not out. told: the others; None where no log-probability is wanted.
+    """
 
     def __init__(
         self,
@@ -239,10 +227,6 @@ class _Choice:
         self.told: list[_Token] = []
 
     @property
-    def has_begun(self) -> bool:
-        return self.num_tokens > 0 or self.finish_reason is not None
-
-    @property
     def text(self) -> str:
         """The content as far as it is certain, behind the prompt where that is repeated."""
         return self.echo + self._content
@@ -276,11 +260,6 @@ class _Choice:
             if self.finish_reason == "stop" and self._reader.calls:
                 self.finish_reason = "tool_calls"
         return _News(text, calls, self._tell())
-
-    def end_empty(self) -> _News:
-        """End without a token."""
-        self.finish_reason = "length"
-        return _News("")
 
     def _start_of(self, token_id: int | None) -> int:
         """Characters before the one that the next token begins or belongs to; None for one that shows nothing."""
@@ -316,11 +295,13 @@ class Generation:
 
     Attributes:
         answer: as far as it has come.
-        can_move: whether another instance can go on with it, or begin it anew.
+        can_move: whether another instance can go on with it, or begin it anew: not where several choices are
+            streamed, which go on one by one then, and each event is to tell the usage of all.
     """
 
     def __init__(self, answer: Answer, engine: Engine, on_finished: Callable[[], None] = lambda: None) -> None:
-        self.can_move = answer.can_move
+        options = answer.options
+        self.can_move = len(answer.choices) == 1 or not (options.stream and options.continuous_usage)
         self.answer = answer
         self._engine = engine
         self._on_finished = on_finished
@@ -328,31 +309,22 @@ class Generation:
         self._finished: set[int] = set()  # choices whose last token came here
 
     def feed(self, event: EngineEvent) -> None:
-        if isinstance(event, TokenEvent):
-            self._feed_token(event)
-        elif isinstance(event, FailureEvent):
-            self._break_off(event.error)
-
-    def fail(self, error: ServeError) -> None:
-        self.can_move = False  # whoever reads it knows what to do
-        self._break_off(error)
-
-    def _feed_token(self, event: TokenEvent) -> None:
+        if not isinstance(event, TokenEvent):
+            if isinstance(event, FailureEvent):
+                self._break_off(event.error)
+            return
         answer, sequence, token = self.answer, event.sequence, event.token
         index = sequence.index
         if index in self._finished:
             return  # computed before the engine knew of the stop string
-        if sequence.constraint is not None:
-            try:
-                check_constraint(sequence)
-            except ServeError as error:
-                self._break_off(error)
-                return
+        if sequence.constraint is not None and sequence.constraint.error:
+            self._break_off(broken_structure(sequence.constraint.error))
+            return
         if event.logprobs:
             answer.learn(event.logprobs)
         if frame := answer.push(index, token.token_id, token.logprob, event.finish_reason):
             self._pieces.put(frame)
-        if not answer.is_finished(index):
+        if answer.choices[index].finish_reason is None:
             return
         self._finished.add(index)
         if event.finish_reason is None:
@@ -361,6 +333,10 @@ class Generation:
             self._on_finished()
             self._pieces.put(answer.end())
             self._pieces.end()
+
+    def fail(self, error: ServeError) -> None:
+        self.can_move = False  # whoever reads it knows what to do
+        self._break_off(error)
 
     def _break_off(self, error: ServeError) -> None:
         """End with an error: behind the first byte by a frame and a cut connection, never in order."""
@@ -383,7 +359,6 @@ class Generation:
         return Reply(headers=(*frames.HEADERS, *headers), stream=self._pieces, on_close=on_close)
 
 
-def check_constraint(sequence: RequestSequence) -> None:
-    """Raise ServeError where the grammar of an answer could not be followed."""
-    if sequence.constraint is not None and sequence.constraint.error:
-        raise ServeError(f"the answer's structure could not be kept to: {sequence.constraint.error}")
+def broken_structure(reason: str) -> ServeError:
+    """Return the error of an answer whose grammar could not be followed."""
+    return ServeError(f"the answer's structure could not be kept to: {reason}")

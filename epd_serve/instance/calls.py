@@ -1,15 +1,17 @@
-"""The control calls of an instance: bodies in, services called, answers out."""
+"""The control calls of an instance: bodies in, services called, answers out; and which it refuses as it leaves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from epd_serve.errors import ServeError
+from epd_serve.errors import DRAINING, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.http import JSON, Handler, Reply
 from epd_serve.instance.metrics import CONTENT_TYPE
 from epd_serve.protocol import instance_state, wire
@@ -19,6 +21,68 @@ if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
 
 _DONE = Reply(status=204)
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    scope: asyncio.Timeout
+    has_begun: Callable[[], bool]
+    is_spared: Callable[[], bool]
+
+
+def left(name: str) -> Unavailable:
+    """Return the error of a call that is refused: another instance takes it."""
+    return Unavailable(f"instance {name} is leaving its role", code=DRAINING)
+
+
+def moved(name: str) -> InstanceFailed:
+    """Return the error of an answer that has begun: another instance goes on with it."""
+    return InstanceFailed(f"instance {name} is leaving its role", code=DRAINING)
+
+
+class Refusals:
+    """The calls of one instance that have no answer yet. It belongs to the event loop."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: set[_Call] = set()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @asynccontextmanager
+    async def call(
+        self,
+        has_begun: Callable[[], bool],
+        is_spared: Callable[[], bool] = lambda: False,
+        refusal: Callable[[str], ServeError] = left,
+    ) -> AsyncGenerator[None]:
+        """Around what answers a call; it is cancelled, and raises ``refusal``, when it is refused.
+
+        Args:
+            has_begun: whether anything was computed for it.
+            is_spared: whether it ends by other means, and soon.
+        """
+        call: _Call | None = None
+        try:
+            async with asyncio.timeout(None) as scope:
+                call = _Call(scope, has_begun, is_spared)
+                self._calls.add(call)
+                try:
+                    yield
+                finally:
+                    self._calls.discard(call)
+        except TimeoutError:
+            if call is not None and call.scope.expired():
+                raise refusal(self._name) from None
+            raise
+
+    def refuse(self, *, begun: bool) -> None:
+        """Refuse the calls that have not begun; with ``begun``, all."""
+        now = asyncio.get_running_loop().time()
+        for call in [call for call in self._calls if begun or not call.has_begun()]:
+            if not call.scope.expired() and not call.is_spared():
+                call.scope.reschedule(now)
 
 
 class ControlCalls:
@@ -56,10 +120,10 @@ class ControlCalls:
         is_own = request.announce_to == self._instance.url  # the last resort of a prompt that has begun here
         if not (is_own and self._instance.serving(Stage.PREFILL).prefill.is_serving(request.request_id)):
             self._instance.check_accepting()
-        self._instance.check_ready()  # every role has E's stage for the worst case
-        encodes = self._instance.encode
-        self._instance.called(request.request_id, request.traceparent, request.ref.mm_hash)
+        encodes = self._instance.encode  # every role has E's stage for the worst case
         reports, mm_hash = self._instance.reports, request.ref.mm_hash
+        if self._instance.export is not None:
+            self._instance.export.received(request.request_id, request.traceparent, mm_hash)
         with reports.call(Stage.ENCODE, request.request_id):
             is_named = reports.will_have(mm_hash)
             try:
@@ -77,33 +141,29 @@ class ControlCalls:
     async def _prefill(self, body: bytes) -> Reply:
         self._instance.check_accepting()
         request = wire.decode(body, wire.PrefillRequest)
-        self._instance.called(request.request_id, request.traceparent)
-        prefills = self._instance.serving(Stage.PREFILL).prefill
-        with self._instance.reports.call(Stage.PREFILL, request.request_id):
-            async with self._answering(request.request_id, prefills.has_begun):
-                return await prefills.prefill(request)
+        language, request_id = self._instance.serving(Stage.PREFILL), request.request_id
+        if self._instance.export is not None:
+            self._instance.export.received(request_id, request.traceparent)
+        # refused when the instance leaves, unless its answer goes elsewhere with its KV
+        has_begun, is_held = language.prefill.has_begun, language.migrations.holds
+        with self._instance.reports.call(Stage.PREFILL, request_id):
+            async with self._instance.refusals.call(partial(has_begun, request_id), partial(is_held, request_id)):
+                return await language.prefill.prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
         self._instance.check_accepting()
         request = wire.decode(body, wire.DecodeRequest)
-        self._instance.called(request.request_id, request.traceparent)
-        decodes = self._instance.serving(Stage.DECODE).decode
-        with self._instance.reports.call(Stage.DECODE, request.request_id):
-            async with self._answering(request.request_id, decodes.has_begun):
-                return await decodes.decode(request)
+        language, request_id = self._instance.serving(Stage.DECODE), request.request_id
+        if self._instance.export is not None:
+            self._instance.export.received(request_id, request.traceparent)
+        has_begun, is_held = language.decode.has_begun, language.migrations.holds
+        with self._instance.reports.call(Stage.DECODE, request_id):
+            async with self._instance.refusals.call(partial(has_begun, request_id), partial(is_held, request_id)):
+                return await language.decode.decode(request)
 
     async def _move(self, body: bytes) -> Reply:
         request = wire.decode(body, wire.MoveRequest)
         return await self._instance.serving(Stage.DECODE).migrations.move(request)
-
-    def _answering(self, request_id: str, has_begun: Callable[[str], bool]) -> AbstractAsyncContextManager[None]:
-        """Around a call that is refused when the instance leaves, unless its answer goes elsewhere with its KV."""
-
-        def is_held() -> bool:
-            language = self._instance.language
-            return language is not None and language.migrations.holds(request_id)
-
-        return self._instance.refusals.call(lambda: has_begun(request_id), is_spared=is_held)
 
     async def _tokenize(self, body: bytes) -> Reply:
         reply = await self._instance.serving(Stage.PREFILL).prefill.tokenize(
@@ -120,7 +180,9 @@ class ControlCalls:
     async def _feature_event(self, body: bytes) -> Reply:
         receiver = self._instance.serving(Stage.PREFILL).receiver
         event = wire.decode(body, wire.FeatureEvent)
-        self._instance.parity.admit(event.producer)
+        if event.producer not in ("", self._instance.model.producer):
+            self._instance.parity.admit(event.producer)
+        self._instance.metrics.feature_came(event.producer, True)
         await receiver.receive(event)
         return _DONE
 
@@ -141,10 +203,7 @@ class ControlCalls:
         return _DONE
 
     async def _kv_complete(self, body: bytes) -> Reply:
-        decodes, handoff = self._instance.serving(Stage.DECODE).decode, wire.decode(body, wire.Handoff)
-        # a long answer that goes on here takes a while to be read again
-        answer = await asyncio.to_thread(decodes.replayed, handoff) if handoff.generated else None
-        await decodes.take(handoff, answer)
+        await self._instance.serving(Stage.DECODE).decode.complete(wire.decode(body, wire.Handoff))
         return _DONE
 
     async def _kv_cancel(self, body: bytes) -> Reply:

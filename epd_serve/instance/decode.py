@@ -24,7 +24,7 @@ from epd_serve.errors import (
 )
 from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.http import Reply
-from epd_serve.instance.text.detokenizer import Vocabulary
+from epd_serve.instance.text.tokenizer import Vocabulary
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence
 from epd_serve.sched.turns import Asker
@@ -48,14 +48,6 @@ class _Waiting:
     arrival_s: float
     turn: asyncio.Future[None]
 
-    def end(self, error: Exception | None) -> None:
-        if self.turn.done():
-            return
-        if error is None:
-            self.turn.set_result(None)
-        else:
-            self.turn.set_exception(error)
-
 
 class DecodeService:
     """Decodes requests whose prompt another instance computed.
@@ -70,6 +62,8 @@ class DecodeService:
 
     Attributes:
         generations: of the answers that are decoded here, by request.
+        expected: what the gateway has announced; done when it is handed over.
+        waiting: reservations for a place among those that decode, or for blocks, in the order in which they came.
     """
 
     def __init__(
@@ -103,9 +97,9 @@ class DecodeService:
             is_being_written=lambda block: is_being_written(memory.region, block),
             gate=transport.gate,
         )
-        self._waiting: list[_Waiting] = []  # in the order in which they came
+        self.waiting: list[_Waiting] = []  # in the order in which they came
         self._has_refused = False  # one of them: the engine keeps its turn until none waits
-        self._expected: dict[str, asyncio.Future[Generation]] = {}
+        self.expected: dict[str, asyncio.Future[Generation]] = {}
         self._unclaimed: dict[str, tuple[Generation, float]] = {}
         self.generations: dict[str, Generation] = {}
         self._ended: Tombstones[bool] = Tombstones()
@@ -114,19 +108,9 @@ class DecodeService:
     def num_reservations(self) -> int:
         return len(self._reservations)
 
-    @property
-    def num_expected(self) -> int:
-        """Requests that were announced and not handed over yet."""
-        return sum(not generation.done() for generation in self._expected.values())
-
-    @property
-    def num_refused(self) -> int:
-        """Sequences whose reservation waits for a place among those that decode, or for blocks."""
-        return sum(waiting.request.num_sequences for waiting in self._waiting)
-
     def has_begun(self, request_id: str) -> bool:
         """Whether a request that was announced has been handed over, or its KV may be on its way."""
-        expected = self._expected.get(request_id)
+        expected = self.expected.get(request_id)
         return (expected is not None and expected.done()) or self._reservations.has_blocks(request_id)
 
     def send_away(self) -> None:
@@ -134,31 +118,26 @@ class DecodeService:
         for request_id in list(self._unclaimed):
             self._end(request_id)
 
-    def blocks_freed(self) -> None:
-        """Blocks came back to the pool; call it on the event loop."""
-        if self._waiting:
-            self._grant()
-
     # ------------------------------------------------------------------ from the gateway
 
     async def decode(self, request: wire.DecodeRequest) -> Reply:
         """Wait for the hand-off of a request, then answer from its second token on."""
         request_id = request.request_id
-        if request_id in self._expected:
+        if request_id in self.expected:
             raise InvalidRequest(f"request {request_id} is being served already", param="request_id")
         if request_id in self._ended:
             raise Unavailable(f"request {request_id} has ended")
-        self._expected[request_id] = asyncio.get_running_loop().create_future()
+        self.expected[request_id] = asyncio.get_running_loop().create_future()
         try:
             unclaimed = self._unclaimed.pop(request_id, None)
-            generation = unclaimed[0] if unclaimed else await self._expected[request_id]
+            generation = unclaimed[0] if unclaimed else await self.expected[request_id]
             return await generation.reply(stream=request.stream, on_close=lambda: self._end(request_id))
         except BaseException:
             self._end(request_id)
             raise
 
     def _end(self, request_id: str) -> None:
-        self._expected.pop(request_id, None)
+        self.expected.pop(request_id, None)
         self._unclaimed.pop(request_id, None)
         self.generations.pop(request_id, None)
         self._listen(request_id, None)
@@ -166,7 +145,8 @@ class DecodeService:
         self._timeline.drop(request_id)
         self._reservations.abandon(request_id)
         self._ended.add(request_id, True)
-        self._grant()  # the first that waits for blocks may be this one
+        if self.waiting:
+            self.grant()  # the first that waits for blocks may be this one
 
     # ------------------------------------------------------------------ from the prefill instance
 
@@ -217,30 +197,30 @@ class DecodeService:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asker = Asker(request.key, request.group or request.request_id, request.priority)
         waiting = _Waiting(reservation, request, asker, time.monotonic(), turn)
-        self._waiting.append(waiting)
-        self._grant()
+        self.waiting.append(waiting)
+        self.grant()
         try:
             await turn
         finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-                self._grant()  # it may have stood before others
+            if waiting in self.waiting:
+                self.waiting.remove(waiting)
+                self.grant()  # it may have stood before others
 
-    def _grant(self) -> None:
-        """Give blocks to what waits for them, in turn, as long as there are some."""
-        while self._waiting and self._grant_next():
+    def grant(self) -> None:
+        """Give blocks to what waits for them, in turn, as long as there are some. On the event loop."""
+        while self.waiting and self._grant_next():
             pass
-        if self._has_refused and not self._waiting:
+        if self._has_refused and not self.waiting:
             self._has_refused = False
             self._engine.stop_reserving()
 
     def _grant_next(self) -> bool:
         """Whether one waits less."""
         passed_over = False
-        is_alone = len(self._waiting) == 1
-        turns = self._waiting if is_alone else self._engine.in_turn([(one.asker, one) for one in self._waiting])
+        is_alone = len(self.waiting) == 1
+        turns = self.waiting if is_alone else self._engine.in_turn([(one.asker, one) for one in self.waiting])
         for waiting in turns:
-            request, reservation = waiting.request, waiting.reservation
+            request, reservation, turn = waiting.request, waiting.reservation, waiting.turn
             if passed_over and request.num_sequences > 1:
                 continue
             try:
@@ -260,10 +240,11 @@ class DecodeService:
                         continue
                     self._reservations.grant(reservation, blocks, time.monotonic())
             except Exception as error:  # noqa: BLE001 - the fault of one is not to hold up the others
-                waiting.end(error)
-            else:
-                waiting.end(None)
-            self._waiting.remove(waiting)
+                if not turn.done():
+                    turn.set_exception(error)
+            if not turn.done():
+                turn.set_result(None)
+            self.waiting.remove(waiting)
             return True
         return False
 
@@ -271,33 +252,18 @@ class DecodeService:
         if not self._reservations.renew(ref.transfer_id, time.monotonic()):
             raise Unavailable(f"transfer {ref.transfer_id} has ended")
 
-    def replayed(self, handoff: wire.Handoff) -> Answer:
-        """The answer as far as the client had it before P. May be called on any thread."""
+    async def complete(self, handoff: wire.Handoff) -> None:
+        """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent."""
+        # before the blocks are taken over: where this fails, P cancels and they go back
         answer = Answer(self._vocabulary, handoff.output, handoff.sampling, handoff.prompt_ids)
-        for token_id in handoff.generated:
-            answer.replay(0, token_id, None)
-        return answer
-
-    async def take(self, handoff: wire.Handoff, answer: Answer | None = None) -> None:
-        """:meth:`complete`, once the grammar that the answer follows is compiled."""
+        if handoff.generated:  # a long answer that goes on here takes a while to be read again
+            await asyncio.to_thread(_replay, answer, handoff.generated)
         grammar = handoff.sampling.grammar
         constraint = None if grammar is None else await self._compile(grammar)
-        self.complete(handoff, answer, constraint)
-
-    def complete(
-        self, handoff: wire.Handoff, answer: Answer | None = None, constraint: Constraint | None = None
-    ) -> None:
-        """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent.
-
-        Args:
-            answer: from :meth:`replayed`, where that is not done here.
-            constraint: the compiled grammar of the answer, where it has one.
-        """
         if self._reservations.is_completed(handoff.transfer_id):
             return
-        # before the blocks are taken over: where this fails, P cancels and they go back
-        answer = answer or self.replayed(handoff)
-        answer.learn(handoff.logprobs)
+        if handoff.logprobs:
+            answer.learn(handoff.logprobs)
         for index, first in enumerate(handoff.first):
             answer.push(index, first.token_id, first.logprob, first.finish_reason)  # P has sent these already
         reservation = self._reservations.complete(handoff.transfer_id)
@@ -323,9 +289,12 @@ class DecodeService:
                 output_ids=list(handoff.generated),
             ),
             reservation.blocks,
-            [(first.token_id, answer.is_finished(index)) for index, first in enumerate(handoff.first)],
+            [
+                (first.token_id, answer.choices[index].finish_reason is not None)
+                for index, first in enumerate(handoff.first)
+            ],
         )
-        expected = self._expected.get(handoff.request_id)
+        expected = self.expected.get(handoff.request_id)
         if expected is None:
             self._unclaimed[handoff.request_id] = (generation, time.monotonic() + self._orphan_s)
         elif not expected.done():
@@ -383,7 +352,7 @@ class DecodeService:
         self._reservations.check_integrity()
 
     def _fail(self, request_id: str, error: ServeError) -> None:
-        expected = self._expected.get(request_id)
+        expected = self.expected.get(request_id)
         if expected is not None and not expected.done():
             expected.set_exception(error)
 
@@ -406,6 +375,12 @@ def read_offered(
         start = time.monotonic()
         transport.read(offer.region, pieces)
         return time.monotonic() - start
+
+
+def _replay(answer: Answer, token_ids: list[int]) -> None:
+    """Let it stand where it stood for the client before P."""
+    for token_id in token_ids:
+        answer.replay(0, token_id, None)
 
 
 def _ended(request_id: str) -> Unavailable:

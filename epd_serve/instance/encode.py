@@ -7,12 +7,12 @@ import io
 import logging
 import time
 import wave
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,7 +28,7 @@ from epd_serve.errors import (
 )
 from epd_serve.instance.http import Peers
 from epd_serve.instance.parity import fixed_inputs, sample_of
-from epd_serve.instance.text.request_processor import S_PER_PIXEL, Place, RequestProcessor
+from epd_serve.instance.text.request_processor import S_PER_PIXEL, RequestProcessor
 from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef, ParitySample
 from epd_serve.sched.schedule import schedule_encodes
 from epd_serve.telemetry.span import Span, Value
@@ -36,7 +36,7 @@ from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
 from epd_serve.types import PLURALS, AudioFacts
 
 if TYPE_CHECKING:
-    from epd_serve.media.decoder_pool import DecoderPool
+    from epd_serve.instance.loading.model import InstanceModel, Tower
     from epd_serve.models.family import Family
 
 logger = logging.getLogger(__name__)
@@ -67,41 +67,6 @@ class _Item:
     feature: asyncio.Future[_Encoded]
 
 
-class Tower(Protocol):
-    """Makes features of pictures.
-
-    Attributes:
-        pixel_bytes: memory that a batch takes for each pixel, as far as is known when it is loaded; 0: unknown.
-    """
-
-    num_parameters: int
-    pixel_bytes: float
-
-    def encode(self, batch: Sequence[Any], *, on_device: bool = False) -> list[Any]:
-        """One feature for each picture's inputs, in order: an array [tokens, width], on the host or the device."""
-        ...
-
-
-class Decoders(Protocol):
-    """What turns media files into the tower's inputs, where that takes processes."""
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-#: An item's file, what it is, and the place that it takes → the tower's inputs. Raises InvalidRequest.
-Prepare = Callable[[bytes, MediaRef, Place], Awaitable[Any]]
-
-
-def tensor_data(feature: Any) -> Any:
-    """The bytes of a tensor: a memoryview of the host, or [nbytes] uint8 on its device."""
-    import torch
-
-    data = feature.view(torch.uint8).reshape(-1)
-    return data.numpy().data if data.device.type == "cpu" else data
-
-
 @dataclass(frozen=True, slots=True)
 class _Encoded:
     """A feature, and when the batch that made it began and ended."""
@@ -110,71 +75,51 @@ class _Encoded:
     batch_s: tuple[float, float]
 
 
-def no_time(pixels: Sequence[int]) -> AbstractContextManager[None]:
-    """The context of a batch that takes as long as its computation."""
-    return nullcontext()
-
-
 class EncodeService:
     """Encodes media in batches on a thread of its own, beside whatever else the instance computes.
 
     :meth:`serve` comes before all requests.
 
-    The tower is loaded by ``load_tower`` at :meth:`warm_up`, or with the first item on an instance that was not
-    meant to encode (recompute where no encoder is left).
+    The tower is loaded at :meth:`warm_up`, or with the first item on an instance that was not meant to encode
+    (recompute where no encoder is left).
 
     Args:
-        url: of this instance, as consumers announce themselves. producer: of its features.
-        stream: on which the tower runs.
+        url: of this instance, as consumers announce themselves.
+        stream: on which the tower runs. processor: has threads on which media are prepared.
         may_start: asked on the event loop before each batch; while it says no, items wait. Whoever makes it say
             yes again calls :meth:`reconsider` afterwards. It must say yes while nothing else runs.
-        decoders: decode images. processor: preprocesses them. prepare: does both; None: as ``family`` has it.
-        data_of: the bytes of a feature.
         feature_timeout_s: how long consumers wait for a feature.
-        video_cpu_s, audio_cpu_s: seconds of CPU time that decoding one video or sound may take.
         on_delivered: told of each item that its consumer has: request id, mm_hash, when the call came, when the
             batch began and ended, for metrics.
         put: takes a span for each batch, on the tower's thread.
-        encoding: the context in which a batch of images of so many pixels, as they were sent, is encoded.
         on_encoded: told of each batch, there too: its pixels, and how many seconds its images kept this encoder
             busy: their preparation too, as far as no earlier batch hides it.
         on_failed: called when a batch has failed, before its items do.
 
     Attributes:
         num_waiting_pixels: of distinct items that are not encoded yet.
+        is_held: whether items wait for ``may_start``.
     """
 
     def __init__(
         self,
-        load_tower: Callable[[], Tower],
-        family: Family,
+        model: InstanceModel,
         peers: Peers,
         *,
-        decoders: Decoders,
         processor: RequestProcessor,
-        prepare: Prepare | None = None,
-        data_of: Callable[[Any], Any] = tensor_data,
         feature_timeout_s: float,
-        video_cpu_s: float = 10.0,
-        audio_cpu_s: float = 10.0,
         url: str = "",
-        producer: str = "",
         may_start: Callable[[], bool] = lambda: True,
         stream: TowerStream,
         on_delivered: Callable[[str, str, float, tuple[float, float]], None] = lambda *_: None,
         put: Callable[[Span], None] = lambda span: None,
         on_encoded: Callable[[int, float], None] = lambda *_: None,
-        encoding: Callable[[Sequence[int]], AbstractContextManager[None]] = no_time,
         on_failed: Callable[[], None] = lambda: None,
     ) -> None:
-        self._load_tower = load_tower
-        self._family = family
+        self._model = model
+        self._family = model.family
         self._peers = peers
-        self._decoders = decoders
-        self._prepare = prepare or _decoding(decoders, family, video_cpu_s, audio_cpu_s)
-        self._data_of = data_of
         self._url = url
-        self._producer = producer
         self._sample: ParitySample | None = None
         self._processor = processor
         self._feature_timeout_s = feature_timeout_s
@@ -184,7 +129,6 @@ class EncodeService:
         self._on_delivered = on_delivered
         self._put_span = put
         self._on_encoded = on_encoded
-        self._encoding = encoding
         self._on_failed = on_failed
         self._tower: Tower | None = None
         self._tower_thread = ThreadPoolExecutor(1, thread_name_prefix="tower")
@@ -193,7 +137,7 @@ class EncodeService:
         self._waiting: list[_Item] = []
         self.num_waiting_pixels = 0
         self._changed = asyncio.Event()
-        self._is_held = False
+        self.is_held = False
         self._free_since_s = 0.0
         self._in_tower: frozenset[str] = frozenset()
         self._num_batches = 0
@@ -235,7 +179,7 @@ class EncodeService:
     async def warm_up(self, find_budget: Callable[[Tower], int] | None = None) -> None:
         """Load the tower; ``find_budget`` may measure it, on its thread, and says how many pixels a batch has."""
         loop = asyncio.get_running_loop()
-        self._decoders.start()
+        self._model.decoders.start()
         tower = await loop.run_in_executor(self._tower_thread, self._loaded_tower)
         if find_budget is not None:
             self._budget = await loop.run_in_executor(self._tower_thread, find_budget, tower)
@@ -266,22 +210,22 @@ class EncodeService:
     def _encode_nothing(self, tower: Tower) -> None:
         inputs = self._family.blank_inputs(_PROBE_SIZE)
         num_pixels = _PROBE_SIZE[0] * _PROBE_SIZE[1]
-        with self._stream.encoding(num_pixels), self._encoding([num_pixels]):
+        with self._stream.encoding(num_pixels), self._model.encoding([num_pixels]):
             tower.encode([inputs])
 
     def reconsider(self) -> None:
         """Ask ``may_start`` again, if items wait for it. Any thread, before the event loop is closed."""
-        if self._is_held:
+        if self.is_held:
             self._loop.call_soon_threadsafe(self._changed.set)
 
     async def close(self) -> None:
-        self._is_held = False
+        self.is_held = False
         self._stream.hurry()
         self._loop_task.cancel()
         with suppress(asyncio.CancelledError):
             await self._loop_task
         self._tower_thread.shutdown(cancel_futures=True)
-        self._decoders.close()
+        self._model.decoders.close()
 
     async def encode(self, request: EncodeRequest) -> EncodeReply:
         """Encode, store and announce one item; done when the consumer has it.
@@ -324,36 +268,39 @@ class EncodeService:
         return EncodeReply(cached=cached, num_tokens=feature.shape[0]), batch
 
     async def _announce(self, request: EncodeRequest, feature: StoredFeature) -> None:
-        """Tell the consumer of a feature; where it does not reach this device, of a copy on the host."""
-        consumer = request.announce_to
-        on_host = partial(self._store.on_host, request.ref.mm_hash, feature, request.request_id)
-        try:
-            here = await self._with_room(on_host) if consumer in self._off_device else feature
-            await self._tell(request, here)
-        except ServeError as error:
-            if error.code != NOT_MAPPED:
-                raise
-            self._off_device.add(consumer)
-            await self._tell(request, await self._with_room(on_host))
+        """Tell the consumer of a feature; where it does not reach this device, of a copy on the host.
 
-    async def _tell(self, request: EncodeRequest, feature: StoredFeature) -> None:
-        """Tell the consumer of a feature; where it does not know what this encoder makes, show it first."""
-        consumer = request.announce_to
-        event = msgspec.structs.replace(
-            self._store.event(request.ref.mm_hash, feature, request.request_id),
-            item=request.ref,
-            producer=feature.producer or self._producer,
-        )
-        try:
-            await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
-        except ServeError as error:
-            if error.code != PRODUCER_UNKNOWN or event.producer != self._producer:
-                raise
-            if self._sample is None:
-                feature = await self.parity_feature()
-                self._sample = sample_of(self._producer, feature, self._data_of(feature))
-            await self._peers.call(consumer, "/feature/parity", self._sample, _ANNOUNCE_TIMEOUT_S)
-            await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
+        Where it does not know what this encoder makes, show it first.
+        """
+        consumer, mm_hash, owner = request.announce_to, request.ref.mm_hash, request.request_id
+        is_shown = False
+        while True:
+            here, is_on_host = feature, consumer in self._off_device
+            if is_on_host:
+                here = await self._with_room(partial(self._store.on_host, mm_hash, feature, owner))
+            event = msgspec.structs.replace(
+                self._store.event(mm_hash, here, owner),
+                item=request.ref,
+                producer=here.producer or self._model.producer,
+            )
+            try:
+                await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
+                return
+            except ServeError as error:
+                if error.code == NOT_MAPPED and not is_on_host:
+                    self._off_device.add(consumer)
+                elif error.code == PRODUCER_UNKNOWN and event.producer == self._model.producer and not is_shown:
+                    await self._show(consumer)
+                    is_shown = True
+                else:
+                    raise
+
+    async def _show(self, consumer: str) -> None:
+        """Let the consumer judge what this encoder makes of the fixed picture."""
+        if self._sample is None:
+            feature = await self.parity_feature()
+            self._sample = sample_of(self._model.producer, feature, self._model.data_of(feature))
+        await self._peers.call(consumer, "/feature/parity", self._sample, _ANNOUNCE_TIMEOUT_S)
 
     async def parity_feature(self) -> Any:
         """The feature of the fixed picture. The tower is loaded where it is not."""
@@ -362,7 +309,7 @@ class EncodeService:
     def _encode_fixed(self) -> Any:
         inputs, num_pixels = fixed_inputs(self._family)
         tower = self._loaded_tower()
-        with self._stream.encoding(num_pixels), self._encoding([num_pixels]):
+        with self._stream.encoding(num_pixels), self._model.encoding([num_pixels]):
             return tower.encode([inputs])[0]
 
     async def _encoded(self, request: EncodeRequest) -> _Encoded:
@@ -412,7 +359,7 @@ class EncodeService:
         timeout_s = self._feature_timeout_s * (_OWN_PART if is_own else _PART)
         async with self._processor.place("media", ref.num_pixels * S_PER_PIXEL, timeout_s) as place:
             begun_s = time.monotonic()
-            return await self._prepare(media, ref, place), begun_s
+            return await self._model.prepare(media, ref, place), begun_s
 
     async def _run(self) -> None:
         while True:
@@ -420,11 +367,11 @@ class EncodeService:
             self._changed.clear()
             while self._waiting:
                 # set before the question: who changes the answer after it sees this and calls back
-                was_held, self._is_held = self._is_held, True
+                was_held, self.is_held = self.is_held, True
                 batch = self._next_batch()
                 if not batch:
                     break
-                self._is_held = False
+                self.is_held = False
                 del self._waiting[: len(batch)]
                 self._in_tower = frozenset(item.mm_hash for item in batch)
                 await self._encode_batch(batch, was_held)
@@ -461,7 +408,7 @@ class EncodeService:
         tower = self._loaded_tower()
         loaded = time.monotonic()
         pixels = [item.num_original_pixels for item in batch]
-        with self._stream.encoding(sum(item.num_pixels for item in batch)), self._encoding(pixels):
+        with self._stream.encoding(sum(item.num_pixels for item in batch)), self._model.encoding(pixels):
             inputs = [item.inputs for item in batch]
             features = tower.encode(inputs, on_device=True) if self._store.on_device else tower.encode(inputs)
         end = time.monotonic()
@@ -479,12 +426,12 @@ class EncodeService:
     def _loaded_tower(self) -> Tower:
         if self._tower is None:
             with self._stream.loading():
-                self._tower = self._load_tower()
+                self._tower = self._model.tower(self._stream.between_layers)
             self._stream.least_pixel_bytes = self._tower.pixel_bytes
         return self._tower
 
     async def _put(self, mm_hash: str, feature: Any, owner: str) -> StoredFeature:
-        data = self._data_of(feature)
+        data = self._model.data_of(feature)
         dtype = str(feature.dtype).removeprefix("torch.")
         return await self._with_room(partial(self._store.put, mm_hash, data, list(feature.shape), dtype, owner))
 
@@ -515,31 +462,6 @@ async def _prove(
             raise ServeError(f"{otherwise}: {error}", code=WEDGED)
     finally:
         proof.cancel()
-
-
-def _decoding(decoders: Any, family: Family, video_cpu_s: float, audio_cpu_s: float) -> Prepare:
-    pool: DecoderPool = decoders
-
-    async def prepare(media: bytes, ref: MediaRef, place: Place) -> Any:
-        if ref.modality == "video":
-            assert family.video is not None, "the family takes videos"
-            inputs = family.video.inputs(ref)
-            frames = pool.frames(media, ref.video, family.video.indices(ref), place, cpu_s=video_cpu_s)
-            async with aclosing(frames):
-                async for some in frames:
-                    await place.run(inputs.add, some)
-            return await place.run(inputs.finish)
-        if ref.modality == "audio":
-            assert family.audio is not None, "the family takes sounds"
-            family.audio.check_length(ref)
-            sound = pool.samples(media, ref.audio, family.audio.rate, place, cpu_s=audio_cpu_s)
-            async with sound as samples:
-                return await place.run(family.audio.inputs, samples)
-        size = ref.width, ref.height
-        async with pool.decoded(media, size, place, low_detail=ref.low_detail) as pixels:
-            return await place.run(family.of(ref).preprocess, pixels)
-
-    return prepare
 
 
 def _probe(family: Family) -> tuple[bytes, MediaRef]:

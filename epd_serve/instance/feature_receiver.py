@@ -69,6 +69,9 @@ class FeatureReceiver:
         form: what a feature must look like; another is refused, as if it had not come.
         arrived: called after each new feature.
         observe: told of each feature that was fetched, at its first use.
+
+    Attributes:
+        early: until when features are held for requests that have not come.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class FeatureReceiver:
         self._starved: dict[str, float] = {}
         self._wanted: dict[str, asyncio.Event] = {}
         self._items: dict[str, dict[str, MediaRef]] = {}
-        self._early: dict[str, float] = {}
+        self.early: dict[str, float] = {}
         self._ended: Tombstones[bool] = Tombstones()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         # of its own: fetches that hang must not hold up the tokenising of other requests
@@ -107,19 +110,15 @@ class FeatureReceiver:
     def num_owners(self) -> int:
         return self._cache.num_owners
 
-    def get(self, mm_hash: str) -> Feature | None:
-        """The feature if it is here. Any thread."""
-        return self._cache.get(mm_hash)
-
     # ------------------------------------------------------------------ from the engine's thread
 
     def has(self, mm_hash: str) -> bool:
         """Whether :meth:`use` is worth calling."""
-        return self.get(mm_hash) is not None
+        return mm_hash in self._cache
 
     def use(self, mm_hash: str) -> Feature | None:
         """The feature for a step; None where it is not here."""
-        feature = self.get(mm_hash)
+        feature = self._cache.get(mm_hash)
         if feature is not None and (self._fetches or self._starved):
             self._used(mm_hash)
         return feature
@@ -148,18 +147,21 @@ class FeatureReceiver:
 
     # ------------------------------------------------------------------ on the event loop
 
-    def expect(self, request_id: str, items: list[MediaRef]) -> None:
-        """Hold what is here of a request's features and take note of the rest.
+    def expect(self, request_id: str, items: list[MediaRef]) -> set[str]:
+        """Hold what is here of a request's features and take note of the rest; returns what is here, by mm_hash.
 
         Raises InstanceFailed for one that is here and is not of the item's length.
         """
-        self._early.pop(request_id, None)
+        here: set[str] = set()
+        self.early.pop(request_id, None)
         self._wanted[request_id] = asyncio.Event()
         self._items[request_id] = {item.mm_hash: item for item in items}
         for mm_hash, item in self._items[request_id].items():
             feature = self._cache.acquire(mm_hash, request_id)
             if feature is not None:
                 self._form.check(item, feature)
+                here.add(mm_hash)
+        return here
 
     async def complete(self, request_id: str, items: list[MediaRef]) -> None:
         """Wait until all of a request's features are here."""
@@ -172,14 +174,14 @@ class FeatureReceiver:
         """The request needs its features no more; later events for it are ignored. Idempotent."""
         self._wanted.pop(request_id, None)
         self._items.pop(request_id, None)
-        self._early.pop(request_id, None)
+        self.early.pop(request_id, None)
         self._cache.release(request_id)
         self._ended.add(request_id, True)
 
     def expire(self) -> None:
         """Let go of features whose request never came."""
         now = self._clock()
-        for request_id in [r for r, deadline in self._early.items() if deadline <= now]:
+        for request_id in [r for r, deadline in self.early.items() if deadline <= now]:
             self.release(request_id)
 
     async def receive(self, event: FeatureEvent) -> None:
@@ -188,7 +190,7 @@ class FeatureReceiver:
         Raises InstanceFailed where it cannot be had as described.
         """
         mm_hash = event.mm_hash
-        if self.get(mm_hash) is not None:
+        if mm_hash in self._cache:
             return await self._receive(event)
         with self._lock:
             while len(self._fetches) >= _MAX_UNUSED:  # of requests that have ended without using theirs
@@ -200,7 +202,7 @@ class FeatureReceiver:
             await self._receive(event)
         finally:
             with self._lock:
-                if fetch.arrived_at is None and self.get(mm_hash) is not None:
+                if fetch.arrived_at is None and mm_hash in self._cache:
                     fetch.arrived_at = self._clock()
                 elif fetch.arrived_at is None and self._fetches.get(mm_hash) is fetch:
                     del self._fetches[mm_hash]  # failed, or its request has ended
@@ -249,7 +251,7 @@ class FeatureReceiver:
         """For the request, and for all others that wait for this feature: else it might go before they hold it."""
         self._cache.acquire(mm_hash, request_id)
         if request_id not in self._wanted:
-            self._early[request_id] = self._clock() + self._orphan_s
+            self.early[request_id] = self._clock() + self._orphan_s
         for other, items in self._items.items():
             if mm_hash in items:
                 self._cache.acquire(mm_hash, other)

@@ -25,11 +25,11 @@ from epd_serve.engine.pace.measurements import IMAGE_SIDE
 from epd_serve.engine.pace.step_limits import StepLimits
 from epd_serve.errors import DRAINING, ServeError, Unavailable
 from epd_serve.factories import as_it_is, factory
-from epd_serve.instance.calls import ControlCalls
+from epd_serve.instance.calls import ControlCalls, Refusals, left
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.http import Peers
 from epd_serve.instance.language_engine import LanguageEngine
-from epd_serve.instance.lifecycle import DrainReason, Lifecycle, Refusals, SwitchState, left
+from epd_serve.instance.lifecycle import DrainReason, Lifecycle, SwitchState
 from epd_serve.instance.loading.model import Language, open_device, open_model
 from epd_serve.instance.metrics import InstanceMetrics
 from epd_serve.instance.parity import ParityGate
@@ -57,12 +57,16 @@ _HOUSEKEEPING_S = 0.25
 
 
 class Instance:
-    """Stages, caches and threads of one process. Build it, ``await start()``, then serve :meth:`routes`."""
+    """Stages, caches and threads of one process. Build it, ``await start()``, then serve :meth:`routes`.
+
+    Attributes:
+        is_accepting: whether it takes new requests.
+    """
 
     def __init__(self, options: InstanceOptions) -> None:
         self.options = options
         self.url = url_of(options.advertise or options.host, options.port, tls=tls_files() is not None)
-        self.ready = False
+        self.ready = self.is_accepting = False
         self.language: LanguageEngine | None = None
         self.device: BareDevice = open_device(options)
         self.options = options = options.on_memory(self.device.memory()[0])
@@ -76,14 +80,14 @@ class Instance:
         self.timeline = Timeline(time.monotonic, self.spans.put)
         self._trace = TraceWriter(options.trace, options.name) if options.trace else None
         export = span_export(options.name)
-        self._export = None if export is None else StageExport(export, options.name)
-        for subscriber in (self.metrics, self._trace, self._export):
+        self.export = None if export is None else StageExport(export, options.name)
+        for subscriber in (self.metrics, self._trace, self.export):
             if subscriber is not None:
                 self.spans.subscribe(subscriber.put)
         self.rates = StageRates(time.monotonic)
         self.refusals = Refusals(options.name)
         self.lifecycle = Lifecycle(self, options.role)
-        self.reports = Reporter(self.load, self.check_started, state=self._state)
+        self.reports = Reporter(self.load, self.check_started)
         self._weights: Language | None = None
 
     async def start(self) -> None:
@@ -104,33 +108,29 @@ class Instance:
             put=self.spans.put,
         )
         self.encode = EncodeService(
-            partial(self.model.tower, self.streams.tower.between_layers),
-            self.family,
+            self.model,
             self.peers,
-            decoders=self.model.decoders,
             processor=self.processor,
-            prepare=self.model.prepare,
-            data_of=self.model.data_of,
             feature_timeout_s=options.feature_timeout_s,
-            video_cpu_s=options.video_cpu_s,
-            audio_cpu_s=options.audio_cpu_s,
             on_delivered=self.timeline.encoded,
             put=self.spans.put,
             on_encoded=self.rates.encoded,
             url=self.url,
-            producer=self.model.producer,
             stream=self.streams.tower,
-            encoding=self.model.encoding,
             on_failed=self.check_device,
             may_start=partial(factory("may encode", _may_encode), self),
         )
         self.parity = ParityGate(
-            self.model.producer, options.parity, self._parity_feature, self.metrics.feature_came
+            self.model.producer,
+            options.parity,
+            self._parity_feature,
+            partial(self.metrics.feature_came, admitted=False),
         )
         self.streams.language.on_pause = self.encode.reconsider
         await self._build()
         self.spawn(asyncio.create_task(self._housekeep()))
         self.ready = True
+        self.state_changed()
 
     async def _new_store(self) -> FeatureStore:
         options, transport, told = self.options, self.transport, self.metrics.store_did
@@ -164,7 +164,7 @@ class Instance:
     async def close(self) -> None:
         """Stop threads and give back memory."""
         await self.lifecycle.settled()
-        self.ready = False
+        self.ready = self.is_accepting = False
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -180,8 +180,8 @@ class Instance:
         self.streams.board.close()
         if self._trace is not None:
             self._trace.close()
-        if self._export is not None:
-            await asyncio.to_thread(self._export.close)
+        if self.export is not None:
+            await asyncio.to_thread(self.export.close)
 
     # ------------------------------------------------------------------ calls
 
@@ -212,11 +212,12 @@ class Instance:
 
     def check_accepting(self) -> None:
         """Raise Unavailable while the instance takes no new requests."""
+        if self.is_accepting:
+            return
         self.check_ready()
         if self.lifecycle.is_leaving:
             raise Unavailable(f"instance {self.options.name} is being shut down", code=DRAINING)
-        if not self.lifecycle.machine.is_serving:
-            raise left(self.options.name)
+        raise left(self.options.name)
 
     async def drained(self) -> None:
         """Take no new requests; return when those that are here have ended."""
@@ -250,7 +251,7 @@ class Instance:
             device=self.device.name if self.device.type == "emulated" else options.device,
             dtype=self.model.dtype,
             pid=os.getpid(),
-            ready=self._state()[0],
+            ready=self.is_accepting,
             load=self.load(),
             parameters={
                 "tower": self.encode.num_parameters,
@@ -322,11 +323,6 @@ class Instance:
             in_use |= {**self.language.in_use(), "timeline": self.timeline.num_requests}
         return in_use
 
-    def called(self, request_id: str, traceparent: str, item: str = "") -> None:
-        """A stage call has come; ``item`` is an encode's mm_hash."""
-        if self._export is not None:
-            self._export.received(request_id, traceparent, item)
-
     def render_metrics(self) -> bytes:
         """Prometheus text."""
         links = self.language.sender.sizer.known_links() if self.language else {}
@@ -338,8 +334,8 @@ class Instance:
     def serving(self, stage: Stage) -> LanguageEngine:
         """The part that prefills and decodes. Raises Unavailable where the role lacks the stage, or while it is
         loading."""
-        self.check_ready()
         if self.language is None or stage not in self.options.role.stages:
+            self.check_ready()
             what = stage.name.lower()
             message = f"instance {self.options.name} has role {self.options.role} and does not {what}"
             raise Unavailable(message, code=DRAINING)  # the caller may know it by the role that it had
@@ -347,10 +343,11 @@ class Instance:
 
     # ------------------------------------------------------------------ another role
 
-    def _state(self) -> tuple[bool, int]:
-        """Whether it takes work, and its epoch."""
+    def state_changed(self) -> None:
+        """Take note of where the lifecycle is, and tell all listeners now."""
         machine = self.lifecycle.machine
-        return self.ready and not self.lifecycle.is_leaving and machine.is_serving, machine.epoch
+        self.is_accepting = self.ready and not self.lifecycle.is_leaving and machine.is_serving
+        self.reports.state_changed(self.is_accepting, machine.epoch)
 
     def send_away(self, *, begun: bool, late: bool) -> None:
         """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well.
@@ -369,8 +366,8 @@ class Instance:
         old, options = self.options, in_role(self.options, role)
         remember(options)
         if self.language is not None:
-            await _close([self.language])
-            self.language = None
+            closing, self.language = [self.language], None
+            await _close(closing)
         # those of a role that encodes have a part of the device, or lend one of the host
         lends = (old.feature_store == "mooncake" or self.store.on_device) and old.role.stages != role.stages
         self.options = options

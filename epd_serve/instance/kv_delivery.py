@@ -1,4 +1,4 @@
-"""The ways by which the KV of a prompt gets to the decode instance, behind one interface."""
+"""The ways by which the KV of a prompt gets to the decode instance: pushed or pulled."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from epd_serve.cache.block_pool import num_blocks_for
-from epd_serve.engine.engine import EngineEvent, FailureEvent
+from epd_serve.engine.engine import FailureEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
+from epd_serve.instance.answer import Answer
 from epd_serve.instance.http import Peers, unreachable
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence
@@ -21,111 +23,76 @@ from epd_serve.transfer.transport import PeerGone, TransferError
 _CANCEL_TIMEOUT_S = 5.0
 
 
-class Delivery(Protocol):
-    """One request's KV: ``open`` before its prompt is computed, then ``hand_over`` or ``stop``, ``withdraw``."""
-
-    transfer: OutgoingTransfer
-
-    async def open(self, feed: Callable[[EngineEvent], None]) -> None:
-        """Prepare; ``feed`` is told if the decode instance gives up meanwhile. Raises ServeError."""
-        ...
-
-    async def hand_over(self, handoff: wire.Handoff) -> None:
-        """Return once the decode instance has the KV and the request. Raises ServeError."""
-        ...
-
-    def stop(self) -> None:
-        """Let nothing more go out. Idempotent."""
-        ...
-
-    async def withdraw(self, reason: str) -> None:
-        """After ``stop``: tell the decode instance, with a reason that the request has failed."""
-        ...
-
-
-#: Makes the delivery of one request's KV to the decode instance at a URL.
-Deliveries = Callable[[wire.ReserveRequest, Sequence, str], Delivery]
-
-
-def reserve_request(
-    sequence: Sequence, num_generated: int, layout: wire.KVLayout, lease_s: float, request_id: str = ""
-) -> wire.ReserveRequest:
-    """Ask for blocks for a prompt and the first ``num_generated`` tokens of its answer.
-
-    Args:
-        request_id: the decode instance's, where it is not that of the sequence.
-    """
-    num_tokens, sampling = len(sequence.prompt_ids) + num_generated, sequence.sampling
-    return wire.ReserveRequest(
-        transfer_id=uuid.uuid4().hex,
-        request_id=request_id or sequence.request_id,
-        num_prompt_tokens=num_tokens,
-        max_tokens=sequence.max_tokens - num_generated,
-        num_sequences=sequence.num_sequences,
-        block_hashes=sequence.block_hashes,
-        layout=layout,
-        lease_s=lease_s,
-        priority=sampling.priority,
-        key=sampling.key,
-        group=sampling.group,
-    )
-
-
-def handoff_of(
-    reserved: wire.ReserveRequest,
-    sequence: Sequence,
-    generated: list[int],
-    first: list[wire.FirstToken],
-    output: wire.OutputOptions,
-    logprobs: dict[int, wire.TokenLogprob],
-) -> wire.Handoff:
-    """The request as the decode instance takes it over: ``first`` follow what has KV."""
-    return wire.Handoff(
-        transfer_id=reserved.transfer_id,
-        request_id=reserved.request_id,
-        prompt_ids=sequence.prompt_ids,
-        position_delta=sequence.position_delta,
-        sampling=sequence.sampling,
-        max_tokens=sequence.max_tokens,
-        output=output,
-        first=first,
-        generated=generated,
-        logprobs=logprobs,
-    )
-
-
 class PushDelivery:
-    """Reserve blocks there, let the sender write or offer while the prompt is computed, complete.
+    """One request's KV: :meth:`open` before its prompt is computed, then :meth:`hand_over`, or :meth:`stop` and
+    :meth:`withdraw`. Blocks are reserved there; the sender writes or offers while the prompt is computed.
 
     Args:
-        reads: the decode instance reads even where it could be written to.
+        num_generated: of the answer's tokens, the first of which KV is sent, too.
         abort: ends the request in the engine.
         spawn: runs a clean-up in the background, owned by the instance.
+        request_id: the decode instance's, where it is not that of the sequence.
     """
+
+    #: Whether the decode instance reads even where it could be written to.
+    reads = False
 
     def __init__(
         self,
-        reserve: wire.ReserveRequest,
+        sequence: Sequence,
+        num_generated: int,
         decode_url: str,
         sender: KVSender,
         peers: Peers,
+        layout: wire.KVLayout,
         *,
-        reads: bool = False,
+        lease_s: float,
         abort: Callable[[str], None],
         spawn: Callable[[asyncio.Task[None]], None],
+        request_id: str = "",
     ) -> None:
-        self._reserve = reserve
+        self._sequence = sequence
         self._url = decode_url
         self._sender = sender
         self._peers = peers
-        self._reads = reads
         self._abort = abort
         self._spawn = spawn
-        self._ref = wire.TransferRef(transfer_id=reserve.transfer_id, request_id=reserve.request_id)
+        sampling = sequence.sampling
+        self._reserve = wire.ReserveRequest(
+            transfer_id=uuid.uuid4().hex,
+            request_id=request_id or sequence.request_id,
+            num_prompt_tokens=len(sequence.prompt_ids) + num_generated,
+            max_tokens=sequence.max_tokens - num_generated,
+            num_sequences=sequence.num_sequences,
+            block_hashes=sequence.block_hashes,
+            layout=layout,
+            lease_s=lease_s,
+            priority=sampling.priority,
+            key=sampling.key,
+            group=sampling.group,
+        )
+        self._ref = wire.TransferRef(self._reserve.transfer_id, self._reserve.request_id)
         self._renewal: asyncio.Task[None] | None = None
-        self.transfer = OutgoingTransfer(reserve.transfer_id, target=None, deadline=0.0)
+        self.transfer = OutgoingTransfer(self._ref.transfer_id, target=None, deadline=0.0)
 
-    async def open(self, feed: Callable[[EngineEvent], None]) -> None:
+    def handoff(self, generated: list[int], first: list[wire.FirstToken], answer: Answer) -> wire.Handoff:
+        """The request as the decode instance takes it over: ``first`` follow what has KV."""
+        sequence = self._sequence
+        return wire.Handoff(
+            transfer_id=self._ref.transfer_id,
+            request_id=self._ref.request_id,
+            prompt_ids=sequence.prompt_ids,
+            position_delta=sequence.position_delta,
+            sampling=sequence.sampling,
+            max_tokens=sequence.max_tokens,
+            output=answer.options,
+            first=first,
+            generated=generated,
+            logprobs={} if sequence.sampling.logprobs is None else answer.unsent_logprobs,
+        )
+
+    async def open(self, feed: Callable[[FailureEvent], None]) -> None:
+        """Prepare; ``feed`` is told if the decode instance gives up meanwhile. Raises ServeError."""
         lease_s = self._reserve.lease_s
         granted_after = time.monotonic()
         try:
@@ -141,14 +108,24 @@ class PushDelivery:
             raise
         target, transfer = wire.decode(body, wire.ReserveReply), self.transfer
         transfer.deadline, transfer.next_block = granted_after + lease_s / 2, target.num_cached_blocks
-        if self._reads or target.staged_cells is not None:
+        if self.reads or target.staged_cells is not None:
             transfer.offer = partial(self._offer, asyncio.get_running_loop())
         if transfer.offer is None or target.region.handles:
             self._sender.connect(target.region)
         transfer.target = target
         self._renewal = asyncio.create_task(self._renew(transfer, feed))
 
+    def send_all(self, handoff: wire.Handoff) -> None:
+        """Queue all KV of a sequence that is computed, but for what the decode instance has; it is open."""
+        layout, target, first = self._reserve.layout, self.transfer.target, self.transfer.next_block
+        assert target is not None, "no blocks there yet"
+        num_blocks = num_blocks_for(handoff.num_tokens, layout.block_size)
+        local = self._sequence.blocks[first:num_blocks] + self._sequence.state_blocks
+        if local:
+            self._sender.push(range(layout.num_layers), [Part(self.transfer, local, target.block_ids[first:])])
+
     async def hand_over(self, handoff: wire.Handoff) -> None:
+        """Return once the decode instance has the KV and the request. Raises ServeError."""
         await self._fenced()
         if self.transfer.error is not None:
             code = PEER_UNREACHABLE if isinstance(self.transfer.error, PeerGone) else None
@@ -159,13 +136,17 @@ class PushDelivery:
             await self._peers.call(self._url, "/kv/complete", handoff, self._reserve.lease_s)
         except Unavailable as error:
             raise _blamed(self._url, error) from error
-        self._end_renewal()
+        if self._renewal is not None:
+            self._renewal.cancel()
 
     def stop(self) -> None:
-        self._end_renewal()
+        """Let nothing more go out. Idempotent."""
+        if self._renewal is not None:
+            self._renewal.cancel()
         self.transfer.cancelled = True
 
     async def withdraw(self, reason: str) -> None:
+        """After :meth:`stop`: tell the decode instance, with a reason that the request has failed."""
         await self._fenced()
         await self._cancel(reason, may_arrive=self.transfer.error is not None)
 
@@ -177,11 +158,7 @@ class PushDelivery:
         except ServeError as error:
             raise (PeerGone if error.code == PEER_UNREACHABLE else TransferError)(error.message) from error
 
-    def _end_renewal(self) -> None:
-        if self._renewal is not None:
-            self._renewal.cancel()
-
-    async def _renew(self, transfer: OutgoingTransfer, feed: Callable[[EngineEvent], None]) -> None:
+    async def _renew(self, transfer: OutgoingTransfer, feed: Callable[[FailureEvent], None]) -> None:
         """Keep the lease alive; where D has given up, stop writing and fail the request."""
         lease_s = self._reserve.lease_s
         while True:
@@ -210,45 +187,23 @@ class PushDelivery:
         await passed.wait()
 
     async def _cancel(self, reason: str, *, may_arrive: bool = False) -> None:
-        ref = wire.TransferRef(
-            transfer_id=self._ref.transfer_id,
-            request_id=self._ref.request_id,
-            reason=reason,
-            may_arrive=may_arrive,
-        )
-        await tell_cancelled(self._peers, self._url, ref)
+        ref = wire.TransferRef(self._ref.transfer_id, self._ref.request_id, reason=reason, may_arrive=may_arrive)
+        with suppress(ServeError):  # D is gone and its reservation with it, or its lease will end
+            await self._peers.call(self._url, "/kv/cancel", ref, _CANCEL_TIMEOUT_S)
 
 
 class PullDelivery(PushDelivery):
     """Compute first; then the decode instance takes blocks as it has them and reads (TriInfer section 4.3)."""
 
-    def __init__(self, sequence: Sequence, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, reads=True, **keywords)
-        self._sequence = sequence
+    reads = True
 
-    async def open(self, feed: Callable[[EngineEvent], None]) -> None:
+    async def open(self, feed: Callable[[FailureEvent], None]) -> None:
         self._feed = feed
 
     async def hand_over(self, handoff: wire.Handoff) -> None:
         await super().open(self._feed)
-        send_all(self._sender, self.transfer, self._sequence, handoff, self._reserve.layout)
+        self.send_all(handoff)
         await super().hand_over(handoff)
-
-
-def send_all(
-    sender: KVSender,
-    transfer: OutgoingTransfer,
-    sequence: Sequence,
-    handoff: wire.Handoff,
-    layout: wire.KVLayout,
-) -> None:
-    """Queue all KV of a sequence that is computed, but for what the decode instance has."""
-    assert transfer.target is not None, "no blocks there yet"
-    first, num_blocks = transfer.next_block, num_blocks_for(handoff.num_tokens, layout.block_size)
-    local = sequence.blocks[first:num_blocks] + sequence.state_blocks
-    part = Part(transfer, local, transfer.target.block_ids[first:])
-    if part.local:
-        sender.push(range(layout.num_layers), [part])
 
 
 def _blamed(url: str, error: Unavailable) -> ServeError:
@@ -287,8 +242,9 @@ async def _while_it_answers(
         await asyncio.gather(call, return_exceptions=True)
 
 
-async def tell_cancelled(peers: Peers, url: str, ref: wire.TransferRef) -> None:
-    try:
-        await peers.call(url, "/kv/cancel", ref, _CANCEL_TIMEOUT_S)
-    except ServeError:
-        return  # D is gone and its reservation with it, or its lease will end
+class Deliveries(Protocol):
+    """Makes the delivery of one request's KV to the decode instance at a URL; see :class:`PushDelivery`."""
+
+    def __call__(
+        self, sequence: Sequence, num_generated: int, decode_url: str, *, request_id: str = ""
+    ) -> PushDelivery: ...

@@ -21,11 +21,11 @@ from epd_serve.errors import WEDGED, ServeError
 from epd_serve.factories import factory
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.kv_delivery import Delivery, PullDelivery, PushDelivery
+from epd_serve.instance.kv_delivery import PullDelivery, PushDelivery
 from epd_serve.instance.loading.model import Language
 from epd_serve.instance.migration import Migrations
 from epd_serve.instance.prefill import PrefillService
-from epd_serve.protocol import instance_state, wire
+from epd_serve.protocol import instance_state
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
 from epd_serve.telemetry.span import Span, Value
@@ -76,7 +76,8 @@ class LanguageEngine(EngineHooks):
         group_layers = options.kv_transfer.group_layers
         fixed = None if group_layers == "auto" else group_layers
         sizer = GroupSizer(num_layers=self._layout.num_layers, fixed=fixed)
-        self.sender = KVSender(instance.transport, memory, sizer, time.monotonic, instance.metrics.kv_written)
+        written = partial(instance.metrics.kv_moved, "out")
+        self.sender = KVSender(instance.transport, memory, sizer, time.monotonic, written)
         pool = BlockPool(memory.num_blocks, options.tokens_per_block, state_blocks=self._layout.state_blocks)
         self.engine = factory("engine", Engine)(
             pool,
@@ -112,11 +113,9 @@ class LanguageEngine(EngineHooks):
             prompts,
             self.receiver,
             self._deliver,
-            self._layout,
             processor=instance.processor,
             timeline=instance.timeline,
             feature_timeout_s=options.feature_timeout_s,
-            lease_s=options.lease_s,
             listen=self.listeners.listen,
             spawn=instance.spawn,
             delivered=instance.metrics.kv_delivered,
@@ -129,8 +128,6 @@ class LanguageEngine(EngineHooks):
             engine,
             self.sender,
             self._deliver,
-            self._layout,
-            lease_s=options.lease_s,
             loop=instance.loop,
             spawn=instance.spawn,
         )
@@ -144,7 +141,7 @@ class LanguageEngine(EngineHooks):
             queue_timeout_s=options.queue_timeout_s,
             orphan_s=_ORPHAN_S,
             listen=self.listeners.listen,
-            on_read=instance.metrics.kv_read,
+            on_read=partial(instance.metrics.kv_moved, "in"),
             timeline=instance.timeline,
             compile=partial(compile_, is_tried=True),
         )
@@ -158,9 +155,9 @@ class LanguageEngine(EngineHooks):
         load = self.engine.load()
         return msgspec.structs.replace(
             load,
-            num_waiting_tokens=load.num_waiting_tokens + self.prefill.num_preparing_tokens,
-            num_expected=self.decode.num_expected,
-            num_refused=self.decode.num_refused,
+            num_waiting_tokens=load.num_waiting_tokens + sum(self.prefill.preparing.values()),
+            num_expected=sum(not generation.done() for generation in self.decode.expected.values()),
+            num_refused=sum(waiting.request.num_sequences for waiting in self.decode.waiting),
         )
 
     def start(self) -> None:
@@ -182,8 +179,10 @@ class LanguageEngine(EngineHooks):
     def expire(self) -> None:
         """End what has waited for too long; to be called now and then, on the event loop."""
         self.decode.expire()
-        self.migrations.expire()
-        self.receiver.expire()
+        if self.migrations.held:
+            self.migrations.expire()
+        if self.receiver.early:
+            self.receiver.expire()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the books of all caches balance."""
@@ -204,12 +203,22 @@ class LanguageEngine(EngineHooks):
             "listeners": len(self.listeners),
         }
 
-    def _deliver(self, reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> Delivery:
-        instance = self._instance
-        pulled = instance.options.kv_transfer.mode == "pull"
-        make = partial(PullDelivery, sequence) if pulled else PushDelivery
-        return make(
-            reserve, decode_url, self.sender, instance.peers, abort=self.engine.abort, spawn=instance.spawn
+    def _deliver(
+        self, sequence: Sequence, num_generated: int, decode_url: str, *, request_id: str = ""
+    ) -> PushDelivery:
+        instance, options = self._instance, self._instance.options
+        delivery = PullDelivery if options.kv_transfer.mode == "pull" else PushDelivery
+        return delivery(
+            sequence,
+            num_generated,
+            decode_url,
+            self.sender,
+            instance.peers,
+            self._layout,
+            lease_s=options.lease_s,
+            abort=self.engine.abort,
+            spawn=instance.spawn,
+            request_id=request_id,
         )
 
     # ------------------------------------------------------------------ for the engine
@@ -239,7 +248,8 @@ class LanguageEngine(EngineHooks):
         instance.streams.language.stepped(output, seconds, self.engine.queues.num_running)
         if instance.limits.budget.pace is not None:
             instance.limits.stepped(output, seconds)
-        instance.encode.reconsider()
+        if instance.encode.is_held:
+            instance.encode.reconsider()
 
     def idle(self) -> None:
         self._instance.streams.language.idle()
@@ -251,14 +261,12 @@ class LanguageEngine(EngineHooks):
         self._instance.end_process()
 
     def emit(self, events: list[EngineEvent]) -> None:
-        self._call_on_loop(self.listeners.dispatch, events)
+        if not self._instance.loop.is_closed():
+            self._instance.loop.call_soon_threadsafe(self.listeners.dispatch, events)
 
     def freed(self) -> None:
-        self._call_on_loop(self.decode.blocks_freed)
-
-    def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
-        if not self._instance.loop.is_closed():
-            self._instance.loop.call_soon_threadsafe(function, *arguments)
+        if self.decode.waiting and not self._instance.loop.is_closed():
+            self._instance.loop.call_soon_threadsafe(self.decode.grant)
 
 
 def step_span(output: ScheduleOutput, start_s: float, end_s: float) -> Span:
@@ -324,7 +332,9 @@ class EngineProbe:
         self._listen(name, feed)
         engine.submit(sequence)
         try:
-            if not await self._steps(before, deadline, failures) and not self._has_no_room(sequence):
+            if not await self._steps(before, deadline, failures) and (
+                sequence.state is not SequenceState.WAITING or engine.load().free_blocks >= 2
+            ):  # else all blocks are another's, who waits for something itself: that is no fault of the engine
                 raise ServeError(f"the engine made no step in {timeout_s:g} s", code=WEDGED)
             if failures:
                 raise ServeError(f"the engine cannot compute: {failures[0].message}", code=WEDGED)
@@ -340,7 +350,3 @@ class EngineProbe:
                 return False
             await asyncio.sleep(_LOOK_AGAIN_S)
         return True
-
-    def _has_no_room(self, sequence: Sequence) -> bool:
-        """All blocks are another's, who waits for something itself: that is no fault of the engine."""
-        return sequence.state is SequenceState.WAITING and self._engine.load().free_blocks < 2

@@ -1,7 +1,4 @@
-"""An instance drains: to take another role, to leave the deployment, or because its process ends.
-
-Calls that it refuses meanwhile go elsewhere.
-"""
+"""An instance drains: to take another role, to leave the deployment, or because its process ends."""
 
 from __future__ import annotations
 
@@ -9,21 +6,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from enum import Enum, StrEnum, auto
 from typing import TYPE_CHECKING
 
-from epd_serve.errors import (
-    DRAINING,
-    Conflict,
-    InstanceFailed,
-    InvalidRequest,
-    ServeError,
-    StageTimeout,
-    Unavailable,
-)
+from epd_serve.errors import Conflict, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.http import Handler, Reply
 from epd_serve.protocol import instance_state, wire
 from epd_serve.types import Role
@@ -99,68 +86,6 @@ class RoleSwitch:
     def _enter(self, state: SwitchState) -> None:
         assert state in _ALLOWED[self.state], f"{self.state} → {state}"
         self.state = state
-
-
-@dataclass(eq=False, slots=True)
-class _Call:
-    scope: asyncio.Timeout
-    has_begun: Callable[[], bool]
-    is_spared: Callable[[], bool]
-
-
-def left(name: str) -> Unavailable:
-    """Return the error of a call that is refused: another instance takes it."""
-    return Unavailable(f"instance {name} is leaving its role", code=DRAINING)
-
-
-def moved(name: str) -> InstanceFailed:
-    """Return the error of an answer that has begun: another instance goes on with it."""
-    return InstanceFailed(f"instance {name} is leaving its role", code=DRAINING)
-
-
-class Refusals:
-    """The calls of one instance that have no answer yet. It belongs to the event loop."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._calls: set[_Call] = set()
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    @asynccontextmanager
-    async def call(
-        self,
-        has_begun: Callable[[], bool],
-        refusal: Callable[[str], ServeError] = left,
-        is_spared: Callable[[], bool] = lambda: False,
-    ) -> AsyncGenerator[None]:
-        """Around what answers a call; it is cancelled, and raises ``refusal``, when it is refused.
-
-        Args:
-            has_begun: whether anything was computed for it.
-            is_spared: whether it ends by other means, and soon.
-        """
-        call: _Call | None = None
-        try:
-            async with asyncio.timeout(None) as scope:
-                call = _Call(scope, has_begun, is_spared)
-                self._calls.add(call)
-                try:
-                    yield
-                finally:
-                    self._calls.discard(call)
-        except TimeoutError:
-            if call is not None and call.scope.expired():
-                raise refusal(self._name) from None
-            raise
-
-    def refuse(self, *, begun: bool) -> None:
-        """Refuse the calls that have not begun; with ``begun``, all."""
-        now = asyncio.get_running_loop().time()
-        for call in [call for call in self._calls if begun or not call.has_begun()]:
-            if not call.scope.expired() and not call.is_spared():
-                call.scope.reschedule(now)
 
 
 logger = logging.getLogger(__name__)
@@ -249,7 +174,7 @@ class Lifecycle:
         try:
             drain_s = await self.drain(DrainReason.SWITCH, order.deadline_s, order.patience_s)
             machine.drained()
-            self._instance.reports.state_changed()
+            self._instance.state_changed()
             self._rebuilding = asyncio.create_task(self._rebuild(role))
             await asyncio.shield(self._rebuilding)
         finally:
@@ -290,7 +215,7 @@ class Lifecycle:
     def _stay(self) -> None:
         logger.info("leaving: it stays")
         self._empty = None
-        self._instance.reports.state_changed()
+        self._instance.state_changed()
 
     async def drain(
         self, reason: DrainReason, deadline_s: float = math.inf, patience_s: float = math.inf
@@ -307,7 +232,7 @@ class Lifecycle:
         began = self._clock()
         deadline, patience = began + deadline_s, began + min(patience_s, deadline_s / 2)
         self._draining.add(reason)
-        self._instance.reports.state_changed()
+        self._instance.state_changed()
         try:
             while True:
                 if reason is DrainReason.SWITCH and self._called_back.is_set():
@@ -351,7 +276,7 @@ class Lifecycle:
 
     def _settle(self) -> None:
         self._settled.set()
-        self._instance.reports.state_changed()
+        self._instance.state_changed()
 
 
 def _parse(text: str) -> Role:

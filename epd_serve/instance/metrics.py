@@ -171,16 +171,18 @@ class InstanceMetrics:
             self._tower_pixels.inc(float(about["pixels"]))
             self._tower_seconds.inc(seconds)
 
-    def kv_written(self, nbytes: int, seconds: float) -> None:
-        if nbytes:
-            self._moved("out", nbytes, seconds)
-        else:
+    def kv_moved(self, direction: str, nbytes: int, seconds: float) -> None:
+        """KV was written, or read by a decode instance: who offered it counts what of that was hidden.
+
+        No bytes: the first contact with a decode instance.
+        """
+        if not nbytes:
             self._kv_contacts.inc()
             self._kv_contact_seconds.inc(seconds)
-
-    def kv_read(self, nbytes: int, seconds: float) -> None:
-        """By a decode instance; who offered it counts what of that was hidden."""
-        self._moved("in", nbytes, seconds)
+            return
+        self._kv_bytes.labels(direction).inc(nbytes)
+        self._kv_seconds.labels(direction).inc(seconds)
+        self._kv_transfers.labels(direction).inc()
 
     def kv_delivered(self, transfer: OutgoingTransfer) -> None:
         self._kv_requests.inc()
@@ -264,11 +266,6 @@ class InstanceMetrics:
             self._kv_handshake.labels(link).set(handshake_s)
             self._kv_bandwidth.labels(link).set(bytes_per_s)
         return generate_latest(self.registry)
-
-    def _moved(self, direction: str, nbytes: int, seconds: float) -> None:
-        self._kv_bytes.labels(direction).inc(nbytes)
-        self._kv_seconds.labels(direction).inc(seconds)
-        self._kv_transfers.labels(direction).inc()
 
     def _counter(self, name: str, text: str, **labels: tuple[str, ...]) -> Counter:
         return _at_0(Counter(f"epd_serve_instance_{name}", text, tuple(labels), registry=self.registry), labels)

@@ -17,9 +17,9 @@ from functools import partial
 from epd_serve.engine.engine import Engine
 from epd_serve.errors import DRAINING, KV_HELD, InstanceFailed, InvalidRequest, ServeError, Unavailable
 from epd_serve.instance.answer import Generation
+from epd_serve.instance.calls import Refusals, left, moved
 from epd_serve.instance.http import Reply
-from epd_serve.instance.kv_delivery import Deliveries, Delivery, handoff_of, reserve_request, send_all
-from epd_serve.instance.lifecycle import Refusals, left, moved
+from epd_serve.instance.kv_delivery import Deliveries, PushDelivery
 from epd_serve.instance.prefill import NEXT_DECODE
 from epd_serve.protocol import frames, wire
 from epd_serve.protocol.openai import chunks
@@ -43,7 +43,7 @@ class _Held:
 @dataclass(slots=True)
 class _Move:
     sequence: Sequence
-    delivery: Delivery
+    delivery: PushDelivery
     handoff: wire.Handoff
     is_over: bool = False
 
@@ -54,6 +54,9 @@ class Migrations:
     Args:
         deliver: how KV gets to decode instances.
         spawn: runs a clean-up in the background, owned by the instance.
+
+    Attributes:
+        held: what is broken off with its KV, or about to be.
     """
 
     def __init__(
@@ -62,9 +65,7 @@ class Migrations:
         engine: Engine,
         sender: KVSender,
         deliver: Deliveries,
-        layout: wire.KVLayout,
         *,
-        lease_s: float,
         loop: asyncio.AbstractEventLoop,
         spawn: Callable[[asyncio.Task[None]], None],
     ) -> None:
@@ -72,25 +73,23 @@ class Migrations:
         self._engine = engine
         self._sender = sender
         self._deliver = deliver
-        self._layout = layout
-        self._lease_s = lease_s
         self._loop = loop
         self._spawn = spawn
-        self._held: dict[str, _Held] = {}
+        self.held: dict[str, _Held] = {}
         self._moves = Refusals(name)
 
     def holds(self, request_id: str) -> bool:
         """Whether an answer is broken off with its KV, or about to be."""
-        return request_id in self._held
+        return request_id in self.held
 
     def send_away(self, generations: Mapping[str, Generation], *, late: bool) -> None:
         """Break off what can go on elsewhere; ``late``: without its KV, of what is on its way as well."""
         if late:
             self._moves.refuse(begun=True)
-            for request_id in list(self._held):
+            for request_id in list(self.held):
                 self._drop(request_id)
         for request_id, generation in generations.items():
-            if not generation.can_move or request_id in self._held:
+            if not generation.can_move or request_id in self.held:
                 continue
             if late or not self._hold(request_id, generation):
                 generation.fail(moved(self._name))
@@ -98,7 +97,7 @@ class Migrations:
     def expire(self) -> None:
         """Give back what nobody has asked for."""
         now = time.monotonic()
-        for request_id in [name for name, held in self._held.items() if held.deadline_s <= now]:
+        for request_id in [name for name, held in self.held.items() if held.deadline_s <= now]:
             self._drop(request_id)
 
     async def move(self, request: wire.MoveRequest) -> Reply:
@@ -107,7 +106,7 @@ class Migrations:
         Raises Unavailable where there is no such answer, its client lacks some of it, or the other can never take
         it, else as the other answers.
         """
-        held = self._held.pop(request.held_id, None)
+        held = self.held.pop(request.held_id, None)
         if held is None or held.sequence is None:
             raise left(self._name)
         sequence = held.sequence
@@ -117,12 +116,8 @@ class Migrations:
             raise left(self._name)
         # the KV of all tokens but the last is there, as it is of a prompt behind its first token
         *generated, last = sequence.output_ids
-        reserve = reserve_request(sequence, len(generated), self._layout, self._lease_s, request.request_id)
-        answer = held.generation.answer
-        handoff = handoff_of(
-            reserve, sequence, generated, [wire.FirstToken(last)], answer.options, answer.unsent_logprobs
-        )
-        delivery = self._deliver(reserve, sequence, request.decode_url)
+        delivery = self._deliver(sequence, len(generated), request.decode_url, request_id=request.request_id)
+        handoff = delivery.handoff(generated, [wire.FirstToken(last)], held.generation.answer)
         try:
             async with self._moves.call(lambda: True):
                 longest = len(sequence.prompt_ids) + sequence.max_tokens
@@ -136,7 +131,7 @@ class Migrations:
             raise
         move = _Move(sequence, delivery, handoff)
         if delivery.transfer.target is not None:
-            send_all(self._sender, delivery.transfer, sequence, handoff, self._layout)
+            delivery.send_all(handoff)
         return Reply(
             headers=(*(frames.HEADERS if handoff.output.stream else ()), NEXT_DECODE),
             stream=self._hand_over(move),
@@ -145,23 +140,22 @@ class Migrations:
 
     def _hold(self, request_id: str, generation: Generation) -> bool:
         """Whether the answer's KV can stay."""
-        keep = partial(self._keep, request_id, generation)
-        if not generation.answer.can_go_on or not self._engine.hold(
-            request_id, lambda sequence: self._call_on_loop(keep, sequence)
+        if len(generation.answer.choices) > 1 or not self._engine.hold(
+            request_id, partial(self._keep_on_loop, request_id, generation)
         ):
             return False
-        self._held[request_id] = _Held(generation, time.monotonic() + _UNCLAIMED_S)
+        self.held[request_id] = _Held(generation, time.monotonic() + _UNCLAIMED_S)
         return True
 
-    def _call_on_loop(self, keep: Callable[[Sequence], None], sequence: Sequence) -> None:
+    def _keep_on_loop(self, request_id: str, generation: Generation, sequence: Sequence) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(keep, sequence)
+            self._loop.call_soon_threadsafe(self._keep, request_id, generation, sequence)
 
     def _keep(self, request_id: str, generation: Generation, sequence: Sequence) -> None:
         """No step uses the sequence any more, and all of its tokens are out."""
-        held = self._held.get(request_id)
+        held = self.held.get(request_id)
         if held is None or generation.answer.finished:  # too late, or a stop string was found meanwhile
-            self._held.pop(request_id, None)
+            self.held.pop(request_id, None)
             self._engine.transferred(sequence)
             generation.fail(moved(self._name))
             return
@@ -170,7 +164,7 @@ class Migrations:
         generation.fail(InstanceFailed(f"instance {self._name} is leaving its role", code=KV_HELD))
 
     def _drop(self, request_id: str) -> None:
-        held = self._held.pop(request_id)
+        held = self.held.pop(request_id)
         if held.sequence is not None:
             self._engine.transferred(held.sequence)
 

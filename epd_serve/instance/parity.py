@@ -105,7 +105,7 @@ class ParityGate:
     Args:
         own: producer of this instance. mode: see ``parity`` in the deployment file.
         encode: this instance's own feature of the fixed picture.
-        count: told of each feature, by producer and whether it was let in.
+        refused: told the producer of each feature that is not let in.
     """
 
     def __init__(
@@ -113,22 +113,25 @@ class ParityGate:
         own: str,
         mode: Parity,
         encode: Callable[[], Awaitable[Feature]],
-        count: Callable[[str, bool], None],
+        refused: Callable[[str], None],
     ) -> None:
-        self._own, self._mode, self._encode, self._count = own, mode, encode, count
+        self._own, self._mode, self._encode, self._refused = own, mode, encode, refused
         self._problems: dict[str, str] = {}
         self._one_at_a_time = asyncio.Lock()
 
     def admit(self, producer: str) -> None:
-        """Raise InstanceFailed for a feature that may not come in: with code ``producer_unknown`` until judged."""
-        if producer and producer != self._own and self._mode != "off":
-            problem = self._problems.get(producer)
-            if problem is None:
-                raise InstanceFailed(f"nothing is known here of features by {producer}", code=PRODUCER_UNKNOWN)
-            if problem and self._mode == "refuse":
-                self._count(producer, False)
-                raise InstanceFailed(f"features by {producer} are refused here (parity: refuse): {problem}")
-        self._count(producer, True)
+        """Raise InstanceFailed for a feature that may not come in: with code ``producer_unknown`` until judged.
+
+        Its producer is another.
+        """
+        if self._mode == "off":
+            return
+        problem = self._problems.get(producer)
+        if problem is None:
+            raise InstanceFailed(f"nothing is known here of features by {producer}", code=PRODUCER_UNKNOWN)
+        if problem and self._mode == "refuse":
+            self._refused(producer)
+            raise InstanceFailed(f"features by {producer} are refused here (parity: refuse): {problem}")
 
     async def judge(self, sample: wire.ParitySample) -> None:
         """Compare a producer's sample with this instance's own feature; once for each producer."""

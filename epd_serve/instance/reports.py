@@ -46,7 +46,6 @@ class Reporter:
     Args:
         load: the instance's as of now.
         check_ready: raises Unavailable while there is nothing to report.
-        state: whether the instance takes work, and its epoch.
     """
 
     def __init__(
@@ -54,10 +53,9 @@ class Reporter:
         load: Callable[[], instance_state.Load],
         check_ready: Callable[[], None],
         *,
-        state: Callable[[], tuple[bool, int]] = lambda: (True, 0),
         interval_s: float = INTERVAL_S,
     ) -> None:
-        self._state = state
+        self._ready, self._epoch = True, 0
         self._load = load
         self._check_ready = check_ready
         self._is_closed = False
@@ -114,15 +112,16 @@ class Reporter:
         for listener in self._listeners:
             listener.encoded.append(mm_hash)
 
-    def state_changed(self) -> None:
-        """Tell all listeners now."""
+    def state_changed(self, ready: bool, epoch: int) -> None:
+        """Tell all listeners now whether the instance takes work, and its epoch."""
+        self._ready, self._epoch = ready, epoch
         for listener in self._listeners:
             listener.much_changed.set()
 
     def close(self) -> None:
         """End all streams, each with a last report that says so."""
         self._is_closed = True
-        self.state_changed()
+        self.state_changed(False, self._epoch)
 
     async def _reports(self, body: bytes) -> Reply:
         self._check_ready()
@@ -138,13 +137,12 @@ class Reporter:
                 has_more = bool(listener.received or listener.encoded)
                 listener.num_changes = 0
                 listener.much_changed.clear()
-                ready, epoch = self._state()
                 report = instance_state.Report(
                     load=self._load(),
-                    ready=ready and not self._is_closed,
+                    ready=self._ready and not self._is_closed,
                     received=received,
                     encoded=encoded,
-                    epoch=epoch,
+                    epoch=self._epoch,
                 )
                 yield msgspec.json.encode(report) + b"\n"
                 if self._is_closed:
@@ -192,13 +190,14 @@ class StageRates:
         return {
             stage.value: StageRate(fit.base_s, fit.unit_s, is_fresh=now - self._measured_s[stage] < _FRESH_S)
             for stage, fit in self._fits.items()
-            if fit.is_known
+            if fit.weight
         }
 
     def encoded(self, num_pixels: int, seconds: float) -> None:
         """A batch of images kept the encoder busy, on the tower's thread."""
         self.busy_s[Stage.ENCODE] += seconds
-        self._observe(Stage.ENCODE, num_pixels, seconds)
+        self._fits[Stage.ENCODE].observe(num_pixels, seconds)
+        self._measured_s[Stage.ENCODE] = self._clock()
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
         """A step that has just ended, on the engine's thread.
@@ -206,14 +205,15 @@ class StageRates:
         A step without prompts is one of decodes; of a mixed one, what its decodes take is not the prompts'.
         """
         num_decodes = len(output.decodes)
-        self.busy_s[Stage.PREFILL if output.prefills else Stage.DECODE] += seconds
-        if output.prefills:
-            num_tokens = output.num_tokens - num_decodes
-            if num_tokens >= _FEWEST_TOKENS:
-                seconds -= self._fits[Stage.DECODE].unit_s * num_decodes
-                self._observe(Stage.PREFILL, num_tokens, seconds)
-        else:
-            self._observe(Stage.DECODE, num_decodes, seconds)
+        stage = Stage.PREFILL if output.prefills else Stage.DECODE
+        self.busy_s[stage] += seconds
+        units = num_decodes
+        if stage is Stage.PREFILL:
+            units = output.num_tokens - num_decodes
+            seconds -= self._fits[Stage.DECODE].unit_s * num_decodes
+        if stage is Stage.DECODE or units >= _FEWEST_TOKENS:
+            self._fits[stage].observe(units, seconds)
+            self._measured_s[stage] = self._clock()
         for sequence in output.decodes:
             if sequence.state is SequenceState.FINISHED:
                 self.mean_output_tokens = _towards(self.mean_output_tokens, len(sequence.output_ids))
@@ -222,10 +222,6 @@ class StageRates:
         """A prompt's text became so many tokens, media apart, on the thread that tokenises."""
         if num_characters:
             self.tokens_per_character = _towards(self.tokens_per_character, num_tokens / num_characters)
-
-    def _observe(self, stage: Stage, units: int, seconds: float) -> None:
-        self._fits[stage].observe(units, seconds)
-        self._measured_s[stage] = self._clock()
 
 
 def _towards(mean: float, value: float) -> float:
@@ -247,36 +243,33 @@ class RateFit:
     """``seconds = base_s + unit_s * units`` by least squares over batches, older ones counting less.
 
     Neither part is negative. Where all batches are of one size, the base stays as it was; the rest goes by size.
+    ``weight`` is that of the batches so far; 0: there was none.
     """
 
     base_s: float = 0.0
     unit_s: float = 0.0
-    _weight: float = 0.0
+    weight: float = 0.0
     _units: float = 0.0
     _seconds: float = 0.0
     _squares: float = 0.0
     _products: float = 0.0
 
-    @property
-    def is_known(self) -> bool:
-        return self._weight > 0
-
     def observe(self, units: float, seconds: float) -> None:
         """One batch of ``units`` > 0 took ``seconds`` > 0; others are ignored."""
         if units <= 0 or seconds <= 0:
             return
-        if self._weight > 2:
+        if self.weight > 2:
             expected = self.base_s + self.unit_s * units
             seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
-        self._weight = _MEMORY * self._weight + 1
+        self.weight = _MEMORY * self.weight + 1
         self._units = _MEMORY * self._units + units
         self._seconds = _MEMORY * self._seconds + seconds
         self._squares = _MEMORY * self._squares + units * units
         self._products = _MEMORY * self._products + units * seconds
-        mean_units, mean_s = self._units / self._weight, self._seconds / self._weight
-        variance = self._squares / self._weight - mean_units**2
+        mean_units, mean_s = self._units / self.weight, self._seconds / self.weight
+        variance = self._squares / self.weight - mean_units**2
         if variance > (_SPREAD * mean_units) ** 2:
-            slope = (self._products / self._weight - mean_units * mean_s) / variance
+            slope = (self._products / self.weight - mean_units * mean_s) / variance
         else:
             slope = (mean_s - self.base_s) / mean_units
         self.unit_s = min(max(slope, _LEAST_UNIT_SHARE * mean_s / mean_units), mean_s / mean_units)

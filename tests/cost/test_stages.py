@@ -96,4 +96,4 @@ def test_a_fit_ignores_what_is_no_batch():
     fit = RateFit()
     fit.observe(0, 1.0)
     fit.observe(5, -1.0)
-    assert not fit.is_known
+    assert not fit.weight

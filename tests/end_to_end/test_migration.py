@@ -163,7 +163,7 @@ async def test_a_first_token_that_is_late_is_not_lost(monkeypatch: pytest.Monkey
             if is_left:
                 return reply
             assert reply.stream is not None and reply.on_close is not None
-            while not any(language.decode.num_expected for language in languages):  # noqa: ASYNC110
+            while not any(language.load().num_expected for language in languages):  # noqa: ASYNC110
                 await asyncio.sleep(0)
             try:
                 assert [piece async for piece in reply.stream]
@@ -175,10 +175,10 @@ async def test_a_first_token_that_is_late_is_not_lost(monkeypatch: pytest.Monkey
         def leave_behind(language: LanguageEngine) -> None:
             complete = language.decode.complete
 
-            def complete_and_leave(*arguments: Any) -> None:
+            async def complete_and_leave(handoff: wire.Handoff) -> None:
                 nonlocal is_left
                 with language.engine._changed:  # no step begins
-                    complete(*arguments)
+                    await complete(handoff)
                     if not is_left:
                         is_left = True
                         language.send_away(begun=True, late=False)

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from epd_serve.demo import weights_dir
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.text import bounded_tokenizer
-from epd_serve.instance.text.bounded_tokenizer import MAX_UNCUT_CHARACTERS, PIECE_CHARACTERS, BoundedTokenizer
+from epd_serve.instance.text import tokenizer as text_tokenizer
+from epd_serve.instance.text.tokenizer import MAX_UNCUT_CHARACTERS, PIECE_CHARACTERS, BoundedTokenizer
 
 CORPUS = [
     "The quick brown fox doesn't jump; it's 1234567 o'clock.\n\n  'Twas  brillig ",
@@ -52,7 +52,7 @@ def byte_level(split: str | None, *, normal: bool = False, bos: bool = False, di
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-LLAMA, QWEN = sorted(bounded_tokenizer._KNOWN_SPLITS, key=len, reverse=True)
+LLAMA, QWEN = sorted(text_tokenizer._KNOWN_SPLITS, key=len, reverse=True)
 DEMO = AutoTokenizer.from_pretrained(weights_dir(), local_files_only=True)
 TOKENIZERS = {
     "demo": DEMO,
@@ -73,9 +73,9 @@ def test_pieces_have_the_tokens_of_the_whole(name: str, text: str, add: bool, sp
     bounded = BoundedTokenizer(tokenizer)
     assert bounded._affixes is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounded_tokenizer, "PIECE_CHARACTERS", 3)
-        patch.setattr(bounded_tokenizer, "_LONG_PIECE_CHARACTERS", 9)
-        patch.setattr(bounded_tokenizer, "_PAUSE_S", 0)
+        patch.setattr(text_tokenizer, "PIECE_CHARACTERS", 3)
+        patch.setattr(text_tokenizer, "_LONG_PIECE_CHARACTERS", 9)
+        patch.setattr(text_tokenizer, "_PAUSE_S", 0)
         whole = tokenizer.encode(text, add_special_tokens=add, split_special_tokens=split)
         read = bounded.encode(text, add_special_tokens=add, split_special_tokens=split, max_tokens=10**6)
         assert read == whole

@@ -143,12 +143,12 @@ async def test_a_request_that_finds_no_room_is_refused_in_time_and_the_next_gets
     decode._queue_timeout_s = 60
     small = asyncio.create_task(decode.reserve(reserve("small", 4)))
     await asyncio.sleep(0)
-    assert decode.num_refused == 2, "what presses on decode, whatever it lacks"
+    assert len(decode.waiting) == 2, "what presses on decode, whatever it lacks"
     with pytest.raises(Unavailable, match="no room") as refusal:
         await asyncio.wait_for(large, 300)
     assert (refusal.value.status, refusal.value.code) == (503, "no_room")
     assert len((await asyncio.wait_for(small, 300)).block_ids) == 1
-    assert (decode.num_reservations, decode.num_refused) == (2, 0)
+    assert (decode.num_reservations, decode.waiting) == (2, [])
     for name in ("first", "small", "large"):
         decode.cancel(wire.TransferRef(f"transfer {name}", name))
     decode.check_integrity()
@@ -163,11 +163,11 @@ async def test_a_reservation_asked_for_twice_is_one_reservation() -> None:
     waiting = [asyncio.create_task(decode.reserve(reserve("b", 24))) for _ in range(3)]
     await asyncio.sleep(0.01)
     decode.cancel(wire.TransferRef("transfer a", "a"))
-    decode.blocks_freed()
+    decode.grant()
     replies = await asyncio.wait_for(asyncio.gather(*waiting), 300)
     assert replies[0] == replies[1] == replies[2]
     assert engine.pool.num_free == engine.pool.capacity - 6
-    decode.complete(handoff("b", 24))
+    await decode.complete(handoff("b", 24))
     with pytest.raises(Unavailable):
         await decode.reserve(reserve("b", 24))
     assert engine.pool.num_free == engine.pool.capacity - 6, "a late repetition takes nothing"
@@ -178,7 +178,7 @@ async def test_a_hand_over_told_twice_happens_once() -> None:
     decode = service(engine, Memory())
     await decode.reserve(reserve("r", 9))
     for _ in range(3):
-        decode.complete(handoff("r", 9))
+        await decode.complete(handoff("r", 9))
     assert engine.num_resumed == 1
     decode.cancel(wire.TransferRef("transfer r", "r"))  # too late: the request owns the blocks
     assert engine.pool.num_free == engine.pool.capacity - 3
@@ -199,7 +199,7 @@ async def test_a_cancellation_told_twice_or_too_early_holds(granted: bool) -> No
     with pytest.raises(Unavailable, match="was cancelled"):
         await decode.reserve(reserve("r", 9))
     with pytest.raises(Unavailable, match="has ended"):
-        decode.complete(handoff("r", 9))
+        await decode.complete(handoff("r", 9))
     assert engine.num_resumed == 0
     assert engine.pool.num_free == engine.pool.capacity
 
@@ -259,7 +259,7 @@ async def test_reservations_that_wait_take_turns_and_many_choices_let_others_by(
     for num_places in (1, 1, 3):
         await asyncio.sleep(0)
         engine.num_places = num_places
-        decode.blocks_freed()
+        decode.grant()
         done, _ = await asyncio.wait(waiting.values(), timeout=60, return_when=asyncio.FIRST_COMPLETED)
         [name] = [name for name, task in waiting.items() if task in done]
         order.append(name)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from epd_serve.demo import weights_dir
 from epd_serve.engine.sampling.patterns import Patterns
-from epd_serve.instance.text.detokenizer import Detokenizer, Vocabulary
+from epd_serve.instance.text.tokenizer import Detokenizer, Vocabulary
 
 
 class Bytes:

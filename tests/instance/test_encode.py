@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from pictures import LIMITS, noise, png
+from pictures import noise, png
 from torch import Tensor
+from towers import TowerModel
 
 from device.registry import get_device
 from epd_serve.engine.device_board import DeviceBoard
@@ -22,7 +23,6 @@ from epd_serve.engine.dual_stream import TowerStream
 from epd_serve.errors import InstanceFailed, InvalidRequest, Unavailable
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.text.request_processor import RequestProcessor
-from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.models.family import TowerInputs
 from epd_serve.protocol import wire
 from epd_serve.telemetry.span import Span
@@ -142,10 +142,9 @@ class Bench:
     ) -> tuple[EncodeService, EmbeddedFeatureStore]:
         store = EmbeddedFeatureStore(self.transport, 1 << 12)
         settings.setdefault("stream", TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic)))
-        parts: list[Any] = [lambda: tower, family or Family(), peers]
+        parts: list[Any] = [TowerModel(tower, family or Family()), peers]
         service = EncodeService(
             *parts,
-            decoders=DecoderPool(2, cpu_s=2.0, limits=LIMITS),
             processor=RequestProcessor(num_threads, queue_timeout_s=60),
             feature_timeout_s=feature_timeout_s,
             url=HERE,

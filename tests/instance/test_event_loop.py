@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from pictures import LIMITS, noise
+from pictures import noise
 from torch import Tensor
+from towers import TowerModel
 from transformers import AutoTokenizer
 
 from device.registry import get_device
@@ -27,10 +28,9 @@ from epd_serve.instance.answer import Answer, Generation
 from epd_serve.instance.encode import EncodeService
 from epd_serve.instance.http import ControlApp, Event, Reply
 from epd_serve.instance.loading.language_weights import read_texts
-from epd_serve.instance.text.detokenizer import Vocabulary
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import RequestProcessor
-from epd_serve.media.decoder_pool import DecoderPool
+from epd_serve.instance.text.tokenizer import Vocabulary
 from epd_serve.models.family import TowerInputs
 from epd_serve.models.language import LanguageModel
 from epd_serve.models.loader import load_family
@@ -132,11 +132,10 @@ async def test_a_4k_image(model: Path) -> None:
     transport = EmbeddedTransport(path="shm")
     store = EmbeddedFeatureStore(transport, 1 << 27)
     processor = RequestProcessor(1, queue_timeout_s=60)
-    parts: list[Any] = [Tower, family, Peers()]
+    parts: list[Any] = [TowerModel(Tower(), family), Peers()]
     stream = TowerStream(get_device("cpu"), DeviceBoard(None, 0, time.monotonic))
     service = EncodeService(
         *parts,
-        decoders=DecoderPool(2, cpu_s=2.0, limits=LIMITS),
         processor=processor,
         feature_timeout_s=300,
         stream=stream,
@@ -178,7 +177,7 @@ async def test_a_prompt_of_4k_tokens_and_its_hand_over(model: Path) -> None:
     try:
         async with lag() as found:
             request = wire.decode(body, wire.PrefillRequest)
-            prompt = await processor.run("text", prompts.cost_s(request), prompts.process, request)
+            prompt = await processor.run("text", 0.0, prompts.process, request)
             await asyncio.sleep(0)
             handoff = wire.Handoff("t", "r", prompt.ids, 0, request.sampling, 8, OUTPUT, [wire.FirstToken(5)])
             handoff = wire.decode(wire.encode(handoff), wire.Handoff)

@@ -115,9 +115,9 @@ async def test_a_feature_that_is_not_as_it_must_be_is_a_miss(
     event = await bench.event(ITEM, "r")
     with pytest.raises(InstanceFailed, match=words):
         await bench.receiver.receive(msgspec.structs.replace(event, **corruption))
-    assert bench.receiver.get(ITEM.mm_hash) is None
+    assert not bench.receiver.has(ITEM.mm_hash)
     await bench.receiver.receive(event)
-    assert bench.receiver.get(ITEM.mm_hash) is not None, "the right one is taken after it"
+    assert bench.receiver.has(ITEM.mm_hash), "the right one is taken after it"
     bench.receiver.release("r")
     bench.check_empty()
 
@@ -137,7 +137,7 @@ async def test_a_feature_of_another_length_than_the_prompt_gives_it_is_a_miss(be
     shorter = wire.MediaRef(ITEM.mm_hash, 3, 2)
     with pytest.raises(InstanceFailed, match=r"\[6, 5\] uint8.* 4x2 pixels has \[8, 5\]"):
         await bench.announce(shorter, "r")
-    assert bench.receiver.get(ITEM.mm_hash) is None
+    assert not bench.receiver.has(ITEM.mm_hash)
 
 
 async def test_a_feature_of_another_length_that_came_first_fails_the_request(bench: Bench) -> None:
@@ -250,7 +250,7 @@ async def test_where_one_fetch_ends_badly_the_next_event_has_its_own(bench: Benc
     (outcome,) = await asyncio.gather(first, return_exceptions=True)
     assert isinstance(outcome, InstanceFailed if end == "fails" else asyncio.CancelledError)
     await asyncio.wait_for(second, 300)
-    assert bench.receiver.get(ITEM.mm_hash) is not None
+    assert bench.receiver.has(ITEM.mm_hash)
     bench.receiver.release("b")
     bench.check_empty()
 
@@ -263,7 +263,7 @@ async def test_a_request_that_becomes_known_during_the_fetch_is_not_given_a_wron
     fetch.let_through.set()
     with pytest.raises(InstanceFailed, match=r"\[6, 5\] uint8.* 4x2 pixels has \[8, 5\]"):
         await receiving
-    assert bench.receiver.get(ITEM.mm_hash) is None
+    assert not bench.receiver.has(ITEM.mm_hash)
     bench.receiver.release("r")
     bench.check_empty()
 
@@ -276,7 +276,7 @@ async def test_who_waits_for_a_feature_holds_it_when_another_request_brings_it(b
     bench.receiver.release("brings")
     for number in range(4):
         await bench.announce(wire.MediaRef(f"{number}", 20, 1), "crowd")
-    assert bench.receiver.get(ITEM.mm_hash) is not None
+    assert bench.receiver.has(ITEM.mm_hash)
     bench.receiver.release("crowd")
     bench.receiver.release("waits")
     bench.check_empty()
@@ -291,7 +291,7 @@ async def test_a_request_that_comes_after_its_feature_was_let_go_gets_it_again(b
     await bench.announce(other, "other")  # takes all the room
     bench.receiver.release("other")
     bench.receiver.expect("r", [ITEM])
-    assert bench.receiver.get(ITEM.mm_hash) is None
+    assert not bench.receiver.has(ITEM.mm_hash)
     await bench.announce(ITEM, "r")
     await asyncio.wait_for(bench.receiver.complete("r", [ITEM]), 300)
     bench.receiver.release("r")

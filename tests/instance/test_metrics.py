@@ -37,9 +37,9 @@ def sequence() -> Sequence:
 def test_all_that_is_told_is_rendered() -> None:
     metrics = InstanceMetrics(("embedded", "mooncake"))
     untold = values(metrics.render(Load(), (0, 0), {}))
-    metrics.kv_written(0, 0.5)
-    metrics.kv_written(100, 2.0)
-    metrics.kv_read(50, 1.0)
+    metrics.kv_moved("out", 0, 0.5)
+    metrics.kv_moved("out", 100, 2.0)
+    metrics.kv_moved("in", 50, 1.0)
     half = OutgoingTransfer("t", None, 0.0, computed_at=3.0)
     half.num_writes, half.num_bytes, half.transfer_s, half.exposed_s, half.wait_s = 1, 100, 2.0, 1.0, 1.0
     metrics.kv_delivered(half)

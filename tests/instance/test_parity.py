@@ -18,9 +18,10 @@ from device.cpu import CpuDevice
 from device.ops.cpu import CpuOps
 from device.ops.plain import PlainOps
 from epd_serve.errors import InstanceFailed, ServeError
-from epd_serve.instance import encode, parity
+from epd_serve.instance import parity
 from epd_serve.instance.http import Peers
 from epd_serve.instance.instance import Instance
+from epd_serve.instance.loading.model import tensor_data
 from epd_serve.instance.parity import BOUNDS, difference, fixed_inputs, sample_of
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
@@ -50,7 +51,7 @@ def feature(
 
 
 def differs(theirs: Tensor, ours: Tensor) -> str:
-    return difference(sample_of("other", theirs, encode.tensor_data(theirs)), ours)
+    return difference(sample_of("other", theirs, tensor_data(theirs)), ours)
 
 
 def swapped(inputs: Any) -> Any:

@@ -14,9 +14,9 @@ import torch
 from epd_serve.engine.computing import SampledToken
 from epd_serve.engine.engine import EngineEvent, PromptEvent
 from epd_serve.errors import InstanceFailed, InvalidRequest, ServeError, Unavailable
+from epd_serve.instance.calls import Refusals
 from epd_serve.instance.feature_receiver import FeatureForm, FeatureReceiver
 from epd_serve.instance.kv_delivery import PushDelivery
-from epd_serve.instance.lifecycle import Refusals
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.instance.reports import StageRates
 from epd_serve.instance.text.prompt import Prompt
@@ -57,11 +57,8 @@ class Prompts:
         self.go_on = threading.Event()
         self.go_on.set()
 
-    def estimate(self, request: wire.PrefillRequest, tokens_per_character: float) -> int:
+    def estimate(self, request: wire.PrefillRequest, num_characters: int, tokens_per_character: float) -> int:
         return 0
-
-    def cost_s(self, request: wire.PrefillRequest) -> float:
-        return 0.0
 
     class vocabulary:
         special_ids: frozenset[int] = frozenset()
@@ -78,7 +75,8 @@ class Prompts:
         def text_of(token_id: int) -> str | None:
             return "x"
 
-    def check_size(self, request: wire.PrefillRequest) -> None: ...
+    def check_size(self, request: wire.PrefillRequest) -> int:
+        return 0
 
     def segments(self, items: list[wire.MediaRef]) -> list[wire.MediaRef]:
         return items
@@ -132,16 +130,16 @@ class Bench:
         self.tasks: set[asyncio.Task[None]] = set()
         sender: list[Any] = [Sender(), peers]
 
-        def deliver(reserve: wire.ReserveRequest, sequence: Sequence, decode_url: str) -> PushDelivery:
-            return PushDelivery(reserve, decode_url, *sender, abort=self.engine.abort, spawn=self.tasks.add)
+        def deliver(sequence: Sequence, num_generated: int, decode_url: str) -> PushDelivery:
+            arguments: list[Any] = [sequence, num_generated, decode_url, *sender, LAYOUT]
+            return PushDelivery(*arguments, lease_s=LEASE_S, abort=self.engine.abort, spawn=self.tasks.add)
 
         nothing: Any = None
-        parts: list[Any] = [self.engine, self.prompts, self.receiver, deliver, LAYOUT]
+        parts: list[Any] = [self.engine, self.prompts, self.receiver, deliver]
         self.service = PrefillService(
             *parts,
             processor=RequestProcessor(1, queue_timeout_s=60),
             feature_timeout_s=5,
-            lease_s=LEASE_S,
             listen=self.listeners.__setitem__,
             spawn=self.tasks.add,
             delivered=lambda transfer: None,
@@ -276,7 +274,7 @@ async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> 
         await asyncio.sleep(0.15)
         bench.receiver.expire()
     assert bench.receiver.num_owners == 1
-    assert all(bench.receiver.get(item.mm_hash) is not None for item in items)
+    assert all(bench.receiver.has(item.mm_hash) for item in items)
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
     assert bench.receiver.num_owners == 0

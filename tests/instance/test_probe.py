@@ -50,7 +50,7 @@ async def test_a_probe_finds_what_an_answering_port_hides(tmp_path: Path) -> Non
         finally:
             let_go.set()
         await instance.probe(60)
-        server = tower._decoders._server
+        server = tower._model.decoders._server
         assert server is not None
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
         workers = children.read_text().split()  # noqa: ASYNC240

@@ -15,9 +15,9 @@ import pytest_asyncio
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.errors import DECODE_DRAINING, PEER_UNREACHABLE, InstanceFailed, ServeError, Unavailable
+from epd_serve.instance.calls import left
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.kv_delivery import PullDelivery
-from epd_serve.instance.lifecycle import left
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence as Prompt
 from epd_serve.telemetry.span import Timeline
@@ -222,7 +222,7 @@ async def test_what_was_read_is_decoded(bench: Bench) -> None:
     task = await bench.begin()
     bench.transport.go_on.set()
     assert (await task).transfer_ids == ["t"]
-    bench.decode.complete(handoff())
+    await bench.decode.complete(handoff())
     (blocks,) = bench.engine.resumed
     assert bench.memory.landed == blocks.root[1:3], "block 0 was cached here"
     assert bench.transport.read_from == [50 + block for block in blocks.root[1:3]]
@@ -259,7 +259,7 @@ async def test_blocks_are_kept_while_they_are_read_into(bench: Bench, end: str) 
     elif end == "the client leaves":
         bench.decode._end("r")
     with pytest.raises(Unavailable):
-        bench.decode.complete(handoff())
+        await bench.decode.complete(handoff())
     await asyncio.sleep(2 * LEASE_S)
     bench.decode.expire()
     assert bench.num_free == 7
@@ -323,7 +323,15 @@ def delivery(peers: Any, sender: Any) -> PullDelivery:
         blocks=[5, 6, 7],
     )
     return PullDelivery(
-        sequence, reserve(), "http://d", sender, peers, abort=lambda name: None, spawn=lambda task: None
+        sequence,
+        0,
+        "http://d",
+        sender,
+        peers,
+        LAYOUT,
+        lease_s=LEASE_S,
+        abort=lambda name: None,
+        spawn=lambda task: None,
     )
 
 

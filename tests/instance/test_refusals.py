@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from epd_serve.errors import InstanceFailed, Unavailable
-from epd_serve.instance.lifecycle import Refusals, moved
+from epd_serve.instance.calls import Refusals, left, moved
 
 
 async def test_a_call_is_refused_once_however_often_it_is_asked() -> None:
@@ -23,11 +23,11 @@ async def test_a_call_is_refused_once_however_often_it_is_asked() -> None:
             raise
         return "done"
 
-    async def call(refusal: bool) -> str:
-        async with refusals.call(begun.is_set, *([moved] if refusal else [])):
+    async def call(is_moved: bool) -> str:
+        async with refusals.call(begun.is_set, refusal=moved if is_moved else left):
             return await work(60)
 
-    calls = [asyncio.create_task(call(refusal)) for refusal in (False, True)]
+    calls = [asyncio.create_task(call(is_moved)) for is_moved in (False, True)]
     await asyncio.sleep(0)
     begun.set()
     refusals.refuse(begun=False)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.loading.shape_model import MEAN_ANSWER_TOKENS, next_token
-from epd_serve.instance.text.detokenizer import Detokenizer
 from epd_serve.instance.text.syllables import (
     END,
     IMAGE,
@@ -18,6 +17,7 @@ from epd_serve.instance.text.syllables import (
     SyllableTokenizer,
     syllable_texts,
 )
+from epd_serve.instance.text.tokenizer import Detokenizer
 from epd_serve.protocol.wire import ChatMessage, Part, PromptOptions
 from epd_serve.types import Grammar, SamplingParams
 

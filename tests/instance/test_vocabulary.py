@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from epd_serve.demo import weights_dir
-from epd_serve.instance.text.detokenizer import Vocabulary
+from epd_serve.instance.text.tokenizer import Vocabulary
 
 
 @cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, aclosing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +22,16 @@ from epd_serve.engine.kv_memory import check_dtype, resolve_dtype
 from epd_serve.engine.pace.measurements import Measurements
 from epd_serve.engine.pace.step_limits import measurements
 from epd_serve.engine.pace.step_timer import encode_seconds
-from epd_serve.instance.encode import no_time, tensor_data
 from epd_serve.instance.loading.language_weights import LanguageWeights
-from epd_serve.instance.text.request_processor import num_media_threads
+from epd_serve.instance.loading.model import no_time, tensor_data
+from epd_serve.instance.text.request_processor import Place, num_media_threads
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
 from epd_serve.models.family import Family
 from epd_serve.models.loader import load_family, media_fingerprint
 from epd_serve.models.tower import Tower
 from epd_serve.models.tower_graphs import GRAPH_SIZES
+from epd_serve.protocol.wire import MediaRef
 from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
 from epd_serve.transfer.transport import Transport
 
@@ -50,7 +52,6 @@ class CheckpointModel:
     """
 
     data_of: Callable[[Tensor], Any] = staticmethod(tensor_data)
-    prepare = None
 
     def __init__(self, options: InstanceOptions, device: Device) -> None:
         assert isinstance(options.model, Path)
@@ -70,6 +71,13 @@ class CheckpointModel:
         self._are_reached: bool | None = None
         self.decoders = DecoderPool(
             num_media_threads(options.threads), cpu_s=options.media_cpu_s, limits=_MEDIA_LIMITS
+        )
+        self.prepare = partial(
+            tower_inputs,
+            self.decoders,
+            self.family,
+            video_cpu_s=options.video_cpu_s,
+            audio_cpu_s=options.audio_cpu_s,
         )
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
@@ -131,6 +139,39 @@ class CheckpointModel:
     def language(self, instance: Instance, *, at_once: bool) -> LanguageWeights:
         with instance.streams.language.loading():
             return LanguageWeights(self, instance, at_once=at_once)
+
+
+async def tower_inputs(
+    decoders: DecoderPool,
+    family: Family,
+    media: bytes,
+    ref: MediaRef,
+    place: Place,
+    *,
+    video_cpu_s: float = 10.0,
+    audio_cpu_s: float = 10.0,
+) -> Any:
+    """Decode a file and prepare it for the tower. Raises InvalidRequest for one that cannot be used.
+
+    Args:
+        video_cpu_s, audio_cpu_s: seconds of CPU time that decoding one video or sound may take.
+    """
+    if ref.modality == "video":
+        assert family.video is not None, "the family takes videos"
+        inputs = family.video.inputs(ref)
+        frames = decoders.frames(media, ref.video, family.video.indices(ref), place, cpu_s=video_cpu_s)
+        async with aclosing(frames):
+            async for some in frames:
+                await place.run(inputs.add, some)
+        return await place.run(inputs.finish)
+    if ref.modality == "audio":
+        assert family.audio is not None, "the family takes sounds"
+        family.audio.check_length(ref)
+        async with decoders.samples(media, ref.audio, family.audio.rate, place, cpu_s=audio_cpu_s) as samples:
+            return await place.run(family.audio.inputs, samples)
+    size = ref.width, ref.height
+    async with decoders.decoded(media, size, place, low_detail=ref.low_detail) as pixels:
+        return await place.run(family.of(ref).preprocess, pixels)
 
 
 def set_up(threads: int | None) -> None:

@@ -21,11 +21,10 @@ from epd_serve.engine.prefill_graphs import prefill_graph_sizes
 from epd_serve.engine.sampling.grammar import Grammars
 from epd_serve.engine.step import LanguageRunner, StepExecutor
 from epd_serve.instance.feature_receiver import FeatureForm
-from epd_serve.instance.text.bounded_tokenizer import BoundedTokenizer
 from epd_serve.instance.text.chat_template import ChatTemplate, MediaLiterals
-from epd_serve.instance.text.detokenizer import Vocabulary
 from epd_serve.instance.text.grammar_compiler import GrammarCompiler
 from epd_serve.instance.text.prompt import PromptProcessor, Texts
+from epd_serve.instance.text.tokenizer import BoundedTokenizer, Vocabulary
 from epd_serve.models.family import Family
 from epd_serve.models.generation_config import read_generation_config
 from epd_serve.models.language import LanguageModel

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from device.base import BareDevice
 from epd_serve.config import InstanceOptions, ShapeConfig
 from epd_serve.engine.computing import KVCacheMemory, Runner
 from epd_serve.engine.pace.measurements import Measurements
-from epd_serve.instance.encode import Decoders, Prepare
 from epd_serve.instance.feature_receiver import FeatureForm
 from epd_serve.instance.text.prompt import PromptProcessor
+from epd_serve.instance.text.request_processor import Place
 from epd_serve.protocol import wire
 from epd_serve.sched.step_sizes import StepShape
 from epd_serve.transfer.feature_store import FeatureStore, StoreObserver
@@ -21,6 +21,47 @@ from epd_serve.transfer.transport import Transport
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
     from epd_serve.models.family import Family
+
+
+class Tower(Protocol):
+    """Makes features of pictures.
+
+    Attributes:
+        pixel_bytes: memory that a batch takes for each pixel, as far as is known when it is loaded; 0: unknown.
+    """
+
+    num_parameters: int
+    pixel_bytes: float
+
+    def encode(self, batch: Sequence[Any], *, on_device: bool = False) -> list[Any]:
+        """One feature for each picture's inputs, in order: an array [tokens, width], on the host or the device."""
+        ...
+
+
+class Decoders(Protocol):
+    """What turns media files into the tower's inputs, where that takes processes."""
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+#: An item's file, what it is, and the place that it takes → the tower's inputs. Raises InvalidRequest.
+Prepare = Callable[[bytes, wire.MediaRef, Place], Awaitable[Any]]
+
+
+def tensor_data(feature: Any) -> Any:
+    """The bytes of a tensor: a memoryview of the host, or [nbytes] uint8 on its device."""
+    import torch
+
+    data = feature.view(torch.uint8).reshape(-1)
+    return data.numpy().data if data.device.type == "cpu" else data
+
+
+def no_time(pixels: Sequence[int]) -> AbstractContextManager[None]:
+    """The context of a batch that takes as long as its computation."""
+    return nullcontext()
+
 
 #: A grammar → what sequences follow; ``is_tried``: another instance has compiled it.
 Compile = Callable[..., Awaitable[Any]]
@@ -86,7 +127,7 @@ class InstanceModel(Protocol):
         dtype: of weights and features. fingerprint: of what the tower makes of media.
         producer: of features: kind of device and operators; "" where nothing is computed.
         feature_token_bytes: of a picture's token.
-        decoders, prepare, data_of: see :class:`~epd_serve.instance.encode.EncodeService`.
+        prepare: makes the tower's inputs of a media file. data_of: the bytes of a feature.
         max_positions: longest context that the model allows.
     """
 
@@ -104,7 +145,7 @@ class InstanceModel(Protocol):
     def decoders(self) -> Decoders: ...
 
     @property
-    def prepare(self) -> Prepare | None: ...
+    def prepare(self) -> Prepare: ...
 
     @property
     def data_of(self) -> Callable[[Any], Any]: ...
@@ -114,7 +155,7 @@ class InstanceModel(Protocol):
         ...
 
     def encoding(self, pixels: Sequence[int]) -> AbstractContextManager[None]:
-        """The context of a batch of images of so many pixels: it takes as long as on the device."""
+        """The context of a batch of images of so many pixels, as sent: it takes as long as on the device."""
         ...
 
     def linked(self, transport: Transport) -> Transport:

@@ -26,8 +26,8 @@ from epd_serve.engine.emulated.digests import (
 )
 from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.encode import no_time
 from epd_serve.instance.feature_receiver import FeatureForm
+from epd_serve.instance.loading.model import no_time
 from epd_serve.instance.text.prompt import PromptProcessor
 from epd_serve.instance.text.request_processor import Place
 from epd_serve.instance.text.syllables import END, IMAGE, NUM_TOKENS, SYLLABLES, VIDEO, NoLogits, syllable_texts

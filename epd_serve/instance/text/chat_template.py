@@ -95,11 +95,14 @@ class ChatTemplate:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         tools = json.loads(options.tools) if options.tools else None
         native = "tools" in self._known_names
-        rendered = [_message(m) for m in messages] if native else _without_tools(messages, tools)
+        rendered = [_message(message, with_calls=native) for message in messages]
+        if not native and (tools or any(message.tool_calls or message.role == "tool" for message in messages)):
+            _write_tools(rendered, messages, tools)
         if self._takes_parts:
             for message in rendered:
                 message["content"] = _as_parts(message["content"])
-        shown: list[Any] = [rendered, tools if native else None, self._arguments(options)]
+        arguments = self._arguments(options) if options.template_kwargs else {}
+        shown: list[Any] = [rendered, tools if native else None, arguments]
         mark = self._literals.mark_for(shown)
         rendered, tools, arguments = self._literals.marked(shown, mark) if mark else shown
         try:
@@ -118,7 +121,7 @@ class ChatTemplate:
         return text, mark
 
     def _arguments(self, options: PromptOptions) -> dict[str, Any]:
-        arguments: dict[str, Any] = json.loads(options.template_kwargs) if options.template_kwargs else {}
+        arguments: dict[str, Any] = json.loads(options.template_kwargs)
         if _THINKING not in self._known_names:
             arguments.pop(_THINKING, None)  # a model without that switch does what it does
         for name in arguments:
@@ -130,9 +133,16 @@ class ChatTemplate:
         return arguments
 
 
-def _message(message: ChatMessage) -> dict[str, Any]:
-    rendered: dict[str, Any] = {"role": message.role, "content": _content(message)}
-    if message.tool_calls:
+def _message(message: ChatMessage, *, with_calls: bool) -> dict[str, Any]:
+    """A message as chat templates expect it: its content a string, or a list of parts where media are involved."""
+    rendered: dict[str, Any] = {"role": message.role}
+    if all(part.type == "text" for part in message.content):
+        rendered["content"] = "".join(part.text for part in message.content)
+    else:
+        rendered["content"] = [
+            {"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.content
+        ]
+    if with_calls and message.tool_calls:
         rendered["tool_calls"] = [
             {
                 "id": call.id,
@@ -141,24 +151,21 @@ def _message(message: ChatMessage) -> dict[str, Any]:
             }
             for call in message.tool_calls
         ]
-    if message.tool_call_id:
+    if with_calls and message.tool_call_id:
         rendered["tool_call_id"] = message.tool_call_id
-    return rendered | _rarely_shown(message)
+    # few templates show these; the others pass over them
+    if message.name:
+        rendered["name"] = message.name
+    if message.reasoning:
+        rendered["reasoning_content"] = message.reasoning
+    return rendered
 
 
-def _rarely_shown(message: ChatMessage) -> dict[str, str]:
-    """Fields that few templates show; the others pass over them."""
-    fields = {"name": message.name, "reasoning_content": message.reasoning}
-    return {name: text for name, text in fields.items() if text}
-
-
-def _without_tools(messages: Sequence[ChatMessage], tools: list[Any] | None) -> list[dict[str, Any]]:
-    """The same chat for a template that knows neither tools nor calls: all of it in the text."""
-    rendered: list[dict[str, Any]] = [
-        {"role": _ROLES.get(m.role, m.role), "content": _content(m), **_rarely_shown(m)} for m in messages
-    ]
+def _write_tools(rendered: list[dict[str, Any]], messages: Sequence[ChatMessage], tools: list[Any] | None) -> None:
+    """For a template that knows neither tools nor calls: write all of it into the text."""
     for entry, message in zip(rendered, messages, strict=True):
         if message.role == "tool":
+            entry["role"] = "user"
             entry["content"] = _around(entry["content"], "<tool_response>\n", "\n</tool_response>")
         if message.tool_calls:
             calls = "\n".join(_written(call) for call in message.tool_calls)
@@ -169,10 +176,6 @@ def _without_tools(messages: Sequence[ChatMessage], tools: list[Any] | None) -> 
             rendered[0]["content"] = _around(rendered[0]["content"], "", "\n\n" + prompt)
         else:
             rendered.insert(0, {"role": "system", "content": prompt})
-    return rendered
-
-
-_ROLES = {"tool": "user"}
 
 
 def _written(call: CalledFunction) -> str:
@@ -184,13 +187,6 @@ def _around(content: Any, before: str, after: str) -> Any:
     if isinstance(content, str):
         return before + content + after
     return [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
-
-
-def _content(message: ChatMessage) -> Any:
-    """A message's content as chat templates expect it: a string, or a list of parts where media are involved."""
-    if all(part.type == "text" for part in message.content):
-        return "".join(part.text for part in message.content)
-    return [{"type": "text", "text": p.text} if p.type == "text" else {"type": p.type} for p in message.content]
 
 
 def _as_parts(content: Any) -> Any:

@@ -11,9 +11,7 @@ import msgspec
 
 from epd_serve.cache.block_pool import hash_blocks
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.text.bounded_tokenizer import PIECE_CHARACTERS, BoundedTokenizer
-from epd_serve.instance.text.detokenizer import Vocabulary
-from epd_serve.instance.text.request_processor import S_PER_CHARACTER
+from epd_serve.instance.text.tokenizer import PIECE_CHARACTERS, BoundedTokenizer, Vocabulary
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, picture, sound
 from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.protocol.wire import (
@@ -46,7 +44,6 @@ class Prompt:
         both_ways, position_delta: see :class:`epd_serve.sched.sequence.Sequence`.
         max_tokens: output tokens that the client asked for or the context leaves.
         sampling: of the request, with what takes the tokenizer filled in.
-        constraint: the compiled grammar, where the answer must follow one; it is not made here.
     """
 
     ids: list[int]
@@ -57,7 +54,6 @@ class Prompt:
     max_tokens: int
     sampling: SamplingParams
     both_ways: tuple[tuple[int, int], ...] = ()
-    constraint: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,25 +112,28 @@ class PromptProcessor:
         self._block_size = block_size
         self._on_prompt = on_prompt
 
-    def cost_s(self, request: PrefillRequest | TokenizeRequest) -> float:
-        """About how long :meth:`process` takes."""
-        return S_PER_CHARACTER * _num_characters(request)
-
-    def estimate(self, request: PrefillRequest, tokens_per_character: float) -> int:
-        """About how many tokens the prompt will have."""
+    def estimate(self, request: PrefillRequest, num_characters: int, tokens_per_character: float) -> int:
+        """About how many tokens the prompt will have; ``num_characters``: from :meth:`check_size`."""
         if isinstance(request.prompt, list):
             return len(request.prompt)
         media = sum(self._family.num_tokens(item) for item in request.items)
-        return media + round(_num_characters(request) * tokens_per_character)
+        return media + round(num_characters * tokens_per_character)
 
-    def check_size(self, request: PrefillRequest | TokenizeRequest) -> None:
-        """Raises InvalidRequest for a prompt that is too long whatever it says. It takes no time."""
-        max_tokens = self._max_prompt_tokens(request)
+    def check_size(self, request: PrefillRequest | TokenizeRequest) -> int:
+        """Return how many characters it has; :meth:`process` and :meth:`tokenize` come next.
+
+        Raises InvalidRequest for a prompt that is too long whatever it says. It takes no time.
+        """
+        max_tokens, num_characters = self._max_prompt_tokens(request), _num_characters(request)
+        if request.prompting.truncate is not None:
+            return num_characters
         if isinstance(request.prompt, list):
-            if request.prompting.truncate is None and len(request.prompt) > max(max_tokens, MAX_COUNTED_TOKENS):
+            if len(request.prompt) > max(max_tokens, MAX_COUNTED_TOKENS):
                 raise _too_long(f"{len(request.prompt)}", max_tokens, "prompt")
-        elif request.prompting.truncate is None:
-            self._texts.check_length(_num_characters(request), max_tokens, _param(request))
+        else:
+            param = "prompt" if request.messages is None else "messages"
+            self._texts.check_length(num_characters, max_tokens, param)
+        return num_characters
 
     def _max_prompt_tokens(self, request: PrefillRequest | TokenizeRequest) -> int:
         """Return the limit of the text alone; a question about a text's tokens may have more than fit."""
@@ -147,12 +146,11 @@ class PromptProcessor:
         return self._family.positions([0] * num_tokens, (), self._language_model)[0]
 
     def process(self, request: PrefillRequest, check: Callable[[], None] = lambda: None) -> Prompt:
-        """Raises InvalidRequest for what the template, the context length or the vocabulary refuses.
+        """After :meth:`check_size`. Raises InvalidRequest for what template, context length or vocabulary refuse.
 
         Args:
             check: called now and then; what it raises ends the work.
         """
-        self.check_size(request)
         ids, spans = self._encode(request, check)
         if not ids:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
@@ -162,8 +160,7 @@ class PromptProcessor:
         if self._generation.defaults:
             sampling = self._generation.complete(sampling)
         sampling = self._complete(sampling)
-        max_model_len = min(self.max_model_len, request.max_model_len or self.max_model_len)
-        max_tokens = _max_tokens(len(ids), sampling.max_tokens, max_model_len)
+        max_tokens = _max_tokens(len(ids), sampling.max_tokens, self._max_prompt_tokens(request))
         if self._generation.max_tokens is not None:
             max_tokens = min(max_tokens, self._generation.max_tokens)
         positions, delta = self._family.positions(ids, request.items, self._language_model)
@@ -175,13 +172,16 @@ class PromptProcessor:
         if both_ways and self._family.both_ways_prompts:
             both_ways = ((0, len(ids)),)
             salt += hash_blocks(ids, len(ids), spans)[0].hex()  # the KV of its beginning is of this prompt alone
+        block_hashes = hash_blocks(ids, self._block_size, spans, salt)
+        if any(item.num_segments > 1 for item in request.items):
+            spans = self._in_segments(spans, request.items)
         return Prompt(
             ids=ids,
-            spans=self._in_segments(spans, request.items),
+            spans=spans,
             both_ways=both_ways,
             positions=positions,
             position_delta=delta,
-            block_hashes=hash_blocks(ids, self._block_size, spans, salt),
+            block_hashes=block_hashes,
             max_tokens=max_tokens,
             sampling=sampling,
         )
@@ -210,8 +210,7 @@ class PromptProcessor:
         return tuple(found)
 
     def tokenize(self, request: TokenizeRequest, check: Callable[[], None] = lambda: None) -> TokenizeReply:
-        """The tokens that :meth:`process` would make of the same request."""
-        self.check_size(request)
+        """The tokens that :meth:`process` would make of the same request. After :meth:`check_size`."""
         ids, _ = self._encode(request, check)
         texts = self.tokenizer.convert_ids_to_tokens(ids) if request.with_texts else None
         return TokenizeReply(tokens=ids, texts=texts)
@@ -250,11 +249,12 @@ class PromptProcessor:
     ) -> list[int]:
         """The tokens of a text, or the last that ``truncate`` asks for. Raises InvalidRequest for too many."""
         truncate, max_tokens = request.prompting.truncate, self._max_prompt_tokens(request)
+        param = "prompt" if request.messages is None else "messages"
         if truncate is not None and not mark:
             return self._texts.last(text, truncate, add_special_tokens=with_special, check=check)
         if truncate is not None:
             max_tokens = max(max_tokens, MAX_COUNTED_TOKENS)
-        self._texts.check_length(len(text), max_tokens, _param(request))
+        self._texts.check_length(len(text), max_tokens, param)
         if mark:
             ids = self._texts.encode("", add_special_tokens=with_special, max_tokens=max_tokens)
             assert self._literals is not None, "nothing else makes marks"
@@ -271,13 +271,15 @@ class PromptProcessor:
         else:
             ids = self._texts.encode(text, add_special_tokens=with_special, max_tokens=max_tokens, check=check)
         if len(ids) > max_tokens and len(text) > PIECE_CHARACTERS:  # there may be more of them
-            raise _too_long(f"more than {max_tokens}", max_tokens, _param(request))
+            raise _too_long(f"more than {max_tokens}", max_tokens, param)
         return ids
 
     def _complete(self, sampling: SamplingParams) -> SamplingParams:
         """The same with what the tokenizer decides: the spelling of bad words, the end of a structured answer."""
-        self._check_ids(list(sampling.logit_bias), "logit_bias")
-        self._check_ids(list(sampling.allowed_token_ids), "allowed_token_ids")
+        if sampling.logit_bias:
+            self._check_ids(list(sampling.logit_bias), "logit_bias")
+        if sampling.allowed_token_ids:
+            self._check_ids(list(sampling.allowed_token_ids), "allowed_token_ids")
         for name, words in (("stop", sampling.stop), ("bad_words", sampling.bad_words)):
             if any(len(word) > _MAX_WORD_CHARACTERS for word in words):
                 raise InvalidRequest(f"{name}: a text has at most {_MAX_WORD_CHARACTERS} characters", param=name)
@@ -344,10 +346,6 @@ def _too_long(found: str, max_tokens: int, param: str) -> InvalidRequest:
         param=param,
         code="context_length_exceeded",
     )
-
-
-def _param(request: PrefillRequest | TokenizeRequest) -> str:
-    return "prompt" if request.messages is None else "messages"
 
 
 def _num_characters(request: PrefillRequest | TokenizeRequest) -> int:

@@ -6,9 +6,9 @@ import asyncio
 import heapq
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from itertools import count
 from typing import Literal, ParamSpec, TypeVar
 
@@ -122,21 +122,6 @@ _TEXT_ASIDE, _MIN_MEDIA_ASIDE = 1, 2
 def num_media_threads(compute_threads: int | None) -> int:
     """As many as compute, or half the cores where that is left to the library; a few at most."""
     return min(compute_threads or max(1, num_cores() // 2), _MAX_MEDIA_THREADS)
-
-
-@contextmanager
-def wanted() -> Iterator[Callable[[], None]]:
-    """For a thread that works while somebody waits in the block: raises CancelledError once nobody does."""
-    is_over = False
-
-    def check() -> None:
-        if is_over:
-            raise CancelledError
-
-    try:
-        yield check
-    finally:
-        is_over = True
 
 
 class RequestProcessor:
@@ -265,6 +250,11 @@ class Place:
         future = self._lane.threads.submit(function, *args, **kwargs)
         future.add_done_callback(lambda _: None if loop.is_closed() else loop.call_soon_threadsafe(self._ended))
         return await asyncio.wrap_future(future)
+
+    def check(self) -> None:
+        """For a thread that works here: raises CancelledError once nobody waits for it any more."""
+        if self._is_left:
+            raise CancelledError
 
     def step_aside(self) -> bool:
         """Leave the place to others and go on beside them, if there is room."""

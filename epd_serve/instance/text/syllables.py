@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.instance.text.bounded_tokenizer import BoundedTokenizer
-from epd_serve.instance.text.detokenizer import Vocabulary
 from epd_serve.instance.text.prompt import Texts
+from epd_serve.instance.text.tokenizer import BoundedTokenizer, Vocabulary
 from epd_serve.models.generation_config import GenerationConfig
 from epd_serve.protocol.wire import ChatMessage, PromptOptions
 from epd_serve.types import SamplingParams
