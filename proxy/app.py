@@ -48,8 +48,9 @@ from proxy.fleet.health import Health, Pairs
 from proxy.fleet.leases import Leases, leases_router
 from proxy.fleet.members import Members, connector, vllm_targets
 from proxy.fleet.poller import Poller
-from proxy.http.arrival import ArrivalLimits, Starts, Turns, give_back
+from proxy.http.arrival import ArrivalLimits, Turns, give_back
 from proxy.http.asgi import install_cors, install_error_handlers
+from proxy.http.connection import Starts
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.media.probe import MediaProbe

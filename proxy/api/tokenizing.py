@@ -17,7 +17,8 @@ from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
 from proxy.api.endpoint import Endpoint, Exchange
 from proxy.api.payloads import parsed
-from proxy.http.client import EventSink, send_json
+from proxy.dispatch.forwarding import EventSink
+from proxy.http.client import send_json
 
 
 class TokenizingEndpoint(Endpoint):
@@ -41,7 +42,7 @@ class TokenizingEndpoint(Endpoint):
         model = exchange.record.model = self._model(request.model)
         sources = request.media()
         exchange.visit.check(generates=False, has_media=bool(sources))
-        items = await self._media(exchange, exchange.asker, sources)
+        items = await self._media(exchange, sources)
         await exchange.admit()
         refs = [item.ref for item in items]
         answer = await self._ask(request, refs, model, exchange.record.request_id)

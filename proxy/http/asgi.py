@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ServeError
+from proxy.http.arrival import Turn
 from proxy.http.client import ClientLeft, Header, retry_headers, too_large
 from proxy.http.connection import SHOWN_HEADERS, Cors
 
@@ -74,6 +75,8 @@ class AsgiClient:
         self._headers = headers_of(scope)
         self.address: str = (scope.get("client") or ("",))[0]
         self.loop = asyncio.get_running_loop()
+        self.unread_bytes = 1  # nobody has counted
+        self.turn: Turn | None = None
         self._receive = receive
         self._send = send
         self._watcher: asyncio.Task[None] | None = None
@@ -81,10 +84,6 @@ class AsgiClient:
         self._written: list[bytes | memoryview] = []
         self._ended = False
         self._sending = asyncio.Lock()
-
-    @property
-    def has_body(self) -> bool:
-        return False
 
     async def body(self, max_bytes: int) -> bytearray:
         declared = self._headers.get(b"content-length", b"")
@@ -138,5 +137,6 @@ class AsgiClient:
         self._watcher = asyncio.create_task(until_left())
 
     def close(self) -> None:
+        """The answer is complete, or will not be."""
         if self._watcher is not None:
             self._watcher.cancel()

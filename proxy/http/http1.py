@@ -81,7 +81,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._head.complete()
+        self._head.since_s = None
         self._problem = head_problem(self.parser.get_http_version(), self.headers)
         if self._problem is not None:
             raise ValueError(self._problem)  # the parser stops, and uvicorn answers with a 400
