@@ -275,7 +275,7 @@ class Dispatch(Struct, eq=False):
             if not route.fused:
                 stage = _D
                 expected = DecodeRequest(
-                    request_id=request_id, stream=job.output.stream, traceparent=job.record.traceparent()
+                    request_id=request_id, stream=job.output.stream, traceparent=job.record.traceparent
                 )
                 call = second.decode(expected, trace_id=job.trace_id)
                 counted = table.in_flight(
@@ -287,9 +287,9 @@ class Dispatch(Struct, eq=False):
             self._events.append(on.Refused(stage, failure))
 
     def _prefill_call(self, action: do.CallPrefill, calls: StageCalls, decode_url: str | None) -> StageCall:
-        job, refs = self._job, action.refs
-        job.record.items = [part.mm_hash for ref in refs for part in ref.segments] if refs else []
-        span = self._stage = job.record.begin(PREFILL, action.request_id, calls.name)
+        job, refs, record = self._job, action.refs, self._job.record
+        record.items = [part.mm_hash for ref in refs for part in ref.segments] if refs else []
+        span = self._stage = record.begin(PREFILL, action.request_id, calls.name)
         request = PrefillRequest(
             request_id=action.request_id,
             output=job.output,
@@ -301,7 +301,7 @@ class Dispatch(Struct, eq=False):
             decode_url=decode_url,
             max_model_len=action.route.max_model_len,
             generated=action.generated,
-            traceparent=job.record.traceparent(span),
+            traceparent=record.traceparent_of(span) if record.context.sampled else record.traceparent,
         )
         return calls.prefill(request, trace_id=job.trace_id, media=[item.data for item in job.items])
 
@@ -388,7 +388,7 @@ class Dispatch(Struct, eq=False):
             ref=action.ref,
             media=item.data,
             announce_to=announce_to.url,
-            traceparent=record.traceparent(span),
+            traceparent=record.traceparent_of(span) if record.context.sampled else record.traceparent,
         )
         event: on.Event = on.Encoded(action.item)
         try:
