@@ -40,7 +40,7 @@ from proxy.api.dashboard import dashboard_router
 from proxy.api.endpoint import Endpoint, GenerationEndpoint
 from proxy.api.openapi import openapi_router
 from proxy.api.tokenizing import TokenizingEndpoint
-from proxy.api.translations import ResponsesEndpoint, TranscriptionEndpoint
+from proxy.api.translations import ResponsesTranslation, TranscriptTranslation, Translation
 from proxy.api.views import health_router, home_router, models_router
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.job import Instances
@@ -224,22 +224,19 @@ def endpoints(
 ) -> Iterator[tuple[str, Endpoint]]:
     """(path, endpoint) of each that takes a body; ``shared`` is what all of them are made with. ``for_vllm``:
     requests may have fields that only vLLM has."""
-    types: tuple[tuple[str, str, type[GenerationRequest]], ...] = (
-        ("chat", "/v1/chat/completions", VllmChatRequest if for_vllm else ChatCompletionRequest),
-        ("completion", "/v1/completions", VllmCompletionRequest if for_vllm else CompletionRequest),
+    types: tuple[tuple[str, str, type[GenerationRequest], type[Translation] | None], ...] = (
+        ("chat", "/v1/chat/completions", VllmChatRequest if for_vllm else ChatCompletionRequest, None),
+        ("completion", "/v1/completions", VllmCompletionRequest if for_vllm else CompletionRequest, None),
+        ("responses", "/v1/responses", ResponsesRequest, ResponsesTranslation),
+        ("transcription", "/v1/audio/transcriptions", TranscriptionRequest, TranscriptTranslation),
     )
-    for kind, path, request_type in types:
-        yield path, GenerationEndpoint(kind=kind, parse=request_type.parse, dispatcher=dispatcher, **shared)
-    yield (
-        "/v1/responses",
-        ResponsesEndpoint(kind="responses", parse=ResponsesRequest.parse, dispatcher=dispatcher, **shared),
-    )
-    yield (
-        "/v1/audio/transcriptions",
-        TranscriptionEndpoint(
-            kind="transcription", parse=TranscriptionRequest.parse, dispatcher=dispatcher, **shared
-        ),
-    )
+    for kind, path, asked, translation in types:
+        yield (
+            path,
+            GenerationEndpoint(
+                kind=kind, parse=asked.parse, dispatcher=dispatcher, translation=translation, **shared
+            ),
+        )
     yield (
         "/v1/responses/input_tokens",
         TokenizingEndpoint(kind="input_tokens", parse=InputTokensCall.parse, calls=calls, **shared),

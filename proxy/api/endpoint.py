@@ -26,6 +26,7 @@ from epd_serve.types import PLURALS
 from proxy.admission.control import AdmissionControl, Visit
 from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN, estimate_tokens
 from proxy.api.payloads import parsed_body
+from proxy.api.translations import Translation
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.forwarding import EventSink
 from proxy.dispatch.interruption import Interruption
@@ -38,7 +39,6 @@ from proxy.http.client import (
     JSON,
     Client,
     ClientLeft,
-    Outlet,
     ResponseAborted,
     send_error,
     send_json,
@@ -223,14 +223,21 @@ def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
 
 
 class GenerationEndpoint(Endpoint):
-    """An endpoint whose answer is generated."""
+    """An endpoint whose answer is generated. Where its API is not that of the instances, its requests are chats
+    for them, and ``translation`` makes its answers."""
 
     def __init__(
-        self, *, parse: Callable[[bytes | bytearray], GenerationRequest], dispatcher: Dispatcher, **shared: Any
+        self,
+        *,
+        parse: Callable[[bytes | bytearray], GenerationRequest],
+        dispatcher: Dispatcher,
+        translation: Callable[[GenerationRequest, Job], Translation] | None = None,
+        **shared: Any,
     ) -> None:
         super().__init__(**shared)
         self._parse = parse
         self._dispatcher = dispatcher
+        self._translation = translation
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         parsed = await parsed_body(self._parse, body, exchange.asker)
@@ -254,8 +261,10 @@ class GenerationEndpoint(Endpoint):
         await exchange.admit()
         jobs = self._jobs(exchange, request, model, items)
         exchange.record.streamed = bool(request.stream)
+        translation = None if self._translation is None else self._translation(request, jobs[0])
         if request.stream:
-            sink.outlet = self._translation(request, jobs[0], exchange.client)
+            if translation is not None:
+                sink.outlet = translation.over(exchange.client)
             if len(jobs) == 1:
                 await self._dispatcher.stream(jobs[0], sink)
             else:
@@ -269,10 +278,11 @@ class GenerationEndpoint(Endpoint):
             else:
                 answer = await whole_several(self._dispatcher, jobs)
             exchange.record.answered(answer)
-            answer = self._translate(request, jobs[0], answer)
+            content_type = JSON
+            if translation is not None:
+                answer, content_type = translation.whole(answer), translation.content_type
             exchange.answered = True
-            record, content_type = exchange.record, self._content_type(request)
-            await send_json(exchange.client, 200, answer, record, content_type=content_type)
+            await send_json(exchange.client, 200, answer, exchange.record, content_type=content_type)
 
     def _jobs(
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
@@ -302,18 +312,6 @@ class GenerationEndpoint(Endpoint):
             )
             for index, prompt in enumerate(prompts)
         ]
-
-    def _translation(self, request: GenerationRequest, job: Job, outlet: Outlet) -> Outlet:
-        """Return the translation of a streamed answer on its way to ``outlet``."""
-        return outlet
-
-    def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
-        """The same for an answer in one piece."""
-        return answer
-
-    def _content_type(self, request: GenerationRequest) -> bytes:
-        """The type of that answer."""
-        return JSON
 
 
 class Exchange(msgspec.Struct, eq=False):

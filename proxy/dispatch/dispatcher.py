@@ -358,7 +358,8 @@ class Dispatch(Struct, eq=False):
         self._close_all()
         if (route := action.route) is not None:
             self._instances.health.ended(route.names)
-            self._instances.pairs.worked(route.prefill, route.decode)
+            if self._instances.pairs.avoid_s:
+                self._instances.pairs.worked(route.prefill, route.decode)
         self._later(action)
 
     def _close_all(self) -> None:
@@ -401,7 +402,8 @@ class Dispatch(Struct, eq=False):
             computed = ENCODED if encoder.covers(Stage.ENCODE) else RECOMPUTED
             span.end(feature=STORED if reply.cached else computed)
             instances.health.ended((encoder.name,))
-            instances.pairs.worked(encoder, prefill)
+            if instances.pairs.avoid_s:
+                instances.pairs.worked(encoder, prefill)
         except TimeoutError:
             event = on.EncodeLate(action.item)
         except ServeError as failure:

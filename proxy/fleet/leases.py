@@ -54,6 +54,7 @@ class Leases:
         self._members = members
         self._clock = clock
         self._leases: dict[str, _Lease] = {}
+        self._has_some = asyncio.Event()
         self._looked_at = clock()
 
     def join(
@@ -89,6 +90,7 @@ class Leases:
             return False
         self._members.join(name, url, role)
         self._leases[name] = _Lease(url, incarnation, lease_s, deadline)
+        self._has_some.set()
         return True
 
     def leave(self, name: str, incarnation: int = 0) -> None:
@@ -120,6 +122,10 @@ class Leases:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
+            if not self._leases:
+                self._has_some.clear()
+                await self._has_some.wait()
+                self._looked_at = self._clock()
             await asyncio.sleep(_TICK_S)
             self.expire()
 

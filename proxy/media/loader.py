@@ -97,9 +97,15 @@ class MediaLoader:
                 param=sources[most].param,
                 code="too_many_media",
             )
-        here = [self._load_small(source, fingerprint, salt) for source in sources]
+        here: list[MediaItem | None] = []
+        for source in sources:
+            if source.processing:
+                _check_bounds(source, gateway.media.max_pixels)
+            is_little = len(source.payload or source.url) <= INLINE_BYTES
+            is_here = source.modality == "image" and source.is_inline and is_little
+            read = self._read(source, fingerprint, salt) if is_here else None
+            here.append(read if isinstance(read, MediaItem) else None)
         loaded = [item for item in here if item is not None]
-        _check_total(loaded, gateway.max_body_bytes)
         if len(loaded) == len(sources):
             return loaded
         fetches = asyncio.Semaphore(MAX_FETCHES)
@@ -120,20 +126,10 @@ class MediaLoader:
             raise failures.exceptions[0] from None
         return [one if isinstance(one, MediaItem) else one.result() for one in found]
 
-    def _load_small(self, source: MediaSource, fingerprint: str, salt: str) -> MediaItem | None:
-        """An item that is little work; None for one that needs a thread, a process or the network."""
-        is_image = source.modality == "image"
-        if not is_image or not source.is_inline or _num_characters(source) > INLINE_BYTES:
-            return None
-        _check_bounds(source, self._settings.now.media_limits.max_pixels)
-        read = self._read(source, fingerprint, salt)
-        return read if isinstance(read, MediaItem) else None
-
     async def _load(
         self, source: MediaSource, fingerprint: str, salt: str, asker: str, fetches: asyncio.Semaphore
     ) -> MediaItem:
         try:
-            _check_bounds(source, self._settings.now.media_limits.max_pixels)
             if source.modality == "video":
                 data, ref = await self._video(source, asker, fetches)
                 ref = msgspec.structs.replace(ref, processing=source.processing)
@@ -144,7 +140,9 @@ class MediaLoader:
                 ref = msgspec.structs.replace(MediaRef.of_audio(audio), processing=source.processing)
                 return MediaItem(data=data, ref=ref, param=source.param, salt=salt)
             if source.is_inline:
-                read = await _off_loop(asker, _num_characters(source), self._read, source, fingerprint, salt)
+                read = await _off_loop(
+                    asker, len(source.payload or source.url), self._read, source, fingerprint, salt
+                )
                 if isinstance(read, MediaItem):
                     return read
                 data = read
@@ -193,7 +191,7 @@ class MediaLoader:
     async def _bytes(self, source: MediaSource, asker: str, fetches: asyncio.Semaphore, max_bytes: int) -> bytes:
         """The file of a video or sound."""
         if source.is_inline:
-            return (await _off_loop(asker, _num_characters(source), _decoded, source, max_bytes))[1]
+            return (await _off_loop(asker, len(source.payload or source.url), _decoded, source, max_bytes))[1]
         async with fetches:
             return await self._fetcher.fetch(source.url, asker, max_bytes=max_bytes)
 
@@ -236,8 +234,6 @@ def _kind(ref: MediaRef) -> str:
 
 def _check_bounds(source: MediaSource, max_pixels: int) -> None:
     """Raise InvalidRequest for a request that would have a picture made larger than one may be."""
-    if not source.processing:
-        return
     asked: dict[str, Any] = msgspec.json.decode(source.processing)
     numbers = [asked, *(one for one in asked.values() if isinstance(one, dict))]
     for name, value in ((name, value) for one in numbers for name, value in one.items()):
@@ -277,10 +273,6 @@ def _decoded(source: MediaSource, max_bytes: int) -> tuple[str, bytes]:
     if source.payload is None:
         return parse_data_url(source.url, max_bytes, source.modality)
     return decode_data_url(source.url, source.payload, max_bytes, source.modality)
-
-
-def _num_characters(source: MediaSource) -> int:
-    return len(source.url) if source.payload is None else len(source.payload)
 
 
 async def _off_loop(asker: str, nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
