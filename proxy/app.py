@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -224,18 +224,19 @@ def endpoints(
 ) -> Iterator[tuple[str, Endpoint]]:
     """(path, endpoint) of each that takes a body; ``shared`` is what all of them are made with. ``for_vllm``:
     requests may have fields that only vLLM has."""
-    types: tuple[tuple[str, str, type[GenerationRequest], type[Translation] | None], ...] = (
-        ("chat", "/v1/chat/completions", VllmChatRequest if for_vllm else ChatCompletionRequest, None),
-        ("completion", "/v1/completions", VllmCompletionRequest if for_vllm else CompletionRequest, None),
-        ("responses", "/v1/responses", ResponsesRequest, ResponsesTranslation),
-        ("transcription", "/v1/audio/transcriptions", TranscriptionRequest, TranscriptTranslation),
+    chat, completion = (
+        (VllmChatRequest, VllmCompletionRequest) if for_vllm else (ChatCompletionRequest, CompletionRequest)
     )
-    for kind, path, asked, translation in types:
+    types: dict[str, tuple[str, Callable[[bytes | bytearray], GenerationRequest], type[Translation] | None]] = {
+        "/v1/chat/completions": ("chat", chat.parse, None),
+        "/v1/completions": ("completion", completion.parse, None),
+        "/v1/responses": ("responses", ResponsesRequest.parse, ResponsesTranslation),
+        "/v1/audio/transcriptions": ("transcription", TranscriptionRequest.parse, TranscriptTranslation),
+    }
+    for path, (kind, parse, translation) in types.items():
         yield (
             path,
-            GenerationEndpoint(
-                kind=kind, parse=asked.parse, dispatcher=dispatcher, translation=translation, **shared
-            ),
+            GenerationEndpoint(kind=kind, parse=parse, dispatcher=dispatcher, translation=translation, **shared),
         )
     yield (
         "/v1/responses/input_tokens",

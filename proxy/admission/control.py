@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key
 from epd_serve.errors import InvalidRequest, Overloaded
@@ -75,7 +77,7 @@ class AdmissionControl:
 
         The visit must :meth:`Visit.leave` in the end.
         """
-        client = self.authenticator.check(authorization)
+        client = self.authenticator.anonymous or self.authenticator.check(authorization)
         now_s = self.clock()
         try:
             client.enter(now_s)
@@ -85,39 +87,22 @@ class AdmissionControl:
         return Visit(self, client, now_s)
 
 
-class Visit:
+class Visit(msgspec.Struct, eq=False):
     """One request between arrival and end."""
 
-    __slots__ = (
-        "_admission",
-        "_charged",
-        "_entered_s",
-        "_generates",
-        "_left",
-        "_num_choices",
-        "_priority",
-        "_prompt",
-        "_queued_s",
-        "_ticket",
-        "_timer",
-        "_waiting",
-        "client",
-    )
-
-    def __init__(self, admission: AdmissionControl, client: Client, entered_s: float) -> None:
-        self.client = client
-        self._admission = admission
-        self._entered_s = entered_s
-        self._ticket: Ticket | None = None
-        self._waiting: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._left = False
-        self._generates = True
-        self._num_choices = 1
-        self._priority = 0
-        self._prompt = (0, False)
-        self._queued_s = entered_s
-        self._charged = 0
+    _admission: AdmissionControl
+    client: Client
+    _entered_s: float
+    _queued_s: float = 0.0
+    _ticket: Ticket | None = None
+    _waiting: asyncio.Future[None] | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _left: bool = False
+    _generates: bool = True
+    _num_choices: int = 1
+    _priority: int = 0
+    _prompt: tuple[int, bool] = (0, False)
+    _charged: int = 0
 
     def check(
         self,
@@ -156,14 +141,16 @@ class Visit:
         try:
             if has_media:
                 if admission.shedding is not None:
-                    self._check_time(now_s)
-                admission.queue.check(client, priority)
+                    self._check_time(admission.shedding, now_s)
+                queue = admission.queue
+                if queue.num_in_flight >= queue.max_in_flight:
+                    queue.displaced_by(client, priority)
             if num_choices > 1:
                 client.widen(num_choices)
                 self._num_choices = num_choices
-            if num_tokens:  # else it waits for no debt of the key, either
+            if num_tokens and client.tokens is not None:  # without tokens it waits for no debt of the key, either
                 client.charge(num_tokens, now_s)
-            self._charged = num_tokens
+                self._charged = num_tokens
         except Overloaded as error:
             self._refused(error)
             raise
@@ -181,7 +168,7 @@ class Visit:
         now_s = self._queued_s = admission.clock()
         try:
             if admission.shedding is not None:
-                self._check_time(now_s)
+                self._check_time(admission.shedding, now_s)
             ticket = self._ticket = admission.queue.enter(
                 self.client, self._priority, now_s, self._on_admitted, self._on_displaced, self._num_choices
             )
@@ -199,12 +186,11 @@ class Visit:
         self._refund()
         self._admission.refused(error.code or "", self.client.name)
 
-    def _check_time(self, now_s: float) -> None:
+    def _check_time(self, shedding: Shedding, now_s: float) -> None:
         """Raises Overloaded where the SLO is out of reach."""
-        admission = self._admission
-        if admission.shedding is not None and self._generates:
-            spent_s = now_s - self._entered_s + (admission.queue.estimated_wait_s() or 0.0)
-            admission.shedding.check(spent_s, *self._prompt)
+        if self._generates:
+            spent_s = now_s - self._entered_s + (self._admission.queue.estimated_wait_s() or 0.0)
+            shedding.check(spent_s, *self._prompt)
 
     def leave(self) -> None:
         """The request is over, however it went. Idempotent: gives back its place and its share of the key."""
@@ -232,7 +218,8 @@ class Visit:
     def _refund(self) -> None:
         """The key is charged for what runs only."""
         charged, self._charged = self._charged, 0
-        self.client.refund(charged)
+        if charged:
+            self.client.refund(charged)
 
     def _on_admitted(self) -> None:
         assert self._timer is not None and self._waiting is not None

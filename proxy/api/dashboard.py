@@ -75,7 +75,7 @@ def dashboard_router(
 
     async def guard(request: Request) -> None:
         await check_key(request)
-        if admission.authenticator.is_open and (
+        if admission.authenticator.anonymous and (
             problem := cross_site(request.scope["headers"], is_local=is_local)
         ):
             raise problem

@@ -79,8 +79,8 @@ def home_router(table: InstanceTable, authenticator: Authenticator, *, dashboard
     async def home(request: Request) -> Response:
         if dashboard:
             return RedirectResponse("dashboard")
-        name = next(iter(table.models()), "MODEL") if authenticator.is_open else "MODEL"
-        key = "" if authenticator.is_open else " -H 'Authorization: Bearer YOUR-KEY'"
+        name = next(iter(table.models()), "MODEL") if authenticator.anonymous else "MODEL"
+        key = "" if authenticator.anonymous else " -H 'Authorization: Bearer YOUR-KEY'"
         body = {"model": name, "messages": [{"role": "user", "content": "Say hello"}]}
         return PlainTextResponse(
             "This is the gateway of an epd-serve deployment. It speaks the OpenAI API below /v1. Ask it:\n\n"
