@@ -126,7 +126,7 @@ class Endpoint:
         try:
             body = await self._receive(exchange)
             with Interruption(client.loop, limit_s, partial(StageTimeout, late)) as exchange.running:
-                client.watch(exchange.on_left)
+                client.on_left = exchange.on_left
                 await self._generate(exchange, body, sink)
         except ClientLeft:
             status, exchange.answered = CLIENT_LEFT, True

@@ -94,9 +94,8 @@ class ParsedBody(Generic[R]):
                 raise _MuchWork
             self.request = parse(body)
             self._sources = self.request.media()
-            self.text_bytes = len(body)
-            if self._sources:
-                self.text_bytes -= _length(self._sources)
+            media = [source.url if source.raw is None else source.raw for source in self._sources]
+            self.text_bytes = len(body) - sum(map(len, media))
             body.clear()
         self.has_media = bool(self._sources)
 
@@ -131,7 +130,7 @@ class ParsedBody(Generic[R]):
                 return None
             raise  # the body as it is would be no text that is read
         sources = request.media()
-        text_bytes = len(skeleton) - _length(sources)
+        text_bytes = len(skeleton) - sum([len(source.url) for source in sources])
         found = 0
         for index, source in enumerate(sources):
             header, is_cut, number = source.url.partition(_PLACEHOLDER)
@@ -183,7 +182,3 @@ def _cut(body: bytearray) -> tuple[bytes, list[memoryview]] | None:
         return None
     pieces.append(view[rest:])
     return b"".join(pieces), payloads
-
-
-def _length(sources: list[MediaSource]) -> int:
-    return sum([len(source.url if source.raw is None else source.raw) for source in sources])

@@ -115,8 +115,8 @@ class Dispatch(Struct, eq=False):
 
     async def run(self) -> do.Done | do.SplitUp:
         """Until it is over. Raises ServeError."""
-        job, losses = self._job, self._instances.health.losses
-        losses.add(self)
+        job, health = self._job, self._instances.health
+        health.losses.add(self)
         try:
             while True:
                 step, self._step = self._step, None
@@ -129,7 +129,13 @@ class Dispatch(Struct, eq=False):
                     await self._news
                     self._news = None
                 elif isinstance(step, do.Wait):
-                    await self._look(step.until_s)
+                    if self._cancelled:  # until they do not count as in flight any more
+                        await asyncio.wait(self._cancelled)
+                        self._cancelled.clear()
+                    if step.until_s is not None:
+                        await asyncio.sleep(_LOOK_AGAIN_S)
+                    avoid = health.held_back() if health.returning else ()
+                    self.feed(on.Look(time.monotonic(), health.was_complete_at, avoid))
                 elif isinstance(step, do.Name):
                     refs = [await item.name(step.fingerprint) for item in job.items]
                     self.feed(on.Named(refs, [item.param for item in job.items]))
@@ -140,22 +146,11 @@ class Dispatch(Struct, eq=False):
                         job.record.attempt_failed(self._request_id)
                     return step
         finally:
-            losses.discard(self)
+            health.losses.discard(self)
             if self.flow.state is not State.OVER:
                 self.feed(on.Abandoned())
             if self._cancelled:
                 await asyncio.wait(self._cancelled)
-
-    async def _look(self, until_s: float | None) -> None:
-        """Look for instances once encodes that were cancelled do not count as in flight any more."""
-        if self._cancelled:
-            await asyncio.wait(self._cancelled)
-            self._cancelled.clear()
-        if until_s is not None:
-            await asyncio.sleep(_LOOK_AGAIN_S)
-        health = self._instances.health
-        avoid = health.held_back() if health.returning else ()
-        self.feed(on.Look(time.monotonic(), health.was_complete_at, avoid))
 
     async def _forward(self, stage: Stage) -> None:
         """Forward an answer to its end, or until something happens that makes it pointless to go on."""
@@ -338,17 +333,13 @@ class Dispatch(Struct, eq=False):
         elif isinstance(error, Exception):
             self._crashed(error)
 
-    def _close(self, stage: Stage) -> None:
-        """Close the call to P or D, if there is one."""
-        if (entry := self._calls.pop(stage, None)) is not None:
+    def _release(self, action: do.Release) -> None:
+        if (entry := self._calls.pop(_D, None)) is not None:
             call, counted = entry
             try:
                 call.close()
             finally:
                 counted.close()
-
-    def _release(self, action: do.Release) -> None:
-        self._close(_D)
 
     def _end_try(self, action: do.EndTry) -> None:
         self._close_all()
@@ -371,8 +362,12 @@ class Dispatch(Struct, eq=False):
                 task.cancel()
                 self._cancelled.append(task)
             self._encodes.clear()
-        self._close(_P)
-        self._close(_D)
+        calls, self._calls = self._calls, {}
+        for call, counted in calls.values():
+            try:
+                call.close()
+            finally:
+                counted.close()
 
     async def _encode(self, action: do.Encode, span: Span) -> None:
         instances, record, item = self._instances, self._job.record, self._job.items[action.place]

@@ -77,6 +77,7 @@ class AsgiClient:
         self.loop = asyncio.get_running_loop()
         self.unread_bytes = 1  # nobody has counted
         self.turn: Turn | None = None
+        self.on_left: Callable[[], None] | None = None
         self._receive = receive
         self._send = send
         self._watcher: asyncio.Task[None] | None = None
@@ -99,7 +100,14 @@ class AsgiClient:
             if len(body) > max_bytes:
                 raise too_large(max_bytes)
             more = message.get("more_body", False)
+        self._watcher = self.loop.create_task(self._watch())
         return body
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if self.on_left is not None:
+            self.on_left()  # or, says ASGI, the answer is complete
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         headers = [*headers, (b"content-length", b"%d" % len(body))]
@@ -127,14 +135,6 @@ class AsgiClient:
 
     def let_go(self) -> None:
         pass
-
-    def watch(self, on_left: Callable[[], None]) -> None:
-        async def until_left() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            on_left()  # or, says ASGI, the answer is complete
-
-        self._watcher = asyncio.create_task(until_left())
 
     def close(self) -> None:
         """The answer is complete, or will not be."""

@@ -39,25 +39,23 @@ class Client(Outlet, Protocol):
         address: of the other end, without its port; "" where there is none.
         unread_bytes: of the body; 0: :meth:`body` need not wait.
         turn: in which a large body is read (proxy/http/arrival.py); None: it holds up no other.
+        on_left: called when the client is gone before its answer is complete, once it has sent all of its request.
     """
 
     loop: asyncio.AbstractEventLoop
     address: str
     unread_bytes: int
     turn: Turn | None
+    on_left: Callable[[], None] | None
 
     async def body(self, max_bytes: int) -> bytearray:
-        """The whole body. Raises TooLarge as soon as it is known to be, ClientLeft where it ends early."""
+        """The whole body. Raises TooLarge as soon as it is known to be, ClientLeft where the client is gone."""
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         """The whole answer in one piece; the length is added to its headers."""
 
     def let_go(self) -> None:
         """End the turn: the body is not held any more, or will be for long. Any number of times."""
-
-    def watch(self, on_left: Callable[[], None]) -> None:
-        """Call ``on_left`` when the client is gone before its answer is complete. Raises ClientLeft where it is
-        gone already."""
 
 
 def too_large(max_bytes: int) -> TooLarge:

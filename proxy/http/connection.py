@@ -419,7 +419,6 @@ class RawClient(msgspec.Struct, eq=False, kw_only=True):
         keep_alive: whether the connection goes on after the answer.
         has_begun, is_complete: whether something of the answer is out, and all of it.
         on_skipped: called when a body that nobody wants has been read to its end.
-        on_left: called when the client is gone before its answer is complete.
     """
 
     transport: asyncio.Transport
@@ -503,7 +502,7 @@ class RawClient(msgspec.Struct, eq=False, kw_only=True):
         if self.unread_bytes and not self._is_lost:
             self._body_waiter = self.loop.create_future()
             await self._body_waiter
-        if self.unread_bytes:
+        if self._is_lost:
             raise ClientLeft
         body, self.kept = self.kept, None
         return body
@@ -514,11 +513,6 @@ class RawClient(msgspec.Struct, eq=False, kw_only=True):
             if not turn.has_begun:  # it was refused unread
                 self.transport.resume_reading()
             turn.end()
-
-    def watch(self, on_left: Callable[[], None]) -> None:
-        if self._is_lost:
-            raise ClientLeft
-        self.on_left = on_left
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         if status == HTTPStatus.REQUEST_TIMEOUT:

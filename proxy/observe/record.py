@@ -102,6 +102,7 @@ class RequestRecord(msgspec.Struct, eq=False):
     pace: Pace | None = None
     _last: bytes | memoryview = b""
     _before_last: bytes | memoryview = b""
+    #: The ends of the answer's parts, and what counts their tokens.
     _streams: list[tuple[bytes | memoryview, bytes | memoryview, Callable[[], int] | None]] = []
 
     @property
@@ -162,17 +163,7 @@ class RequestRecord(msgspec.Struct, eq=False):
 
     def answered(self, body: bytes) -> None:
         """The whole answer in one piece."""
-        usage = self._read_tail(body[-_TAIL_BYTES:])
-        if usage is not None:
-            self.prompt_tokens, self.output_tokens = usage
-
-    def _read_tail(self, tail: bytes) -> tuple[int, int] | None:
-        """Tokens of prompt and answer, where they are told."""
-        reason = _REASON.match(tail, max(0, *[tail.rfind(one) for one in _REASONS_AT]))
-        if reason is not None:
-            self.finish_reason = reason[1].decode()
-        usage = _USAGE.match(tail, max(0, tail.rfind(_USAGE_AT)))
-        return None if usage is None else (int(usage[1]), int(usage[2]))
+        self._streams.append((b"", body, None))
 
     # ------------------------------------------------------------------ what is read when it is over
 
@@ -181,13 +172,17 @@ class RequestRecord(msgspec.Struct, eq=False):
         assert self.end_s is not None
         self.duration_s = self.end_s - self.arrived_s
         for before, last, count in self._streams:
-            usage = self._read_tail(bytes(before[-_TAIL_BYTES:]) + bytes(last[-_TAIL_BYTES:]))
+            tail = bytes(before[-_TAIL_BYTES:]) + bytes(last[-_TAIL_BYTES:])
+            reason = _REASON.match(tail, max(0, *[tail.rfind(one) for one in _REASONS_AT]))
+            if reason is not None:
+                self.finish_reason = reason[1].decode()
+            usage = _USAGE.match(tail, max(0, tail.rfind(_USAGE_AT)))
             if count is not None:
                 self.output_tokens = (self.output_tokens or 0) + count()
             elif usage is not None:
-                self.output_tokens = usage[1]
+                self.output_tokens = int(usage[2])
             if usage is not None:
-                self.prompt_tokens = usage[0]
+                self.prompt_tokens = int(usage[1])
         self._streams.clear()
         if self.ttft_s is not None and self.output_tokens is not None and self.output_tokens > 1:
             self.tpot_s = (self.duration_s - self.ttft_s) / (self.output_tokens - 1)
