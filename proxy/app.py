@@ -31,7 +31,7 @@ from proxy.admin.hosts import deployment_router, hosts_router
 from proxy.admin.operations import operations_router
 from proxy.admin.plane import create_admin_app, running_admin, running_on_path
 from proxy.admin.reload import ConfigReload
-from proxy.admin.rollout import Departures, files_router, rollout_router, show_ready
+from proxy.admin.rollout import files_router, rollout_router, show_ready
 from proxy.admin.scaling import ServedRequests, scaling_router
 from proxy.admin.shared_state import follow
 from proxy.admin.switches import Hold, Switches, switches_router
@@ -122,7 +122,7 @@ def create_app(
             routers = [operations_router(table, health, switches, crew), scaling_router(table, served_requests)]
             routers += [hosts_router(current, lambda: app.state.files)]
             orders = [switches_router(switches, hold), deployment_router(current, lambda: app.state.files)]
-            orders += [rollout_router(table, Departures(switches, calls), hold, crew)]
+            orders += [rollout_router(table, switches, hold, crew)]
             joining = leases_router(leases, crew, needs_tls=settings.tls is not None)
             if gateway.admin.port is not None and crew.leads:
                 admin = create_admin_app(

@@ -1,11 +1,10 @@
-"""Orders of another role for an instance; for the admin plane, and for whoever decides by itself."""
+"""Orders of another role for an instance, or to leave; for the admin plane, and for whoever decides by itself."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -15,7 +14,7 @@ from fastapi.responses import JSONResponse
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.vllm import VllmInstance
 from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError, StageTimeout
-from epd_serve.protocol.instance_state import RoleChanged, RoleOrder
+from epd_serve.protocol.instance_state import LeaveOrder, RoleChanged, RoleOrder
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage
 from proxy.fleet.health import Health
@@ -27,6 +26,8 @@ logger = logging.getLogger(__name__)
 _Body = TypeVar("_Body")
 #: Beyond its deadline, for an instance that makes its new stages, or its old ones again.
 _REBUILD_S = 120.0
+#: Beyond its deadline, for the answer of an instance that has just become empty.
+_LEAVE_S = 10.0
 
 
 class RoleBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +60,7 @@ class Hold:
 
 
 class Switches:
-    """Has instances change their roles; one that is ready is left for each stage that requests need."""
+    """Has instances change their roles or leave; one that is ready is left for each stage that requests need."""
 
     def __init__(self, table: InstanceTable, calls: Mapping[str, StageCalls], health: Health, crew: Crew) -> None:
         self._table = table
@@ -116,23 +117,30 @@ class Switches:
                 if self._table.get(name) is record:  # it may have left meanwhile
                     self._health.hold(name, False)
 
-    @asynccontextmanager
-    async def leaving(self, name: str) -> AsyncIterator[None]:
-        """While it lasts the instance gets nothing new and no other order; afterwards, what it says it can take.
+    async def leave(self, name: str, order: LeaveOrder) -> float:
+        """Return when nothing is left of what it had, with the seconds that it took, so that it can be ended.
+
+        Meanwhile it gets nothing new and no other order; afterwards, what it says it can take. Cancelled before,
+        it serves on.
 
         Raises:
             NoSuchInstance: there is none.
             Conflict: it is leaving or on its way to another role, or a stage would be left without an instance.
+            StageTimeout: it was not empty by the deadline; it serves on.
         """
-        record = self.find(name)
+        record, calls = self.find(name), self._calls[name]
         self._check_idle(record)
         if record.ready:
             self._check_floor(record)
         self._leaving.add(name)
         self._health.hold(name)
         try:
-            yield
-            await self._look(record, self._calls[name])
+            async with asyncio.timeout(order.deadline_s + _LEAVE_S):
+                seconds = (await calls.leave(order)).seconds
+            await self._look(record, calls)
+            return seconds
+        except TimeoutError as error:
+            raise StageTimeout(f"instance {name} did not say whether it is empty") from error
         finally:
             self._leaving.discard(name)
             if self._table.get(name) is record:

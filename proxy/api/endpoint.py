@@ -8,8 +8,8 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -62,29 +62,18 @@ _NUM_STRANGERS = 16
 _LAST_WORDS_S = 1.0
 
 
+@dataclass(kw_only=True, eq=False)
 class Endpoint:
     """Reads and checks a request and bounds its time; :meth:`_generate` answers it."""
 
-    def __init__(
-        self,
-        *,
-        kind: str,
-        table: InstanceTable,
-        poller: Poller,
-        loader: MediaLoader,
-        admission: AdmissionControl,
-        observer: Observer,
-        arrival: ArrivalLimits,
-        settings: Current,
-    ) -> None:
-        self._kind = kind
-        self._table = table
-        self._poller = poller
-        self._loader = loader
-        self._admission = admission
-        self._observer = observer
-        self._arrival = arrival
-        self.settings = settings
+    kind: str
+    table: InstanceTable
+    poller: Poller
+    loader: MediaLoader
+    admission: AdmissionControl
+    observer: Observer
+    arrival: ArrivalLimits
+    settings: Current
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As an ASGI application."""
@@ -100,12 +89,12 @@ class Endpoint:
         Raises ResponseAborted for a stream that broke off, so that the connection is closed, and whatever is a
         fault of the gateway's own.
         """
-        record = self._observer.begin(self._kind, headers)
+        record = self.observer.begin(self.kind, headers)
         try:
-            visit = self._admission.enter(headers.get(b"authorization"))
+            visit = self.admission.enter(headers.get(b"authorization"))
         except ServeError as error:
             await send_error(client, error, record)
-            self._observer.finish(record, error.status, error)
+            self.observer.finish(record, error.status, error)
             return
         name = record.key = visit.client.name
         asker = name if name != ANONYMOUS else f"{name} {hash(client.address) % _NUM_STRANGERS}"
@@ -119,7 +108,7 @@ class Endpoint:
 
     async def _answer(self, exchange: Exchange) -> None:
         client, record = exchange.client, exchange.record
-        sink = EventSink(client, record, self._observer.first_token)
+        sink = EventSink(client, record, self.observer.first_token)
         limit_s = self.settings.now.gateway.request_timeout_s
         late = f"the request took longer than {limit_s:g} s, this gateway's limit"
         status, failure = 200, None
@@ -151,7 +140,7 @@ class Endpoint:
             raise
         finally:
             if exchange.answered:
-                self._observer.finish(record, status, failure)
+                self.observer.finish(record, status, failure)
 
     async def _receive(self, exchange: Exchange) -> bytearray:
         """The body. Raises ServeError, or ClientLeft where it ends early."""
@@ -169,8 +158,8 @@ class Endpoint:
             return await client.body(max_bytes)
         length = exchange.headers.get(b"content-length", b"")
         declared = int(length) if length.isdigit() else None
-        limit_s = self._arrival.time_for_body(declared)
-        with Interruption(client.loop, limit_s, partial(self._arrival.too_slow, declared)):
+        limit_s = self.arrival.time_for_body(declared)
+        with Interruption(client.loop, limit_s, partial(self.arrival.too_slow, declared)):
             return await client.body(max_bytes)
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
@@ -178,7 +167,7 @@ class Endpoint:
         raise NotImplementedError
 
     async def _media(self, exchange: Exchange, sources: list[MediaSource], salt: str = "") -> list[MediaItem]:
-        info = self._table.models().get(exchange.record.model)
+        info = self.table.models().get(exchange.record.model)
         for source in sources:
             if info is not None and source.modality not in info.modalities:
                 raise _not_taken(info, source)
@@ -189,14 +178,14 @@ class Endpoint:
                 exchange.client.let_go()
                 if exchange.fetch_place is None:
                     timeout_s = self.settings.now.gateway.queue_timeout_s
-                    exchange.fetch_place = await self._loader.places.take(exchange.asker, timeout_s)
+                    exchange.fetch_place = await self.loader.places.take(exchange.asker, timeout_s)
                 break
-        items = await self._loader.load(sources, fingerprint, exchange.asker, salt)
+        items = await self.loader.load(sources, fingerprint, exchange.asker, salt)
         exchange.record.media([(item.ref, len(item.data)) for item in items])
         return items
 
     def _model(self, wanted: str | None) -> str:
-        models = self._table.models()
+        models = self.table.models()
         if not models:
             raise Unavailable("no instance has started yet; try again shortly")
         if wanted is None:
@@ -222,28 +211,20 @@ def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
     )
 
 
+@dataclass(kw_only=True, eq=False)
 class GenerationEndpoint(Endpoint):
     """An endpoint whose answer is generated. Where its API is not that of the instances, its requests are chats
     for them, and ``translation`` makes its answers."""
 
-    def __init__(
-        self,
-        *,
-        parse: Callable[[bytes | bytearray], GenerationRequest],
-        dispatcher: Dispatcher,
-        translation: Callable[[GenerationRequest, Job], Translation] | None = None,
-        **shared: Any,
-    ) -> None:
-        super().__init__(**shared)
-        self._parse = parse
-        self._dispatcher = dispatcher
-        self._translation = translation
+    parse: Callable[[bytes | bytearray], GenerationRequest]
+    dispatcher: Dispatcher
+    translation: Callable[[GenerationRequest, Job], Translation] | None = None
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
-        parsed = await parsed_body(self._parse, body, exchange.asker)
+        parsed = await parsed_body(self.parse, body, exchange.asker)
         request = parsed.request
-        if not self._poller.started.is_set():
-            await self._poller.started.wait()
+        if not self.poller.started.is_set():
+            await self.poller.started.wait()
         model = exchange.record.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
         num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
@@ -261,22 +242,22 @@ class GenerationEndpoint(Endpoint):
         await exchange.admit()
         jobs = self._jobs(exchange, request, model, items)
         exchange.record.streamed = bool(request.stream)
-        translation = None if self._translation is None else self._translation(request, jobs[0])
+        translation = None if self.translation is None else self.translation(request, jobs[0])
         if request.stream:
             if translation is not None:
                 sink.outlet = translation.over(exchange.client)
             if len(jobs) == 1:
-                await self._dispatcher.stream(jobs[0], sink)
+                await self.dispatcher.stream(jobs[0], sink)
             else:
-                await stream_several(self._dispatcher, jobs, sink)
+                await stream_several(self.dispatcher, jobs, sink)
             exchange.answered = True
             if not sink.is_out:
                 await sink.finish()
         else:
             if len(jobs) == 1:
-                answer = await self._dispatcher.whole(jobs[0])
+                answer = await self.dispatcher.whole(jobs[0])
             else:
-                answer = await whole_several(self._dispatcher, jobs)
+                answer = await whole_several(self.dispatcher, jobs)
             exchange.record.answered(answer)
             content_type = JSON
             if translation is not None:

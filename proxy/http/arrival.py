@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
+
 from epd_serve.config import GatewayConfig
 from epd_serve.errors import InvalidRequest
 
@@ -55,7 +57,7 @@ class ArrivalLimits:
         return TooSlow(f"the body did not arrive within {self.time_for_body(declared):.3g} s; send it faster")
 
 
-class HeadWatch:
+class HeadWatch(msgspec.Struct, eq=False):
     """Calls ``on_late`` when the head of a request is not complete in time.
 
     One timer per connection, set anew at most once per ``header_s``.
@@ -64,14 +66,11 @@ class HeadWatch:
         since_s: when the head began; None: it is complete, which is for the connection to say.
     """
 
-    __slots__ = ("_header_s", "_loop", "_on_late", "_timer", "since_s")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, header_s: float, on_late: Callable[[], None]) -> None:
-        self._loop = loop
-        self._header_s = header_s
-        self._on_late = on_late
-        self.since_s: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
+    _loop: asyncio.AbstractEventLoop
+    _header_s: float
+    _on_late: Callable[[], None]
+    since_s: float | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
         """A connection was made, or the first byte of its next request has come."""
@@ -150,16 +149,13 @@ class Turns:
         turn.on_begin()
 
 
-class Turn:
+class Turn(msgspec.Struct, eq=False):
     """See :meth:`Turns.ask`."""
 
-    __slots__ = ("has_begun", "nbytes", "on_begin", "turns")
-
-    def __init__(self, turns: Turns, nbytes: int, on_begin: Callable[[], None]) -> None:
-        self.turns = turns
-        self.nbytes = nbytes
-        self.on_begin = on_begin
-        self.has_begun = False
+    turns: Turns
+    nbytes: int
+    on_begin: Callable[[], None]
+    has_begun: bool = False
 
     def end(self) -> None:
         self.turns.end(self)

@@ -371,7 +371,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
     def _hand_over(self) -> None:
         if self._uvicorn is None:
             self._uvicorn = ReturningHttp(self._config, self._state, self._app_state, self._loop)
-            self._uvicorn.owner = self
+            self._uvicorn.give_back = self.take_back
         self._head.stop()
         if self._timer is not None:
             self._timer.cancel()
