@@ -22,6 +22,10 @@ from proxy.admission.queue import AdmissionQueue, Ticket, TicketState
 from proxy.observe.metrics import GatewayMetrics
 from proxy.settings import Current, GatewaySettings
 
+#: The charge for an answer of which nothing says how long it may be, which is as in completions: how long it gets
+#: nobody knows yet.
+_OPEN_TOKENS = 16
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shedding:
@@ -108,18 +112,18 @@ class Visit(msgspec.Struct, eq=False):
         self,
         *,
         priority: int | None = None,
-        num_tokens: int = 0,
         num_prompt_tokens: int = 0,
+        max_tokens: int | None = None,
         has_media: bool = False,
         generates: bool = True,
         num_choices: int = 1,
     ) -> None:
         """Say what the request is, once that is known and before anything is fetched for it; :meth:`admit` next.
 
-        ``num_tokens`` is what the key is charged if it runs; the prompt's tokens and media say how long instances
-        will take, ``num_choices`` how many sequences they compute. A request that ``generates`` nothing has no
-        first token to be late, and its time is not that of a run. ``priority`` None: the middle, 0, or the
-        highest that the key may send.
+        Its prompt's tokens, the most of each of its answers and their number, ``num_choices``, are what the key is
+        charged if it runs; the prompt's tokens and media say how long instances will take. A request that
+        ``generates`` nothing has no first token to be late, its time is not that of a run, and it is not charged.
+        ``priority`` None: the middle, 0, or the highest that the key may send.
 
         Raises Overloaded where :meth:`admit` would or over the key's limits, and InvalidRequest for a priority
         above the key's or more choices than it may have.
@@ -148,7 +152,9 @@ class Visit(msgspec.Struct, eq=False):
             if num_choices > 1:
                 client.widen(num_choices)
                 self._num_choices = num_choices
-            if num_tokens and client.tokens is not None:  # without tokens it waits for no debt of the key, either
+            if generates and client.tokens is not None:  # others wait for no debt of the key, either
+                most = _OPEN_TOKENS if max_tokens is None else max_tokens
+                num_tokens = num_prompt_tokens + most * num_choices
                 client.charge(num_tokens, now_s)
                 self._charged = num_tokens
         except Overloaded as error:

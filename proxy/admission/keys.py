@@ -155,14 +155,6 @@ class Client:
         self.tokens.give_back(num_tokens)
 
 
-def estimate_tokens(text_bytes: int, max_tokens: int | None, num_choices: int = 1) -> int:
-    """Return the charge for a request: its prompt, by bytes of text, and the longest answer that it asks for.
-
-    An open ``max_tokens`` counts as 16, as it is in completions: how long such an answer gets nobody knows yet.
-    """
-    return text_bytes // BYTES_PER_TOKEN + (16 if max_tokens is None else max_tokens) * num_choices
-
-
 #: Longer ones are refused unhashed.
 MAX_TOKEN_BYTES = 4096
 _NOBODY = bytes(32)

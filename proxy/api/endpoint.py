@@ -24,7 +24,7 @@ from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.span import random_block
 from epd_serve.types import PLURALS
 from proxy.admission.control import AdmissionControl, Visit
-from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN, estimate_tokens
+from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN
 from proxy.api.payloads import parsed_body
 from proxy.api.translations import Translation
 from proxy.dispatch.dispatcher import Dispatcher
@@ -227,11 +227,10 @@ class GenerationEndpoint(Endpoint):
             await self.poller.started.wait()
         model = exchange.record.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
-        num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
         exchange.visit.check(
             priority=request.priority or 0,
-            num_tokens=num_tokens,
             num_prompt_tokens=parsed.text_bytes // BYTES_PER_TOKEN,
+            max_tokens=request.token_limit(),
             has_media=parsed.has_media,
             num_choices=num_choices,
         )

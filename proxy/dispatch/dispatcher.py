@@ -26,7 +26,6 @@ from proxy.dispatch.forwarding import EventSink, Forwarding, Streamed, Whole
 from proxy.dispatch.interruption import Interruption
 from proxy.dispatch.job import Instances, Job, beginnings, prompt_pieces
 from proxy.dispatch.strands import stream_choices
-from proxy.media.loader import names_of
 from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, STORED, TRANSFER
 from proxy.settings import GatewaySettings
 
@@ -425,6 +424,9 @@ def _asked(job: Job, pieces: Sequence[str], generated: list[int]) -> Asked:
         num_tokens = len(job.prompt)
     for item in job.items:
         num_pixels += item.ref.num_pixels
+    named, fingerprint = None, job.items[0].fingerprint if job.items else ""
+    if job.items and all(item.ref.mm_hash and item.fingerprint == fingerprint for item in job.items):
+        named = fingerprint, on.Named([item.ref for item in job.items], [item.param for item in job.items])
     demand = Demand(
         num_characters=num_characters,
         num_tokens=num_tokens,
@@ -439,7 +441,7 @@ def _asked(job: Job, pieces: Sequence[str], generated: list[int]) -> Asked:
         model=job.model,
         demand=demand,
         has_media=bool(job.items),
-        named=names_of(job.items) if job.items else None,
+        named=named,
         num_choices=job.sampling.n,
         # else each event tells the usage of all together
         splits=job.sampling.n > 1 and not job.output.continuous_usage,

@@ -14,7 +14,6 @@ import pybase64
 from blake3 import blake3
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.flow.events import Named
 from epd_serve.media.picture import low_detail_size, pixel_size, plain_size
 from epd_serve.media.video import VideoLimits, pack_frames, read_list
 from epd_serve.protocol.openai.messages import MediaSource
@@ -57,14 +56,6 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
             return self.ref
         name = await _off_loop("", len(self.data), mm_hash, self.data, _kind(self.ref), fingerprint, self.salt)
         return msgspec.structs.replace(self.ref, mm_hash=name)
-
-
-def names_of(items: Sequence[MediaItem]) -> tuple[str, Named] | None:
-    """The names of media items, and the fingerprint that all were named under; None where some are without."""
-    fingerprint = items[0].fingerprint
-    if any(not item.ref.mm_hash or item.fingerprint != fingerprint for item in items):
-        return None
-    return fingerprint, Named([item.ref for item in items], [item.param for item in items])
 
 
 class MediaLoader:
