@@ -28,13 +28,12 @@ from epd_serve.protocol.openai.transcriptions import TranscriptionRequest
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.hosts import deployment_router, hosts_router
-from proxy.admin.operations import operations_router
 from proxy.admin.plane import create_admin_app, running_admin, running_on_path
 from proxy.admin.reload import ConfigReload
 from proxy.admin.rollout import files_router, rollout_router, show_ready
 from proxy.admin.scaling import ServedRequests, scaling_router
 from proxy.admin.shared_state import follow
-from proxy.admin.switches import Hold, Switches, switches_router
+from proxy.admin.switches import Hold, Switches, operations_router, switches_router
 from proxy.admission.control import new_admission
 from proxy.api.dashboard import dashboard_router
 from proxy.api.endpoint import Endpoint, GenerationEndpoint

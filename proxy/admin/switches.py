@@ -1,4 +1,4 @@
-"""Orders of another role for an instance, or to leave; for the admin plane, and for whoever decides by itself."""
+"""Orders for an instance: to drain, to have another role, to leave."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError,
 from epd_serve.protocol.instance_state import LeaveOrder, RoleChanged, RoleOrder
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage
+from proxy.admin.shared_state import InFlight, in_flight_everywhere
 from proxy.fleet.health import Health
 from proxy.fleet.members import NoSuchInstance
-from proxy.workers.crew import Crew, Switched
+from proxy.workers.crew import Crew, Drained, Switched
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +183,48 @@ class Switches:
                     f"instance {record.name} is the only one that is ready for stage {stage}; start another "
                     "first, or have one of another stage take its place"
                 )
+
+
+def operations_router(table: InstanceTable, health: Health, switches: Switches, crew: Crew) -> APIRouter:
+    """``GET /admin/instances``, ``POST /admin/instances/{name}/drain`` and ``/undrain``, which answer with the
+    workers that have not said in time that they know it, too."""
+    router = APIRouter()
+
+    async def order(name: str, *, drain: bool) -> JSONResponse:
+        switches.find(name)
+        health.drain(name, drain)
+        unconfirmed = await crew.share(Drained(name, switches.find(name).url, drain))
+        now = describe(name, await in_flight_everywhere(crew, table))
+        return JSONResponse({**now, "unconfirmed": unconfirmed})
+
+    def describe(name: str, in_flight: InFlight) -> dict[str, object]:
+        record = switches.find(name)
+        return {
+            "name": name,
+            "url": record.url,
+            "role": str(record.role) if record.role else None,
+            "ready": record.ready,
+            **health.describe(name),
+            "in_flight": sum(in_flight.get(name, {}).values()),
+        }
+
+    @router.get("/admin/instances")
+    async def instances() -> JSONResponse:
+        """Every instance with what this gateway thinks of it."""
+        in_flight = await in_flight_everywhere(crew, table)
+        return JSONResponse({"instances": [describe(record.name, in_flight) for record in table]})
+
+    @router.post("/admin/instances/{name}/drain")
+    async def drain(name: str) -> JSONResponse:
+        """No new requests for it; it is empty when ``in_flight`` is 0."""
+        return await order(name, drain=True)
+
+    @router.post("/admin/instances/{name}/undrain")
+    async def undrain(name: str) -> JSONResponse:
+        """It takes requests again."""
+        return await order(name, drain=False)
+
+    return router
 
 
 def switches_router(switches: Switches, hold: Hold) -> APIRouter:

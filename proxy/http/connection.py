@@ -93,27 +93,24 @@ class Starts:
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
-        self._room = _STARTS_PER_PASS
-        self._is_watching = False
+        self._room = _STARTS_PER_PASS  # since it was full last, in this pass or before
 
     def begin(self, loop: asyncio.AbstractEventLoop, start: Callable[[], None]) -> None:
         """Call ``start``, now or in a later pass."""
-        if self._room:
-            self._room -= 1
-            start()
-        else:
+        if not self._room:
             self._waiting.append(start)
-        if not self._is_watching:
-            self._is_watching = True
+            return
+        self._room -= 1
+        if not self._room:
             loop.call_soon(self._next_pass, loop)
+        start()
 
     def _next_pass(self, loop: asyncio.AbstractEventLoop) -> None:
         waiting, self._room = self._waiting, _STARTS_PER_PASS
         while waiting and self._room:
             self._room -= 1
             waiting.popleft()()
-        self._is_watching = self._room < _STARTS_PER_PASS
-        if self._is_watching:
+        if not self._room:
             loop.call_soon(self._next_pass, loop)
 
 
