@@ -57,11 +57,12 @@ class Interruption(msgspec.Struct, eq=False):
         if self._timer is not None:
             self._timer.cancel()
         task, self._task = self._task, None
+        reason, self._reason = self._reason, None
         assert task is not None
         if (
-            self._reason is not None
+            reason is not None
             and task.uncancel() <= self._num_cancels
             and kind is not None
             and issubclass(kind, asyncio.CancelledError)
         ):
-            raise self._reason from error
+            raise reason from error

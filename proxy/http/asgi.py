@@ -138,5 +138,6 @@ class AsgiClient:
 
     def close(self) -> None:
         """The answer is complete, or will not be."""
+        self.on_left = None
         if self._watcher is not None:
             self._watcher.cancel()
