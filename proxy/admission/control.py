@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -52,29 +52,22 @@ class Shedding:
             )
 
 
+@dataclass(eq=False)
 class AdmissionControl:
-    """``enter`` → :class:`Visit` for every request; all of it on one event loop."""
+    """``enter`` → :class:`Visit` for every request; all of it on one event loop.
 
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        queue: AdmissionQueue,
-        *,
-        settings: Current,
-        shedding: Shedding | None = None,
-        refused: Callable[[str, str], None] = lambda reason, key: None,
-        waited: Callable[[float], None] = lambda seconds: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``refused`` is told the code of each Overloaded and the name of the key, ``waited`` the seconds of each
-        wait in the queue."""
-        self.authenticator = authenticator
-        self.queue = queue
-        self.settings = settings
-        self.shedding = shedding
-        self.refused = refused
-        self.waited = waited
-        self.clock = clock
+    Attributes:
+        refused: told the code of each Overloaded and the name of the key.
+        waited: told the seconds of each wait in the queue.
+    """
+
+    authenticator: Authenticator
+    queue: AdmissionQueue
+    settings: Current = field(kw_only=True)
+    shedding: Shedding | None = None
+    refused: Callable[[str, str], None] = lambda reason, key: None
+    waited: Callable[[float], None] = lambda seconds: None
+    clock: Callable[[], float] = time.monotonic
 
     def enter(self, authorization: str | bytes | None) -> Visit:
         """Before the body is read. Raises Unauthorized, or Overloaded where the key's limits say no.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd_serve.config.elastic import RoleName
 from epd_serve.config.gateway import InstanceName, InstanceUrl
@@ -162,7 +162,7 @@ def leases_router(leases: Leases, crew: Crew, *, needs_tls: bool = False) -> API
 
 def _read(body: bytes) -> JoinBody:
     try:
-        return TypeAdapter(JoinBody).validate_json(body)
+        return JoinBody.model_validate_json(body)
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(str(part) for part in fault["loc"]) or "body"

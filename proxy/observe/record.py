@@ -29,14 +29,11 @@ _TAIL_BYTES = 2048
 _REQUEST_ID, _TRACEPARENT = REQUEST_ID_HEADER.encode(), TRACEPARENT_HEADER.encode()
 
 
-class Pace:
+class Pace(msgspec.Struct, eq=False):
     """The times between the events of one answer."""
 
-    __slots__ = ("_observe", "_since_s")
-
-    def __init__(self, observe: Callable[[float], None]) -> None:
-        self._observe = observe
-        self._since_s = 0.0
+    _observe: Callable[[float], None]
+    _since_s: float = 0.0
 
     def mark(self) -> None:
         now_s = time.monotonic()
