@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,19 +28,18 @@ from epd_serve.protocol.openai.transcriptions import TranscriptionRequest
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.hosts import deployment_router, hosts_router
-from proxy.admin.operations import operations_router
 from proxy.admin.plane import create_admin_app, running_admin, running_on_path
 from proxy.admin.reload import ConfigReload
-from proxy.admin.rollout import Departures, files_router, rollout_router, show_ready
+from proxy.admin.rollout import files_router, rollout_router, show_ready
 from proxy.admin.scaling import ServedRequests, scaling_router
 from proxy.admin.shared_state import follow
-from proxy.admin.switches import Hold, Switches, switches_router
+from proxy.admin.switches import Hold, Switches, operations_router, switches_router
 from proxy.admission.control import new_admission
 from proxy.api.dashboard import dashboard_router
 from proxy.api.endpoint import Endpoint, GenerationEndpoint
 from proxy.api.openapi import openapi_router
 from proxy.api.tokenizing import TokenizingEndpoint
-from proxy.api.translations import ResponsesEndpoint, TranscriptionEndpoint
+from proxy.api.translations import ResponsesTranslation, TranscriptTranslation, Translation
 from proxy.api.views import health_router, home_router, models_router
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.job import Instances
@@ -48,8 +47,9 @@ from proxy.fleet.health import Health, Pairs
 from proxy.fleet.leases import Leases, leases_router
 from proxy.fleet.members import Members, connector, vllm_targets
 from proxy.fleet.poller import Poller
-from proxy.http.arrival import ArrivalLimits, Starts, Turns, give_back
+from proxy.http.arrival import ArrivalLimits, Turns, give_back
 from proxy.http.asgi import install_cors, install_error_handlers
+from proxy.http.connection import Starts
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.media.probe import MediaProbe
@@ -121,7 +121,7 @@ def create_app(
             routers = [operations_router(table, health, switches, crew), scaling_router(table, served_requests)]
             routers += [hosts_router(current, lambda: app.state.files)]
             orders = [switches_router(switches, hold), deployment_router(current, lambda: app.state.files)]
-            orders += [rollout_router(table, Departures(switches, calls), hold, crew)]
+            orders += [rollout_router(table, switches, hold, crew)]
             joining = leases_router(leases, crew, needs_tls=settings.tls is not None)
             if gateway.admin.port is not None and crew.leads:
                 admin = create_admin_app(
@@ -223,22 +223,20 @@ def endpoints(
 ) -> Iterator[tuple[str, Endpoint]]:
     """(path, endpoint) of each that takes a body; ``shared`` is what all of them are made with. ``for_vllm``:
     requests may have fields that only vLLM has."""
-    types: tuple[tuple[str, str, type[GenerationRequest]], ...] = (
-        ("chat", "/v1/chat/completions", VllmChatRequest if for_vllm else ChatCompletionRequest),
-        ("completion", "/v1/completions", VllmCompletionRequest if for_vllm else CompletionRequest),
+    chat, completion = (
+        (VllmChatRequest, VllmCompletionRequest) if for_vllm else (ChatCompletionRequest, CompletionRequest)
     )
-    for kind, path, request_type in types:
-        yield path, GenerationEndpoint(kind=kind, parse=request_type.parse, dispatcher=dispatcher, **shared)
-    yield (
-        "/v1/responses",
-        ResponsesEndpoint(kind="responses", parse=ResponsesRequest.parse, dispatcher=dispatcher, **shared),
-    )
-    yield (
-        "/v1/audio/transcriptions",
-        TranscriptionEndpoint(
-            kind="transcription", parse=TranscriptionRequest.parse, dispatcher=dispatcher, **shared
-        ),
-    )
+    types: dict[str, tuple[str, Callable[[bytes | bytearray], GenerationRequest], type[Translation] | None]] = {
+        "/v1/chat/completions": ("chat", chat.parse, None),
+        "/v1/completions": ("completion", completion.parse, None),
+        "/v1/responses": ("responses", ResponsesRequest.parse, ResponsesTranslation),
+        "/v1/audio/transcriptions": ("transcription", TranscriptionRequest.parse, TranscriptTranslation),
+    }
+    for path, (kind, parse, translation) in types.items():
+        yield (
+            path,
+            GenerationEndpoint(kind=kind, parse=parse, dispatcher=dispatcher, translation=translation, **shared),
+        )
     yield (
         "/v1/responses/input_tokens",
         TokenizingEndpoint(kind="input_tokens", parse=InputTokensCall.parse, calls=calls, **shared),

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -103,19 +103,16 @@ class ConfigReload:
 
     def left_by(self, settings: GatewaySettings) -> list[str]:
         """The options that differ in other settings and are not taken over by this gateway while it runs."""
-        return list(self._left_by(settings))
-
-    def _left_by(self, new: GatewaySettings) -> Iterator[str]:
-        old = self.settings.now
-        for path, how in changes(old.config, new.config):
-            if how.how != "hot" and _is_read(path, old):
-                yield path
+        old, new = self.settings.now, settings
+        different = changes(old.config, new.config)
+        left = [path for path, how in different if how.how != "hot" and _is_read(path, old)]
         if old.admin_key != new.admin_key and old.gateway.admin.key == new.gateway.admin.key:
-            yield "gateway.admin.key"
+            left.append("gateway.admin.key")
         if old.join_key != new.join_key and old.gateway.admin.join_key == new.gateway.admin.join_key:
-            yield "gateway.admin.join_key"
+            left.append("gateway.admin.join_key")
         if old.cluster_key != new.cluster_key and old.config.cluster_key == new.config.cluster_key:
-            yield "cluster_key"
+            left.append("cluster_key")
+        return left
 
     def apply(self, settings: GatewaySettings, instances: Sequence[tuple[str, str]]) -> None:
         """From now on. Raises ValueError for instances that cannot be, and changes nothing then."""

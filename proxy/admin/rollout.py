@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,43 +12,12 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from epd_serve.backends.base import StageCalls
 from epd_serve.config import DeploymentConfig
-from epd_serve.errors import InvalidRequest, StageTimeout
+from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.instance_state import LeaveOrder
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.switches import Hold, Switches, decoded
 from proxy.workers.crew import Crew
-
-#: Beyond its deadline, for the answer of an instance that has just become empty.
-_MARGIN_S = 10.0
-
-
-class Departures:
-    """Has instances finish what they have, so that they can be ended."""
-
-    def __init__(self, switches: Switches, calls: Mapping[str, StageCalls]) -> None:
-        self._switches = switches
-        self._calls = calls
-
-    async def leave(self, name: str, order: LeaveOrder) -> float:
-        """Return when nothing is left of what it had, with the seconds that it took. It gets nothing new.
-
-        Cancelled before, it serves on.
-
-        Raises:
-            NoSuchInstance: there is none.
-            Conflict: it is leaving or on its way to another role, or a stage would be left without an instance.
-            StageTimeout: it was not empty by the deadline; it serves on.
-        """
-        self._switches.find(name)
-        calls = self._calls[name]
-        async with self._switches.leaving(name):
-            try:
-                async with asyncio.timeout(order.deadline_s + _MARGIN_S):
-                    return (await calls.leave(order)).seconds
-            except TimeoutError as error:
-                raise StageTimeout(f"instance {name} did not say whether it is empty") from error
 
 
 async def _while_asked(request: Request, work: Coroutine[Any, Any, float]) -> float | None:
@@ -103,7 +72,7 @@ def _ready(table: InstanceTable) -> list[str]:
     return [record.name for record in table if record.ready and record.accepting]
 
 
-def rollout_router(table: InstanceTable, departures: Departures, hold: Hold, crew: Crew) -> APIRouter:
+def rollout_router(table: InstanceTable, switches: Switches, hold: Hold, crew: Crew) -> APIRouter:
     """``GET /ready``, ``POST /instances/{name}/leave`` and ``/hold``."""
     router = APIRouter()
 
@@ -118,7 +87,7 @@ def rollout_router(table: InstanceTable, departures: Departures, hold: Hold, cre
     async def leave(name: str, request: Request) -> JSONResponse:
         """Answers when nothing is left of what it had; if the caller does not wait for that, it serves on."""
         order = decoded(await request.body(), LeaveOrder)
-        seconds = await _while_asked(request, departures.leave(name, order))
+        seconds = await _while_asked(request, switches.leave(name, order))
         return JSONResponse({"instance": name, "seconds": seconds})
 
     @router.post("/hold")

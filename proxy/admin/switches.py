@@ -1,11 +1,10 @@
-"""Orders of another role for an instance; for the admin plane, and for whoever decides by itself."""
+"""Orders for an instance: to drain, to have another role, to leave."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -15,18 +14,21 @@ from fastapi.responses import JSONResponse
 from epd_serve.backends.base import StageCalls
 from epd_serve.backends.vllm import VllmInstance
 from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError, StageTimeout
-from epd_serve.protocol.instance_state import RoleChanged, RoleOrder
+from epd_serve.protocol.instance_state import LeaveOrder, RoleChanged, RoleOrder
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage
+from proxy.admin.shared_state import InFlight, in_flight_everywhere
 from proxy.fleet.health import Health
 from proxy.fleet.members import NoSuchInstance
-from proxy.workers.crew import Crew, Switched
+from proxy.workers.crew import Crew, Drained, Switched
 
 logger = logging.getLogger(__name__)
 
 _Body = TypeVar("_Body")
 #: Beyond its deadline, for an instance that makes its new stages, or its old ones again.
 _REBUILD_S = 120.0
+#: Beyond its deadline, for the answer of an instance that has just become empty.
+_LEAVE_S = 10.0
 
 
 class RoleBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +61,7 @@ class Hold:
 
 
 class Switches:
-    """Has instances change their roles; one that is ready is left for each stage that requests need."""
+    """Has instances change their roles or leave; one that is ready is left for each stage that requests need."""
 
     def __init__(self, table: InstanceTable, calls: Mapping[str, StageCalls], health: Health, crew: Crew) -> None:
         self._table = table
@@ -116,23 +118,30 @@ class Switches:
                 if self._table.get(name) is record:  # it may have left meanwhile
                     self._health.hold(name, False)
 
-    @asynccontextmanager
-    async def leaving(self, name: str) -> AsyncIterator[None]:
-        """While it lasts the instance gets nothing new and no other order; afterwards, what it says it can take.
+    async def leave(self, name: str, order: LeaveOrder) -> float:
+        """Return when nothing is left of what it had, with the seconds that it took, so that it can be ended.
+
+        Meanwhile it gets nothing new and no other order; afterwards, what it says it can take. Cancelled before,
+        it serves on.
 
         Raises:
             NoSuchInstance: there is none.
             Conflict: it is leaving or on its way to another role, or a stage would be left without an instance.
+            StageTimeout: it was not empty by the deadline; it serves on.
         """
-        record = self.find(name)
+        record, calls = self.find(name), self._calls[name]
         self._check_idle(record)
         if record.ready:
             self._check_floor(record)
         self._leaving.add(name)
         self._health.hold(name)
         try:
-            yield
-            await self._look(record, self._calls[name])
+            async with asyncio.timeout(order.deadline_s + _LEAVE_S):
+                seconds = (await calls.leave(order)).seconds
+            await self._look(record, calls)
+            return seconds
+        except TimeoutError as error:
+            raise StageTimeout(f"instance {name} did not say whether it is empty") from error
         finally:
             self._leaving.discard(name)
             if self._table.get(name) is record:
@@ -174,6 +183,48 @@ class Switches:
                     f"instance {record.name} is the only one that is ready for stage {stage}; start another "
                     "first, or have one of another stage take its place"
                 )
+
+
+def operations_router(table: InstanceTable, health: Health, switches: Switches, crew: Crew) -> APIRouter:
+    """``GET /admin/instances``, ``POST /admin/instances/{name}/drain`` and ``/undrain``, which answer with the
+    workers that have not said in time that they know it, too."""
+    router = APIRouter()
+
+    async def order(name: str, *, drain: bool) -> JSONResponse:
+        switches.find(name)
+        health.drain(name, drain)
+        unconfirmed = await crew.share(Drained(name, switches.find(name).url, drain))
+        now = describe(name, await in_flight_everywhere(crew, table))
+        return JSONResponse({**now, "unconfirmed": unconfirmed})
+
+    def describe(name: str, in_flight: InFlight) -> dict[str, object]:
+        record = switches.find(name)
+        return {
+            "name": name,
+            "url": record.url,
+            "role": str(record.role) if record.role else None,
+            "ready": record.ready,
+            **health.describe(name),
+            "in_flight": sum(in_flight.get(name, {}).values()),
+        }
+
+    @router.get("/admin/instances")
+    async def instances() -> JSONResponse:
+        """Every instance with what this gateway thinks of it."""
+        in_flight = await in_flight_everywhere(crew, table)
+        return JSONResponse({"instances": [describe(record.name, in_flight) for record in table]})
+
+    @router.post("/admin/instances/{name}/drain")
+    async def drain(name: str) -> JSONResponse:
+        """No new requests for it; it is empty when ``in_flight`` is 0."""
+        return await order(name, drain=True)
+
+    @router.post("/admin/instances/{name}/undrain")
+    async def undrain(name: str) -> JSONResponse:
+        """It takes requests again."""
+        return await order(name, drain=False)
+
+    return router
 
 
 def switches_router(switches: Switches, hold: Hold) -> APIRouter:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import msgspec
 
 from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key
@@ -19,6 +21,10 @@ from proxy.admission.ledger import Ledger
 from proxy.admission.queue import AdmissionQueue, Ticket, TicketState
 from proxy.observe.metrics import GatewayMetrics
 from proxy.settings import Current, GatewaySettings
+
+#: The charge for an answer of which nothing says how long it may be, which is as in completions: how long it gets
+#: nobody knows yet.
+_OPEN_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,36 +52,29 @@ class Shedding:
             )
 
 
+@dataclass(eq=False)
 class AdmissionControl:
-    """``enter`` → :class:`Visit` for every request; all of it on one event loop."""
+    """``enter`` → :class:`Visit` for every request; all of it on one event loop.
 
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        queue: AdmissionQueue,
-        *,
-        settings: Current,
-        shedding: Shedding | None = None,
-        refused: Callable[[str, str], None] = lambda reason, key: None,
-        waited: Callable[[float], None] = lambda seconds: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``refused`` is told the code of each Overloaded and the name of the key, ``waited`` the seconds of each
-        wait in the queue."""
-        self.authenticator = authenticator
-        self.queue = queue
-        self.settings = settings
-        self.shedding = shedding
-        self.refused = refused
-        self.waited = waited
-        self.clock = clock
+    Attributes:
+        refused: told the code of each Overloaded and the name of the key.
+        waited: told the seconds of each wait in the queue.
+    """
+
+    authenticator: Authenticator
+    queue: AdmissionQueue
+    settings: Current = field(kw_only=True)
+    shedding: Shedding | None = None
+    refused: Callable[[str, str], None] = lambda reason, key: None
+    waited: Callable[[float], None] = lambda seconds: None
+    clock: Callable[[], float] = time.monotonic
 
     def enter(self, authorization: str | bytes | None) -> Visit:
         """Before the body is read. Raises Unauthorized, or Overloaded where the key's limits say no.
 
         The visit must :meth:`Visit.leave` in the end.
         """
-        client = self.authenticator.check(authorization)
+        client = self.authenticator.anonymous or self.authenticator.check(authorization)
         now_s = self.clock()
         try:
             client.enter(now_s)
@@ -85,56 +84,39 @@ class AdmissionControl:
         return Visit(self, client, now_s)
 
 
-class Visit:
+class Visit(msgspec.Struct, eq=False):
     """One request between arrival and end."""
 
-    __slots__ = (
-        "_admission",
-        "_charged",
-        "_entered_s",
-        "_generates",
-        "_left",
-        "_num_choices",
-        "_priority",
-        "_prompt",
-        "_queued_s",
-        "_ticket",
-        "_timer",
-        "_waiting",
-        "client",
-    )
-
-    def __init__(self, admission: AdmissionControl, client: Client, entered_s: float) -> None:
-        self.client = client
-        self._admission = admission
-        self._entered_s = entered_s
-        self._ticket: Ticket | None = None
-        self._waiting: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._left = False
-        self._generates = True
-        self._num_choices = 1
-        self._priority = 0
-        self._prompt = (0, False)
-        self._queued_s = entered_s
-        self._charged = 0
+    _admission: AdmissionControl
+    client: Client
+    _entered_s: float
+    _queued_s: float = 0.0
+    _ticket: Ticket | None = None
+    _waiting: asyncio.Future[None] | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _left: bool = False
+    _generates: bool = True
+    _num_choices: int = 1
+    _priority: int = 0
+    _prompt: tuple[int, bool] = (0, False)
+    _charged: int = 0
 
     def check(
         self,
         *,
         priority: int | None = None,
-        num_tokens: int = 0,
         num_prompt_tokens: int = 0,
+        max_tokens: int | None = None,
         has_media: bool = False,
         generates: bool = True,
         num_choices: int = 1,
     ) -> None:
         """Say what the request is, once that is known and before anything is fetched for it; :meth:`admit` next.
 
-        ``num_tokens`` is what the key is charged if it runs; the prompt's tokens and media say how long instances
-        will take, ``num_choices`` how many sequences they compute. A request that ``generates`` nothing has no
-        first token to be late, and its time is not that of a run. ``priority`` None: the middle, 0, or the
-        highest that the key may send.
+        Its prompt's tokens, the most of each of its answers and their number, ``num_choices``, are what the key is
+        charged if it runs; the prompt's tokens and media say how long instances will take. A request that
+        ``generates`` nothing has no first token to be late, its time is not that of a run, and it is not charged.
+        ``priority`` None: the middle, 0, or the highest that the key may send.
 
         Raises Overloaded where :meth:`admit` would or over the key's limits, and InvalidRequest for a priority
         above the key's or more choices than it may have.
@@ -156,14 +138,18 @@ class Visit:
         try:
             if has_media:
                 if admission.shedding is not None:
-                    self._check_time(now_s)
-                admission.queue.check(client, priority)
+                    self._check_time(admission.shedding, now_s)
+                queue = admission.queue
+                if queue.num_in_flight >= queue.max_in_flight:
+                    queue.displaced_by(client, priority)
             if num_choices > 1:
                 client.widen(num_choices)
                 self._num_choices = num_choices
-            if num_tokens:  # else it waits for no debt of the key, either
+            if generates and client.tokens is not None:  # others wait for no debt of the key, either
+                most = _OPEN_TOKENS if max_tokens is None else max_tokens
+                num_tokens = num_prompt_tokens + most * num_choices
                 client.charge(num_tokens, now_s)
-            self._charged = num_tokens
+                self._charged = num_tokens
         except Overloaded as error:
             self._refused(error)
             raise
@@ -181,7 +167,7 @@ class Visit:
         now_s = self._queued_s = admission.clock()
         try:
             if admission.shedding is not None:
-                self._check_time(now_s)
+                self._check_time(admission.shedding, now_s)
             ticket = self._ticket = admission.queue.enter(
                 self.client, self._priority, now_s, self._on_admitted, self._on_displaced, self._num_choices
             )
@@ -199,12 +185,11 @@ class Visit:
         self._refund()
         self._admission.refused(error.code or "", self.client.name)
 
-    def _check_time(self, now_s: float) -> None:
+    def _check_time(self, shedding: Shedding, now_s: float) -> None:
         """Raises Overloaded where the SLO is out of reach."""
-        admission = self._admission
-        if admission.shedding is not None and self._generates:
-            spent_s = now_s - self._entered_s + (admission.queue.estimated_wait_s() or 0.0)
-            admission.shedding.check(spent_s, *self._prompt)
+        if self._generates:
+            spent_s = now_s - self._entered_s + (self._admission.queue.estimated_wait_s() or 0.0)
+            shedding.check(spent_s, *self._prompt)
 
     def leave(self) -> None:
         """The request is over, however it went. Idempotent: gives back its place and its share of the key."""
@@ -232,7 +217,8 @@ class Visit:
     def _refund(self) -> None:
         """The key is charged for what runs only."""
         charged, self._charged = self._charged, 0
-        self.client.refund(charged)
+        if charged:
+            self.client.refund(charged)
 
     def _on_admitted(self) -> None:
         assert self._timer is not None and self._waiting is not None

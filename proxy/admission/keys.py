@@ -24,47 +24,37 @@ class TokenBucket:
     What is taken may exceed what is there, as long as something is: a cost above ``burst`` is possible then, and
     paid back by a longer wait of the next. Over any time T no more than ``burst + rate·T`` plus one such debt goes
     out.
+
+    Attributes:
+        level: what was there at the last :meth:`wait_s`; below 0 where a debt is paid back.
+        updated_s: the time of that.
     """
 
-    __slots__ = ("_burst", "_level", "_rate", "_updated_s")
+    __slots__ = ("_burst", "_rate", "level", "updated_s")
 
     def __init__(self, rate: float, burst: float) -> None:
         assert rate > 0 and burst > 0
         self._rate = rate
         self._burst = burst
-        self._level = burst
-        self._updated_s = -math.inf
+        self.level = burst
+        self.updated_s = -math.inf
 
     def wait_s(self, now_s: float, need: float = 1.0) -> float:
         """Seconds until ``need`` (the burst at most) is there; 0 where it is."""
-        if now_s > self._updated_s:
-            if self._updated_s > -math.inf:
-                self._level = min(self._burst, self._level + (now_s - self._updated_s) * self._rate)
-            self._updated_s = now_s
-        missing = min(need, self._burst) - self._level
+        if now_s > self.updated_s:
+            if self.updated_s > -math.inf:
+                self.level = min(self._burst, self.level + (now_s - self.updated_s) * self._rate)
+            self.updated_s = now_s
+        missing = min(need, self._burst) - self.level
         return missing / self._rate if missing > 1e-9 else 0.0
 
     def take(self, cost: float) -> None:
         """Take ``cost`` out, as of the last :meth:`wait_s`."""
-        self._level -= cost
+        self.level -= cost
 
     def give_back(self, cost: float) -> None:
         """Give back what was taken for nothing."""
-        self._level = min(self._burst, self._level + cost)
-
-    @property
-    def state(self) -> tuple[float, float]:
-        """(level, time of the last :meth:`wait_s`), to be kept elsewhere."""
-        return self._level, self._updated_s
-
-    @state.setter
-    def state(self, state: tuple[float, float]) -> None:
-        self._level, self._updated_s = state
-
-    @property
-    def level(self) -> float:
-        """The level at the last :meth:`wait_s`; below 0 where a debt is paid back."""
-        return self._level
+        self.level = min(self._burst, self.level + cost)
 
 
 class Client:
@@ -74,9 +64,10 @@ class Client:
         id: stands for the key where instances let keys take turns, the same at all gateways; "" without keys.
         num_active: choices of requests that have entered and not left.
         num_refused: requests that a limit of the key has turned away.
+        requests, tokens: what flows in for it; None: it has no such limit.
     """
 
-    __slots__ = ("_requests", "_tokens", "id", "limits", "name", "num_active", "num_refused")
+    __slots__ = ("id", "limits", "name", "num_active", "num_refused", "requests", "tokens")
 
     def __init__(self, name: str, limits: KeyLimits | None = None) -> None:
         self.name = name
@@ -84,9 +75,9 @@ class Client:
         self.num_active = 0
         self.num_refused = 0
         self.id = "" if name == ANONYMOUS else blake2b(name.encode(), digest_size=8).hexdigest()
-        rate, tokens = self.limits.requests_per_s, self.limits.tokens_per_min
-        self._requests = TokenBucket(rate, self.limits.burst or max(1.0, rate)) if rate else None
-        self._tokens = TokenBucket(tokens / 60, tokens) if tokens else None
+        rate, per_min = self.limits.requests_per_s, self.limits.tokens_per_min
+        self.requests = TokenBucket(rate, self.limits.burst or max(1.0, rate)) if rate else None
+        self.tokens = TokenBucket(per_min / 60, per_min) if per_min else None
 
     def enter(self, now_s: float) -> None:
         """Count a request in; :meth:`leave` counts it out. Raises Overloaded over a limit."""
@@ -97,8 +88,8 @@ class Client:
                 f"this API key has {active} requests in progress (each choice counts as one), which is its limit",
                 code="rate_limit_exceeded",
             )
-        if self._requests is not None:
-            wait_s = self._requests.wait_s(now_s)
+        if self.requests is not None:
+            wait_s = self.requests.wait_s(now_s)
             if wait_s > 0:
                 self.num_refused += 1
                 raise Overloaded(
@@ -107,7 +98,7 @@ class Client:
                     code="rate_limit_exceeded",
                     retry_after_s=wait_s,
                 )
-            self._requests.take(1.0)
+            self.requests.take(1.0)
         self.num_active += 1
 
     def widen(self, num_choices: int) -> None:
@@ -137,10 +128,10 @@ class Client:
         self.num_active -= num_choices
 
     def charge(self, num_tokens: float, now_s: float) -> None:
-        """Take a request's tokens off the key's minute. Raises Overloaded where they are not there yet."""
-        if self._tokens is None:
-            return
-        wait_s = self._tokens.wait_s(now_s, num_tokens)
+        """Take a request's tokens off the key's minute, which has a limit. Raises Overloaded where they are not
+        there yet."""
+        assert self.tokens is not None
+        wait_s = self.tokens.wait_s(now_s, num_tokens)
         if wait_s > 0:
             self.num_refused += 1
             raise Overloaded(
@@ -149,27 +140,19 @@ class Client:
                 code="rate_limit_exceeded",
                 retry_after_s=wait_s,
             )
-        self._tokens.take(num_tokens)
+        self.tokens.take(num_tokens)
 
     def num_tokens_left(self, now_s: float) -> float:
         """The tokens left of the key's minute; infinite without a limit."""
-        if self._tokens is None:
+        if self.tokens is None:
             return math.inf
-        self._tokens.wait_s(now_s)
-        return self._tokens.level
+        self.tokens.wait_s(now_s)
+        return self.tokens.level
 
     def refund(self, num_tokens: float) -> None:
         """A request that was charged has not run."""
-        if self._tokens is not None:
-            self._tokens.give_back(num_tokens)
-
-
-def estimate_tokens(text_bytes: int, max_tokens: int | None, num_choices: int = 1) -> int:
-    """Return the charge for a request: its prompt, by bytes of text, and the longest answer that it asks for.
-
-    An open ``max_tokens`` counts as 16, as it is in completions: how long such an answer gets nobody knows yet.
-    """
-    return text_bytes // BYTES_PER_TOKEN + (16 if max_tokens is None else max_tokens) * num_choices
+        assert self.tokens is not None
+        self.tokens.give_back(num_tokens)
 
 
 #: Longer ones are refused unhashed.
@@ -184,12 +167,16 @@ class Unauthorized(ServeError):
 
 
 class Authenticator:
-    """Finds the client that a bearer token belongs to; without any key everybody is let in as ANONYMOUS."""
+    """Finds the client that a bearer token belongs to.
+
+    Attributes:
+        anonymous: everybody, where there are no keys.
+    """
 
     def __init__(self, keys: Iterable[tuple[str, Client]]) -> None:
         """``keys`` are (hash as of :func:`epd_serve.config.keys.hash_key`, its holder)."""
         self._holders: dict[bytes, Client] = {}
-        self._anonymous: Client | None = None
+        self.anonymous: Client | None = None
         self.replace(keys)
 
     def replace(self, keys: Iterable[tuple[str, Client]]) -> None:
@@ -200,16 +187,11 @@ class Authenticator:
             known = before.get(digest)
             same = known is not None and (known.name, known.limits) == (client.name, client.limits)
             self._holders[digest] = known if known is not None and same else client
-        self._anonymous = None if self._holders else self._anonymous or Client(ANONYMOUS)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there are no keys."""
-        return self._anonymous is not None
+        self.anonymous = None if self._holders else self.anonymous or Client(ANONYMOUS)
 
     @property
     def clients(self) -> list[Client]:
-        return list(self._holders.values()) if self._anonymous is None else [self._anonymous]
+        return list(self._holders.values()) if self.anonymous is None else [self.anonymous]
 
     def check(self, authorization: str | bytes | None) -> Client:
         """The client behind the value of the ``Authorization`` header. Raises Unauthorized.
@@ -217,8 +199,8 @@ class Authenticator:
         How long it takes says nothing about the keys: they are looked up by a digest that the caller cannot steer,
         in a table whose own hash is random in each process, and compared in constant time.
         """
-        if self._anonymous is not None:
-            return self._anonymous
+        if self.anonymous is not None:
+            return self.anonymous
         # Headers as text are handed over as Latin-1, whatever the client's bytes meant.
         header = authorization.encode("latin-1") if isinstance(authorization, str) else authorization or b""
         scheme, _, token = header.partition(b" ")

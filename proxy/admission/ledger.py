@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from hashlib import blake2b
 
 from epd_serve.config.gateway import KeyLimits
-from proxy.admission.keys import Client, TokenBucket
+from proxy.admission.keys import Client
 
 #: Keys with limits, each with every change of these: far more than a gateway reads from a file.
 CAPACITY = 65536
@@ -171,8 +171,10 @@ class SharedClient(Client):
 
     def levels(self) -> tuple[float, ...]:
         """(level, time) of the buckets of requests and of tokens."""
-        nothing = (0.0, -math.inf)
-        return tuple(x for one in self._buckets() for x in (nothing if one is None else one.state))
+        found: list[float] = []
+        for bucket in (self.requests, self.tokens):
+            found += (0.0, -math.inf) if bucket is None else (bucket.level, bucket.updated_s)
+        return tuple(found)
 
     def enter(self, now_s: float) -> None:
         with self._open():
@@ -195,9 +197,8 @@ class SharedClient(Client):
             super().charge(num_tokens, now_s)
 
     def refund(self, num_tokens: float) -> None:
-        if num_tokens:
-            with self._open():
-                super().refund(num_tokens)
+        with self._open():
+            super().refund(num_tokens)
 
     def num_tokens_left(self, now_s: float) -> float:
         with self._open():
@@ -211,13 +212,10 @@ class SharedClient(Client):
         """The buckets as they are now; what is changed in them is written back."""
         with self._ledger.locked(self._account):
             levels = self._ledger.levels(self._account)
-            for bucket, state in zip(self._buckets(), (levels[:2], levels[2:]), strict=True):
+            for bucket, state in ((self.requests, levels[:2]), (self.tokens, levels[2:])):
                 if bucket is not None:
-                    bucket.state = (state[0], state[1])
+                    bucket.level, bucket.updated_s = state
             try:
                 yield
             finally:
                 self._ledger.set_levels(self._account, self.levels())
-
-    def _buckets(self) -> tuple[TokenBucket | None, TokenBucket | None]:
-        return self._requests, self._tokens

@@ -75,7 +75,7 @@ class AdmissionQueue:
     """
 
     def __init__(self, max_in_flight: int, max_queue: int) -> None:
-        self._max_in_flight = max_in_flight
+        self.max_in_flight = max_in_flight
         self._max_queue = max_queue
         self._levels: dict[int, OrderedDict[Client, OrderedDict[Ticket, None]]] = {}
         self._priorities: list[int] = []  # a heap; may hold priorities without a level
@@ -108,11 +108,11 @@ class AdmissionQueue:
             on_displaced=on_displaced,
             num_choices=num_choices,
         )
-        if self.num_in_flight < self._max_in_flight:
+        if self.num_in_flight < self.max_in_flight:
             assert not self.num_waiting, "nobody waits while there is room"
             self._run(ticket, now_s)
             return ticket
-        if (last := self._displaced_by(client, priority)) is not None:
+        if (last := self.displaced_by(client, priority)) is not None:
             last.to(TicketState.LEFT)
             self._remove(last)
             if last.on_displaced is not None:
@@ -126,10 +126,25 @@ class AdmissionQueue:
         self.num_waiting += 1
         return ticket
 
-    def check(self, client: Client, priority: int) -> None:
-        """Raises Overloaded where :meth:`enter` would now."""
-        if self.num_in_flight >= self._max_in_flight:
-            self._displaced_by(client, priority)
+    def displaced_by(self, client: Client, priority: int) -> Ticket | None:
+        """The request that has to make room for one more that waits: the last of the longest queue, unless
+        ``client``'s own would be as long then, or what there is to displace is more urgent than ``priority``.
+
+        None while there is room. Raises Overloaded where nobody gives way.
+        """
+        if self.num_waiting < self._max_queue:
+            return None
+        own = self._waiting[client] + 1
+        longer = [(number, other) for other, number in self._waiting.items() if number > own]
+        for _, other in sorted(longer, key=itemgetter(0), reverse=True):
+            last = max(level for level in self._levels if other in self._levels[level])
+            if last >= priority:
+                return next(reversed(self._levels[last][other]))
+        raise Overloaded(
+            f"{self.num_running} requests are running here and {self.num_waiting} are waiting, which is all "
+            "that this gateway takes; try again later",
+            retry_after_s=self.estimated_wait_s(),
+        )
 
     def leave(self, ticket: Ticket, now_s: float, *, ran: bool = True) -> None:
         """The request is over, or has given up waiting; in either case once. Admits who is next.
@@ -155,13 +170,13 @@ class AdmissionQueue:
 
     def resize(self, max_in_flight: int, max_queue: int, now_s: float) -> None:
         """New limits; who runs or waits beyond them may finish."""
-        self._max_in_flight, self._max_queue = max_in_flight, max_queue
+        self.max_in_flight, self._max_queue = max_in_flight, max_queue
         self._admit(now_s)
 
     def estimated_wait_s(self) -> float | None:
         """Seconds that a request which comes now would wait, by Little's law from the average time of a run; None
         while no request has finished yet."""
-        if self.num_in_flight < self._max_in_flight:
+        if self.num_in_flight < self.max_in_flight:
             return 0.0
         if self._mean_run_s is None:
             return None
@@ -179,30 +194,10 @@ class AdmissionQueue:
         assert all(level and all(level.values()) for level in self._levels.values()), "no empty place is kept"
         assert set(self._levels) <= set(self._priorities)
         assert len(self._priorities) <= 2 * max(self._max_queue, self.num_waiting) + _MAX_STALE + 1
-        assert self.num_in_flight >= self._max_in_flight or not waiting, "nobody waits while there is room"
-
-    def _displaced_by(self, client: Client, priority: int) -> Ticket | None:
-        """The request that has to make room for one more in the queue: the last of the longest queue, unless
-        ``client``'s own would be as long then, or what there is to displace is more urgent than ``priority``.
-
-        None while there is room. Raises Overloaded where nobody gives way.
-        """
-        if self.num_waiting < self._max_queue:
-            return None
-        own = self._waiting[client] + 1
-        longer = [(number, other) for other, number in self._waiting.items() if number > own]
-        for _, other in sorted(longer, key=itemgetter(0), reverse=True):
-            last = max(level for level in self._levels if other in self._levels[level])
-            if last >= priority:
-                return next(reversed(self._levels[last][other]))
-        raise Overloaded(
-            f"{self.num_running} requests are running here and {self.num_waiting} are waiting, which is all "
-            "that this gateway takes; try again later",
-            retry_after_s=self.estimated_wait_s(),
-        )
+        assert self.num_in_flight >= self.max_in_flight or not waiting, "nobody waits while there is room"
 
     def _admit(self, now_s: float) -> None:
-        while self.num_waiting and self.num_in_flight < self._max_in_flight:
+        while self.num_waiting and self.num_in_flight < self.max_in_flight:
             ticket = self._next()
             self._remove(ticket)
             self._run(ticket, now_s)

@@ -24,9 +24,10 @@ from epd_serve.topology.notation import Topology
 from epd_serve.topology.placement import place_units
 from epd_serve.types import Stage
 from proxy.admission.control import AdmissionControl
-from proxy.api.views import key_required, kv_usage, pending_s
+from proxy.api.views import key_required
 from proxy.observe.access_log import stages
 from proxy.observe.figures import RANGES_S, Slot, joined, series, window
+from proxy.observe.metrics import kv_usage, pending_s
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
 from proxy.workers.crew import Crew
@@ -75,7 +76,7 @@ def dashboard_router(
 
     async def guard(request: Request) -> None:
         await check_key(request)
-        if admission.authenticator.is_open and (
+        if admission.authenticator.anonymous and (
             problem := cross_site(request.scope["headers"], is_local=is_local)
         ):
             raise problem

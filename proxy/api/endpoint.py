@@ -8,9 +8,10 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
@@ -23,9 +24,11 @@ from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.span import random_block
 from epd_serve.types import PLURALS
 from proxy.admission.control import AdmissionControl, Visit
-from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN, estimate_tokens
+from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN
 from proxy.api.payloads import parsed_body
+from proxy.api.translations import Translation
 from proxy.dispatch.dispatcher import Dispatcher
+from proxy.dispatch.forwarding import EventSink
 from proxy.dispatch.interruption import Interruption
 from proxy.dispatch.job import Job
 from proxy.dispatch.strands import stream_several, whole_several
@@ -36,13 +39,11 @@ from proxy.http.client import (
     JSON,
     Client,
     ClientLeft,
-    EventSink,
-    Outlet,
     ResponseAborted,
     send_error,
     send_json,
 )
-from proxy.media.fetch import FetchPlace, FetchPlaces
+from proxy.media.fetch import FetchPlace
 from proxy.media.loader import MediaItem, MediaLoader
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
@@ -61,37 +62,26 @@ _NUM_STRANGERS = 16
 _LAST_WORDS_S = 1.0
 
 
+@dataclass(kw_only=True, eq=False)
 class Endpoint:
     """Reads and checks a request and bounds its time; :meth:`_generate` answers it."""
 
-    def __init__(
-        self,
-        *,
-        kind: str,
-        table: InstanceTable,
-        poller: Poller,
-        loader: MediaLoader,
-        admission: AdmissionControl,
-        observer: Observer,
-        arrival: ArrivalLimits,
-        settings: Current,
-    ) -> None:
-        self._kind = kind
-        self._table = table
-        self._poller = poller
-        self._loader = loader
-        self._admission = admission
-        self._observer = observer
-        self._arrival = arrival
-        self._settings = settings
-
-    @property
-    def max_body_bytes(self) -> int:
-        return self._settings.now.gateway.max_body_bytes
+    kind: str
+    table: InstanceTable
+    poller: Poller
+    loader: MediaLoader
+    admission: AdmissionControl
+    observer: Observer
+    arrival: ArrivalLimits
+    settings: Current
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As an ASGI application."""
-        await self.serve(AsgiClient(scope, receive, send), headers_of(scope))
+        client = AsgiClient(scope, receive, send)
+        try:
+            await self.serve(client, headers_of(scope))
+        finally:
+            client.close()
 
     async def serve(self, client: Client, headers: Mapping[bytes, bytes]) -> None:
         """One request; its headers by their names in lower case.
@@ -99,71 +89,43 @@ class Endpoint:
         Raises ResponseAborted for a stream that broke off, so that the connection is closed, and whatever is a
         fault of the gateway's own.
         """
-        record = self._observer.begin(self._kind, headers)
+        record = self.observer.begin(self.kind, headers)
         try:
-            visit = self._admission.enter(headers.get(b"authorization"))
+            visit = self.admission.enter(headers.get(b"authorization"))
         except ServeError as error:
             await send_error(client, error, record)
-            self._observer.finish(record, error.status, error)
+            self.observer.finish(record, error.status, error)
             return
-        record.key = visit.client.name
-        exchange = Exchange(client, headers, record, visit)
+        name = record.key = visit.client.name
+        asker = name if name != ANONYMOUS else f"{name} {hash(client.address) % _NUM_STRANGERS}"
+        exchange = Exchange(client, headers, record, visit, asker)
         try:
-            try:
-                body = await self._receive(exchange)
-            except ServeError as error:
-                await send_error(client, error, record)
-                self._observer.finish(record, error.status, error)
-                return
-            except ClientLeft:
-                self._observer.finish(record, CLIENT_LEFT)
-                return
-            exchange.watch()
-            await self._answer(exchange, body)
-        except asyncio.CancelledError:
-            if not exchange.is_left_alone():
-                raise
-            self._observer.finish(record, CLIENT_LEFT)
+            await self._answer(exchange)
         finally:
-            client.close()
-            exchange.leave()
+            if exchange.fetch_place is not None:
+                exchange.fetch_place.give_back()
+            visit.leave()
 
-    async def _receive(self, exchange: Exchange) -> bytearray:
-        given = exchange.headers.get(_REQUEST_ID)
-        if given:
-            trace_id = given.decode("latin-1")
-            if not _TRACE_ID.fullmatch(trace_id):
-                raise InvalidRequest(
-                    f"the header {REQUEST_ID_HEADER} takes 1 to 256 printable ASCII characters without spaces",
-                    param=REQUEST_ID_HEADER,
-                )
-            exchange.record.request_id = trace_id
-        client = exchange.client
-        if client.has_body:
-            return await client.body(self.max_body_bytes)
-        length = exchange.headers.get(b"content-length", b"")
-        declared = int(length) if length.isdigit() else None
-        limit_s = self._arrival.time_for_body(declared)
-        with Interruption(client.loop, limit_s, partial(self._arrival.too_slow, declared)):
-            return await client.body(self.max_body_bytes)
-
-    async def _answer(self, exchange: Exchange, body: bytearray) -> None:
+    async def _answer(self, exchange: Exchange) -> None:
         client, record = exchange.client, exchange.record
-        sink = EventSink(client, record, self._observer.first_token)
-        limit_s = self._settings.now.gateway.request_timeout_s
+        sink = EventSink(client, record, self.observer.first_token)
+        limit_s = self.settings.now.gateway.request_timeout_s
         late = f"the request took longer than {limit_s:g} s, this gateway's limit"
         status, failure = 200, None
         try:
-            with Interruption(client.loop, limit_s, partial(StageTimeout, late)):
+            body = await self._receive(exchange)
+            with Interruption(client.loop, limit_s, partial(StageTimeout, late)) as exchange.running:
+                client.on_left = exchange.on_left
                 await self._generate(exchange, body, sink)
+        except ClientLeft:
+            status, exchange.answered = CLIENT_LEFT, True
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error
             if error.status >= 500:
                 logger.warning("request %s: %s", record.request_id, error.message)
-            if exchange.answered or sink.ended:  # by now an error would be read as the next answer
-                exchange.answered = True
+            was_answered, exchange.answered = exchange.answered, True
+            if was_answered or sink.ended:  # by now an error would be read as the next answer
                 raise ResponseAborted(error.message) from error
-            exchange.answered = True
             if not sink.started:
                 await send_error(client, error, record)
                 return
@@ -178,31 +140,52 @@ class Endpoint:
             raise
         finally:
             if exchange.answered:
-                self._observer.finish(record, status, failure)
+                self.observer.finish(record, status, failure)
+
+    async def _receive(self, exchange: Exchange) -> bytearray:
+        """The body. Raises ServeError, or ClientLeft where it ends early."""
+        given = exchange.headers.get(_REQUEST_ID)
+        if given:
+            trace_id = given.decode("latin-1")
+            if not _TRACE_ID.fullmatch(trace_id):
+                raise InvalidRequest(
+                    f"the header {REQUEST_ID_HEADER} takes 1 to 256 printable ASCII characters without spaces",
+                    param=REQUEST_ID_HEADER,
+                )
+            exchange.record.request_id = trace_id
+        client, max_bytes = exchange.client, self.settings.now.gateway.max_body_bytes
+        if not client.unread_bytes:
+            return await client.body(max_bytes)
+        length = exchange.headers.get(b"content-length", b"")
+        declared = int(length) if length.isdigit() else None
+        limit_s = self.arrival.time_for_body(declared)
+        with Interruption(client.loop, limit_s, partial(self.arrival.too_slow, declared)):
+            return await client.body(max_bytes)
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
         raise NotImplementedError
 
-    async def _media(
-        self, exchange: Exchange, asker: str, sources: list[MediaSource], salt: str = ""
-    ) -> list[MediaItem]:
-        info = self._table.models().get(exchange.record.model)
+    async def _media(self, exchange: Exchange, sources: list[MediaSource], salt: str = "") -> list[MediaItem]:
+        info = self.table.models().get(exchange.record.model)
         for source in sources:
             if info is not None and source.modality not in info.modalities:
                 raise _not_taken(info, source)
         fingerprint = "" if info is None else info.media_fingerprint
         for source in sources:
             if not source.is_inline:
+                # What has been fetched takes memory until the request runs.
                 exchange.client.let_go()
-                await exchange.fetch(self._loader.places, self._settings.now.gateway.queue_timeout_s)
+                if exchange.fetch_place is None:
+                    timeout_s = self.settings.now.gateway.queue_timeout_s
+                    exchange.fetch_place = await self.loader.places.take(exchange.asker, timeout_s)
                 break
-        items = await self._loader.load(sources, fingerprint, asker, salt)
+        items = await self.loader.load(sources, fingerprint, exchange.asker, salt)
         exchange.record.media([(item.ref, len(item.data)) for item in items])
         return items
 
     def _model(self, wanted: str | None) -> str:
-        models = self._table.models()
+        models = self.table.models()
         if not models:
             raise Unavailable("no instance has started yet; try again shortly")
         if wanted is None:
@@ -228,58 +211,58 @@ def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
     )
 
 
+@dataclass(kw_only=True, eq=False)
 class GenerationEndpoint(Endpoint):
-    """An endpoint whose answer is generated."""
+    """An endpoint whose answer is generated. Where its API is not that of the instances, its requests are chats
+    for them, and ``translation`` makes its answers."""
 
-    def __init__(
-        self, *, parse: Callable[[bytes | bytearray], GenerationRequest], dispatcher: Dispatcher, **shared: Any
-    ) -> None:
-        super().__init__(**shared)
-        self._parse = parse
-        self._dispatcher = dispatcher
+    parse: Callable[[bytes | bytearray], GenerationRequest]
+    dispatcher: Dispatcher
+    translation: Callable[[GenerationRequest, Job], Translation] | None = None
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
-        asker = exchange.asker
-        parsed = await parsed_body(self._parse, body, asker)
+        parsed = await parsed_body(self.parse, body, exchange.asker)
         request = parsed.request
-        if not self._poller.started.is_set():
-            await self._poller.started.wait()
+        if not self.poller.started.is_set():
+            await self.poller.started.wait()
         model = exchange.record.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
-        num_tokens = estimate_tokens(parsed.text_bytes, request.token_limit(), num_choices)
         exchange.visit.check(
             priority=request.priority or 0,
-            num_tokens=num_tokens,
             num_prompt_tokens=parsed.text_bytes // BYTES_PER_TOKEN,
+            max_tokens=request.token_limit(),
             has_media=parsed.has_media,
             num_choices=num_choices,
         )
         items: list[MediaItem] = []
         if parsed.has_media:
             salt = request.cache_salt or ""
-            items = await parsed.load(lambda sources: self._media(exchange, asker, sources, salt))
-        exchange.client.let_go()
+            items = await parsed.load(lambda sources: self._media(exchange, sources, salt))
         await exchange.admit()
         jobs = self._jobs(exchange, request, model, items)
         exchange.record.streamed = bool(request.stream)
+        translation = None if self.translation is None else self.translation(request, jobs[0])
         if request.stream:
-            sink.outlet = self._translation(request, jobs[0], exchange.client)
+            if translation is not None:
+                sink.outlet = translation.over(exchange.client)
             if len(jobs) == 1:
-                await self._dispatcher.stream(jobs[0], sink)
+                await self.dispatcher.stream(jobs[0], sink)
             else:
-                await stream_several(self._dispatcher, jobs, sink)
+                await stream_several(self.dispatcher, jobs, sink)
             exchange.answered = True
-            await sink.finish()
+            if not sink.is_out:
+                await sink.finish()
         else:
             if len(jobs) == 1:
-                answer = await self._dispatcher.whole(jobs[0])
+                answer = await self.dispatcher.whole(jobs[0])
             else:
-                answer = await whole_several(self._dispatcher, jobs)
+                answer = await whole_several(self.dispatcher, jobs)
             exchange.record.answered(answer)
-            answer = self._translate(request, jobs[0], answer)
+            content_type = JSON
+            if translation is not None:
+                answer, content_type = translation.whole(answer), translation.content_type
             exchange.answered = True
-            record, content_type = exchange.record, self._content_type(request)
-            await send_json(exchange.client, 200, answer, record, content_type=content_type)
+            await send_json(exchange.client, 200, answer, exchange.record, content_type=content_type)
 
     def _jobs(
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
@@ -310,84 +293,42 @@ class GenerationEndpoint(Endpoint):
             for index, prompt in enumerate(prompts)
         ]
 
-    def _translation(self, request: GenerationRequest, job: Job, outlet: Outlet) -> Outlet:
-        """Return the translation of a streamed answer on its way to ``outlet``."""
-        return outlet
 
-    def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
-        """The same for an answer in one piece."""
-        return answer
-
-    def _content_type(self, request: GenerationRequest) -> bytes:
-        """The type of that answer."""
-        return JSON
-
-
-class Exchange:
+class Exchange(msgspec.Struct, eq=False):
     """One request and its answer.
 
     Attributes:
         headers: by their names in lower case.
         record: what is noted of it.
         visit: its place in the queue.
+        asker: takes turns with others at what all share: the API key, or a part of all addresses.
         answered: the last word is on its way; a client that leaves from now on has left nothing.
+        fetch_place: for media that are fetched.
+        running: ends the answer.
     """
 
-    __slots__ = ("_fetch_place", "_left", "_task", "answered", "client", "headers", "record", "visit")
-
-    def __init__(
-        self, client: Client, headers: Mapping[bytes, bytes], record: RequestRecord, visit: Visit
-    ) -> None:
-        self.client = client
-        self.headers = headers
-        self.record = record
-        self.visit = visit
-        self.answered = False
-        self._fetch_place: FetchPlace | None = None
-        self._left = False
-        self._task: asyncio.Task[object] | None = None
-
-    @property
-    def asker(self) -> str:
-        """Return who takes turns with others at what all share: the API key, or a part of all addresses."""
-        name = self.visit.client.name
-        return name if name != ANONYMOUS else f"{name} {hash(self.client.address) % _NUM_STRANGERS}"
-
-    async def fetch(self, places: FetchPlaces, timeout_s: float) -> None:
-        """Take a place for media that are fetched, which is given back when the request runs.
-
-        What has been fetched takes memory until then. Raises Overloaded where none is free in time.
-        """
-        if self._fetch_place is None:
-            self._fetch_place = await places.take(self.asker, timeout_s)
+    client: Client
+    headers: Mapping[bytes, bytes]
+    record: RequestRecord
+    visit: Visit
+    asker: str
+    answered: bool = False
+    fetch_place: FetchPlace | None = None
+    running: Interruption | None = None
 
     async def admit(self) -> None:
         """Return when the request may run. Raises Overloaded where its turn does not come in time."""
+        if self.client.turn is not None:
+            self.client.let_go()
         since_s = time.monotonic()
         waiting = self.visit.admit()
         if waiting is not None:
             await waiting
             self.record.queued(since_s)
-        if self._fetch_place is not None:
-            self._fetch_place.give_back()
+        if self.fetch_place is not None:
+            self.fetch_place.give_back()
 
-    def leave(self) -> None:
-        """The request is over, however it went. Idempotent."""
-        if self._fetch_place is not None:
-            self._fetch_place.give_back()
-        self.visit.leave()
-
-    def watch(self) -> None:
-        """Cancel the running task when the client leaves before it is answered."""
-        self._task = asyncio.current_task(self.client.loop)
-        self.client.watch(self._leave)
-
-    def is_left_alone(self) -> bool:
-        """Whether the task was cancelled for that reason, and for no other."""
-        return self._left and self._task is not None and not self._task.uncancel()
-
-    def _leave(self) -> None:
-        if not self.answered:
-            self._left = True
-            assert self._task is not None
-            self._task.cancel()
+    def on_left(self) -> None:
+        """The client is gone."""
+        if not self.answered and self.running is not None:
+            self.running.fire(ClientLeft())

@@ -78,16 +78,14 @@ class ParsedBody(Generic[R]):
         text_bytes: length of the body without the media.
     """
 
-    def __init__(
-        self, parse: Parse[R], body: bytearray, asker: str = "", *, cut: bool = True, only_little: bool = False
-    ) -> None:
-        """Takes the body over. ``cut=False`` goes the plain way. Raises InvalidRequest, and _MuchWork instead of
-        parsing more than is ``only_little``."""
+    def __init__(self, parse: Parse[R], body: bytearray, asker: str = "", *, only_little: bool = False) -> None:
+        """Takes the body over. Raises InvalidRequest, and _MuchWork instead of parsing more than is
+        ``only_little``."""
         self._parse = parse
         self._body = body
         self._asker = asker
         self._only_little = only_little
-        short = self._parse_cut() if cut else None
+        short = self._parse_cut()
         self._is_cut = short is not None
         if short is not None:
             self.request, self._sources, self.text_bytes = short
@@ -96,9 +94,8 @@ class ParsedBody(Generic[R]):
                 raise _MuchWork
             self.request = parse(body)
             self._sources = self.request.media()
-            self.text_bytes = len(body)
-            if self._sources:
-                self.text_bytes -= _length(self._sources)
+            media = [source.url if source.raw is None else source.raw for source in self._sources]
+            self.text_bytes = len(body) - sum(map(len, media))
             body.clear()
         self.has_media = bool(self._sources)
 
@@ -119,6 +116,7 @@ class ParsedBody(Generic[R]):
         return items
 
     def _parse_cut(self) -> tuple[R, list[MediaSource], int] | None:
+        """The request, its media and the length of its text; None unless every payload has its place."""
         cut = _cut(self._body)
         if cut is None:
             return None
@@ -132,9 +130,17 @@ class ParsedBody(Generic[R]):
                 return None
             raise  # the body as it is would be no text that is read
         sources = request.media()
-        text_bytes = len(skeleton) - _length(sources)
-        sources_with = _with_payloads(sources, payloads)
-        return None if sources_with is None else (request, sources_with, text_bytes)
+        text_bytes = len(skeleton) - sum([len(source.url) for source in sources])
+        found = 0
+        for index, source in enumerate(sources):
+            header, is_cut, number = source.url.partition(_PLACEHOLDER)
+            if is_cut:
+                is_data = header[:5].lower() == "data:" and header.find(",") == len(header) - 1
+                if found == len(payloads) or number != str(found) or not is_data:
+                    return None
+                sources[index] = replace(source, url=header, payload=payloads[found])
+                found += 1
+        return (request, sources, text_bytes) if found == len(payloads) else None
 
 
 class _MuchWork(Exception):
@@ -146,64 +152,33 @@ def _is_little(text: bytes | bytearray) -> bool:
 
 
 def _cut(body: bytearray) -> tuple[bytes, list[memoryview]] | None:
-    """The body with placeholders, and what they stand for; None where there is nothing to gain."""
-    mark = _find(body, 0)
-    if mark < 0:
-        return None
-    view, rest, num_marks = memoryview(body).toreadonly(), 0, 0
+    r"""The body with placeholders, and what they stand for; None where there is nothing to gain.
+
+    Some languages write ``\/`` for ``/``. They do from a payload's beginning on, so no more is searched of a body
+    that can be parsed as it is if that is wrong.
+    """
+    view, rest, at, num_marks = memoryview(body).toreadonly(), 0, 0, 0
     pieces: list[memoryview | bytes] = []
     payloads: list[memoryview] = []
-    while mark >= 0:
-        start = mark
+    while at < len(body):
+        mark = _MARK.search(body, at, at + _PIECE)  # in pieces, as the loop's thread waits for the end of each
+        if mark is None:
+            at += _PIECE - _MARK_BYTES
+            continue
+        start = mark.end()
         end = body.find(b'"', start)
         num_marks += 1
         if end < 0 or num_marks > _MAX_MARKS:  # it is no JSON, or too many to gain by
             return None
         if end - start >= _MIN_BYTES:
             pieces += (view[rest:start], f"{_PLACEHOLDER}{len(payloads)}".encode())
-            payloads.append(_unescaped(body, view, start, end))
-            rest = end
-        mark = _find(body, end)
+            payload, rest = view[start:end], end
+            looked_at = end if len(body) > MAX_TEXT_BYTES else min(end, start + _MANY_SLASHES)
+            if body.find(b"\\", start, looked_at) >= 0:
+                payload = memoryview(bytes(payload).replace(rb"\/", b"/"))
+            payloads.append(payload)
+        at = end
     if not payloads:
         return None
     pieces.append(view[rest:])
     return b"".join(pieces), payloads
-
-
-def _find(body: bytearray, start: int) -> int:
-    """The end of the next mark; -1 for none. In pieces, as the loop's thread waits for the end of each."""
-    while start < len(body):
-        mark = _MARK.search(body, start, start + _PIECE)
-        if mark is not None:
-            return mark.end()
-        start += _PIECE - _MARK_BYTES
-    return -1
-
-
-def _unescaped(body: bytearray, view: memoryview, start: int, end: int) -> memoryview:
-    r"""A payload with ``\/`` as ``/``: some languages write it so.
-
-    They do from its beginning on, so no more is searched of a body that can be parsed as it is if that is wrong.
-    """
-    looked_at = end if len(body) > MAX_TEXT_BYTES else min(end, start + _MANY_SLASHES)
-    if body.find(b"\\", start, looked_at) < 0:
-        return view[start:end]
-    return memoryview(bytes(view[start:end]).replace(rb"\/", b"/"))
-
-
-def _length(sources: list[MediaSource]) -> int:
-    return sum([len(source.url if source.raw is None else source.raw) for source in sources])
-
-
-def _with_payloads(sources: list[MediaSource], payloads: list[memoryview]) -> list[MediaSource] | None:
-    """The sources with their payloads; None unless every payload has its place."""
-    found = 0
-    for index, source in enumerate(sources):
-        header, is_cut, number = source.url.partition(_PLACEHOLDER)
-        if is_cut:
-            is_data = header[:5].lower() == "data:" and header.find(",") == len(header) - 1
-            if found == len(payloads) or number != str(found) or not is_data:
-                return None
-            sources[index] = replace(source, url=header, payload=payloads[found])
-            found += 1
-    return sources if found == len(payloads) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
 
 from epd_serve.backends.base import StageCalls
 from epd_serve.errors import InstanceLost, Unavailable
@@ -15,31 +15,25 @@ from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
 from proxy.api.endpoint import Endpoint, Exchange
 from proxy.api.payloads import parsed
-from proxy.http.client import EventSink, send_json
+from proxy.dispatch.forwarding import EventSink
+from proxy.http.client import send_json
 
 
+@dataclass(kw_only=True, eq=False)
 class TokenizingEndpoint(Endpoint):
     """One of them, as an ASGI application."""
 
-    def __init__(
-        self,
-        *,
-        parse: Callable[[bytes | bytearray], TokenQuestion],
-        calls: Mapping[str, StageCalls],
-        **shared: Any,
-    ) -> None:
-        super().__init__(**shared)
-        self._parse_call = parse
-        self._calls = calls
+    parse: Callable[[bytes | bytearray], TokenQuestion]
+    calls: Mapping[str, StageCalls]
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
-        request = await parsed(self._parse_call, body, exchange.asker)
+        request = await parsed(self.parse, body, exchange.asker)
         body.clear()
-        await self._poller.started.wait()
+        await self.poller.started.wait()
         model = exchange.record.model = self._model(request.model)
         sources = request.media()
         exchange.visit.check(generates=False, has_media=bool(sources))
-        items = await self._media(exchange, exchange.asker, sources)
+        items = await self._media(exchange, sources)
         await exchange.admit()
         refs = [item.ref for item in items]
         answer = await self._ask(request, refs, model, exchange.record.request_id)
@@ -48,13 +42,13 @@ class TokenizingEndpoint(Endpoint):
 
     async def _ask(self, request: TokenQuestion, refs: list[MediaRef], model: str, trace_id: str) -> bytes:
         """The answer of the least loaded instance; of the next where that one is lost."""
-        records = sorted(self._table.ready(Stage.PREFILL, model), key=lambda record: record.prefill_s)
+        records = sorted(self.table.ready(Stage.PREFILL, model), key=lambda record: record.prefill_s)
         lost: InstanceLost | None = None
         for record in records:
             try:
                 return await self._ask_one(record, request, refs, trace_id)
             except InstanceLost as error:
-                self._poller.report_lost(record.name)
+                self.poller.report_lost(record.name)
                 lost = error
             except Unavailable as error:
                 if not is_planned(error):
@@ -68,7 +62,7 @@ class TokenizingEndpoint(Endpoint):
         refs: list[MediaRef],
         trace_id: str,
     ) -> bytes:
-        calls = self._calls.get(record.name)
+        calls = self.calls.get(record.name)
         if calls is None:
             raise InstanceLost(f"instance {record.name} is no longer part of the deployment")
         assert record.info is not None, "a ready instance has said what it is"

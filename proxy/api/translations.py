@@ -13,22 +13,27 @@ from epd_serve.protocol.openai.generation import GenerationRequest
 from epd_serve.protocol.openai.response_events import ResponseBuilder, event_bytes
 from epd_serve.protocol.openai.responses import ResponsesCall
 from epd_serve.protocol.openai.transcriptions import TranscriptionCall
-from proxy.api.endpoint import GenerationEndpoint
 from proxy.dispatch.job import Job
-from proxy.http.client import Outlet
+from proxy.http.client import JSON, Outlet
 
 _END_OF_EVENT = b"\n\n"
 _DATA = b"data: "
 _DONE = b"[DONE]"
 
 
-class _Translation:
-    """An outlet for chat chunks: whole events come in, whole events go out."""
+class Translation:
+    """The answer to one request of another API. As an outlet, it takes whole events of chat chunks and gives whole
+    events."""
 
-    def __init__(self, outlet: Outlet) -> None:
+    #: Of an answer in one piece.
+    content_type = JSON
+
+    def over(self, outlet: Outlet) -> Outlet:
+        """Have a streamed answer translated on its way to ``outlet``."""
         self._outlet = outlet
         self.start = outlet.start
         self.drain = outlet.drain
+        return self
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
         events = bytes(data).split(_END_OF_EVENT)
@@ -39,26 +44,17 @@ class _Translation:
         """The events that a chunk, or what ends them, becomes."""
         raise NotImplementedError
 
-
-class ResponsesEndpoint(GenerationEndpoint):
-    """Translates between the two APIs on the way in (by its request) and out."""
-
-    def _translation(self, request: GenerationRequest, job: Job, outlet: Outlet) -> Outlet:
-        return _ResponseEvents(_builder(request, job), outlet)
-
-    def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
-        return msgspec.json.encode(_builder(request, job).whole(msgspec.json.decode(answer)))
+    def whole(self, answer: bytes) -> bytes:
+        """The same for an answer in one piece."""
+        raise NotImplementedError
 
 
-def _builder(request: GenerationRequest, job: Job) -> ResponseBuilder:
-    assert isinstance(request, ResponsesCall)
-    return ResponseBuilder(request.asked, id=job.id, created=job.output.created, model=job.model)
+class ResponsesTranslation(Translation):
+    """Of ``POST /v1/responses``."""
 
-
-class _ResponseEvents(_Translation):
-    def __init__(self, builder: ResponseBuilder, outlet: Outlet) -> None:
-        super().__init__(outlet)
-        self._builder = builder
+    def __init__(self, request: GenerationRequest, job: Job) -> None:
+        assert isinstance(request, ResponsesCall)
+        self._builder = ResponseBuilder(request.asked, id=job.id, created=job.output.created, model=job.model)
 
     def _translated(self, data: bytes) -> bytes:
         if data == _DONE:
@@ -68,43 +64,27 @@ class _ResponseEvents(_Translation):
             events = self._builder.failed(chunk["error"]) if "error" in chunk else self._builder.feed(chunk)
         return b"".join([event_bytes(*event) for event in events])
 
-
-class TranscriptionEndpoint(GenerationEndpoint):
-    """Translates between the two APIs on the way in (by its request) and out."""
-
-    def _translation(self, request: GenerationRequest, job: Job, outlet: Outlet) -> Outlet:
-        return _TranscriptEvents(outlet)
-
-    def _translate(self, request: GenerationRequest, job: Job, answer: bytes) -> bytes:
-        whole = msgspec.json.decode(answer)
-        text = whole["choices"][0]["message"]["content"] or ""
-        if _wants_text(request):
-            return f"{text}\n".encode()
-        return msgspec.json.encode({"text": text, "usage": _usage(whole["usage"])})
-
-    def _content_type(self, request: GenerationRequest) -> bytes:
-        return b"text/plain; charset=utf-8" if _wants_text(request) else super()._content_type(request)
+    def whole(self, answer: bytes) -> bytes:
+        return msgspec.json.encode(self._builder.whole(msgspec.json.decode(answer)))
 
 
-def _wants_text(request: GenerationRequest) -> bool:
-    assert isinstance(request, TranscriptionCall)
-    return request.asked.response_format == "text"
+class TranscriptTranslation(Translation):
+    """Of ``POST /v1/audio/transcriptions``."""
 
-
-def _usage(counts: dict[str, int]) -> dict[str, Any]:
-    return {
-        "type": "tokens",
-        "input_tokens": counts["prompt_tokens"],
-        "output_tokens": counts["completion_tokens"],
-        "total_tokens": counts["total_tokens"],
-    }
-
-
-class _TranscriptEvents(_Translation):
-    def __init__(self, outlet: Outlet) -> None:
-        super().__init__(outlet)
+    def __init__(self, request: GenerationRequest, job: Job) -> None:
+        assert isinstance(request, TranscriptionCall)
+        self._is_text = request.asked.response_format == "text"
+        if self._is_text:
+            self.content_type = b"text/plain; charset=utf-8"
         self._text: list[str] = []
         self._usage: dict[str, Any] | None = None
+
+    def whole(self, answer: bytes) -> bytes:
+        whole = msgspec.json.decode(answer)
+        text = whole["choices"][0]["message"]["content"] or ""
+        if self._is_text:
+            return f"{text}\n".encode()
+        return msgspec.json.encode({"text": text, "usage": _usage(whole["usage"])})
 
     def _translated(self, data: bytes) -> bytes:
         event = self._event_of(data)
@@ -124,3 +104,12 @@ class _TranscriptEvents(_Translation):
             return None
         self._text.append(delta)
         return {"type": "transcript.text.delta", "delta": delta}
+
+
+def _usage(counts: dict[str, int]) -> dict[str, Any]:
+    return {
+        "type": "tokens",
+        "input_tokens": counts["prompt_tokens"],
+        "output_tokens": counts["completion_tokens"],
+        "total_tokens": counts["total_tokens"],
+    }

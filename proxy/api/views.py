@@ -13,12 +13,12 @@ from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse
 from epd_serve.config import GatewayConfig
 from epd_serve.errors import InvalidRequest, ModelNotFound, Unavailable
 from epd_serve.protocol.instance_state import InstanceInfo
-from epd_serve.routing.table import InstanceRecord, InstanceTable
+from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Role, Stage
 from proxy.admission.keys import Authenticator, Unauthorized
 from proxy.fleet.health import Health
 from proxy.fleet.poller import Poller
-from proxy.observe.metrics import CONTENT_TYPE, GatewayMetrics, InstanceFigures
+from proxy.observe.metrics import CONTENT_TYPE, GatewayMetrics
 from proxy.workers.crew import Crew
 
 _READ = ["GET", "HEAD"]
@@ -79,8 +79,8 @@ def home_router(table: InstanceTable, authenticator: Authenticator, *, dashboard
     async def home(request: Request) -> Response:
         if dashboard:
             return RedirectResponse("dashboard")
-        name = next(iter(table.models()), "MODEL") if authenticator.is_open else "MODEL"
-        key = "" if authenticator.is_open else " -H 'Authorization: Bearer YOUR-KEY'"
+        name = next(iter(table.models()), "MODEL") if authenticator.anonymous else "MODEL"
+        key = "" if authenticator.anonymous else " -H 'Authorization: Bearer YOUR-KEY'"
         body = {"model": name, "messages": [{"role": "user", "content": "Say hello"}]}
         return PlainTextResponse(
             "This is the gateway of an epd-serve deployment. It speaks the OpenAI API below /v1. Ask it:\n\n"
@@ -109,7 +109,7 @@ def health_router(
     load balancers and supervisors. With ``guard_metrics`` /metrics asks for a key; it shows all the crew.
     """
     router = APIRouter()
-    crew.shown["metrics"] = lambda: metrics.families(map(_figures, table))
+    crew.shown["metrics"] = lambda: metrics.families(table)
     guard = [Depends(key_required(authenticator))]
 
     def may_see(request: Request) -> bool:
@@ -156,35 +156,7 @@ def health_router(
 
     @router.get("/metrics", dependencies=guard if gateway.guard_metrics else [])
     async def exposition() -> Response:
-        text = metrics.render(map(_figures, table)) if crew.setup is None else await crew.metrics()
+        text = metrics.render(table) if crew.setup is None else await crew.metrics()
         return Response(text, media_type=CONTENT_TYPE)
 
     return router
-
-
-def _figures(record: InstanceRecord) -> InstanceFigures:
-    in_flight = [(stage.value, count) for stage, count in record.in_flight.items()]
-    if not record.ready:  # what it reported before it was lost is over
-        return InstanceFigures(name=record.name, ready=False, in_flight=in_flight)
-    load = record.load
-    return InstanceFigures(
-        name=record.name,
-        ready=True,
-        in_flight=in_flight,
-        pending_s=[(stage.value, seconds) for stage, seconds in pending_s(record).items()],
-        kv_usage=kv_usage(record),
-        num_running=load.num_running,
-        num_waiting=load.num_waiting + load.num_waiting_encodes,
-    )
-
-
-def pending_s(record: InstanceRecord) -> dict[Stage, float]:
-    """Estimates of an instance's work before it, by stage; of D: until there is room for KV."""
-    seconds = {Stage.ENCODE: record.encode_s, Stage.PREFILL: record.prefill_s, Stage.DECODE: record.room_s(1)}
-    return {stage: value for stage, value in seconds.items() if stage in record.stages}
-
-
-def kv_usage(record: InstanceRecord) -> float | None:
-    """Share of an instance's KV blocks that are in use; None where it has none."""
-    total = record.load.total_blocks
-    return round((total - record.load.free_blocks) / total, 4) if total else None

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, assert_never, get_args
 
+from msgspec import Struct
+
 from epd_serve.backends.base import Answer, StageCall, StageCalls
 from epd_serve.backends.native import NativeInstance
 from epd_serve.errors import InstanceLost, ServeError
@@ -20,12 +22,10 @@ from epd_serve.routing.routes import Demand
 from epd_serve.routing.table import InstanceRecord, OpenCall
 from epd_serve.telemetry.span import Span
 from epd_serve.types import Stage
-from proxy.dispatch.forwarding import Forwarding, Progress, Streamed, Whole
+from proxy.dispatch.forwarding import EventSink, Forwarding, Streamed, Whole
 from proxy.dispatch.interruption import Interruption
 from proxy.dispatch.job import Instances, Job, beginnings, prompt_pieces
 from proxy.dispatch.strands import stream_choices
-from proxy.http.client import EventSink
-from proxy.media.loader import names_of
 from proxy.observe.record import DECODE, ENCODE, ENCODED, PREFILL, RECOMPUTED, STORED, TRANSFER
 from proxy.settings import GatewaySettings
 
@@ -38,23 +38,8 @@ class Dispatcher:
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
-        self._fleet_of: tuple[GatewaySettings, Fleet] | None = None
-
-    @property
-    def _fleet(self) -> Fleet:
-        """With the settings of now."""
-        instances = self._instances
-        settings = instances.settings.now
-        if self._fleet_of is None or self._fleet_of[0] is not settings:
-            fleet = Fleet(
-                table=instances.table,
-                router=instances.router,
-                max_attempts=settings.gateway.failover.max_attempts,
-                wait_s=settings.failover_wait_s,
-                encode_timeout_s=settings.encode_timeout_s,
-            )
-            self._fleet_of = settings, fleet
-        return self._fleet_of[1]
+        self._settings: GatewaySettings | None = None
+        self._fleet: Fleet
 
     async def stream(
         self, job: Job, sink: EventSink, generated: Sequence[int] = (), history: TryHistory | None = None
@@ -63,95 +48,75 @@ class Dispatcher:
 
         ``generated`` are tokens that its client has already, ``history`` the tries that were made for them.
         """
-        progress = Progress(job.sampling.n, list(generated))
-        answer = Streamed(job, sink, progress)
+        answer = Streamed(job, sink, list(generated))
         try:
-            end = await Dispatch(self._instances, self._fleet, job, answer).run(progress.before, history)
+            dispatch = await self._dispatch(job, answer, answer.before, history)
+            end = await dispatch.run()
             if isinstance(end, do.SplitUp):
                 job.record.again(continued=True)
                 self._instances.metrics.request_continuations.inc()
                 await stream_choices(self, job, end, sink)
         finally:
-            job.record.streamed_all(progress.num_tokens if progress.framed else None)
+            job.record.streamed_all(answer.num_tokens if answer.known and answer.readers else None)
 
     async def whole(self, job: Job) -> bytes:
         """The answer's JSON. Raises ServeError."""
         answer = Whole(job)
-        await Dispatch(self._instances, self._fleet, job, answer).run([])
+        dispatch = await self._dispatch(job, answer, [])
+        await dispatch.run()
         return answer.body
+
+    async def _dispatch(
+        self, job: Job, answer: Forwarding, generated: list[int], history: TryHistory | None = None
+    ) -> Dispatch:
+        """A request ready to be carried out, with the settings of now."""
+        instances, settings = self._instances, self._instances.settings.now
+        if self._settings is not settings:
+            self._settings = settings
+            self._fleet = Fleet(
+                table=instances.table,
+                router=instances.router,
+                max_attempts=settings.gateway.failover.max_attempts,
+                wait_s=settings.failover_wait_s,
+                encode_timeout_s=settings.encode_timeout_s,
+            )
+        pieces = await prompt_pieces(job, instances.table) if instances.router.routes.uses_prefix else ()
+        flow = RequestFlow(self._fleet, _asked(job, pieces, generated), answer, history)
+        return Dispatch(instances, job, answer, flow)
 
 
 class _Superseded(Exception):
     """Something has happened that makes it pointless to go on forwarding."""
 
 
-class Dispatch:
+class Dispatch(Struct, eq=False):
     """One request: its calls, and the events that come of them.
 
     Actions are carried out as soon as they are asked for; those that take time by the task in :meth:`run`.
     """
 
-    __slots__ = (
-        "_answer",
-        "_calls",
-        "_cancelled",
-        "_crash",
-        "_encodes",
-        "_events",
-        "_fleet",
-        "_instances",
-        "_interruption",
-        "_is_feeding",
-        "_is_forwarding",
-        "_job",
-        "_news",
-        "_request_id",
-        "_stage",
-        "_step",
-        "_words",
-        "flow",
-    )
+    _instances: Instances
+    _job: Job
+    _answer: Forwarding
+    flow: RequestFlow
+    _events: list[on.Event] = []
+    _is_feeding: bool = False
+    _step: do.Wait | do.Name | do.Forward | do.End | None = do.Wait()
+    _news: asyncio.Future[None] | None = None  # that the task waits for
+    _interruption: Interruption | None = None  # of the task, while it forwards
+    _crash: Exception | None = None
+    _calls: dict[Stage, tuple[StageCall, OpenCall]] = {}  # each counts as in flight until it is closed
+    _encodes: dict[int, tuple[asyncio.Task[None], Span]] = {}
+    _cancelled: list[asyncio.Task[None]] = []
+    _words: asyncio.TimerHandle | None = None
+    _request_id: str = ""
+    _stage: Span | None = None  # of P and D, the one under way
 
-    def __init__(self, instances: Instances, fleet: Fleet, job: Job, answer: Forwarding) -> None:
-        self.flow: RequestFlow
-        self._instances = instances
-        self._fleet = fleet
-        self._job = job
-        self._answer = answer
-        self._events: list[on.Event] = []
-        self._is_feeding = False
-        self._step: do.Wait | do.Name | do.Forward | do.End | None = None
-        self._news: asyncio.Future[None] | None = None  # that the task waits for
-        self._interruption: Interruption
-        self._is_forwarding = False
-        self._crash: Exception | None = None
-        self._calls: dict[Stage, tuple[StageCall, OpenCall]] = {}  # each counts as in flight until it is closed
-        self._encodes: dict[int, tuple[asyncio.Task[None], Span]] = {}
-        self._cancelled: list[asyncio.Task[None]] = []
-        self._words: asyncio.TimerHandle | None = None
-        self._request_id = ""
-        self._stage: Span | None = None  # of P and D, the one under way
-
-    async def run(self, generated: list[int], history: TryHistory | None = None) -> do.Done | do.SplitUp:
+    async def run(self) -> do.Done | do.SplitUp:
         """Until it is over. Raises ServeError."""
-        instances, job = self._instances, self._job
-        losses, num_choices = instances.health.losses, job.sampling.n
-        pieces = await prompt_pieces(job, instances.table) if instances.router.routes.uses_prefix else ()
-        asked = Asked(
-            id=job.id,
-            model=job.model,
-            demand=_demand_of(job, pieces),
-            has_media=bool(job.items),
-            named=names_of(job.items) if job.items else None,
-            num_choices=num_choices,
-            # else each event tells the usage of all together
-            splits=num_choices > 1 and not job.output.continuous_usage,
-            generated=generated,
-        )
-        self.flow = RequestFlow(self._fleet, asked, self._answer, history)
-        losses.add(self)
+        job, health = self._job, self._instances.health
+        health.losses.add(self)
         try:
-            self._look()
             while True:
                 step, self._step = self._step, None
                 if self._crash is not None:
@@ -163,10 +128,13 @@ class Dispatch:
                     await self._news
                     self._news = None
                 elif isinstance(step, do.Wait):
-                    await self._settle()
+                    if self._cancelled:  # until they do not count as in flight any more
+                        await asyncio.wait(self._cancelled)
+                        self._cancelled.clear()
                     if step.until_s is not None:
                         await asyncio.sleep(_LOOK_AGAIN_S)
-                    self._look()
+                    avoid = health.held_back() if health.returning else ()
+                    self.feed(on.Look(time.monotonic(), health.was_complete_at, avoid))
                 elif isinstance(step, do.Name):
                     refs = [await item.name(step.fingerprint) for item in job.items]
                     self.feed(on.Named(refs, [item.param for item in job.items]))
@@ -177,15 +145,14 @@ class Dispatch:
                         job.record.attempt_failed(self._request_id)
                     return step
         finally:
-            losses.discard(self)
+            health.losses.discard(self)
             if self.flow.state is not State.OVER:
                 self.feed(on.Abandoned())
             if self._cancelled:
-                await self._settle()
+                await asyncio.wait(self._cancelled)
 
     async def _forward(self, stage: Stage) -> None:
         """Forward an answer to its end, or until something happens that makes it pointless to go on."""
-        self._is_forwarding = True
         try:
             with Interruption(self._job.loop) as self._interruption:
                 answer = self._calls[stage][0].opened.result()
@@ -193,7 +160,7 @@ class Dispatch:
         except _Superseded:
             return
         finally:
-            self._is_forwarding = False
+            self._interruption = None
         self.feed(event)
 
     def feed(self, event: on.Event) -> None:
@@ -215,17 +182,6 @@ class Dispatch:
         finally:
             self._is_feeding = False
 
-    def _look(self) -> None:
-        health = self._instances.health
-        avoid = health.held_back() if health.returning else ()
-        self.feed(on.Look(time.monotonic(), health.was_complete_at, avoid))
-
-    async def _settle(self) -> None:
-        """Wait until encodes that were cancelled do not count as in flight any more."""
-        if self._cancelled:
-            await asyncio.wait(self._cancelled)
-            self._cancelled.clear()
-
     def _crashed(self, error: Exception) -> None:
         self._crash = self._crash or error
         self._later(do.Wait())
@@ -244,7 +200,7 @@ class Dispatch:
         if self._news is not None:
             if not self._news.done():
                 self._news.set_result(None)
-        elif self._is_forwarding:
+        elif self._interruption is not None:
             self._interruption.fire(_Superseded())
 
     def _handed_over(self, action: do.HandOver) -> None:
@@ -299,46 +255,35 @@ class Dispatch:
             stage, record = (_P, route.prefill) if first is None else (_D, route.decode)
             self._events.append(on.Refused(stage, _left(record)))
             return
-        decode_url = None if route.fused else second.url
+        decode_url, stage = None if route.fused else second.url, _P
         try:
             if isinstance(action, do.CallPrefill):
-                again = action.again
-                call = self._prefill_call(action, first, decode_url)
+                again, call = action.again, self._prefill_call(action, first, decode_url)
             else:
-                again = True
-                call = self._move_call(action, first, decode_url or "")
-            self._open(
-                _P,
-                call,
-                table.in_flight(
-                    route.prefill,
-                    _P,
-                    request_id=request_id,
-                    work=route.prefill_work,
-                    prefix=route.prefix,
-                    again=again,
-                ),
+                again, call = True, self._move_call(action, first, decode_url or "")
+            counted = table.in_flight(
+                route.prefill, _P, request_id=request_id, work=route.prefill_work, prefix=route.prefix, again=again
             )
+            self._calls[_P] = call, counted
+            call.opened.add_done_callback(partial(self._opened, _P))
+            if not route.fused:
+                stage = _D
+                expected = DecodeRequest(
+                    request_id=request_id, stream=job.output.stream, traceparent=job.record.traceparent
+                )
+                call = second.decode(expected, trace_id=job.trace_id)
+                counted = table.in_flight(
+                    route.decode, _D, request_id=request_id, work=route.decode_work, again=again
+                )
+                self._calls[_D] = call, counted
+                call.opened.add_done_callback(partial(self._opened, _D))
         except ServeError as failure:
-            self._events.append(on.Refused(_P, failure))
-            return
-        if route.fused:
-            return
-        expected = DecodeRequest(
-            request_id=request_id, stream=job.output.stream, traceparent=job.record.traceparent()
-        )
-        try:
-            call = second.decode(expected, trace_id=job.trace_id)
-        except ServeError as failure:
-            self._events.append(on.Refused(_D, failure))
-            return
-        counted = table.in_flight(route.decode, _D, request_id=request_id, work=route.decode_work, again=again)
-        self._open(_D, call, counted)
+            self._events.append(on.Refused(stage, failure))
 
     def _prefill_call(self, action: do.CallPrefill, calls: StageCalls, decode_url: str | None) -> StageCall:
-        job, refs = self._job, action.refs
-        job.record.items = [part.mm_hash for ref in refs for part in ref.segments] if refs else []
-        span = self._stage = job.record.begin(PREFILL, action.request_id, calls.name)
+        job, refs, record = self._job, action.refs, self._job.record
+        record.items = [part.mm_hash for ref in refs for part in ref.segments] if refs else []
+        span = self._stage = record.begin(PREFILL, action.request_id, calls.name)
         request = PrefillRequest(
             request_id=action.request_id,
             output=job.output,
@@ -350,7 +295,7 @@ class Dispatch:
             decode_url=decode_url,
             max_model_len=action.route.max_model_len,
             generated=action.generated,
-            traceparent=job.record.traceparent(span),
+            traceparent=record.traceparent_of(span) if record.context.sampled else record.traceparent,
         )
         return calls.prefill(request, trace_id=job.trace_id, media=[item.data for item in job.items])
 
@@ -365,10 +310,6 @@ class Dispatch:
         )
         return calls.move(request, trace_id=self._job.trace_id)
 
-    def _open(self, stage: Stage, call: StageCall, counted: OpenCall) -> None:
-        self._calls[stage] = call, counted
-        call.opened.add_done_callback(partial(self._opened, stage))
-
     def _opened(self, stage: Stage, opened: asyncio.Future[Answer]) -> None:
         """The answer has begun, or will not."""
         entry = self._calls.get(stage)
@@ -380,9 +321,8 @@ class Dispatch:
             follows = answer.decode_follows
             if stage is _P:
                 route, record = self.flow.route, self._job.record
-                has_next = follows and not route.fused
                 record.prompt_note = answer.prompt_note or record.prompt_note
-                if has_next:
+                if follows and not route.fused:
                     self._pass(TRANSFER, route.decode.name)
                 else:
                     self._pass(DECODE, route.prefill.name)
@@ -392,17 +332,13 @@ class Dispatch:
         elif isinstance(error, Exception):
             self._crashed(error)
 
-    def _close(self, stage: Stage) -> None:
-        """Close the call to P or D, if there is one."""
-        if (entry := self._calls.pop(stage, None)) is not None:
+    def _release(self, action: do.Release) -> None:
+        if (entry := self._calls.pop(_D, None)) is not None:
             call, counted = entry
             try:
                 call.close()
             finally:
                 counted.close()
-
-    def _release(self, action: do.Release) -> None:
-        self._close(_D)
 
     def _end_try(self, action: do.EndTry) -> None:
         self._close_all()
@@ -412,7 +348,8 @@ class Dispatch:
         self._close_all()
         if (route := action.route) is not None:
             self._instances.health.ended({route.prefill.name, route.decode.name})
-            self._instances.pairs.worked(route.prefill, route.decode)
+            if self._instances.pairs.avoid_s:
+                self._instances.pairs.worked(route.prefill, route.decode)
         self._later(action)
 
     def _close_all(self) -> None:
@@ -424,8 +361,12 @@ class Dispatch:
                 task.cancel()
                 self._cancelled.append(task)
             self._encodes.clear()
-        self._close(_P)
-        self._close(_D)
+        calls, self._calls = self._calls, {}
+        for call, counted in calls.values():
+            try:
+                call.close()
+            finally:
+                counted.close()
 
     async def _encode(self, action: do.Encode, span: Span) -> None:
         instances, record, item = self._instances, self._job.record, self._job.items[action.place]
@@ -442,7 +383,7 @@ class Dispatch:
             ref=action.ref,
             media=item.data,
             announce_to=announce_to.url,
-            traceparent=record.traceparent(span),
+            traceparent=record.traceparent_of(span) if record.context.sampled else record.traceparent,
         )
         event: on.Event = on.Encoded(action.item)
         try:
@@ -455,7 +396,8 @@ class Dispatch:
             computed = ENCODED if Stage.ENCODE in encoder.stages else RECOMPUTED
             span.end(feature=STORED if reply.cached else computed)
             instances.health.ended((encoder.name,))
-            instances.pairs.worked(encoder, prefill)
+            if instances.pairs.avoid_s:
+                instances.pairs.worked(encoder, prefill)
         except TimeoutError:
             event = on.EncodeLate(action.item)
         except ServeError as failure:
@@ -465,11 +407,12 @@ class Dispatch:
             return
         if not isinstance(event, on.Encoded):
             span.end(failed=True)
+        self._encodes.pop(action.item, None)
         self.feed(event)
 
 
-def _demand_of(job: Job, pieces: Sequence[str]) -> Demand:
-    """The sizes of a request and, of the prompt's ``pieces``, the beginnings."""
+def _asked(job: Job, pieces: Sequence[str], generated: list[int]) -> Asked:
+    """The properties of a request on which its way depends; of the prompt's ``pieces``, the beginnings."""
     num_characters = num_tokens = num_pixels = 0
     for message in job.messages or ():
         num_characters += len(message.role)
@@ -481,7 +424,10 @@ def _demand_of(job: Job, pieces: Sequence[str]) -> Demand:
         num_tokens = len(job.prompt)
     for item in job.items:
         num_pixels += item.ref.num_pixels
-    return Demand(
+    named, fingerprint = None, job.items[0].fingerprint if job.items else ""
+    if job.items and all(item.ref.mm_hash and item.fingerprint == fingerprint for item in job.items):
+        named = fingerprint, on.Named([item.ref for item in job.items], [item.param for item in job.items])
+    demand = Demand(
         num_characters=num_characters,
         num_tokens=num_tokens,
         num_pixels=num_pixels,
@@ -489,6 +435,17 @@ def _demand_of(job: Job, pieces: Sequence[str]) -> Demand:
         num_sequences=job.sampling.n,
         prefix=beginnings(pieces) if pieces else (),
         prefix_characters=sum(map(len, pieces)),
+    )
+    return Asked(
+        id=job.id,
+        model=job.model,
+        demand=demand,
+        has_media=bool(job.items),
+        named=named,
+        num_choices=job.sampling.n,
+        # else each event tells the usage of all together
+        splits=job.sampling.n > 1 and not job.output.continuous_usage,
+        generated=generated,
     )
 
 

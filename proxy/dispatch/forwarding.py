@@ -1,8 +1,9 @@
-"""An answer on its way from P and D to the client: bytes pass, and its progress is noted for another instance."""
+"""An answer on its way from P and D to the client: bytes pass, and its tokens are noted for another instance."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -21,7 +22,8 @@ from epd_serve.protocol.frames import FrameError, FrameReader, num_tokens, token
 from epd_serve.routing.routes import Route
 from epd_serve.types import Stage
 from proxy.dispatch.job import Job
-from proxy.http.client import EventSink
+from proxy.http.client import Outlet
+from proxy.observe.record import RequestRecord
 
 #: What a token may take of an answer, once more for itself and each alternative where its log-probability is told;
 #: what an answer has beside them.
@@ -35,28 +37,100 @@ class Forwarding(on.Progress, Protocol):
         """Pass one answer on as it comes, until its end."""
 
 
+class EventSink(msgspec.Struct, eq=False):
+    """Forwards whole server-sent events, unparsed; status and headers go out with the first of them.
+
+    Attributes:
+        outlet: where they go; once it has started, what is not the last may be written there.
+        on_start: called with the first event.
+        started, ended: whether the first and the last of them were written.
+        is_out: whether the last were, and nobody has to wait until the client takes them.
+    """
+
+    outlet: Outlet
+    record: RequestRecord
+    on_start: Callable[[RequestRecord], None] = lambda _: None
+    started: bool = False
+    ended: bool = False
+    is_out: bool = False
+
+    def write(self, events: bytes | memoryview, *, last: bool = False) -> bool:
+        """Returns False where :meth:`drain` has to come before the next events. ``last``: these are all."""
+        if not self.started:
+            self.started = True
+            self.on_start(self.record)
+            self.outlet.start((*_HEADERS, *self.record.headers))
+        self.ended = last
+        flows = self.outlet.write(events, last=last)
+        self.is_out = last and flows
+        return flows
+
+    async def drain(self) -> None:
+        """Wait until the client can take more."""
+        await self.outlet.drain()
+
+    async def finish(self) -> None:
+        """Write the end where it is not written, and wait until the client has it, unless :attr:`is_out`."""
+        if not self.ended:
+            self.outlet.write(b"", last=True)
+        await self.outlet.drain()
+
+    async def fail(self, error: ServeError) -> None:
+        """Tell the client what happened. The caller aborts the connection."""
+        self.write(b"data: " + error.to_json() + b"\n\n")
+        await self.outlet.drain()
+
+
+_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+)
+
+
 class Streamed(msgspec.Struct, eq=False):
-    """A streamed answer: whole events go into ``sink``, unparsed."""
+    """A streamed answer, over all instances that give some of it: whole events go into ``sink``, unparsed.
+
+    Attributes:
+        before: tokens that the client had already, of a single choice.
+        known: whether all tokens that were sent to the client are, so that another instance can go on.
+        complete: whether the answer has come to its end.
+        readers: of the instances whose answers came in frames.
+    """
 
     job: Job
     sink: EventSink
-    progress: Progress
+    before: list[int]
+    known: bool = True
+    complete: bool = False
+    readers: list[FrameReader] = []
 
     @property
     def begun(self) -> bool:
         return self.sink.started
 
-    @property
-    def complete(self) -> bool:
-        return self.progress.complete
+    def num_tokens(self) -> int:
+        """The tokens of the output, over all choices, as far as it came in frames."""
+        return sum([num_tokens(reader.labels) for reader in self.readers])
 
     def tokens_of_each(self) -> list[list[int]] | None:
-        return self.progress.tokens_of_each() if self.progress.known else None
+        """The ids of all that the client has, by choice; of several, one instance gave all."""
+        if not self.known:
+            return None
+        labels = [text for reader in self.readers for text in reader.labels]
+        if self.job.sampling.n > 1:
+            return token_ids_of_each(labels, self.job.sampling.n)
+        return [[*self.before, *token_ids(labels)]]
 
     async def forward(self, stage: Stage, route: Route, answer: Answer) -> on.Ended | on.Broke:
-        progress, sink, record = self.progress, self.sink, self.job.record
-        reader = progress.reader(framed=answer.framed)
-        read, write, noted = reader.read, sink.outlet.write, record.forwarded
+        sink = self.sink
+        reader: FrameReader | _PlainEvents
+        if answer.framed:
+            reader = FrameReader()
+            self.readers.append(reader)
+        else:
+            self.known, reader = False, _PlainEvents()
+        read, write, noted = reader.read, sink.outlet.write, self.job.record.forwarded
         failure: InstanceFailed | None = None
         room, has_begun = _most_bytes(self.job, route), sink.started
 
@@ -79,9 +153,9 @@ class Streamed(msgspec.Struct, eq=False):
 
         def last_or_first(events: bytes) -> bool:
             nonlocal failure, has_begun
-            ended = progress.complete = reader.ended
+            ended = self.complete = reader.ended
             if reader.error is not None and not ended:
-                failure = broke(reader.error)
+                failure = InstanceBroke.of(reader.error)
             if not events:
                 return failure is None
             noted(events)
@@ -166,72 +240,22 @@ class InstanceBroke(InstanceFailed):
         super().__init__(error.message, param=error.param, code=error.code)
         self._error = error
 
+    @classmethod
+    def of(cls, event: bytes) -> InstanceBroke:
+        """The error for which :attr:`FrameReader.error` stands."""
+        try:
+            error = msgspec.json.decode(event.removeprefix(b"data:"), type=ErrorEnvelope).error
+        except msgspec.MsgspecError:
+            error = ErrorBody(message="the instance broke off its answer", type=InstanceFailed.type)
+        return cls(error)
+
     def body(self) -> dict[str, Any]:
         return {"error": msgspec.structs.asdict(self._error)}
 
 
-class Reader(Protocol):
-    """Takes one instance's answer apart. A piece of an event is forgotten with it.
-
-    Attributes:
-        ended: whether the answer has come to its end.
-        error: the event that came in place of the rest of it.
-        is_over: one of both.
-    """
-
-    ended: bool
-    error: bytes | None
-
-    @property
-    def is_over(self) -> bool: ...
-
-    def read(self, chunk: bytes) -> bytes:
-        """Bytes as they come → the whole events among them. Raises FrameError for what cannot be read."""
-
-
-class Progress(msgspec.Struct, eq=False):
-    """The part of an answer that was read, over all instances that gave some of it.
-
-    Attributes:
-        before: tokens that the client had already, of a single choice.
-        known: whether all tokens that were sent to the client are, so that another instance can go on.
-        complete: whether the answer has come to its end.
-    """
-
-    num_choices: int
-    before: list[int] = []
-    known: bool = True
-    complete: bool = False
-    readers: list[FrameReader] = []
-
-    @property
-    def framed(self) -> bool:
-        """Whether all that came of it, and anything, came in frames."""
-        return self.known and bool(self.readers)
-
-    def num_tokens(self) -> int:
-        """The tokens of the output, over all choices, as far as it came in frames."""
-        return sum([num_tokens(reader.labels) for reader in self.readers])
-
-    def tokens_of_each(self) -> list[list[int]]:
-        """The ids of all that the client has, by choice; of several, one instance gave all."""
-        labels = [text for reader in self.readers for text in reader.labels]
-        if self.num_choices > 1:
-            return token_ids_of_each(labels, self.num_choices)
-        return [[*self.before, *token_ids(labels)]]
-
-    def reader(self, *, framed: bool) -> Reader:
-        """For the body of one instance's answer."""
-        if framed:
-            frames = FrameReader()
-            self.readers.append(frames)
-            return frames
-        self.known = False
-        return _PlainEvents()
-
-
 class _PlainEvents:
-    """Server-sent events without their tokens. What follows the last empty line waits for its event's rest."""
+    """Takes server-sent events apart as :class:`FrameReader` does frames, without their tokens. What follows the
+    last empty line waits for its event's rest."""
 
     __slots__ = ("_pending", "ended", "error")
 
@@ -260,12 +284,3 @@ class _PlainEvents:
                 self.error = chunk[last:]
                 return chunk[:last]
         return chunk
-
-
-def broke(event: bytes) -> InstanceBroke:
-    """Return the error for which :attr:`Reader.error` stands."""
-    try:
-        error = msgspec.json.decode(event.removeprefix(b"data:"), type=ErrorEnvelope).error
-    except msgspec.MsgspecError:
-        error = ErrorBody(message="the instance broke off its answer", type=InstanceFailed.type)
-    return InstanceBroke(error)

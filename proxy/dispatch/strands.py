@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from epd_serve.flow.actions import SplitUp
 from epd_serve.protocol.openai import chunks
 from epd_serve.protocol.wire import OutputOptions
+from proxy.dispatch.forwarding import EventSink
 from proxy.dispatch.job import Job
-from proxy.http.client import EventSink, Header
+from proxy.http.client import Header
 
 if TYPE_CHECKING:
     from proxy.dispatch.dispatcher import Dispatcher

@@ -1,4 +1,4 @@
-"""The instances that take work: breakers fed by calls and probes, slow start, drains, pairs kept apart."""
+"""The instances that take work: circuit breakers fed by calls and probes, slow start, drains, pairs kept apart."""
 
 from __future__ import annotations
 
@@ -8,47 +8,184 @@ import logging
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Protocol
 
 from epd_serve.backends.base import StageCalls
-from epd_serve.config.gateway import HealthConfig
 from epd_serve.errors import InstanceLost, ServeError, Unavailable
 from epd_serve.flow.events import Lost
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
-from proxy.fleet.breaker import Breaker, BreakerLimits, BreakerState
 from proxy.settings import Current
+
+logger = logging.getLogger(__name__)
+
+_NUM_SLICES = 10
+_LEAST_SHARE = 0.1
+
+
+class BreakerState(Enum):
+    CLOSED = auto()  # takes work
+    OPEN = auto()  # takes none, and is left in peace for a while
+    HALF_OPEN = auto()  # takes none but a probe, which decides
+
+
+_ALLOWED: dict[BreakerState, frozenset[BreakerState]] = {
+    BreakerState.CLOSED: frozenset({BreakerState.OPEN, BreakerState.HALF_OPEN}),
+    BreakerState.OPEN: frozenset({BreakerState.HALF_OPEN}),
+    BreakerState.HALF_OPEN: frozenset({BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakerLimits:
+    """The conditions under which a breaker opens and closes.
+
+    Attributes:
+        num_consecutive: failures in a row that open it.
+        failure_rate: share of the calls of the last ``window_s`` that opens it, where there were ``min_calls``.
+        open_s: how long it stays open at first; twice as long after each failed probe, ``max_open_s`` at most.
+        slow_start_s: over how long the share of work grows from a tenth to all, once it has closed again.
+    """
+
+    num_consecutive: int
+    failure_rate: float
+    slow_start_s: float
+    min_calls: int = 20
+    window_s: float = 30.0
+    open_s: float = 1.0
+    max_open_s: float = 30.0
+
+
+class Breaker:
+    """The circuit breaker of one instance. Pure: the clock's reading is passed in and never goes back."""
+
+    def __init__(self, limits: BreakerLimits) -> None:
+        self._limits = limits
+        self.state = BreakerState.CLOSED
+        self._num_consecutive = 0
+        self._slices: deque[list[int]] = deque()  # number of the slice of time, calls, failures
+        self._slices_per_s = _NUM_SLICES / limits.window_s
+        self._num_calls = self._num_failures = 0  # of them all
+        self._open_s = limits.open_s
+        self._until = 0.0
+        self._closed_at: float | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it closed lately, so that its share may be less than all."""
+        return self._closed_at is not None
+
+    def share(self, now: float) -> float:
+        """The part that it gets of the work that it would get otherwise: 0 to 1."""
+        if self.state is not BreakerState.CLOSED:
+            return 0.0
+        if self._closed_at is None or self._limits.slow_start_s <= 0:
+            return 1.0
+        share = (now - self._closed_at) / self._limits.slow_start_s
+        if share >= 1.0:
+            self._closed_at = None
+        return min(1.0, max(_LEAST_SHARE, share))
+
+    def record(self, failed: bool, now: float) -> bool:
+        """A call has ended; whether that opens it. Those that end while it is not closed say nothing new."""
+        if self.state is not BreakerState.CLOSED:
+            return False
+        limits, slices, number = self._limits, self._slices, int(now * self._slices_per_s)
+        if not slices or slices[-1][0] != number:
+            slices.append([number, 0, 0])
+            while slices[0][0] <= number - _NUM_SLICES:
+                _, calls, failures = slices.popleft()
+                self._num_calls -= calls
+                self._num_failures -= failures
+        latest = slices[-1]
+        latest[1] += 1
+        self._num_calls += 1
+        if not failed:
+            self._num_consecutive = 0
+            if not self._num_failures:
+                return False
+        else:
+            latest[2] += 1
+            self._num_failures += 1
+            self._num_consecutive += 1
+        num_calls = self._num_calls
+        too_many = num_calls >= limits.min_calls and self._num_failures >= limits.failure_rate * num_calls
+        if self._num_consecutive < limits.num_consecutive and not too_many:
+            return False
+        self._open(now)
+        return True
+
+    def may_probe(self, now: float) -> bool:
+        """Whether a probe is due; an open breaker is half-open from then on."""
+        if self.state is BreakerState.OPEN and now >= self._until:
+            self._move_to(BreakerState.HALF_OPEN)
+        return self.state is not BreakerState.OPEN
+
+    def probed(self, passed: bool, now: float) -> None:
+        """Take note of a probe; a failed one opens the breaker, whatever the calls say."""
+        if self.state is BreakerState.OPEN:
+            return  # begun before it opened
+        if not passed:
+            if self.state is BreakerState.HALF_OPEN:
+                self._open_s = min(2 * self._open_s, self._limits.max_open_s)
+            self._open(now)
+        elif self.state is BreakerState.HALF_OPEN:
+            self._open_s = self._limits.open_s
+            self._num_consecutive = 0
+            self._slices.clear()
+            self._num_calls = self._num_failures = 0
+            self._closed_at = now
+            self._move_to(BreakerState.CLOSED)
+
+    def restarted(self) -> None:
+        """The instance is another process now: what the old one did counts no more, and a probe decides."""
+        self._open_s = self._limits.open_s
+        if self.state is BreakerState.OPEN:
+            self._until = 0.0
+        self._move_to(BreakerState.HALF_OPEN)
+
+    def _open(self, now: float) -> None:
+        self._until = now + self._open_s
+        self._move_to(BreakerState.OPEN)
+
+    def _move_to(self, state: BreakerState) -> None:
+        assert state in _ALLOWED[self.state], f"{self.state.name} -> {state.name}"
+        self.state = state
+
 
 #: How long a pair is avoided at first; twice as long each time that it fails again.
 _AVOID_S, _MAX_AVOID_S = 5.0, 60.0
 
 
 class Pairs:
-    """Has routing avoid pairs that have failed, for a while. With others, each of the two gets its share."""
+    """Has routing avoid pairs that have failed, for a while. With others, each of the two gets its share.
+
+    Attributes:
+        avoid_s: for how long a pair is avoided when it fails again; of those that have failed.
+    """
 
     def __init__(self) -> None:
-        self._avoid_s: dict[tuple[str, str], float] = {}
+        self.avoid_s: dict[tuple[str, str], float] = {}
 
     def failed(self, caller: InstanceRecord, peer: InstanceRecord) -> None:
         """``caller`` says that it cannot reach ``peer``, or the other way round."""
         if peer.name in caller.cut_off:
             return
         pair = caller.name, peer.name
-        avoid_s = self._avoid_s.get(pair, _AVOID_S)
-        self._avoid_s[pair] = min(2 * avoid_s, _MAX_AVOID_S)
+        avoid_s = self.avoid_s.get(pair, _AVOID_S)
+        self.avoid_s[pair] = min(2 * avoid_s, _MAX_AVOID_S)
         logger.warning("instances %s and %s do not reach each other; kept apart for %g s", *pair, avoid_s)
         caller.cut_off.add(peer.name)
         asyncio.get_running_loop().call_later(avoid_s, caller.cut_off.discard, peer.name)
 
     def worked(self, caller: InstanceRecord, peer: InstanceRecord) -> None:
         """Next time it is avoided for a short while again."""
-        if self._avoid_s:
-            self._avoid_s.pop((caller.name, peer.name), None)
+        self.avoid_s.pop((caller.name, peer.name), None)
 
-
-logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _ASK_AGAIN_S = 0.5
@@ -200,7 +337,7 @@ class Health:
 
         async def probe() -> None:
             try:
-                await calls.probe(self._options.probe_timeout_s)
+                await calls.probe(self._settings.now.gateway.health.probe_timeout_s)
             except ServeError as error:
                 logger.warning("what instance %s had goes elsewhere: %s", name, error.message)
                 if self._table.get(name) is None:
@@ -227,12 +364,13 @@ class Health:
                 ticked_at = now
                 if not self._table.missing_stages():
                     self.was_complete_at = now
+                probe_interval_s = self._settings.now.gateway.health.probe_interval_s
                 for record in list(self._table):
-                    watched = self._of(record.name)
+                    watched = self._watched.get(record.name) or self._of(record.name)
                     if not record.ready or watched.probing or now < watched.probe_at:
                         continue
                     is_closed = watched.breaker.state is BreakerState.CLOSED
-                    is_wanted = self._options.probe_interval_s is not None or not is_closed
+                    is_wanted = probe_interval_s is not None or not is_closed
                     if is_wanted and watched.breaker.may_probe(now):
                         watched.probing = True
                         probes.create_task(self._probe(record, watched))
@@ -245,7 +383,7 @@ class Health:
             passed = await self._passes(name, doubted=not was_closed)
         finally:
             watched.probing = False
-            interval_s = self._options.probe_interval_s or _ASK_AGAIN_S
+            interval_s = self._settings.now.gateway.health.probe_interval_s or _ASK_AGAIN_S
             watched.probe_at = self._clock() + interval_s * self._rng.uniform(0.8, 1.2)
         if passed is None or (not passed and self._stood_still_at >= began):
             return  # where this gateway stood still, that the answer is late says nothing
@@ -266,7 +404,7 @@ class Health:
         if calls is None:
             return None
         try:
-            await calls.probe(self._options.probe_timeout_s, doubted=doubted)
+            await calls.probe(self._settings.now.gateway.health.probe_timeout_s, doubted=doubted)
         except (InstanceLost, Unavailable):
             return None
         except ServeError as error:
@@ -276,13 +414,9 @@ class Health:
 
     # ------------------------------------------------------------------ inside
 
-    @property
-    def _options(self) -> HealthConfig:
-        return self._settings.now.gateway.health
-
     def _of(self, name: str) -> _Watched:
         if name not in self._watched:
-            options = self._options
+            options = self._settings.now.gateway.health
             limits = BreakerLimits(
                 num_consecutive=options.max_failures,
                 failure_rate=options.max_failure_rate,

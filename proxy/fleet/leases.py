@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epd_serve.config.elastic import RoleName
 from epd_serve.config.gateway import InstanceName, InstanceUrl
@@ -54,6 +54,7 @@ class Leases:
         self._members = members
         self._clock = clock
         self._leases: dict[str, _Lease] = {}
+        self._has_some = asyncio.Event()
         self._looked_at = clock()
 
     def join(
@@ -89,6 +90,7 @@ class Leases:
             return False
         self._members.join(name, url, role)
         self._leases[name] = _Lease(url, incarnation, lease_s, deadline)
+        self._has_some.set()
         return True
 
     def leave(self, name: str, incarnation: int = 0) -> None:
@@ -120,6 +122,10 @@ class Leases:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
+            if not self._leases:
+                self._has_some.clear()
+                await self._has_some.wait()
+                self._looked_at = self._clock()
             await asyncio.sleep(_TICK_S)
             self.expire()
 
@@ -156,7 +162,7 @@ def leases_router(leases: Leases, crew: Crew, *, needs_tls: bool = False) -> API
 
 def _read(body: bytes) -> JoinBody:
     try:
-        return TypeAdapter(JoinBody).validate_json(body)
+        return JoinBody.model_validate_json(body)
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(str(part) for part in fault["loc"]) or "body"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -32,23 +33,16 @@ class Connect(Protocol):
     def __call__(self, name: str, url: str, role: str | None = None) -> StageCalls: ...
 
 
+@dataclass(eq=False)
 class Members:
     """Adds instances to a running gateway and takes them out; requests that are there go on to their end."""
 
-    def __init__(
-        self,
-        table: InstanceTable,
-        calls: MutableMapping[str, StageCalls],
-        poller: Poller,
-        health: Health,
-        connect: Connect,
-    ) -> None:
-        self._table = table
-        self._calls = calls
-        self._poller = poller
-        self._health = health
-        self._connect = connect
-        self._joined: dict[str, str] = {}
+    _table: InstanceTable
+    _calls: MutableMapping[str, StageCalls]
+    _poller: Poller
+    _health: Health
+    _connect: Connect
+    _joined: dict[str, str] = field(default_factory=dict)  # those that joined by themselves: URLs by name
 
     def replace(self, instances: Sequence[tuple[str, str]]) -> None:
         """From now on these are the instances: (name, control URL). One with another URL is another instance.

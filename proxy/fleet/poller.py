@@ -106,20 +106,17 @@ class Poller:
 
     async def run(self) -> None:
         """Until cancelled; a slow instance delays no other."""
-        asyncio.get_running_loop().call_later(self._startup_wait_s, self.started.set)
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._startup_wait_s, self.started.set)
         async with asyncio.TaskGroup() as group:
             self._group = group
             self._watching = {name: group.create_task(self._watch(name)) for name in self._calls}
-            await self._tick()
-
-    async def _tick(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(self._stale_s / _NUM_TICKS)
-            for silence in self._silences.values():
-                silence.ticks_left -= 1
-                if silence.ticks_left == 0:
-                    silence.scope.reschedule(loop.time())
+            while True:
+                await asyncio.sleep(self._stale_s / _NUM_TICKS)
+                for silence in self._silences.values():
+                    silence.ticks_left -= 1
+                    if silence.ticks_left == 0:
+                        silence.scope.reschedule(loop.time())
 
     async def _watch(self, name: str) -> None:
         wake, num_unreachable = self._wake[name], 0

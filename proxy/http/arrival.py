@@ -1,5 +1,4 @@
-"""The arrival of a request: slow senders hold neither connections nor memory for ever, large bodies take turns,
-and a crowd of requests leaves the answers of others room to pass.
+"""The arrival of a request: slow senders hold neither connections nor memory for ever, large bodies take turns.
 
 Large bodies are read a few at a time, in few pieces, and their memory goes back to the system. Read all at once,
 each would take as long as all together, and the memory of all of them. A body that comes as fast as the network
@@ -14,12 +13,13 @@ import asyncio
 import ctypes
 import resource
 import socket
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
+
+import msgspec
 
 from epd_serve.config import GatewayConfig
 from epd_serve.errors import InvalidRequest
@@ -57,84 +57,43 @@ class ArrivalLimits:
         return TooSlow(f"the body did not arrive within {self.time_for_body(declared):.3g} s; send it faster")
 
 
-class HeadWatch:
+class HeadWatch(msgspec.Struct, eq=False):
     """Calls ``on_late`` when the head of a request is not complete in time.
 
-    One timer per connection, set anew at most once per ``header_s``: a request costs two assignments.
+    One timer per connection, set anew at most once per ``header_s``.
+
+    Attributes:
+        since_s: when the head began; None: it is complete, which is for the connection to say.
     """
 
-    __slots__ = ("_header_s", "_loop", "_on_late", "_since_s", "_timer")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, header_s: float, on_late: Callable[[], None]) -> None:
-        self._loop = loop
-        self._header_s = header_s
-        self._on_late = on_late
-        self._since_s: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
+    _loop: asyncio.AbstractEventLoop
+    _header_s: float
+    _on_late: Callable[[], None]
+    since_s: float | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
         """A connection was made, or the first byte of its next request has come."""
-        self._since_s = self._loop.time()
+        self.since_s = self._loop.time()
         if self._timer is None:
             self._timer = self._loop.call_later(self._header_s, self._look)
 
-    def complete(self) -> None:
-        """The head is here."""
-        self._since_s = None
-
     def stop(self) -> None:
         """The connection is gone."""
-        self._since_s = None
+        self.since_s = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _look(self) -> None:
         self._timer = None
-        if self._since_s is None:
+        if self.since_s is None:
             return
-        left_s = self._since_s + self._header_s - self._loop.time()
+        left_s = self.since_s + self._header_s - self._loop.time()
         if left_s <= 0:
             self._on_late()
         else:
             self._timer = self._loop.call_later(left_s, self._look)
-
-
-#: Requests that begin in one pass of the event loop.
-_STARTS_PER_PASS = 4
-
-
-class Starts:
-    """Has requests of one event loop begin a few in each of its passes.
-
-    To parse and route one takes a fraction of a millisecond. Of hundreds that come at once, the tokens of all
-    other requests would wait for the last.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._room = _STARTS_PER_PASS
-        self._is_watching = False
-
-    def begin(self, loop: asyncio.AbstractEventLoop, start: Callable[[], None]) -> None:
-        """Call ``start``, now or in a later pass."""
-        if self._room:
-            self._room -= 1
-            start()
-        else:
-            self._waiting.append(start)
-        if not self._is_watching:
-            self._is_watching = True
-            loop.call_soon(self._next_pass, loop)
-
-    def _next_pass(self, loop: asyncio.AbstractEventLoop) -> None:
-        waiting, self._room = self._waiting, _STARTS_PER_PASS
-        while waiting and self._room:
-            self._room -= 1
-            waiting.popleft()()
-        self._is_watching = self._room < _STARTS_PER_PASS
-        if self._is_watching:
-            loop.call_soon(self._next_pass, loop)
 
 
 #: Smaller ones are read as they come.
@@ -147,29 +106,23 @@ class Turns:
     Args:
         max_bytes: while there are so many in turns that have not ended, no other one begins ...
         patience_s: ... for so long: a client that sends slowly does not hold up the others.
+
+    Attributes:
+        num_bytes: in turns that have begun and not ended.
     """
 
     def __init__(self, max_bytes: int = 8 << 20, patience_s: float = 0.1) -> None:
         self._max_bytes = max_bytes
         self._patience_s = patience_s
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._waiting: dict[Turn, asyncio.TimerHandle] = {}  # the oldest first
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_bytes(self) -> int:
-        """In turns that have begun and not ended."""
-        return self._num_bytes
 
     def ask(self, loop: asyncio.AbstractEventLoop, nbytes: int, on_begin: Callable[[], None]) -> Turn:
         """A turn for ``nbytes``, which must be ended. ``on_begin`` is called unless it has begun already."""
         turn = Turn(self, nbytes, on_begin)
-        if self._num_bytes < self._max_bytes:
+        if self.num_bytes < self._max_bytes:
             turn.has_begun = True
-            self._num_bytes += nbytes
+            self.num_bytes += nbytes
         else:
             self._waiting[turn] = loop.call_later(self._patience_s, self._begin, turn)
         return turn
@@ -177,29 +130,26 @@ class Turns:
     def end(self, turn: Turn) -> None:
         """Whether it has begun or not; once."""
         if turn.has_begun:
-            self._num_bytes -= turn.nbytes
+            self.num_bytes -= turn.nbytes
         else:
             self._waiting.pop(turn).cancel()
-        while self._waiting and self._num_bytes < self._max_bytes:
+        while self._waiting and self.num_bytes < self._max_bytes:
             self._begin(next(iter(self._waiting)))
 
     def _begin(self, turn: Turn) -> None:
         self._waiting.pop(turn).cancel()
         turn.has_begun = True
-        self._num_bytes += turn.nbytes
+        self.num_bytes += turn.nbytes
         turn.on_begin()
 
 
-class Turn:
+class Turn(msgspec.Struct, eq=False):
     """See :meth:`Turns.ask`."""
 
-    __slots__ = ("has_begun", "nbytes", "on_begin", "turns")
-
-    def __init__(self, turns: Turns, nbytes: int, on_begin: Callable[[], None]) -> None:
-        self.turns = turns
-        self.nbytes = nbytes
-        self.on_begin = on_begin
-        self.has_begun = False
+    turns: Turns
+    nbytes: int
+    on_begin: Callable[[], None]
+    has_begun: bool = False
 
     def end(self) -> None:
         self.turns.end(self)

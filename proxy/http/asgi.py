@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ServeError
+from proxy.http.arrival import Turn
 from proxy.http.client import ClientLeft, Header, retry_headers, too_large
 from proxy.http.connection import SHOWN_HEADERS, Cors
 
@@ -74,6 +75,9 @@ class AsgiClient:
         self._headers = headers_of(scope)
         self.address: str = (scope.get("client") or ("",))[0]
         self.loop = asyncio.get_running_loop()
+        self.unread_bytes = 1  # nobody has counted
+        self.turn: Turn | None = None
+        self.on_left: Callable[[], None] | None = None
         self._receive = receive
         self._send = send
         self._watcher: asyncio.Task[None] | None = None
@@ -81,10 +85,6 @@ class AsgiClient:
         self._written: list[bytes | memoryview] = []
         self._ended = False
         self._sending = asyncio.Lock()
-
-    @property
-    def has_body(self) -> bool:
-        return False
 
     async def body(self, max_bytes: int) -> bytearray:
         declared = self._headers.get(b"content-length", b"")
@@ -100,7 +100,14 @@ class AsgiClient:
             if len(body) > max_bytes:
                 raise too_large(max_bytes)
             more = message.get("more_body", False)
+        self._watcher = self.loop.create_task(self._watch())
         return body
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if self.on_left is not None:
+            self.on_left()  # or, says ASGI, the answer is complete
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         headers = [*headers, (b"content-length", b"%d" % len(body))]
@@ -129,14 +136,8 @@ class AsgiClient:
     def let_go(self) -> None:
         pass
 
-    def watch(self, on_left: Callable[[], None]) -> None:
-        async def until_left() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            on_left()  # or, says ASGI, the answer is complete
-
-        self._watcher = asyncio.create_task(until_left())
-
     def close(self) -> None:
+        """The answer is complete, or will not be."""
+        self.on_left = None
         if self._watcher is not None:
             self._watcher.cancel()

@@ -1,4 +1,4 @@
-"""The client of one request, whatever server accepted its connection: its body, its answer in JSON or events."""
+"""The client of one request, whatever server accepted its connection: its body, and its answer in one piece."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import msgspec
-
 from epd_serve.errors import ServeError, TooLarge
+from proxy.http.arrival import Turn
 from proxy.observe.record import RequestRecord
 
 Header = tuple[bytes, bytes]
@@ -33,34 +32,30 @@ class Outlet(Protocol):
 
 
 class Client(Outlet, Protocol):
-    """One request's connection."""
+    """One request's connection.
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that serves the connection."""
+    Attributes:
+        loop: serves the connection.
+        address: of the other end, without its port; "" where there is none.
+        unread_bytes: of the body; 0: :meth:`body` need not wait.
+        turn: in which a large body is read (proxy/http/arrival.py); None: it holds up no other.
+        on_left: called when the client is gone before its answer is complete, once it has sent all of its request.
+    """
 
-    @property
-    def address(self) -> str:
-        """The other end's, without its port; "" where there is none."""
-
-    @property
-    def has_body(self) -> bool:
-        """Whether :meth:`body` need not wait."""
+    loop: asyncio.AbstractEventLoop
+    address: str
+    unread_bytes: int
+    turn: Turn | None
+    on_left: Callable[[], None] | None
 
     async def body(self, max_bytes: int) -> bytearray:
-        """The whole body. Raises TooLarge as soon as it is known to be, ClientLeft where it ends early."""
+        """The whole body. Raises TooLarge as soon as it is known to be, ClientLeft where the client is gone."""
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         """The whole answer in one piece; the length is added to its headers."""
 
     def let_go(self) -> None:
-        """The body is not held any more, or will be for long: others' may be read. Any number of times."""
-
-    def watch(self, on_left: Callable[[], None]) -> None:
-        """Call ``on_left`` when the client is gone before :meth:`close`."""
-
-    def close(self) -> None:
-        """The answer is complete, or will not be."""
+        """End the turn: the body is not held any more, or will be for long. Any number of times."""
 
 
 def too_large(max_bytes: int) -> TooLarge:
@@ -114,49 +109,3 @@ async def send_json(
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await client.respond(status, headers, body)
-
-
-class EventSink(msgspec.Struct, eq=False):
-    """Forwards whole server-sent events, unparsed; status and headers go out with the first of them.
-
-    Attributes:
-        outlet: where they go; once it has started, what is not the last may be written there.
-        on_start: called with the first event.
-        started, ended: whether the first and the last of them were written.
-    """
-
-    outlet: Outlet
-    record: RequestRecord
-    on_start: Callable[[RequestRecord], None] = lambda _: None
-    started: bool = False
-    ended: bool = False
-
-    def write(self, events: bytes | memoryview, *, last: bool = False) -> bool:
-        """Returns False where :meth:`drain` has to come before the next events. ``last``: these are all."""
-        if not self.started:
-            self.started = True
-            self.on_start(self.record)
-            self.outlet.start((*_HEADERS, *self.record.headers))
-        self.ended = last
-        return self.outlet.write(events, last=last)
-
-    async def drain(self) -> None:
-        """Wait until the client can take more."""
-        await self.outlet.drain()
-
-    async def finish(self) -> None:
-        if not self.ended:
-            self.outlet.write(b"", last=True)
-        await self.outlet.drain()
-
-    async def fail(self, error: ServeError) -> None:
-        """Tell the client what happened. The caller aborts the connection."""
-        self.write(b"data: " + error.to_json() + b"\n\n")
-        await self.outlet.drain()
-
-
-_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold events back
-)

@@ -12,19 +12,25 @@ import asyncio
 import logging
 import re
 import resource
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import msgspec
+
 from epd_serve.errors import ServeError, Unavailable
-from proxy.http.arrival import LARGE_BYTES, HeadWatch, LowWater, Starts, Turn, Turns, buffer
+from proxy.http.arrival import LARGE_BYTES, HeadWatch, LowWater, Turn, Turns, buffer
 from proxy.http.client import Client, ClientLeft, Header, ResponseAborted, too_large
 from proxy.http.http1 import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, HalfClosed, ReturningHttp, arrival_limits
+from proxy.settings import Current
 
 if TYPE_CHECKING:
     from uvicorn.config import Config
     from uvicorn.server import ServerState
+
+logger = logging.getLogger(__name__)
 
 _HEADER = re.compile(rb"([^:]+):[ \t]*(.*?)[ \t]*\r\n")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
@@ -74,6 +80,40 @@ class Cors:
         return [(b"access-control-allow-origin", origin), shown, vary] if origin in self._origins else [vary]
 
 
+#: Requests that begin in one pass of the event loop.
+_STARTS_PER_PASS = 4
+
+
+class Starts:
+    """Has requests of one event loop begin a few in each of its passes.
+
+    To parse and route one takes a fraction of a millisecond. Of hundreds that come at once, the tokens of all
+    other requests would wait for the last.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._room = _STARTS_PER_PASS  # since it was full last, in this pass or before
+
+    def begin(self, loop: asyncio.AbstractEventLoop, start: Callable[[], None]) -> None:
+        """Call ``start``, now or in a later pass."""
+        if not self._room:
+            self._waiting.append(start)
+            return
+        self._room -= 1
+        if not self._room:
+            loop.call_soon(self._next_pass, loop)
+        start()
+
+    def _next_pass(self, loop: asyncio.AbstractEventLoop) -> None:
+        waiting, self._room = self._waiting, _STARTS_PER_PASS
+        while waiting and self._room:
+            self._room -= 1
+            waiting.popleft()()
+        if not self._room:
+            loop.call_soon(self._next_pass, loop)
+
+
 class GatewayConnection(asyncio.BufferedProtocol):
     """uvicorn's ``http=`` protocol class of the gateway."""
 
@@ -94,6 +134,8 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._starts: Starts = getattr(state, "starts", None) or Starts()
         self._cors: Cors = getattr(state, "cors", None) or Cors()
         self._transport: asyncio.Transport
+        #: Of the other end, without its port; "" where there is none.
+        self._address: str
         self._uvicorn: ReturningHttp | None = None
         #: Received and not yet looked at: a head, or what comes behind the request in progress.
         self._pending = bytearray()
@@ -128,6 +170,8 @@ class GatewayConnection(asyncio.BufferedProtocol):
             self._is_refused = True
             self._timer = self._loop.call_later(_REFUSED_S, self._transport.abort)
             return
+        name = transport.get_extra_info("peername")
+        self._address = name[0] if isinstance(name, tuple) else ""
         self._low_water = LowWater(transport)
         self._state.connections.add(cast(Any, self))
         self._head.begin()
@@ -155,8 +199,6 @@ class GatewayConnection(asyncio.BufferedProtocol):
             taken = client.received(nbytes)
         if taken == nbytes:
             return
-        if self._client is None and not self._pending and not self._writing_paused:
-            self._head.begin()
         self._pending += _scratch_view[taken:nbytes]
         if self._client is None and not self._writing_paused:
             self._begin()
@@ -198,6 +240,8 @@ class GatewayConnection(asyncio.BufferedProtocol):
                 or len(pending) > MAX_HEADER_BYTES
             ):
                 self._hand_over()
+            elif self._head.since_s is None:
+                self._head.begin()
             return
         lines = _HEADER.findall(head[2])
         headers = {name.lower(): value for name, value in reversed(lines)}  # of several values, the first
@@ -220,35 +264,51 @@ class GatewayConnection(asyncio.BufferedProtocol):
             return
         size, end = int(length), head.end()
         del head
+        begin = memoryview(pending)[end : end + size]
+        unread_bytes = size - len(begin)
+        is_kept = size <= endpoint.settings.now.gateway.max_body_bytes
         client = self._client = RawClient(
-            self._transport,
-            size,
-            memoryview(pending)[end : end + size],
+            transport=self._transport,
             loop=self._loop,
-            max_bytes=endpoint.max_body_bytes,
+            address=self._address,
+            size=size,
+            begin=begin,
+            unread_bytes=unread_bytes,
+            kept=bytearray(b"" if unread_bytes else begin) if is_kept else None,
+            keep_alive=connection == b"keep-alive" and not self._stopping,
             default_headers=self._state.default_headers,
         )
         if b"origin" in headers:
             client.default_headers = [*client.default_headers, *self._cors.headers(headers)]
-        client.keep_alive = connection == b"keep-alive" and not self._stopping
         self._pending = pending[end + size :]
-        if client.unread_bytes:
-            self._low_water.expect(client.unread_bytes)
-            if client.unread_bytes >= LARGE_BYTES:
+        if unread_bytes:
+            self._low_water.expect(unread_bytes)
+            if is_kept and unread_bytes >= LARGE_BYTES:
                 client.take_turn(self._turns)
-        self._head.complete()
+        self._head.since_s = None
         self._state.total_requests += 1
         self._starts.begin(self._loop, partial(self._serve, client, endpoint, headers))
 
     def _serve(self, client: RawClient, endpoint: RawEndpoint, headers: Mapping[bytes, bytes]) -> None:
-        task = self._loop.create_task(client.serve(endpoint, headers))
+        task = self._loop.create_task(endpoint.serve(client, headers))
         self._state.tasks.add(task)
         task.add_done_callback(self._finish)
 
     def _finish(self, task: asyncio.Task[None]) -> None:
+        """Whatever went wrong, ``is_complete`` says what became of the answer."""
         self._state.tasks.discard(task)
         client, self._client = self._client, None
         assert client is not None
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, ResponseAborted):
+            logger.error("a request failed", exc_info=error)
+            if not client.has_begun:
+                problem = ServeError(f"an error inside the gateway: {type(error).__name__}").to_json()
+                client.keep_alive = False  # the client must not send its next request here
+                client.respond_now(500, [(b"content-type", b"application/json")], problem)
+        client.kept = client.on_left = None
+        if client.turn is not None:
+            client.let_go()
         if self._transport.is_closing():
             return
         if not client.is_complete or not client.keep_alive:
@@ -282,7 +342,6 @@ class GatewayConnection(asyncio.BufferedProtocol):
             self._reading_paused = False
             self._transport.resume_reading()
         if self._pending:
-            self._head.begin()
             self._begin()
 
     def _close(self, unsent_before: int = 0) -> None:
@@ -309,7 +368,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
     def _hand_over(self) -> None:
         if self._uvicorn is None:
             self._uvicorn = ReturningHttp(self._config, self._state, self._app_state, self._loop)
-            self._uvicorn.owner = self
+            self._uvicorn.give_back = self.take_back
         self._head.stop()
         if self._timer is not None:
             self._timer.cancel()
@@ -324,7 +383,6 @@ class GatewayConnection(asyncio.BufferedProtocol):
         """A plain POST begins on a connection that uvicorn had."""
         self._state.connections.add(cast(Any, self))
         self._transport.set_protocol(self)
-        self._head.begin()
         self._pending += data
         self._begin()
 
@@ -335,8 +393,6 @@ def _is_one_too_many(transport: asyncio.BaseTransport) -> bool:
     return own is not None and own.fileno() >= _PART_OPEN * resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-logger = logging.getLogger(__name__)
-
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _LAST_CHUNK = b"0\r\n\r\n"
 _CHUNKED = (b"transfer-encoding", b"chunked")
@@ -345,142 +401,78 @@ _CHUNKED = (b"transfer-encoding", b"chunked")
 class RawEndpoint(Protocol):
     """The endpoint that serves a request."""
 
-    @property
-    def max_body_bytes(self) -> int: ...
+    settings: Current
 
     async def serve(self, client: Client, headers: Mapping[bytes, bytes]) -> None: ...
 
 
-class RawClient:
+class RawClient(msgspec.Struct, eq=False, kw_only=True):
     """:class:`proxy.http.client.Client` over a transport.
 
     Attributes:
+        size: length of the body.
+        begin: what had come of it with the head, until it is part of ``kept``.
+        kept: the body; empty until more of it can be read than its beginning. None: it is not kept.
         keep_alive: whether the connection goes on after the answer.
-        is_complete: whether the answer is out.
-        unread_bytes: what is still to come of the body.
+        has_begun, is_complete: whether something of the answer is out, and all of it.
         on_skipped: called when a body that nobody wants has been read to its end.
     """
 
-    __slots__ = (
-        "_begin",
-        "_body",
-        "_body_waiter",
-        "_can_write",
-        "_head",
-        "_is_lost",
-        "_on_left",
-        "_size",
-        "_started",
-        "_transport",
-        "_turn",
-        "_writable",
-        "default_headers",
-        "is_complete",
-        "keep_alive",
-        "loop",
-        "on_skipped",
-        "unread_bytes",
-    )
-
-    def __init__(
-        self,
-        transport: asyncio.Transport,
-        size: int,
-        begin: memoryview,
-        *,
-        loop: asyncio.AbstractEventLoop,
-        max_bytes: int,
-        default_headers: Sequence[Header],
-    ) -> None:
-        """``begin`` is what has come of the body, whose length is ``size``."""
-        self.loop = loop
-        self.keep_alive = True
-        self.is_complete = False
-        self.unread_bytes = size - len(begin)
-        self.on_skipped: Callable[[], None] | None = None
-        self._transport = transport
-        self._size = size
-        self.default_headers = default_headers
-        #: None: it is not kept; empty until more of it can be read than its beginning.
-        self._body: bytearray | None = None
-        self._begin = begin
-        if size <= max_bytes:
-            self._body = bytearray() if self.unread_bytes else bytearray(begin)
-        self._turn: Turn | None = None
-        self._body_waiter: asyncio.Future[None] | None = None
-        self._on_left: Callable[[], None] | None = None
-        self._is_lost = False
-        self._head = b""
-        self._started = False
-        self._can_write = True
-        self._writable: asyncio.Event | None = None
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    address: str
+    size: int
+    begin: memoryview
+    unread_bytes: int
+    kept: bytearray | None
+    keep_alive: bool
+    default_headers: Sequence[Header]
+    has_begun: bool = False
+    is_complete: bool = False
+    turn: Turn | None = None
+    on_skipped: Callable[[], None] | None = None
+    on_left: Callable[[], None] | None = None
+    _body_waiter: asyncio.Future[None] | None = None
+    _is_lost: bool = False
+    _head: bytes = b""
+    _can_write: bool = True
+    _writable: asyncio.Event | None = None
 
     # Of the connection.
 
-    async def serve(self, endpoint: RawEndpoint, headers: Mapping[bytes, bytes]) -> None:
-        """Run the endpoint; whatever goes wrong, the connection learns from ``is_complete`` what became of it."""
-        try:
-            await endpoint.serve(self, headers)
-        except ResponseAborted:
-            pass
-        except Exception as error:
-            logger.exception("a request failed")
-            if not self._started:
-                problem = ServeError(f"an error inside the gateway: {type(error).__name__}").to_json()
-                # The client must not send its next request here.
-                self.keep_alive = False
-                self._respond(500, [(b"content-type", b"application/json")], problem)
-        finally:
-            self._body = None
-            self._on_left = None
-            self.let_go()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether something of the answer is out."""
-        return self._started
-
-    @property
-    def address(self) -> str:
-        name = self._transport.get_extra_info("peername")
-        return name[0] if isinstance(name, tuple) else ""
-
     def take_turn(self, turns: Turns) -> None:
-        """Read a body that is kept when it is its turn."""
-        if self._body is None:
-            return
-        turn = self._turn = turns.ask(self.loop, self._size, self._transport.resume_reading)
+        """Read the body, which is kept, when it is its turn."""
+        turn = self.turn = turns.ask(self.loop, self.size, self.transport.resume_reading)
         if not turn.has_begun:
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     def buffer(self) -> memoryview | None:
         """Return the place of the body's next bytes; None: they are not kept."""
-        if self._body is None or not self.unread_bytes:
+        if self.kept is None or not self.unread_bytes:
             return None
-        if not self._body:
-            self._body = buffer(self._size)
-            self._body[: len(self._begin)] = self._begin
-            self._begin = memoryview(b"")
-        return memoryview(self._body)[self._size - self.unread_bytes :]
+        if not self.kept:
+            self.kept = buffer(self.size)
+            self.kept[: len(self.begin)] = self.begin
+            self.begin = memoryview(b"")
+        return memoryview(self.kept)[self.size - self.unread_bytes :]
 
     def received(self, nbytes: int) -> int:
         """Take bytes that have come; return how many of them belong to the body."""
         taken = min(nbytes, self.unread_bytes)
-        if taken:
-            self.unread_bytes -= taken
-            if not self.unread_bytes:
-                if self._body_waiter is not None and not self._body_waiter.done():
-                    self._body_waiter.set_result(None)
-                if self.on_skipped is not None:
-                    self.on_skipped()
+        self.unread_bytes -= taken
+        if not self.unread_bytes:
+            if self._body_waiter is not None and not self._body_waiter.done():
+                self._body_waiter.set_result(None)
+            if self.on_skipped is not None:
+                self.on_skipped()
         return taken
 
     def lost(self) -> None:
         self._is_lost = True
         if self._body_waiter is not None and not self._body_waiter.done():
             self._body_waiter.set_result(None)
-        if self._on_left is not None and not self.is_complete:
-            self._on_left()
+        if self.on_left is not None and not self.is_complete:
+            self.on_left()
         self.resume()
 
     def pause(self) -> None:
@@ -492,46 +484,43 @@ class RawClient:
         if self._writable is not None:
             self._writable.set()
 
+    def respond_now(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        """The whole answer in one piece."""
+        self.has_begun = self.is_complete = True
+        self.start(headers, status=status, framing=(b"content-length", b"%d" % len(body)))
+        if not self.transport.is_closing():
+            self.transport.write(self._head + body)
+
     # Of proxy.http.client.Client.
 
-    @property
-    def has_body(self) -> bool:
-        return self._body is None or not self.unread_bytes
-
     async def body(self, max_bytes: int) -> bytearray:
-        if self._body is None:
+        if self.kept is None:
             raise too_large(max_bytes)
         if self.unread_bytes and not self._is_lost:
             self._body_waiter = self.loop.create_future()
             await self._body_waiter
-        if self.unread_bytes:
+        if self._is_lost:
             raise ClientLeft
-        body, self._body = self._body, None
+        body, self.kept = self.kept, None
         return body
 
     def let_go(self) -> None:
-        turn, self._turn = self._turn, None
+        turn, self.turn = self.turn, None
         if turn is not None:
             if not turn.has_begun:  # it was refused unread
-                self._transport.resume_reading()
+                self.transport.resume_reading()
             turn.end()
-
-    def watch(self, on_left: Callable[[], None]) -> None:
-        if self._is_lost:
-            on_left()
-        else:
-            self._on_left = on_left
-
-    def close(self) -> None:
-        self._on_left = None
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         if status == HTTPStatus.REQUEST_TIMEOUT:
             self.keep_alive = False  # nobody knows when the rest of the body comes
-        self._respond(status, headers, body)
+        self.respond_now(status, headers, body)
 
-    def start(self, headers: Sequence[Header]) -> None:
-        self._head = self._render(200, (*headers, _CHUNKED))
+    def start(self, headers: Sequence[Header], *, status: int = 200, framing: Header = _CHUNKED) -> None:
+        lines = [b"%b: %b\r\n" % header for header in (*self.default_headers, *headers, framing)]
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        self._head = b"%b%b\r\n" % (_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, b"".join(lines))
 
     def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
         out = b"%x\r\n%b\r\n" % (len(data), bytes(data)) if data else b""
@@ -540,24 +529,13 @@ class RawClient:
             self.is_complete = True
         if self._head:
             out, self._head = self._head + out, b""
-            self._started = True
-        if not self._transport.is_closing():
-            self._transport.write(out)
+            self.has_begun = True
+        if not self.transport.is_closing():
+            self.transport.write(out)
         return self._can_write
 
     async def drain(self) -> None:
         if self.is_complete:
             return  # the connection waits for its reader, the request need not
-        if not self._can_write and self._writable is not None and not self._transport.is_closing():
+        if not self._can_write and self._writable is not None and not self.transport.is_closing():
             await self._writable.wait()
-
-    def _respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        self._started = self.is_complete = True
-        if not self._transport.is_closing():
-            self._transport.write(self._render(status, (*headers, (b"content-length", b"%d" % len(body)))) + body)
-
-    def _render(self, status: int, headers: Iterable[Header]) -> bytes:
-        lines = [b"%b: %b\r\n" % header for header in (*self.default_headers, *headers)]
-        if not self.keep_alive:
-            lines.append(b"connection: close\r\n")
-        return b"%b%b\r\n" % (_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, b"".join(lines))

@@ -7,7 +7,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -81,7 +81,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._head.complete()
+        self._head.since_s = None
         self._problem = head_problem(self.parser.get_http_version(), self.headers)
         if self._problem is not None:
             raise ValueError(self._problem)  # the parser stops, and uvicorn answers with a 400
@@ -173,17 +173,14 @@ class HalfClosed:
             self._loop.call_later(next_s, self._ask, self._LATER_S)
 
 
-class Owner(Protocol):
-    """The owner that had a connection before uvicorn."""
-
-    def take_back(self, data: bytes) -> None:
-        """A plain POST begins with ``data``."""
-
-
 class ReturningHttp(BoundedHttp):
-    """Gives the connection back to its ``owner`` where it may."""
+    """Gives the connection back to the owner that had it before, where a plain POST begins.
 
-    owner: Owner
+    Attributes:
+        give_back: takes the connection, and the data with which that begins.
+    """
+
+    give_back: Callable[[bytes], None]
     _made = False
     #: Between two requests.
     _between = True
@@ -207,7 +204,7 @@ class ReturningHttp(BoundedHttp):
             self._unset_keepalive_if_required()
             self.connections.discard(self)
             self._head.stop()
-            self.owner.take_back(data)
+            self.give_back(data)
         else:
             self.feed(data)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import signal
 import socket
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -34,10 +34,12 @@ class GatewayServer(uvicorn.Server):
         super().__init__(config)
         self._stopping = stopping
         self._delay_s = delay_s
-        self._exit_at: float | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_stopping = False
         self.has_failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started and sockets is None:  # else the parent of the workers says it
             [port, *_] = (one.getsockname()[1] for server in self.servers for one in server.sockets)
@@ -46,23 +48,25 @@ class GatewayServer(uvicorn.Server):
     def give_up(self) -> None:
         """End as after a signal: what is in progress is finished, :attr:`has_failed` says that it was a fault."""
         self.has_failed = True
-        if self._exit_at is None:
-            self._exit_at = time.monotonic() + self._delay_s
-            self._stopping()
+        if not self._is_stopping:
+            self._stop_later()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._exit_at is not None or not self._delay_s:
+        if self._is_stopping or not self._delay_s or self._loop is None:
             self._stopping()
             super().handle_exit(sig, frame)
             return
         self._captured_signals.append(sig)
-        self._exit_at = time.monotonic() + self._delay_s
-        self._stopping()
+        self._stop_later()
 
-    async def on_tick(self, counter: int) -> bool:
-        if self._exit_at is not None and time.monotonic() >= self._exit_at:
-            self.should_exit = True
-        return await super().on_tick(counter)
+    def _stop_later(self) -> None:
+        self._is_stopping = True
+        self._stopping()
+        assert self._loop is not None, "it has started"
+        self._loop.call_soon_threadsafe(self._loop.call_later, self._delay_s, self._stop)
+
+    def _stop(self) -> None:
+        self.should_exit = True
 
 
 def ready_text(host: str, port: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Self
 from urllib.parse import unquote, urljoin, urlsplit
 
 import aiohttp
+import msgspec
 from aiohttp import StreamReader
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
@@ -339,14 +340,11 @@ class FetchPlaces:
         self._num_taken[asker] += 1
 
 
-class FetchPlace:
+class FetchPlace(msgspec.Struct, eq=False):
     """See :meth:`FetchPlaces.take`."""
 
-    __slots__ = ("_asker", "_places")
-
-    def __init__(self, places: FetchPlaces, asker: str) -> None:
-        self._places: FetchPlaces | None = places
-        self._asker = asker
+    _places: FetchPlaces | None
+    _asker: str
 
     def give_back(self) -> None:
         """Any number of times."""

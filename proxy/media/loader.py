@@ -14,7 +14,6 @@ import pybase64
 from blake3 import blake3
 
 from epd_serve.errors import InvalidRequest, TooLarge
-from epd_serve.flow.events import Named
 from epd_serve.media.picture import low_detail_size, pixel_size, plain_size
 from epd_serve.media.video import VideoLimits, pack_frames, read_list
 from epd_serve.protocol.openai.messages import MediaSource
@@ -59,14 +58,6 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self.ref, mm_hash=name)
 
 
-def names_of(items: Sequence[MediaItem]) -> tuple[str, Named] | None:
-    """The names of media items, and the fingerprint that all were named under; None where some are without."""
-    fingerprint = items[0].fingerprint
-    if any(not item.ref.mm_hash or item.fingerprint != fingerprint for item in items):
-        return None
-    return fingerprint, Named([item.ref for item in items], [item.param for item in items])
-
-
 class MediaLoader:
     """``max_body_bytes`` bounds all media of a request together: fetched ones are no lighter than sent ones.
 
@@ -97,9 +88,15 @@ class MediaLoader:
                 param=sources[most].param,
                 code="too_many_media",
             )
-        here = [self._load_small(source, fingerprint, salt) for source in sources]
+        here: list[MediaItem | None] = []
+        for source in sources:
+            if source.processing:
+                _check_bounds(source, gateway.media.max_pixels)
+            is_little = len(source.payload or source.url) <= INLINE_BYTES
+            is_here = source.modality == "image" and source.is_inline and is_little
+            read = self._read(source, fingerprint, salt) if is_here else None
+            here.append(read if isinstance(read, MediaItem) else None)
         loaded = [item for item in here if item is not None]
-        _check_total(loaded, gateway.max_body_bytes)
         if len(loaded) == len(sources):
             return loaded
         fetches = asyncio.Semaphore(MAX_FETCHES)
@@ -120,20 +117,10 @@ class MediaLoader:
             raise failures.exceptions[0] from None
         return [one if isinstance(one, MediaItem) else one.result() for one in found]
 
-    def _load_small(self, source: MediaSource, fingerprint: str, salt: str) -> MediaItem | None:
-        """An item that is little work; None for one that needs a thread, a process or the network."""
-        is_image = source.modality == "image"
-        if not is_image or not source.is_inline or _num_characters(source) > INLINE_BYTES:
-            return None
-        _check_bounds(source, self._settings.now.media_limits.max_pixels)
-        read = self._read(source, fingerprint, salt)
-        return read if isinstance(read, MediaItem) else None
-
     async def _load(
         self, source: MediaSource, fingerprint: str, salt: str, asker: str, fetches: asyncio.Semaphore
     ) -> MediaItem:
         try:
-            _check_bounds(source, self._settings.now.media_limits.max_pixels)
             if source.modality == "video":
                 data, ref = await self._video(source, asker, fetches)
                 ref = msgspec.structs.replace(ref, processing=source.processing)
@@ -144,7 +131,9 @@ class MediaLoader:
                 ref = msgspec.structs.replace(MediaRef.of_audio(audio), processing=source.processing)
                 return MediaItem(data=data, ref=ref, param=source.param, salt=salt)
             if source.is_inline:
-                read = await _off_loop(asker, _num_characters(source), self._read, source, fingerprint, salt)
+                read = await _off_loop(
+                    asker, len(source.payload or source.url), self._read, source, fingerprint, salt
+                )
                 if isinstance(read, MediaItem):
                     return read
                 data = read
@@ -193,7 +182,7 @@ class MediaLoader:
     async def _bytes(self, source: MediaSource, asker: str, fetches: asyncio.Semaphore, max_bytes: int) -> bytes:
         """The file of a video or sound."""
         if source.is_inline:
-            return (await _off_loop(asker, _num_characters(source), _decoded, source, max_bytes))[1]
+            return (await _off_loop(asker, len(source.payload or source.url), _decoded, source, max_bytes))[1]
         async with fetches:
             return await self._fetcher.fetch(source.url, asker, max_bytes=max_bytes)
 
@@ -236,8 +225,6 @@ def _kind(ref: MediaRef) -> str:
 
 def _check_bounds(source: MediaSource, max_pixels: int) -> None:
     """Raise InvalidRequest for a request that would have a picture made larger than one may be."""
-    if not source.processing:
-        return
     asked: dict[str, Any] = msgspec.json.decode(source.processing)
     numbers = [asked, *(one for one in asked.values() if isinstance(one, dict))]
     for name, value in ((name, value) for one in numbers for name, value in one.items()):
@@ -277,10 +264,6 @@ def _decoded(source: MediaSource, max_bytes: int) -> tuple[str, bytes]:
     if source.payload is None:
         return parse_data_url(source.url, max_bytes, source.modality)
     return decode_data_url(source.url, source.payload, max_bytes, source.modality)
-
-
-def _num_characters(source: MediaSource) -> int:
-    return len(source.url) if source.payload is None else len(source.payload)
 
 
 async def _off_loop(asker: str, nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

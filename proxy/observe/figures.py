@@ -6,8 +6,9 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from itertools import islice
+from math import inf
 from statistics import quantiles
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -20,8 +21,6 @@ NUM_SLOTS = 60
 #: Times that are kept of one slot: enough for its percentiles, however many requests end in it.
 _MAX_SAMPLES = 256
 _NUM_REQUESTS = 120
-
-_Key = TypeVar("_Key")
 
 
 class Slot(msgspec.Struct):
@@ -58,15 +57,15 @@ class Slot(msgspec.Struct):
                 times[:] = random.sample(times, _MAX_SAMPLES - share)
                 more = random.sample(more, share)
             times += more
-        _add(self.reasons, other.reasons)
-        _add(self.sources, other.sources)
-        _add(self.flows, other.flows)
-        _add(self.stages, other.stages)
-
-
-def _add(counts: dict[_Key, int], more: dict[_Key, int]) -> None:
-    for key, count in more.items():
-        counts[key] = counts.get(key, 0) + count
+        counts: tuple[tuple[dict[Any, int], dict[Any, int]], ...] = (
+            (self.reasons, other.reasons),
+            (self.sources, other.sources),
+            (self.flows, other.flows),
+            (self.stages, other.stages),
+        )
+        for known, also in counts:
+            for key, count in also.items():
+                known[key] = known.get(key, 0) + count
 
 
 class Figures:
@@ -76,7 +75,9 @@ class Figures:
     """
 
     def __init__(self, slo: SLOConfig | None = None) -> None:
-        self._slo = slo or SLOConfig()
+        slo = slo or SLOConfig()
+        self._ttft_ms = inf if slo.ttft_ms is None else slo.ttft_ms
+        self._tpot_ms = inf if slo.tpot_ms is None else slo.tpot_ms
         self.requests: deque[RequestRecord] = deque(maxlen=_NUM_REQUESTS)
         self._slots = {width: deque[Slot](maxlen=NUM_SLOTS + 2) for width in RANGES_S.values()}
 
@@ -100,7 +101,8 @@ class Figures:
         ttft_s, tpot_s = record.ttft_s, record.tpot_s
         if failed or ttft_s is not None:
             now.num_measured += 1
-            now.num_met += not failed and self._is_met(ttft_s, tpot_s)
+            in_time = 1e3 * (ttft_s or 0.0) <= self._ttft_ms and 1e3 * (tpot_s or 0.0) <= self._tpot_ms
+            now.num_met += not failed and in_time
         if ttft_s is not None:
             _sample(now.ttft_s, ttft_s, now.num_requests)
         if tpot_s is not None:
@@ -123,12 +125,6 @@ class Figures:
                 flow = "features", instance, prefill
             if instance != prefill and "failed" not in about:
                 now.flows[flow] = now.flows.get(flow, 0) + 1
-
-    def _is_met(self, ttft_s: float | None, tpot_s: float | None) -> bool:
-        for limit, seconds in ((self._slo.ttft_ms, ttft_s), (self._slo.tpot_ms, tpot_s)):
-            if limit is not None and seconds is not None and 1e3 * seconds > limit:
-                return False
-        return True
 
     def _put_into_wider(self, second: Slot) -> None:
         for width, slots in self._slots.items():

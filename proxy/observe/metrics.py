@@ -12,7 +12,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from epd_serve.routing.table import InstanceRecord
 from epd_serve.telemetry.metrics import Counter, Family, Histogram, VllmNames, families_of
+from epd_serve.types import Stage
 from proxy.observe.record import SOURCES, STAGES, RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -33,25 +35,6 @@ SUMMED_GAUGES = GROWING_GAUGES | frozenset(
 )
 #: Of the client that left (proxy/api/endpoint.py).
 _CLIENT_LEFT = 499
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InstanceFigures:
-    """One instance as the gateway sees it.
-
-    Attributes:
-        in_flight: (stage, open calls of this gateway).
-        pending_s: (stage, estimated seconds of work that it has before it).
-        kv_usage: share of its KV blocks that are in use; None where it has none.
-    """
-
-    name: str
-    ready: bool
-    in_flight: Sequence[tuple[str, int]] = ()
-    pending_s: Sequence[tuple[str, float]] = ()
-    kv_usage: float | None = None
-    num_running: int = 0
-    num_waiting: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -222,36 +205,38 @@ class GatewayMetrics:
 
     # ------------------------------------------------------------------ asked
 
-    def render(self, instances: Iterable[InstanceFigures]) -> bytes:
+    def render(self, instances: Iterable[InstanceRecord]) -> bytes:
         """The exposition text with ``instances`` as of now."""
         self._look_at(instances)
         return generate_latest(self.registry)
 
-    def families(self, instances: Iterable[InstanceFigures]) -> list[Family]:
+    def families(self, instances: Iterable[InstanceRecord]) -> list[Family]:
         """The same figures as families, for :func:`epd_serve.telemetry.metrics.merge`."""
         self._look_at(instances)
         return families_of(self.registry)
 
-    def _look_at(self, instances: Iterable[InstanceFigures]) -> None:
+    def _look_at(self, instances: Iterable[InstanceRecord]) -> None:
         self.before_render()
         for gauge in (self._ready, self._in_flight, self._pending, self._kv_usage, self._sequences):
             gauge.clear()  # of instances that have left
-        instances = list(instances)
-        self._as_vllm.set(
-            sum(one.num_running for one in instances),
-            sum(one.num_waiting for one in instances),
-            max([one.kv_usage or 0.0 for one in instances], default=0.0),
-        )
-        for one in instances:
-            self._ready.labels(one.name).set(one.ready)
-            for stage, count in one.in_flight:
-                self._in_flight.labels(one.name, stage).set(count)
-            for stage, seconds in one.pending_s:
-                self._pending.labels(one.name, stage).set(seconds)
-            if one.kv_usage is not None:
-                self._kv_usage.labels(one.name).set(one.kv_usage)
-            self._sequences.labels(one.name, "running").set(one.num_running)
-            self._sequences.labels(one.name, "waiting").set(one.num_waiting)
+        num_running, num_waiting, most_used = 0, 0, 0.0
+        for record in instances:
+            name, running, waiting = record.name, 0, 0
+            self._ready.labels(name).set(record.ready)
+            for stage, count in record.in_flight.items():
+                self._in_flight.labels(name, stage.value).set(count)
+            if record.ready:  # else what it reported before it was lost is over
+                load = record.load
+                running, waiting = load.num_running, load.num_waiting + load.num_waiting_encodes
+                for stage, seconds in pending_s(record).items():
+                    self._pending.labels(name, stage.value).set(seconds)
+                if (used := kv_usage(record)) is not None:
+                    self._kv_usage.labels(name).set(used)
+                    most_used = max(most_used, used)
+            self._sequences.labels(name, "running").set(running)
+            self._sequences.labels(name, "waiting").set(waiting)
+            num_running, num_waiting = num_running + running, num_waiting + waiting
+        self._as_vllm.set(num_running, num_waiting, most_used)
 
     def _counter(self, name: str, text: str, *more: Any) -> Counter:
         counter = Counter(f"epd_serve_{name}", text, *more)
@@ -275,3 +260,15 @@ class GatewayMetrics:
     def _gauges(self, text: str, state: str) -> tuple[Gauge, Gauge]:
         """Two gauges of one figure: under vLLM's name, and under the name that it had here before."""
         return self._gauge(f"num_requests_{state}", text), self._gauge(f"requests_{state}", text)
+
+
+def pending_s(record: InstanceRecord) -> dict[Stage, float]:
+    """Estimates of an instance's work before it, by stage; of D: until there is room for KV."""
+    seconds = {Stage.ENCODE: record.encode_s, Stage.PREFILL: record.prefill_s, Stage.DECODE: record.room_s(1)}
+    return {stage: value for stage, value in seconds.items() if stage in record.stages}
+
+
+def kv_usage(record: InstanceRecord) -> float | None:
+    """Share of an instance's KV blocks that are in use; None where it has none."""
+    total = record.load.total_blocks
+    return round((total - record.load.free_blocks) / total, 4) if total else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -91,7 +92,9 @@ class Observer:
             context = join(parent.decode("latin-1"), headers.get(_TRACESTATE, b"").decode("latin-1"))
         if self._export is not None and self._export.samples(context, endpoint) != context.sampled:
             context = replace(context, sampled=not context.sampled)
-        record = RequestRecord(endpoint, context, random_block().hex(), time.monotonic())
+        record = RequestRecord(
+            endpoint, context, random_block().hex(), time.monotonic(), traceparent=context.traceparent
+        )
         if not self._num_begun % _PACED_EVERY:  # the first of all is one of them
             record.pace = Pace(self.metrics.inter_token.observe)
         self._num_begun += 1
@@ -99,15 +102,15 @@ class Observer:
 
     def first_token(self, record: RequestRecord) -> None:
         """A streamed answer begins."""
-        record.first_s = time.monotonic()
-        self.metrics.ttft.observe(record.first_s - record.arrived_s, record.endpoint, record.modality)
+        record.ttft_s = time.monotonic() - record.arrived_s
+        self.metrics.ttft.observe(record.ttft_s, record.endpoint, record.modality)
 
     def finish(self, record: RequestRecord, status: int, error: ServeError | None = None) -> None:
         """It is over, however it went."""
-        record.finish(status, "" if error is None else error.code or error.type)
+        record.status, record.error = status, "" if error is None else error.code or error.type
+        record.end_s = time.monotonic()
         if not self._finished:
-            loop = asyncio.get_running_loop()
-            loop.call_later(_LATER_S, self._take_some, loop)
+            asyncio.get_running_loop().call_later(_LATER_S, self.take_account, _AT_ONCE)
         self._finished.append(record)
 
     @property
@@ -116,22 +119,15 @@ class Observer:
         self.take_account()
         return self._figures
 
-    def take_account(self) -> None:
-        """Take account of all requests that are over by now."""
-        finished, self._finished = self._finished, []
-        self._take(finished)
-
-    def _take_some(self, loop: asyncio.AbstractEventLoop) -> None:
-        some, self._finished = self._finished[:_AT_ONCE], self._finished[_AT_ONCE:]
-        self._take(some)
-        if self._finished:
-            loop.call_soon(self._take_some, loop)
-
-    def _take(self, finished: list[RequestRecord]) -> None:
-        for record in finished:
+    def take_account(self, most: int = sys.maxsize) -> None:
+        """Take account of all requests that are over by now; of more than ``most`` in the loop's next passes."""
+        some, self._finished = self._finished[:most], self._finished[most:]
+        for record in some:
             record.complete()
             for subscriber in self._subscribers:
                 subscriber(record)
+        if self._finished:
+            asyncio.get_running_loop().call_soon(self.take_account, most)
 
     def close(self) -> None:
         """Write what is waiting, after :meth:`take_account`.

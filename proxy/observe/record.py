@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from math import inf
 
+import msgspec
+
 from epd_serve.protocol.wire import REQUEST_ID_HEADER, MediaRef, read_prompt_note
 from epd_serve.telemetry.span import TRACEPARENT_HEADER, Span, TraceContext, Value
 from epd_serve.types import Modality
@@ -27,14 +29,11 @@ _TAIL_BYTES = 2048
 _REQUEST_ID, _TRACEPARENT = REQUEST_ID_HEADER.encode(), TRACEPARENT_HEADER.encode()
 
 
-class Pace:
+class Pace(msgspec.Struct, eq=False):
     """The times between the events of one answer."""
 
-    __slots__ = ("_observe", "_since_s")
-
-    def __init__(self, observe: Callable[[float], None]) -> None:
-        self._observe = observe
-        self._since_s = 0.0
+    _observe: Callable[[float], None]
+    _since_s: float = 0.0
 
     def mark(self) -> None:
         now_s = time.monotonic()
@@ -43,103 +42,70 @@ class Pace:
         self._since_s = now_s
 
 
-class RequestRecord:
+class RequestRecord(msgspec.Struct, eq=False):
     """One request from its arrival to its end. All times are monotonic seconds.
 
     Attributes:
         endpoint: "chat", "completion" ...
         request_id: as the client may have named it.
+        traceparent: of ``context``, for whom the request is passed on to.
         key: name of the API key, never the key.
-        status: that of the answer, or one of the gateway's own (proxy/api/endpoint.py); 0 while it runs.
-        error: code or type of what went wrong.
-        first_s, end_s: of the first token of a streamed answer; of the whole.
-        prompt_tokens, output_tokens: None where nobody has told.
-        prompt_note: what P said of the prompt (epd_serve/protocol/wire.py).
         modality: of its media: "text" where there are none, "image+video" for both.
         num_media, media_bytes: of its media items, by modality.
+        status: that of the answer, or one of the gateway's own (proxy/api/endpoint.py); 0 while it runs.
+        error: code or type of what went wrong.
+        ttft_s: until the first token of a streamed answer.
+        end_s: the end of the answer; ``duration_s``: until then.
+        prompt_tokens, output_tokens: None where nobody has told.
+        prompt_note: what P said of the prompt (epd_serve/protocol/wire.py).
         items: mm_hashes of its media items, and of the segments of videos.
-        pace: times the events of a streamed answer; None: nobody wants to know.
         spans: its stages, over all attempts, each under its attempt's request id.
         prefill, decode: the instances that did these stages last; None where none did.
         tpot_s: mean time of each output token after the first, of a streamed answer with more than one.
         retries, continuations: attempts after the first, before or after the first token.
+        pace: times the events of a streamed answer; None: nobody wants to know.
     """
 
-    __slots__ = (
-        "_before_last",
-        "_last",
-        "_streams",
-        "_traceparent",
-        "arrived_s",
-        "context",
-        "continuations",
-        "decode",
-        "encode_retries",
-        "end_s",
-        "endpoint",
-        "error",
-        "finish_reason",
-        "first_s",
-        "items",
-        "key",
-        "media_bytes",
-        "modality",
-        "model",
-        "num_media",
-        "output_tokens",
-        "pace",
-        "pixels",
-        "prefill",
-        "prompt_note",
-        "prompt_tokens",
-        "queue_s",
-        "request_id",
-        "retries",
-        "spans",
-        "status",
-        "streamed",
-        "tpot_s",
-    )
-
-    def __init__(self, endpoint: str, context: TraceContext, request_id: str, arrived_s: float) -> None:
-        self.endpoint = endpoint
-        self.context = context
-        self._traceparent = context.traceparent
-        self.request_id = request_id
-        self.arrived_s = arrived_s
-        self.key = ""
-        self.model = ""
-        self.modality = "text"
-        self.num_media: dict[Modality, int] = {}
-        self.media_bytes: dict[Modality, int] = {}
-        self.pixels: tuple[int, ...] = ()
-        self.status = 0
-        self.error = ""
-        self.streamed = False
-        self.queue_s = 0.0
-        self.first_s: float | None = None
-        self.end_s: float | None = None
-        self.prompt_tokens: int | None = None
-        self.output_tokens: int | None = None
-        self.prompt_note = ""
-        self.items: list[str] = []
-        self.finish_reason = ""
-        self.spans: list[Span] = []
-        self.prefill: str | None = None
-        self.decode: str | None = None
-        self.tpot_s: float | None = None
-        self.retries = 0
-        self.continuations = 0
-        self.encode_retries = 0
-        self.pace: Pace | None = None
-        self._last: bytes | memoryview = b""
-        self._before_last: bytes | memoryview = b""
-        self._streams: list[tuple[bytes | memoryview, bytes | memoryview, Callable[[], int] | None]] = []
+    endpoint: str
+    context: TraceContext
+    request_id: str
+    arrived_s: float
+    traceparent: str = ""
+    key: str = ""
+    model: str = ""
+    modality: str = "text"
+    num_media: dict[Modality, int] = {}
+    media_bytes: dict[Modality, int] = {}
+    pixels: tuple[int, ...] = ()
+    status: int = 0
+    error: str = ""
+    streamed: bool = False
+    queue_s: float = 0.0
+    ttft_s: float | None = None
+    end_s: float | None = None
+    duration_s: float = 0.0
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_note: str = ""
+    items: list[str] = []
+    finish_reason: str = ""
+    spans: list[Span] = []
+    prefill: str | None = None
+    decode: str | None = None
+    tpot_s: float | None = None
+    retries: int = 0
+    continuations: int = 0
+    encode_retries: int = 0
+    pace: Pace | None = None
+    _last: bytes | memoryview = b""
+    _before_last: bytes | memoryview = b""
+    #: The ends of the answer's parts, and what counts their tokens.
+    _streams: list[tuple[bytes | memoryview, bytes | memoryview, Callable[[], int] | None]] = []
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers with which every answer tells of its request."""
-        return [(_REQUEST_ID, self.request_id.encode()), (_TRACEPARENT, self._traceparent.encode())]
+        return [(_REQUEST_ID, self.request_id.encode()), (_TRACEPARENT, self.traceparent.encode())]
 
     # ------------------------------------------------------------------ what the gateway notes
 
@@ -164,11 +130,9 @@ class RequestRecord:
         self.spans.append(span)
         return span
 
-    def traceparent(self, span: Span | None = None) -> str:
-        """For the instance that is asked for a stage."""
-        if span is not None and self.context.sampled:
-            return self.context.child(1 + self.spans.index(span)).traceparent
-        return self._traceparent
+    def traceparent_of(self, span: Span) -> str:
+        """For the instance that is asked for a stage, where the request is sampled."""
+        return self.context.child(1 + self.spans.index(span)).traceparent
 
     def attempt_failed(self, request_id: str) -> None:
         """End the attempt's open spans as failed."""
@@ -196,40 +160,29 @@ class RequestRecord:
 
     def answered(self, body: bytes) -> None:
         """The whole answer in one piece."""
-        usage = self._read_tail(body[-_TAIL_BYTES:])
-        if usage is not None:
-            self.prompt_tokens, self.output_tokens = usage
-
-    def _read_tail(self, tail: bytes) -> tuple[int, int] | None:
-        """Tokens of prompt and answer, where they are told."""
-        reason = _REASON.match(tail, max(0, *[tail.rfind(one) for one in _REASONS_AT]))
-        if reason is not None:
-            self.finish_reason = reason[1].decode()
-        usage = _USAGE.match(tail, max(0, tail.rfind(_USAGE_AT)))
-        return None if usage is None else (int(usage[1]), int(usage[2]))
+        self._streams.append((b"", body, None))
 
     # ------------------------------------------------------------------ what is read when it is over
 
-    def finish(self, status: int, error: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
-        """The request is over. What follows of what was noted is found by :meth:`complete`, when there is time."""
-        self.status = status
-        self.error = error
-        self.end_s = clock()
-
     def complete(self) -> None:
-        """Once, after :meth:`finish`."""
+        """Find what follows of what was noted; once, after the end, when there is time."""
+        assert self.end_s is not None
+        self.duration_s = self.end_s - self.arrived_s
         for before, last, count in self._streams:
-            usage = self._read_tail(bytes(before[-_TAIL_BYTES:]) + bytes(last[-_TAIL_BYTES:]))
+            tail = bytes(before[-_TAIL_BYTES:]) + bytes(last[-_TAIL_BYTES:])
+            reason = _REASON.match(tail, max(0, *[tail.rfind(one) for one in _REASONS_AT]))
+            if reason is not None:
+                self.finish_reason = reason[1].decode()
+            usage = _USAGE.match(tail, max(0, tail.rfind(_USAGE_AT)))
             if count is not None:
                 self.output_tokens = (self.output_tokens or 0) + count()
             elif usage is not None:
-                self.output_tokens = usage[1]
+                self.output_tokens = int(usage[2])
             if usage is not None:
-                self.prompt_tokens = usage[0]
+                self.prompt_tokens = int(usage[1])
         self._streams.clear()
-        assert self.end_s is not None
-        if self.first_s is not None and self.output_tokens is not None and self.output_tokens > 1:
-            self.tpot_s = (self.end_s - self.first_s) / (self.output_tokens - 1)
+        if self.ttft_s is not None and self.output_tokens is not None and self.output_tokens > 1:
+            self.tpot_s = (self.duration_s - self.ttft_s) / (self.output_tokens - 1)
         for span in self.spans:
             name = span.name
             if name == PREFILL:
@@ -250,11 +203,3 @@ class RequestRecord:
             for span in self.spans:
                 if span.attributes.get("feature") == STORED and span.attributes["item"] in had:
                     span.attributes["feature"] = AT_PREFILL
-
-    @property
-    def duration_s(self) -> float:
-        return (self.end_s or self.arrived_s) - self.arrived_s
-
-    @property
-    def ttft_s(self) -> float | None:
-        return None if self.first_s is None else self.first_s - self.arrived_s

@@ -29,8 +29,7 @@ def served(number: int, *, output: int, status: int = 200) -> bytes:
     made = RequestRecord("chat", join(), str(number), 1000.0 + 0.5 * number)
     made.media([(MediaRef("", 802, 652), 1000)])
     made.prompt_tokens, made.output_tokens = 600 + draw.randrange(200), output + draw.randrange(output)
-    made.finish(status)
-    made.end_s = made.arrived_s + 1.0
+    made.status, made.end_s, made.duration_s = status, made.arrived_s + 1.0, 1.0
     return msgspec.json.encode(line_of(made, 0.0))
 
 

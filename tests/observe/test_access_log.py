@@ -21,7 +21,7 @@ from proxy.observe.record import ENCODE, ENCODED, STORED, RequestRecord
 
 def record(name: str) -> RequestRecord:
     made = RequestRecord("chat", join(), name, time.monotonic())
-    made.finish(200)
+    made.status, made.end_s = 200, time.monotonic()
     made.complete()
     return made
 
@@ -151,7 +151,7 @@ def test_events_of_a_stream_tell_its_end() -> None:
     made.forwarded(b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n')
     made.forwarded(b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":2}}\n\ndata: [DONE]\n\n')
     made.streamed_all(None)
-    made.finish(200)
+    made.status, made.end_s = 200, time.monotonic()
     made.complete()
     assert (made.finish_reason, made.prompt_tokens, made.output_tokens) == ("stop", 7, 2)
 
@@ -162,11 +162,11 @@ def test_an_item_whose_encoder_was_overtaken_by_the_answer_is_counted() -> None:
     heard, overtaken, failed = (made.begin(ENCODE, "r-1", "e0", item) for item in ("a", "b", "c"))
     heard.end(feature=STORED)
     failed.end(failed=True)
-    made.finish(200)
+    made.status, made.end_s = 200, time.monotonic()
     made.complete()
     assert [span.attributes.get("feature") for span in (heard, overtaken, failed)] == [STORED, ENCODED, None]
     left = RequestRecord("chat", join(), "r", time.monotonic())
     span = left.begin(ENCODE, "r-1", "e0", "a")
-    left.finish(499)
+    left.status, left.end_s = 499, time.monotonic()
     left.complete()
     assert span.attributes == {"instance": "e0", "item": "a", "failed": True}

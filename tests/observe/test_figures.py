@@ -17,8 +17,8 @@ from proxy.observe.record import RequestRecord
 def record(second: float, *, status: int = 200, ttft_s: float | None = 0.1) -> RequestRecord:
     """A request that ended then; of a streamed answer where there is a ``ttft_s``."""
     made = RequestRecord("chat", join("", ""), "r", second - 1)
-    made.first_s = None if ttft_s is None else second - 1 + ttft_s
-    made.finish(status, "timeout" if status != 200 else "", clock=lambda: second)
+    made.ttft_s, made.end_s = ttft_s, second
+    made.status, made.error = status, "timeout" if status != 200 else ""
     return made
 
 

@@ -1,10 +1,14 @@
 """Metrics of several processes as those of one."""
 
+from instance_info import instance_info
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from epd_serve.protocol.instance_state import Load
+from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.metrics import cumulative, exposition, families_of, merge
-from proxy.observe.metrics import GROWING_GAUGES, SUMMED_GAUGES, GatewayMetrics, InstanceFigures
+from epd_serve.types import Stage
+from proxy.observe.metrics import GROWING_GAUGES, SUMMED_GAUGES, GatewayMetrics
 
 
 def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -59,7 +63,10 @@ def test_one_part_is_shown_as_it_is():
     metrics = GatewayMetrics()
     metrics.refused.labels("overloaded", "mine").inc()
     metrics.watch_admission(lambda: 3, lambda: 4)
-    instances = [InstanceFigures(name="e0", ready=True, in_flight=[("E", 2)], kv_usage=0.25)]
+    instances = InstanceTable([("e0", "http://e0")])
+    instances.update("e0", instance_info("e0", load=Load(total_blocks=4, free_blocks=3)), contains=0)
+    for name in ("first", "second"):
+        instances.in_flight(instances["e0"], Stage.ENCODE, request_id=name)
     alone = samples(metrics.render(instances))
     assert samples(exposition(merge([metrics.families(instances)], SUMMED_GAUGES))) == alone
     twice = samples(exposition(merge([metrics.families(instances)] * 2, SUMMED_GAUGES)))

@@ -73,7 +73,7 @@ def test_served_requests_are_numbered_and_those_of_another_gateway_are_all_new()
     served = ServedRequests()
     for number in range(3):
         record = RequestRecord("chat", join(), str(number), 1000.0)
-        record.finish(200)
+        record.status, record.end_s = 200, 1001.0
         served.put(record)
     last, lines = served.after(1)
     assert last == 3 and [json.loads(line)["request_id"] for line in lines] == ["1", "2"]

@@ -1,14 +1,12 @@
 """The admission queue against a model of it: nobody is lost, nobody is let in twice, everyone's turn comes."""
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epd_serve.errors import InvalidRequest, Overloaded
-from proxy.admission.keys import Client, KeyLimits, TokenBucket, estimate_tokens
+from proxy.admission.keys import Client, KeyLimits, TokenBucket
 from proxy.admission.queue import AdmissionQueue, TicketState
 
 
@@ -242,12 +240,6 @@ def test_a_clients_limits_are_told_apart():
     with pytest.raises(Overloaded) as refusal:
         client.charge(1, 9.0 + 50)
     assert refusal.value.retry_after_s == pytest.approx((5000 - 600 + 1) / 10)
-
-
-def test_the_estimate_counts_prompt_and_answers():
-    assert estimate_tokens(400, 100, 2) == 300
-    assert estimate_tokens(400, None) == 116
-    assert math.isfinite(estimate_tokens(10**9, 2**62))
 
 
 def test_limits_of_a_key_count_choices():

@@ -89,6 +89,20 @@ async def test_what_charges_no_tokens_waits_for_no_debt(start, kit):
     assert (await gateway.answer({"prompt": "x"}, "/tokenize", headers=small))[0] == 200
 
 
+@pytest.mark.parametrize(("max_tokens", "num_choices", "charge"), [(100, 2, 300), (None, 1, 116)])
+def test_the_charge_counts_prompt_and_answers(max_tokens, num_choices, charge):
+    secret, hashed = new_key()
+    client = Client("a", KeyLimits(tokens_per_min=600))
+    admission = AdmissionControl(
+        Authenticator([(hashed, client)]), AdmissionQueue(9, 1), settings=MINUTE, clock=lambda: 1.0
+    )
+    visit = admission.enter(f"Bearer {secret}")
+    visit.check(num_prompt_tokens=100, max_tokens=max_tokens, num_choices=num_choices)
+    assert client.num_tokens_left(1.0) == 600 - charge
+    visit.leave()
+    assert client.num_tokens_left(1.0) == 600
+
+
 async def test_a_key_does_not_pay_for_what_never_ran():
     secret, hashed = new_key()
     client = Client("a", KeyLimits(tokens_per_min=600))
@@ -96,8 +110,8 @@ async def test_a_key_does_not_pay_for_what_never_ran():
         Authenticator([(hashed, client)]), AdmissionQueue(1, 1), settings=MINUTE, clock=lambda: 1.0
     )
     running, waiting, refused = (admission.enter(f"Bearer {secret}") for _ in range(3))
-    for visit, num_tokens in ((running, 100), (waiting, 200), (refused, 300)):
-        visit.check(num_tokens=num_tokens)
+    for visit, max_tokens in ((running, 100), (waiting, 200), (refused, 300)):
+        visit.check(max_tokens=max_tokens)
     assert running.admit() is None
     assert waiting.admit() is not None
     with pytest.raises(Overloaded):
@@ -202,7 +216,7 @@ async def test_a_request_that_makes_room_is_told_so_and_pays_nothing():
     )
     visits = [admission.enter(f"Bearer {greedy_secret}") for _ in range(3)]
     for visit in visits:
-        visit.check(num_tokens=100)
+        visit.check(max_tokens=100)
     waiting = [visit.admit() for visit in visits]
     assert greedy.num_tokens_left(1.0) == 700
     newcomer = admission.enter(f"Bearer {modest_secret}")

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from proxy.fleet.breaker import Breaker, BreakerLimits, BreakerState
+from proxy.fleet.health import Breaker, BreakerLimits, BreakerState
 
 LIMITS = BreakerLimits(
     num_consecutive=4, failure_rate=0.5, min_calls=10, window_s=10, open_s=1, max_open_s=8, slow_start_s=5

@@ -23,7 +23,7 @@ from epd_serve.protocol.instance_state import RoleOrder
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Role
 from proxy.admin.plane import create_admin_app
-from proxy.admin.rollout import Departures, rollout_router, show_ready
+from proxy.admin.rollout import rollout_router, show_ready
 from proxy.admin.shared_state import follow
 from proxy.admin.switches import Hold, Switches
 from proxy.admission.control import AdmissionControl
@@ -159,9 +159,9 @@ async def test_an_instance_is_ready_where_every_worker_says_so(crews, monkeypatc
     hub, (first, second) = await crews(2)
     tables = [InstanceTable([("d0", D0.url)]) for _ in "12"]
     health = Health(tables[0], {}, Current(GatewaySettings()))
-    departures = Departures(Switches(tables[0], {}, health, first), {})
+    switches = Switches(tables[0], {}, health, first)
     app = FastAPI()
-    app.include_router(rollout_router(tables[0], departures, Hold(), first))
+    app.include_router(rollout_router(tables[0], switches, Hold(), first))
     show_ready(second, tables[1])
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

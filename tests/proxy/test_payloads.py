@@ -57,10 +57,13 @@ WRONG_HEADERS = [
 
 
 async def _upstream(body: bytes, *, cut: bool) -> list[bytes] | str:
-    """The bytes of all stage calls for a body, or its refusal."""
+    """The bytes of all stage calls for a body, or its refusal; without ``cut`` it is parsed as it is."""
     loader = loader_of(400_000, max_bytes=200_000)
     try:
-        parsed = ParsedBody(ChatCompletionRequest.parse, bytearray(body), cut=cut)
+        with pytest.MonkeyPatch.context() as patch:
+            if not cut:
+                patch.setattr(payloads, "_cut", lambda body: None)
+            parsed = ParsedBody(ChatCompletionRequest.parse, bytearray(body))
         request = parsed.request
         items = await parsed.load(loader.load)
     except ServeError as error:

@@ -17,7 +17,7 @@ from epd_serve.protocol.instance_state import Left
 from epd_serve.rpc.admin import AdminClient, AdminUnreachable
 from epd_serve.types import Stage
 from proxy.admin.plane import create_admin_app, running_on_path
-from proxy.admin.rollout import Departures, GatewayFiles, files_router, rollout_router
+from proxy.admin.rollout import GatewayFiles, files_router, rollout_router
 from proxy.admin.switches import Hold, switches_router
 from proxy.workers.crew import Crew
 
@@ -38,15 +38,10 @@ class Launched:
             raise ValueError(self.refusal)
         self.reloads += 1
 
-    @property
-    def departures(self) -> Departures:
-        state = self.gateway.app.state
-        return Departures(state.switches, state.switches._calls)
-
     def app(self) -> Any:
         state, crew = self.gateway.app.state, Crew()
         files = GatewayFiles(self.path, self.reload, lambda config: [config.model_name])
-        router = rollout_router(state.table, self.departures, self.hold, crew)
+        router = rollout_router(state.table, state.switches, self.hold, crew)
         roles = switches_router(state.switches, self.hold)
         return create_admin_app(state.table, state.admission, None, crew, [roles, router, files_router(files)])
 
@@ -83,7 +78,7 @@ async def test_an_instance_leaves_unless_it_is_the_last_of_its_stage(launched: L
     assert gateway["p1"].got("/leave") == [instance_state.LeaveOrder(deadline_s=5, patience_s=0)]
     assert ready(gateway) == ["p0"]
     with pytest.raises(Conflict, match="the only one that is ready for stage D"):
-        await launched.departures.leave("d0", instance_state.LeaveOrder())
+        await launched.gateway.app.state.switches.leave("d0", instance_state.LeaveOrder())
     assert gateway.table["d0"].accepting
     with pytest.raises(OrderRefused, match="there are: p0, p1, d0"):
         await orders.give("POST", "/instances/x9/leave", {}, Deadline(10))
@@ -92,7 +87,7 @@ async def test_an_instance_leaves_unless_it_is_the_last_of_its_stage(launched: L
 async def test_one_that_left_and_is_not_ended_gets_work_again(launched: Launched) -> None:
     gateway = launched.gateway
     leaves(gateway["p1"])
-    await launched.departures.leave("p1", instance_state.LeaveOrder())
+    await launched.gateway.app.state.switches.leave("p1", instance_state.LeaveOrder())
     assert ready(gateway) == ["p0"]
     gateway["p1"].info["ready"] = True  # whoever had it leave is gone
     await gateway.until(lambda: ready(gateway) == ["p0", "p1"])
@@ -142,7 +137,7 @@ async def test_what_an_instance_is_told_ends_before_nobody_waits_for_it(launched
 
 
 async def test_an_instance_has_one_order_at_a_time(launched: Launched, kit: Any) -> None:
-    gateway, departures, switches = launched.gateway, launched.departures, launched.gateway.app.state.switches
+    gateway, switches = launched.gateway, launched.gateway.app.state.switches
     p1, record, go_on = gateway["p1"], gateway.table["p1"], asyncio.Event()
     p1.scripts["/role"] = lambda _: [
         go_on.wait,
@@ -152,7 +147,7 @@ async def test_an_instance_has_one_order_at_a_time(launched: Launched, kit: Any)
     switching = asyncio.create_task(switches.order("p1", instance_state.RoleOrder(role="D")))
     await gateway.until(lambda: bool(p1.got("/role")))
     with pytest.raises(Conflict, match="on its way from P to D"):
-        await departures.leave("p1", instance_state.LeaveOrder())
+        await switches.leave("p1", instance_state.LeaveOrder())
     assert not record.accepting, "the switch goes on"
     go_on.set()
     await switching
@@ -160,12 +155,12 @@ async def test_an_instance_has_one_order_at_a_time(launched: Launched, kit: Any)
 
     go_on.clear()
     leaves(p1, go_on)
-    leaving = asyncio.create_task(departures.leave("p1", instance_state.LeaveOrder()))
+    leaving = asyncio.create_task(switches.leave("p1", instance_state.LeaveOrder()))
     await gateway.until(lambda: bool(p1.got("/leave")))
     with pytest.raises(Conflict, match="is leaving"):
         await switches.order("p1", instance_state.RoleOrder(role="D"))
     with pytest.raises(Conflict, match="is leaving"):
-        await departures.leave("p1", instance_state.LeaveOrder())
+        await switches.leave("p1", instance_state.LeaveOrder())
     assert not record.accepting, "it leaves on"
     go_on.set()
     assert await leaving == 0.25 and not record.ready

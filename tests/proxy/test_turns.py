@@ -43,10 +43,10 @@ def test_turns_begin_in_order_while_there_is_room(steps):
             asked[asked.index(turn)] = None
         reading = [turn.nbytes for turn in asked if turn is not None and turn.has_begun]
         assert turns.num_bytes == sum(reading)
-        assert turns.num_waiting == sum(turn is not None and not turn.has_begun for turn in asked)
+        assert len(turns._waiting) == sum(turn is not None and not turn.has_begun for turn in asked)
         assert begun == sorted(set(begun))
         assert sum(reading[:-1]) < 10, "the last of them began when there was room"
-        assert sum(reading) >= 10 or not turns.num_waiting, "nobody waits while there is room"
+        assert sum(reading) >= 10 or not len(turns._waiting), "nobody waits while there is room"
     loop.close()
 
 
@@ -61,7 +61,7 @@ async def test_nobody_waits_for_a_slow_one_for_long():
     assert other.has_begun and turns.num_bytes == 12
     slow.end()
     other.end()
-    assert turns.num_bytes == turns.num_waiting == 0
+    assert turns.num_bytes == len(turns._waiting) == 0
 
 
 @pytest.fixture
@@ -76,13 +76,13 @@ async def gateway_and_peers(start):
     yield gateway, turns, first, second
     for _, writer in (first, second):
         writer.close()
-    await gateway.until(lambda: not turns.num_bytes and not turns.num_waiting)
+    await gateway.until(lambda: not turns.num_bytes and not len(turns._waiting))
 
 
 async def test_a_body_waits_for_its_turn(gateway_and_peers):
     gateway, turns, first, second = gateway_and_peers
     second[1].write(post(LARGE) + post(b"{}"))
-    await gateway.until(lambda: turns.num_waiting)
+    await gateway.until(lambda: len(turns._waiting))
     first[1].write(LARGE[-1:])
     async with asyncio.timeout(300):
         assert [await status_of(reader) for reader, _ in (first, second, second)] == [200, 200, 400]
@@ -93,7 +93,7 @@ async def test_what_is_refused_unread_keeps_nobody_waiting(gateway_and_peers):
     second[1].write(post(LARGE, "X-Request-Id: a b") + post(b"{}"))
     async with asyncio.timeout(300):
         assert [await status_of(second[0]) for _ in range(2)] == [400, 400]
-        assert not turns.num_waiting
+        assert not len(turns._waiting)
         first[1].write(LARGE[-1:])
         assert await status_of(first[0]) == 200
 
@@ -101,7 +101,7 @@ async def test_what_is_refused_unread_keeps_nobody_waiting(gateway_and_peers):
 async def test_who_leaves_in_turn_lets_the_next_one_read(gateway_and_peers):
     gateway, turns, first, second = gateway_and_peers
     second[1].write(post(LARGE))
-    await gateway.until(lambda: turns.num_waiting)
+    await gateway.until(lambda: len(turns._waiting))
     first[1].close()
     async with asyncio.timeout(300):
         assert await status_of(second[0]) == 200
