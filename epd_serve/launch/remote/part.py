@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from zlib import crc32
 
+from device.present import num_cores
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.commands import with_trust
 from epd_serve.launch.deployment_record import DeploymentRecord, Prepared
@@ -106,12 +107,13 @@ class PartRecord(DeploymentRecord):
             raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
         if (tls := config.read_tls()) is not None:
             tls.check(host)
+        here = place(config)
         base, step = config.instances.base_port or BASE_PORT, ports_each(config)
-        ports = tuple(base + index * step for index in range(len(place(config))))
+        threads = max(1, num_cores() // max(1, sum(one.tensor_parallel for one in here)))
         return cls(
             config=config,
-            ports=Ports(gateway=0, instances=ports),
-            environment=with_trust(config, environment),
+            ports=Ports(gateway=0, instances=tuple(base + index * step for index in range(len(here)))),
+            environment=with_trust(config, {"OMP_NUM_THREADS": str(threads), **environment}),
             directory=directory,
             place=place,
         )
