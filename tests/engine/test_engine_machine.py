@@ -121,7 +121,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     def take(self, events: list[EngineEvent]) -> None:
         for told in events:
-            request = self.requests[told.request_id]
+            request_id = told.request_id if isinstance(told, FailureEvent) else told.sequence.request_id
+            request = self.requests[request_id]
             assert not request.over and not request.held, "an event after the end"
             if isinstance(told, FailureEvent):
                 assert "no room for it" in told.error.message
@@ -134,7 +135,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def take_token(self, request: Request, told: TokenEvent) -> None:
         index = told.sequence.index
-        self.sequences[told.request_id, index] = told.sequence
+        self.sequences[told.sequence.request_id, index] = told.sequence
         assert index not in request.finished | request.stopped
         request.tokens[index].append(told.token.token_id)
         assert request.tokens[index] == request.alone(index)[: len(request.tokens[index])]
