@@ -24,8 +24,6 @@ from epd_serve.protocol.wire import (
     encode_in_parts,
 )
 from epd_serve.rpc.http import (
-    INSTANCE_KEEP_ALIVE_S,
-    KEEP_ALIVE_S,
     MAX_BODY_BYTES,
     MAX_NOTE_BYTES,
     HttpCall,
@@ -61,8 +59,8 @@ class NativeConnections:
         self._streams: WeakSet[Streams] = WeakSet()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def pool(self, name: str, url: str, keep_alive_s: float = KEEP_ALIVE_S) -> HttpPool:
-        pool = HttpPool(name, url, self._key, tls=self._tls, keep_alive_s=keep_alive_s)
+    def pool(self, name: str, url: str) -> HttpPool:
+        pool = HttpPool(name, url, self._key, tls=self._tls)
         self._pools.add(pool)
         return pool
 
@@ -108,7 +106,7 @@ class NativeInstance:
     """:class:`epd_serve.backends.base.StageCalls` of one native instance."""
 
     def __init__(self, connections: NativeConnections, name: str, url: str) -> None:
-        self._pool = connections.pool(name, url, INSTANCE_KEEP_ALIVE_S)
+        self._pool = connections.pool(name, url)
         self._streams = connections.streams(self._pool)
         self.name = name
         self.url = self._pool.url

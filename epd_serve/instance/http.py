@@ -13,7 +13,7 @@ from epd_serve.errors import PEER_UNREACHABLE, InstanceFailed, InstanceLost, Inv
 from epd_serve.protocol import wire
 from epd_serve.rpc import streams
 from epd_serve.rpc.cluster import CLUSTER_KEY, ClusterLinks, cluster_key, is_proved, with_link
-from epd_serve.rpc.http import INSTANCE_KEEP_ALIVE_S, HttpCall, HttpPool
+from epd_serve.rpc.http import HttpCall, HttpPool
 from epd_serve.rpc.streams import WRITE, UpgradableHttp, upgrade
 from epd_serve.rpc.tls import tls_files
 
@@ -250,7 +250,7 @@ class Peers:
         """
         if (pool := self._pools.get(url)) is None:
             tls = tls_files()
-            pool = HttpPool(url, url, cluster_key(), tls=tls, keep_alive_s=INSTANCE_KEEP_ALIVE_S)
+            pool = HttpPool(url, url, cluster_key(), tls=tls)
             self._pools[url] = pool
         try:
             async with asyncio.timeout(timeout_s):

@@ -406,8 +406,6 @@ _CERTIFICATE_NOT_ACCEPTED = "so a server ends it that does not accept the client
 #: Below the keep-alive time of most servers (5 s), so that a call never meets a connection that is just being
 #: closed.
 KEEP_ALIVE_S = 3.0
-#: The same with native instances, which keep a connection for 75 s: calls with pauses in between make no new ones.
-INSTANCE_KEEP_ALIVE_S = 30.0
 #: How long a server may take to prove that it has the cluster's key.
 GREETING_S = 10.0
 
@@ -424,13 +422,11 @@ class HttpPool:
         tls: TlsFiles | None = None,
         path: Path | None = None,
         address: str | None = None,
-        keep_alive_s: float = KEEP_ALIVE_S,
     ) -> None:
         """``name`` is the instance's, for error messages; both ends of each connection prove to have the cluster's
         ``key``, if there is one (:mod:`epd_serve.rpc.cluster`). With https both show a certificate of the CA in
         ``tls``; None: the server one of a public CA. ``path`` is the Unix socket of a server that is reached at
-        one, ``address`` that of the URL's host which is meant, where it has several. A connection is kept for
-        ``keep_alive_s`` without a call, which must be less than the server keeps it.
+        one, ``address`` that of the URL's host which is meant, where it has several.
 
         Raises ValueError for a URL that is not http(s).
         """
@@ -448,7 +444,6 @@ class HttpPool:
         self._key = key
         self._path = path
         self._address = address or self._host
-        self._keep_alive_s = keep_alive_s
         context = tls.client_context() if tls is not None and self.is_tls else self.is_tls or None
         #: Of a connection: how TLS is made on it.
         self._secured: dict[str, Any] = {}
@@ -496,7 +491,7 @@ class HttpPool:
     def take_idle(self) -> Connection | None:
         if not self._idle:
             return None
-        oldest_s = self.loop.time() - self._keep_alive_s
+        oldest_s = self.loop.time() - KEEP_ALIVE_S
         while self._idle:
             connection = self._idle.pop()
             if connection.idle_since_s >= oldest_s and not connection.transport.is_closing():
@@ -579,11 +574,11 @@ class HttpPool:
         connection.idle_since_s = self.loop.time()
         if not self._closes_old:  # one timer, however often there is none idle
             self._closes_old = True
-            self.loop.call_later(self._keep_alive_s, self._close_old)
+            self.loop.call_later(KEEP_ALIVE_S, self._close_old)
         self._idle.append(connection)
 
     def _close_old(self) -> None:
-        oldest_s = self.loop.time() - self._keep_alive_s
+        oldest_s = self.loop.time() - KEEP_ALIVE_S
         for connection in [one for one in self._idle if one.idle_since_s <= oldest_s]:
             self._idle.remove(connection)
             connection.transport.abort()

@@ -48,7 +48,7 @@ async def server() -> AsyncIterator[Server]:
     played = Server()
     listening = await asyncio.start_server(played.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    played.pool = HttpPool("p0", f"http://127.0.0.1:{port}/", keep_alive_s=1.0)
+    played.pool = HttpPool("p0", f"http://127.0.0.1:{port}/")
     yield played
     await played.pool.close()
     listening.close()
@@ -211,6 +211,7 @@ async def test_no_instance_at_all():
 
 
 async def test_one_timer_closes_idle_connections_however_often_there_is_none(server, monkeypatch):
+    monkeypatch.setattr("epd_serve.rpc.http.KEEP_ALIVE_S", 1.0)
     num_looks, close_old = 0, HttpPool._close_old
 
     def look(pool):
