@@ -43,7 +43,11 @@ from device.ops.triton_ops import TritonOps  # noqa: E402
 from device.ops.varlen import find_varlen  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
+DTYPES = [
+    torch.float32,
+    pytest.param(torch.float16, marks=[] if HAS_GPU else [pytest.mark.slow]),
+    *([torch.bfloat16] if HAS_GPU else []),
+]
 CASES = settings(max_examples=25, deadline=None)
 # On a GPU every shape is compiled once, a third of a second each: fewer shapes there, and all lengths.
 HEAD_DIMS = (64, 80, 128) if HAS_GPU else (16, 20, 64, 72, 80, 128)

@@ -193,7 +193,10 @@ async def test_the_language_model_s_work_goes_before_the_tower_s(
     assert {one for one in seen if one[0]} == {("E", 0, 0.25), ("P", -1, None), ("D", -1, None)}
 
 
-@pytest.mark.parametrize(("mode", "roles"), [("grouped", ("E", "P", "D")), ("pull", ("EP", "D"))])
+@pytest.mark.parametrize(
+    ("mode", "roles"),
+    [("grouped", ("E", "P", "D")), pytest.param("pull", ("EP", "D"), marks=pytest.mark.slow)],
+)
 async def test_features_and_kv_go_from_device_to_device(
     mode: str, roles: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ async def test_a_picture_that_takes_an_hour_costs_a_second(deployment: LocalDepl
     assert {name: handle.pid for name, handle in deployment.instances.items()} == pids
 
 
+@pytest.mark.slow
 async def test_a_request_of_many_such_pictures_is_no_worse(deployment: LocalDeployment) -> None:
     """The first that is refused, or waits too long behind the others, ends them all."""
     hostile = [endless(80 + number) for number in range(8)]

@@ -326,7 +326,10 @@ async def site(bandwidth: int | None = None, **instances: Any) -> AsyncIterator[
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("is_written", [False, True], ids=["before_the_write", "in_the_write"])
+@pytest.mark.parametrize(
+    "is_written",
+    [pytest.param(False, id="before_the_write", marks=pytest.mark.slow), pytest.param(True, id="in_the_write")],
+)
 async def test_whoever_dies_in_the_middle_the_answer_goes_on(*, is_written: bool) -> None:
     settings: dict[str, Any] = {"bandwidth": 1_500_000, "lease_s": 5} if is_written else {}
     prompt = LONG if is_written else PROMPTS[0]

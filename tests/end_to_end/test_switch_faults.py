@@ -178,6 +178,7 @@ async def site() -> AsyncIterator[Site]:
             yield Site(deployment, f"http://127.0.0.1:{port}", other_url, client)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_whatever_dies_during_a_switch_the_deployment_serves() -> None:
     async with site() as here, asyncio.TaskGroup() as group:

@@ -76,7 +76,7 @@ async def each_choice_goes_on(instances: Instances) -> None:
             assert [token for _, tokens, _ in rest for token in tokens] == ids[count:], (choice, count, apart)
 
 
-@pytest.mark.parametrize("kv_mode", ["grouped", "pull"])
+@pytest.mark.parametrize("kv_mode", ["grouped", pytest.param("pull", marks=pytest.mark.slow)])
 async def test_an_answer_goes_on_from_any_token(tmp_path: Path, kv_mode: str) -> None:
     path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     async with (

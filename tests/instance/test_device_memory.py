@@ -77,7 +77,7 @@ async def test_the_host_s_side_of_the_kv_is_bounded(role: str) -> None:
     ("role", "other", "devices"),
     [
         pytest.param("P", "E", DEVICE, id="P"),
-        pytest.param("PD", "E", DEVICE, id="PD"),
+        pytest.param("PD", "E", DEVICE, id="PD", marks=pytest.mark.slow),
         pytest.param("P", "D", f"{DEVICE},emulated:a100:10", id="P@tp2", marks=pytest.mark.slow),
     ],
 )

@@ -72,7 +72,9 @@ def checkpoints(kind: str, path: Path) -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind != "lfm2_vl" else []) for kind in KINDS]
+)
 def test_pixels_of_pictures_equal_the_processor_s(kind: str, tmp_path: Path) -> None:
     """And those of torchvision itself, where there is one: in a process of its own, as transformers then reads
     pictures of other families in another way."""

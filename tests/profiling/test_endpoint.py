@@ -74,6 +74,7 @@ async def profiled(server: uvicorn.Server) -> Profile:
         return await asyncio.to_thread(profile_endpoint, url, "qwen2.5-vl-7b", "h100")
 
 
+@pytest.mark.slow
 async def test_known_times_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, values in {
         "PROMPTS": (16, 64, 160),
