@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
@@ -458,7 +459,7 @@ class Engine:
                 self._retire(sequence)
             else:
                 transfer.cancelled = True
-                self._sender.fence(transfer, lambda _, s=sequence: self._retire(s))  # type: ignore[misc]
+                self._sender.fence(transfer, partial(self._retire, sequence))
 
     def _retire(self, sequence: Sequence) -> None:
         with self._changed:

@@ -179,11 +179,7 @@ class PushDelivery:
         """Wait until nothing of the transfer is under way."""
         loop = asyncio.get_running_loop()
         passed = asyncio.Event()
-
-        def on_passed(_: OutgoingTransfer) -> None:
-            loop.call_soon_threadsafe(passed.set)
-
-        self._sender.fence(self.transfer, on_passed)
+        self._sender.fence(self.transfer, partial(loop.call_soon_threadsafe, passed.set))
         await passed.wait()
 
     async def _cancel(self, reason: str, *, may_arrive: bool = False) -> None:

@@ -187,5 +187,5 @@ class Migrations:
             return
         move.is_over = True
         move.delivery.stop()
-        self._sender.fence(move.delivery.transfer, lambda _: self._engine.transferred(move.sequence))
+        self._sender.fence(move.delivery.transfer, partial(self._engine.transferred, move.sequence))
         self._spawn(asyncio.create_task(move.delivery.withdraw("")))

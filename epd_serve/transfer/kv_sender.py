@@ -129,7 +129,7 @@ class OutgoingTransfer:
     exposed_s: float = 0.0
     wait_s: float = 0.0
     num_queued: int = 0
-    on_passed: list[Callable[[OutgoingTransfer], None]] = field(default_factory=list)
+    on_passed: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def overlap_ratio(self) -> float:
@@ -234,7 +234,7 @@ class KVSender:
                 lane = self._lanes[region.name] = _Lane(region, self._run)
             lane.jobs.put(_Push(layers, parts, computed))
 
-    def fence(self, transfer: OutgoingTransfer, passed: Callable[[OutgoingTransfer], None]) -> None:
+    def fence(self, transfer: OutgoingTransfer, passed: Callable[[], None]) -> None:
         """Call ``passed`` when nothing of this transfer is queued or under way: now, or on a thread of the sender.
 
         It does not wait for others: an engine that runs ahead has queued those of its next step already.
@@ -243,7 +243,7 @@ class KVSender:
             if transfer.num_queued:
                 transfer.on_passed.append(passed)
                 return
-        passed(transfer)
+        passed()
 
     def close(self) -> None:
         with self._lock:
@@ -288,7 +288,7 @@ class KVSender:
             waiting, transfer.on_passed = transfer.on_passed, []
         for passed in waiting:
             try:
-                passed(transfer)
+                passed()
             except Exception:  # it must not hold up others, nor end the lane
                 logger.exception("what waited for transfer %s failed", transfer.transfer_id)
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from epd_serve.protocol.engine_notices import AnyNotice, KVUnwanted, KVWanted
@@ -267,7 +268,7 @@ class KVHandOvers:
             self.last_link = target.region.name
             self._sender.push(layers, [Part(transfer.out, local[: len(remote)], remote)])
         if last and chunk.last:
-            self._sender.fence(transfer.out, lambda out: self._written(transfer))
+            self._sender.fence(transfer.out, partial(self._written, transfer))
 
     def _written(self, transfer: _Transfer) -> None:
         with self._lock:

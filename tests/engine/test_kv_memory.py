@@ -275,7 +275,7 @@ def test_memory_is_given_back_when_nobody_maps_it(pair: Pair) -> None:
     transfer = OutgoingTransfer("t", target, time.monotonic() + 60)
     arrived = threading.Event()
     sender.push(range(3), [Part(transfer, [3], [5])])
-    sender.fence(transfer, lambda _: arrived.set())
+    sender.fence(transfer, arrived.set)
     assert arrived.wait(60) and transfer.error is None
     assert transfer.num_bytes == block_nbytes(LAYOUT)
     torch.testing.assert_close(there.tensor[:, :, 5].cpu(), here.tensor[:, :, 3].cpu(), rtol=0, atol=0)

@@ -97,8 +97,8 @@ class Prompts:
 class Sender:
     def connect(self, region: wire.Region) -> None: ...
 
-    def fence(self, transfer: OutgoingTransfer, passed: Callable[[OutgoingTransfer], None]) -> None:
-        passed(transfer)
+    def fence(self, transfer: OutgoingTransfer, passed: Callable[[], None]) -> None:
+        passed()
 
 
 class Peers:

@@ -309,8 +309,8 @@ class Sender:
     def push(self, layers: range, parts: list[Part]) -> None:
         self.pushed += parts
 
-    def fence(self, transfer: OutgoingTransfer, passed: Callable[[OutgoingTransfer], None]) -> None:
-        passed(transfer)
+    def fence(self, transfer: OutgoingTransfer, passed: Callable[[], None]) -> None:
+        passed()
 
 
 def delivery(peers: Any, sender: Any) -> PullDelivery:

@@ -56,7 +56,7 @@ def write_kv(path: str, lease_s: float, connection: Connection) -> None:
     target = wire.decode(connection.recv_bytes(), wire.ReserveReply)
     transfer = OutgoingTransfer("t", target=target, deadline=time.monotonic() + lease_s / 2)
     sender.push(range(1), [Part(transfer, target.block_ids, target.block_ids)])
-    sender.fence(transfer, lambda done: connection.send(str(done.error or "")))
+    sender.fence(transfer, lambda: connection.send(str(transfer.error or "")))
     connection.recv_bytes()
 
 

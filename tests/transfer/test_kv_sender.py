@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import msgspec
@@ -107,7 +108,7 @@ def outgoing(name: str, slab: Slab, lifetime_s: float = 60.0) -> OutgoingTransfe
 
 def passed(sender: KVSender, transfer: OutgoingTransfer) -> bool:
     event = threading.Event()
-    sender.fence(transfer, lambda _: event.set())
+    sender.fence(transfer, event.set)
     return event.wait(60)
 
 
@@ -243,7 +244,7 @@ def test_a_prompt_is_handed_over_while_the_next_step_is_computed(transport: Coun
     sender.push(range(1), [Part(done, [5], [1])])
     sender.push(range(1), [Part(next_step, [6], [2])], computing)
     late = threading.Event()
-    sender.fence(next_step, lambda _: late.set())
+    sender.fence(next_step, late.set)
     assert passed(sender, done)
     assert slab.buffer[1] == 5
     assert not late.is_set()
@@ -258,13 +259,13 @@ def test_what_fails_behind_a_transfer_holds_up_no_other(transport: Counting) -> 
     sender = KVSender(transport, Source(), GroupSizer(num_layers=1), time.monotonic)
     transfer = outgoing("t", slab)
 
-    def fail(_: OutgoingTransfer) -> None:
+    def fail() -> None:
         raise RuntimeError("the loop is closed")
 
     sender.push(range(1), [Part(transfer, [5], [1])], computing)
     sender.fence(transfer, fail)
     after = threading.Event()
-    sender.fence(transfer, lambda _: after.set())
+    sender.fence(transfer, after.set)
     computing.end()
     assert after.wait(60)
     sender.push(range(1), [Part(transfer, [6], [2])])
@@ -528,7 +529,7 @@ def test_late_writes_go_together_and_each_fence_is_passed_once_behind_its_own_by
             sender.push(layers, parts, event)
             num_pushes += 1
     for transfer in transfers:
-        sender.fence(transfer, pass_)
+        sender.fence(transfer, partial(pass_, transfer))
     board.close(sender)
     assert [transfer.error for transfer in transfers] == [None] * 3
     assert bytes(board.slab.buffer) == bytes(due.get(place, 0) for place in range(1600))
