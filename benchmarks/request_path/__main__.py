@@ -4,8 +4,8 @@ Run as ``python -m benchmarks.request_path`` from the root of the repository. Ev
 deployment carries a profile hook (``sitecustomize.py`` beside this file). A request before it warms caches and
 connections. A function counts when it runs between the request's start and its end, so probes and metrics that run
 then count too: the lowest of several recordings is the figure. Comprehensions count as functions, as they are
-before Python 3.12. Functions that also run in three idle seconds are left out where the order of a request's way is
-told.
+before Python 3.12. Functions that also run in three idle seconds are left out where the order of a request's way
+is told.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class OutgoingTransfer:
     exposed_s: float = 0.0
     wait_s: float = 0.0
     num_queued: int = 0
-    on_passed: list[Callable[[], None]] = field(default_factory=list)
+    on_passed: list[Callable[[], object]] = field(default_factory=list)
 
     @property
     def overlap_ratio(self) -> float:
@@ -234,7 +234,7 @@ class KVSender:
                 lane = self._lanes[region.name] = _Lane(region, self._run)
             lane.jobs.put(_Push(layers, parts, computed))
 
-    def fence(self, transfer: OutgoingTransfer, passed: Callable[[], None]) -> None:
+    def fence(self, transfer: OutgoingTransfer, passed: Callable[[], object]) -> None:
         """Call ``passed`` when nothing of this transfer is queued or under way: now, or on a thread of the sender.
 
         It does not wait for others: an engine that runs ahead has queued those of its next step already.
