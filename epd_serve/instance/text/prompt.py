@@ -156,10 +156,7 @@ class PromptProcessor:
             raise InvalidRequest("the prompt is empty; it needs one token at least", param="prompt")
         if not isinstance(request.prompt, list):
             self._on_prompt(_num_characters(request), len(ids) - sum(span.length for span in spans))
-        sampling = request.sampling
-        if self._generation.defaults:
-            sampling = self._generation.complete(sampling)
-        sampling = self._complete(sampling)
+        sampling = self._complete(self._generation.complete(request.sampling))
         max_tokens = _max_tokens(len(ids), sampling.max_tokens, self._max_prompt_tokens(request))
         if self._generation.max_tokens is not None:
             max_tokens = min(max_tokens, self._generation.max_tokens)
