@@ -1,11 +1,11 @@
 """Count the files and functions that one image request of four tokens enters, in all processes of E-P-D.
 
 Run as ``python -m benchmarks.request_path`` from the root of the repository. Every Python process of the
-deployment carries a profile hook (``sitecustomize.py`` beside this file). A request before it warms caches and
-connections. A function counts when it runs between the request's start and its end, so probes and metrics that run
-then count too: the lowest of several recordings is the figure. Comprehensions count as functions, as they are
-before Python 3.12. Functions that also run in three idle seconds are left out where the order of a request's way
-is told.
+deployment carries a profile hook (``sitecustomize.py`` beside this file). A first request warms caches and
+connections, the next ones are recorded. A function counts when it runs between a request's start and its end, so
+probes and metrics that run then count too: the lowest of several recordings is the figure. Comprehensions count
+as functions, as they are before Python 3.12. Functions that also run in three idle seconds are left out where
+the order of a request's way is told.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ async def record(rounds: int) -> list[tuple[Recording, Recording]]:
             LocalDeployment(config, ready_timeout_s=300) as deployment,
             httpx.AsyncClient(base_url=deployment.gateway_url, timeout=300) as client,
         ):
+            await ask(client)
             for _ in range(rounds):
                 idle = await recorded(Path(directory), asyncio.sleep(3))
-                await ask(client)
                 recordings.append((idle, await recorded(Path(directory), ask(client))))
     return recordings
 

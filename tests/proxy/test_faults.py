@@ -27,7 +27,8 @@ async def test_an_error_of_p_is_the_answer_and_cancels_the_rest(start, kit, stre
     for name, path in (("e0", "/stage/encode"), ("d0", "/stage/decode")):
         gateway[name].scripts[path] = lambda _: [kit.FOREVER]
     found, error = await gateway.error(kit.chat(red(kit), stream=stream))
-    assert (found, error["message"]) == (status, "no, because of this and that")
+    # a gateway that had looked after its instances just then has waited for another P, and says so
+    assert found == status and error["message"].startswith("no, because of this and that")
     await gateway.until(lambda: len(gateway["e0"].cancelled) == len(gateway["d0"].cancelled) == 1)
     await gateway.settle()
 
