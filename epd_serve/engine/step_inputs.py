@@ -198,7 +198,7 @@ class DeviceTables:
         )
 
     def _slots(self, last: Tensor) -> Tensor:
-        """Of the tokens at these indices [size] of the sequences of the batch."""
+        """Return the slots [size] of the tokens at these indices of the sequences of the batch."""
         size = len(last)
         cells = self._batch[0, :size] * self.max_blocks + last // self._block_size
         slots = self._table.view(-1).index_select(0, cells).long() * self._block_size + last % self._block_size

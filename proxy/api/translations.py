@@ -50,7 +50,7 @@ class Translation:
 
 
 class ResponsesTranslation(Translation):
-    """Of ``POST /v1/responses``."""
+    """Makes answers of ``POST /v1/responses`` from those of a chat."""
 
     def __init__(self, request: GenerationRequest, job: Job) -> None:
         assert isinstance(request, ResponsesCall)
@@ -69,7 +69,7 @@ class ResponsesTranslation(Translation):
 
 
 class TranscriptTranslation(Translation):
-    """Of ``POST /v1/audio/transcriptions``."""
+    """Makes answers of ``POST /v1/audio/transcriptions`` from those of a chat."""
 
     def __init__(self, request: GenerationRequest, job: Job) -> None:
         assert isinstance(request, TranscriptionCall)

@@ -39,7 +39,7 @@ class Tower(Protocol):
 
 
 class Decoders(Protocol):
-    """What turns media files into the tower's inputs, where that takes processes."""
+    """Turn media files into the tower's inputs, in processes of their own where the model needs some."""
 
     def start(self) -> None: ...
 

@@ -98,7 +98,7 @@ class PartRecord(DeploymentRecord):
     def of(
         cls, config: DeploymentConfig, place: Place, host: str, environment: Mapping[str, str], directory: Path
     ) -> PartRecord:
-        """Of instances that will listen on ``host``; ``directory`` takes their files.
+        """Prepare the record of instances that will listen on ``host``; ``directory`` takes their files.
 
         Raises ValueError where there is no such place, or the deployment cannot be run in parts.
         """

@@ -225,7 +225,7 @@ Messages = Annotated[
 
 
 def too_many_parts(number: int, param: str) -> InvalidRequest:
-    """Of more than :data:`MAX_PARTS` over all messages."""
+    """Return the error of a request with more than :data:`MAX_PARTS` parts over all messages."""
     return InvalidRequest(f"{param}: {number} parts over all messages; at most {MAX_PARTS}", param=param)
 
 
