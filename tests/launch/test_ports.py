@@ -3,7 +3,7 @@ import socket
 import subprocess
 import sys
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import chain, count, pairwise, repeat
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,21 @@ def test_blocks_of_ports_are_none_that_outgoing_connections_get() -> None:
     blocks = sorted(choose_ports(config).instances)
     assert blocks[-1] + 16 <= first
     assert all(b - a >= 16 for a, b in pairwise(blocks))
+
+
+def test_no_port_is_chosen_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is drawn: here each number twice, and blocks that overlap."""
+    first = free_port("127.0.0.1")
+    for engine, step in (("native", 1), ("vllm", 8)):
+        drawn = chain.from_iterable(repeat(first + step * number, 2) for number in count())
+        monkeypatch.setattr("epd_serve.launch.processes.ports.random.randint", lambda *_, drawn=drawn: next(drawn))
+        config = parse_config(
+            f"topology: E-P-D\nengine: {engine}\ninstances: {{base_port: 0}}\ngateway: {{port: 0}}"
+        )
+        ports = choose_ports(config)
+        taken = sorted((ports.gateway, *ports.instances))
+        assert all(b - a >= (1 if engine == "native" else 16) for a, b in pairwise(sorted(ports.instances)))
+        assert len(set(taken)) == 4
 
 
 def test_a_port_of_a_server_that_starts_later_is_none_that_anybody_else_is_given() -> None:

@@ -65,7 +65,7 @@ def choose_ports(config: DeploymentConfig) -> Ports:
                 f"{key} {port} lies among the ports of the instances, {base} to {last}; "
                 "choose another, or another instances.base_port"
             )
-    with ExitStack() as held:  # all stay bound until the last is chosen, so that none is chosen twice
+    with ExitStack() as held:  # all are held until the last is chosen, so that none is chosen twice
         gateway = _bind(held, config.gateway.host, config.gateway.port, "the gateway", _GATEWAY)
         if admin.port is not None:
             _bind(held, admin.host, admin.port, "the admin plane", _ADMIN)
@@ -250,6 +250,7 @@ def _bind_one(held: ExitStack, host: str, port: int, user: str, key: str) -> int
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do: a recent owner is no obstacle
     try:
         bound.bind((host, port))
+        bound.listen()  # with SO_REUSEADDR two that only are bound may have one port
     except (OSError, OverflowError) as error:
         raise ValueError(f"{user} cannot listen on {host} port {port}: {_remedy(error, key)}") from error
     chosen: int = bound.getsockname()[1]
