@@ -73,13 +73,14 @@ class Outputs:
             )
 
     def exit_code(self, console: Console, runs: Sequence[Measured]) -> int:
-        """0, or where --fail-on-slo is set and a run missed, :data:`SLO_MISSED`."""
-        if not self.fail_on_slo:
-            return 0
-        misses = [sentence for run in runs if (sentence := missed(run, self.attainment))]
+        """Return 0, 1 where requests failed, or where --fail-on-slo is set and a run missed, :data:`SLO_MISSED`."""
+        failed = sum(run.summary.total.num_failed for run in runs)
+        misses = [sentence for run in runs if (sentence := missed(run, self.attainment))] if self.fail_on_slo else []
+        if failed:
+            misses.append(f"{failed} of {sum(run.summary.total.num_requests for run in runs)} requests failed")
         for sentence in misses:
             console.print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
-        return SLO_MISSED if misses else 0
+        return SLO_MISSED if len(misses) > bool(failed) else int(bool(failed))
 
 
 def missed(run: Measured, attainment: float) -> str:
