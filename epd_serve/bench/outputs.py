@@ -73,14 +73,17 @@ class Outputs:
             )
 
     def exit_code(self, console: Console, runs: Sequence[Measured]) -> int:
-        """Return 0, 1 where requests failed, or where --fail-on-slo is set and a run missed, :data:`SLO_MISSED`."""
+        """Return 1 where requests failed, :data:`SLO_MISSED` where a run missed and --fail-on-slo is set."""
         failed = sum(run.summary.total.num_failed for run in runs)
-        misses = [sentence for run in runs if (sentence := missed(run, self.attainment))] if self.fail_on_slo else []
+        misses = [missed(run, self.attainment) for run in runs] if self.fail_on_slo else []
+        sentences = [sentence for sentence in misses if sentence]
         if failed:
-            misses.append(f"{failed} of {sum(run.summary.total.num_requests for run in runs)} requests failed")
-        for sentence in misses:
+            sentences.append(f"{failed} of {sum(run.summary.total.num_requests for run in runs)} requests failed")
+        for sentence in sentences:
             console.print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
-        return SLO_MISSED if len(misses) > bool(failed) else int(bool(failed))
+        if any(misses):
+            return SLO_MISSED
+        return 1 if failed else 0
 
 
 def missed(run: Measured, attainment: float) -> str:

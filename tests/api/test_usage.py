@@ -51,9 +51,10 @@ async def test_cached_tokens_are_those_that_p_has_found(
     tmp_path_factory: pytest.TempPathFactory, roles: tuple[str, ...], kind: str
 ) -> None:
     model: Any = ShapeConfig(shape_of="qwen2.5-vl-7b")
+    options: dict[str, Any] = {"dtype": "auto", "device": "emulated:h200:0"}
     if kind == "tiny":
-        model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path_factory.mktemp("usage") / "model")
-    async with deployment(model, *roles) as api:
+        model, options = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path_factory.mktemp("usage") / "model"), {}
+    async with deployment(model, *roles, options=options) as api:
         prefill = f"{roles[0].lower()}0"
         for path in (CHATS, COMPLETIONS, RESPONSES):
             for number, text in enumerate((f"{path} {LONG}", f"{path} {LONG} so?", f"{path} {LONG} so?", path)):

@@ -41,8 +41,7 @@ class MessageModel(RequestModel):
     @classmethod
     def _log_ignored(cls, fields: Any) -> Any:
         if logger.isEnabledFor(logging.DEBUG) and isinstance(fields, dict):
-            if ignored := fields.keys() - cls.model_fields.keys():
-                logger.debug("%s: ignored %s", cls.__name__, ", ".join(sorted(ignored)))
+            logger.debug("%s: ignored fields: %s", cls.__name__, sorted(fields.keys() - cls.model_fields.keys()))
         return fields
 
 
