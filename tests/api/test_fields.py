@@ -162,7 +162,6 @@ async def test_images_may_stand_anywhere_in_a_long_chat(api):
         ("/v1/chat/completions", {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs.tokenize"),
         ("/v1/chat/completions", {"chat_template": "{{ x }}"}, "chat_template"),
         ("/v1/chat/completions", {"functions": [{"name": "x"}]}, "functions"),
-        ("/v1/chat/completions", {"guided_grammar": "x"}, "guided_grammar"),
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(api, path, fields, param):

@@ -161,16 +161,11 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_cache_retention": ((), "the prefix cache keeps no entry by time; leave the field out"),
     "best_of": ((1,), "best_of is not supported; use n and choose among the answers"),
     "suffix": (("",), "completing before a suffix is not supported; leave the field out"),
-    "use_beam_search": ((False,), "beam search is not supported; use temperature 0 for the greedy answer"),
-    "length_penalty": ((1, 1.0), "beam search is not supported; leave the field out"),
-    "early_stopping": ((False,), "beam search is not supported; leave the field out"),
-    "spaces_between_special_tokens": ((True,), "this cannot be changed; leave the field out"),
     "prompt_logprobs": ((), "only engine: vllm has this; send echo and logprobs to /v1/completions"),
     "return_token_ids": ((False,), "only engine: vllm has this; leave the field out"),
     "chat_template": ((), "the model's own chat template is used; leave the field out"),
     "media_io_kwargs": (({},), "goes with the videos of a chat; leave the field out"),
     "mm_processor_kwargs": (({},), "goes with the media of a chat; leave the field out"),
-    "guided_grammar": ((), "grammars differ between engines; send a JSON schema, a regular expression or choices"),
     "cache_salt": ((), "nothing is cached here; leave the field out"),
 }
 

@@ -58,10 +58,8 @@ MAX_STOP_TOKENS = 4096
 MAX_PROMPTS = 128
 #: OpenAI's default for /v1/completions; a chat without max_tokens may fill the context.
 COMPLETION_MAX_TOKENS = 16
-#: vLLM's earlier names for fields of structured_outputs.
-_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
 #: Fields of a body that mean something else, or nothing, to the models below.
-_BESIDE = LABELS | NEUTRAL.keys() | _GUIDED.keys()
+_BESIDE = LABELS | NEUTRAL.keys()
 #: Fields of sampling that few requests set.
 _RARE = frozenset(
     (
@@ -135,7 +133,7 @@ class GenerationRequest(RequestModel):
         fields = decode_object(body)
         if not _BESIDE.isdisjoint(fields):
             fields = {name: value for name, value in fields.items() if name not in LABELS}
-            fields = _gather_guided(drop_neutral(fields, NEUTRAL, own=cls.model_fields))
+            fields = drop_neutral(fields, NEUTRAL, own=cls.model_fields)
         try:
             request = cls.model_validate(fields)
         except ValidationError as error:
@@ -402,20 +400,6 @@ class CompletionRequest(GenerationRequest):
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
         options = super().output(id=id, created=created, model=model)
         return msgspec.structs.replace(options, echo=bool(self.echo)) if self.echo else options
-
-
-def _gather_guided(fields: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's ``guided_*`` fields under their present name."""
-    given = {new: fields.pop(old) for old, new in _GUIDED.items() if fields.get(old) is not None}
-    fields = {name: value for name, value in fields.items() if name not in _GUIDED}
-    if given:
-        if fields.get("structured_outputs") is not None:
-            raise InvalidRequest(
-                "structured_outputs: send it without guided_* fields, which mean the same",
-                param="structured_outputs",
-            )
-        fields["structured_outputs"] = given
-    return fields
 
 
 class VllmFields(GenerationRequest):
