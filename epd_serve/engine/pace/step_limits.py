@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from device.base import BareDevice
 from epd_serve import __version__
@@ -12,15 +13,26 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements, cache_dir
 from epd_serve.sched.schedule import Budget, ScheduleOutput
-from epd_serve.sched.step_cost import Found, StepCost, latency_limit_s, search_budget, work_done
+from epd_serve.sched.step_cost import (
+    ChunkPace,
+    Found,
+    StepCost,
+    StepPace,
+    latency_limit_s,
+    search_budget,
+    work_done,
+)
 from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
 from epd_serve.sched.turns import Order, order_of
 
 logger = logging.getLogger(__name__)
 
+_FIRST_CHUNK_ON_CPU = 256
+
 
 class StepLimits:
-    """Finds the budgets of an instance at its start. Without a limit they are those of its options, unmeasured.
+    """Finds the budgets of an instance at its start. Without a limit they are those of its options, and the chunks
+    of a step follow from the times of the steps before (:class:`~epd_serve.sched.step_cost.ChunkPace`).
 
     Attributes:
         limit_s: LATENCY_max of steps and encodes; None: no limit.
@@ -71,8 +83,10 @@ class StepLimits:
         What a step of many kinds takes follows from a fit of all that was measured: it bounds the chunks of a step
         and the sequences that are let in.
         """
-        if self.limit_s is None and self._options.batching.order != "slack":
-            return self.budget
+        if self.limit_s is None:
+            self.budget = replace(self.budget, pace=ChunkPace(self._first_chunk()))
+            if self._options.batching.order != "slack":
+                return self.budget
         block = self._options.tokens_per_block
         limits = Limits(
             latency_s=self.limit_s,
@@ -89,10 +103,17 @@ class StepLimits:
             self._report("decodes", sizes.decodes, limits.decode_s)
         if self.limit_s is not None and sizes.prefills is not None:
             self._report(f"prefills of {limits.chunk} tokens", sizes.prefills, self.limit_s)
-        self._cost, self.budget = sizes.cost, sizes.budget
+        self._cost = sizes.cost
+        if self.limit_s is not None:
+            self.budget = sizes.budget
         median = sizes.errors[len(sizes.errors) // 2]
         logger.info("steps: %s, off by %.0f %% (median)", self._cost, 100 * median)
         return self.budget
+
+    def _first_chunk(self) -> int:
+        """Prompt tokens of the first step: few on a CPU, where thousands may take a minute."""
+        is_cpu = self._options.devices[0] == "cpu"
+        return min(_FIRST_CHUNK_ON_CPU, self.budget.max_num_tokens) if is_cpu else self.budget.max_num_tokens
 
     def _report(self, what: str, found: Found, limit_s: float) -> None:
         slo = "slo.tpot_ms" if self._options.role.decodes else "slo.ttft_ms times batching.alpha"
@@ -121,9 +142,11 @@ class StepLimits:
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
         """Correct the pace of a budget that has one by a step that has just ended."""
-        assert self.budget.pace is not None
-        if output.prefills or not self._options.role.prefills:
-            self.budget.pace.observe(work_done(output.decodes, output.prefills), seconds)
+        pace = self.budget.pace
+        if isinstance(pace, ChunkPace):
+            pace.observe(output.num_tokens - len(output.decodes), seconds)
+        elif pace is not None and (output.prefills or not self._options.role.prefills):
+            pace.observe(work_done(output.decodes, output.prefills), seconds)
 
     def summary(self) -> dict[str, float]:
         """The budgets for ``/info``."""
@@ -135,7 +158,8 @@ class StepLimits:
             "feature_store_bytes": self._options.sizes.feature_store_bytes,
             "feature_cache_bytes": self._options.sizes.feature_cache_bytes,
             **({} if self.limit_s is None else {"limit_ms": 1000 * self.limit_s}),
-            **({} if pace is None else {"correction": pace.correction}),
+            **({"correction": pace.correction} if isinstance(pace, StepPace) else {}),
+            **({"chunk_tokens": pace.num_tokens} if isinstance(pace, ChunkPace) else {}),
         }
 
 
