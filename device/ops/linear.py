@@ -2,7 +2,7 @@
 
 On CPUs that multiply the weights' dtype in hardware, oneDNN keeps a copy of its own, in blocks that need no
 rearranging on each call: the caller should let go of the weights that it gives. On others many rows are multiplied
-in float32, by a part of the weight at a time: torch's own products in bfloat16 or float16 take several times as long.
+in float32, by a part of the weight at a time: torch's products in bfloat16 or float16 take several times as long.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Bench:
             self.now += seconds
 
     def hangs_after(self, most_s: float) -> float | None:
-        """Return the seconds of the step in progress after which it is taken for hung; None: not within so many."""
+        """Return the seconds after which the step in progress is taken for hung; None: not within so many."""
         begun = self.now
         self.watch.overdue()
         while self.now < begun + most_s:
