@@ -37,7 +37,7 @@ QUESTIONS = (
     "Translate 'good morning' into Spanish.",
     "Give me an idea for a rainy Sunday.",
 )
-MAX_TOKENS = 48
+MAX_TOKENS = 24
 
 
 def make(gguf: Path, path: Path) -> None:
@@ -160,6 +160,7 @@ def _spin() -> None:
 
 def main() -> int:
     parser = argument_parser(__doc__, "real-model.json")
+    parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES)
     parser.add_argument("--gguf", type=Path, help="make the checkpoint of this file")
     parser.add_argument("--model", type=Path, help="the checkpoint's directory; made there where it is missing")
     arguments = parser.parse_args()
@@ -171,13 +172,15 @@ def main() -> int:
 
         texts = [*QUESTIONS, long_prompt(AutoTokenizer.from_pretrained(path))]
         wanted, wanted_s = expected(path, texts)
+        print("generate", wanted_s, flush=True)
         busy = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
         busy.start()
         found: dict[str, Any] = {}
         try:
-            for topology in TOPOLOGIES:
+            for topology in arguments.topologies:
                 same = asyncio.run(serve(path, topology, "float32", texts))
-                own = asyncio.run(serve(path, topology, "auto", texts))
+                own = asyncio.run(serve(path, topology, "auto", texts[-1:]))
+                print(topology, same["seconds"], own["seconds"], flush=True)
                 equal = [a == b for a, b in zip(same["answers"], wanted, strict=True)]
                 found[topology] = {
                     "questions equal to generate": f"{sum(equal[:-1])} of {len(QUESTIONS)}",
