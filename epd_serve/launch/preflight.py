@@ -225,7 +225,7 @@ def _memory_faults(
             where = "this machine" if device == "cpu" else device
             yield (
                 f"{device}: its instances keep {in_binary_units(parts + kv)} at least ({in_binary_units(parts)} "
-                f"of weights as {config.dtype}, {in_binary_units(kv)} of KV cache), and {where} has "
+                f"of weights at {number_bytes} bytes each, {in_binary_units(kv)} of KV cache), and {where} has "
                 f"{in_binary_units(room)}; write {_memory_advice(config, kv > parts)}"
             )
 

@@ -221,4 +221,4 @@ def test_the_command_line_goes_over_the_file(fakes: Any) -> None:
         text = read_until(process, "openai.OpenAI")
         assert "will be refused" not in text, "P encodes what pictures there are"
         assert "http://127.0.0.2:" in text
-        assert "base64" not in text
+        assert "base64" in text
