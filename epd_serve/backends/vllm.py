@@ -204,30 +204,21 @@ class VllmInstance(VllmServer):
         """Calls of this caller that are open there."""
         return len(self._prompts) + len(self._encodes) + self._num_decodes
 
-    async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
-        """Return where the server answers in time and, if it is doubted, its engine too. Raises ServeError.
+    async def probe(self, timeout_s: float) -> None:
+        """Return where the server answers in time and its engine does not hang. Raises ServeError.
 
-        vLLM's counters move when a step ends, and a step may take long: the first of its kind compiles. So an
-        engine that nobody doubts is judged by minutes (:class:`EngineWatch`). A server that gets a burst of calls
-        answers nobody while it reads them.
+        vLLM's counters move when a step ends, and a step may take long: the first of its kind compiles. So the
+        engine is judged by minutes (:class:`EngineWatch`). A server that gets a burst of calls answers nobody
+        while it reads them.
         """
-        trial: VllmCall | None = None
         timeout_s += _CALL_S * self._num_calls
         try:
             async with asyncio.timeout(timeout_s):
                 await self.get("/health")
                 self._heard_at = asyncio.get_running_loop().time()
-                if doubted:
-                    trial = self.trial(self._model or await self.model_name())
-                    await trial.ask()
         except TimeoutError as error:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
-        except InvalidRequest:
-            return  # the engine of a model without pictures says so
-        finally:
-            if trial is not None:
-                trial.close()
-        if not doubted and self._seen is not None and self._model:
+        if self._seen is not None and self._model:
             self._engine.look(self._seen, asyncio.get_running_loop().time(), lambda: self.trial(self._model))
 
     async def switch(self, order: instance_state.RoleOrder) -> instance_state.RoleChanged:

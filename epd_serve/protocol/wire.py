@@ -19,7 +19,6 @@ call                    from, to   body                  answer
 ``/kv/offer``           P, D       KVOffer               KVTaken once D has read KV from P's memory
 ``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
 ``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
-``/probe``              gateway    ProbeRequest          204 once the instance has computed something
 ``/role``               gateway    RoleOrder             RoleChanged once the instance serves that role; 409 while
                                                          it is on its way to another, 504 where it could not be
 ``/leave``              gateway    LeaveOrder            Left once nothing is left of what the instance had; 504
