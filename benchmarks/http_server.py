@@ -22,10 +22,10 @@ from benchmarks.gateway.answers import CELLS, TOKENS
 from benchmarks.gateway.programs import Peer, Stages
 from proxy import main as gateway
 from proxy.http.connection import GatewayConnection
-from proxy.http.http1 import BoundedHttp
+from proxy.http.http1 import StrictHttp
 
 _OWN = "own"
-_SERVERS: dict[str, type] = {_OWN: GatewayConnection, "uvicorn": HttpToolsProtocol, "bounded": BoundedHttp}
+_SERVERS: dict[str, type] = {_OWN: GatewayConnection, "uvicorn": HttpToolsProtocol, "bounded": StrictHttp}
 _LOADS = ("text, c16", "1 image, c16", "text, 10 ms gaps, c256")
 
 

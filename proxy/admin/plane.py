@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -27,7 +28,7 @@ from proxy.admission.control import AdmissionControl
 from proxy.admission.keys import Authenticator, Client
 from proxy.api.views import key_required
 from proxy.http.asgi import install_error_handlers
-from proxy.http.http1 import BoundedHttp
+from proxy.http.http1 import StrictHttp
 from proxy.workers.crew import Crew
 from proxy.workers.sockets import admin_socket
 
@@ -145,7 +146,8 @@ async def running_admin(
     """
     listener = listener or admin_socket(place.host, place.port or 0)
     url = url_of(place.host, listener.getsockname()[1], tls=tls is not None)
-    linked = app if cluster_key is None else ClusterLinks(app, cluster_key)
+    own_address = urlsplit(url).netloc
+    linked = app if cluster_key is None else ClusterLinks(app, cluster_key, "admin", lambda: own_address)
     async with serving(NoBrowsers(linked, place.host), listener, _AdminHttp, tls):
         logger.info("the admin plane is at %s", url)
         yield url
@@ -173,5 +175,5 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
-class _AdminHttp(LinkedHttp, BoundedHttp):
+class _AdminHttp(LinkedHttp, StrictHttp):
     """Also knows whose connection it is."""

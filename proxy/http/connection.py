@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import msgspec
 
 from epd_serve.errors import ServeError, Unavailable
-from proxy.http.arrival import LARGE_BYTES, HeadWatch, LowWater, Turn, Turns, buffer
+from epd_serve.rpc.bounded import MAX_HEADER_BYTES, HeadWatch
+from proxy.http.arrival import LARGE_BYTES, LowWater, Turn, Turns, buffer
 from proxy.http.client import Client, ClientLeft, Header, ResponseAborted, too_large
-from proxy.http.http1 import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, HalfClosed, ReturningHttp, arrival_limits
+from proxy.http.http1 import PLAIN_HEAD, PLAIN_START, HalfClosed, ReturningHttp, arrival_limits
 from proxy.settings import Current
 
 if TYPE_CHECKING:

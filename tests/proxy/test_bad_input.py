@@ -280,7 +280,7 @@ async def test_headers_without_end_are_cut_off(gateway, kit, head):
 )
 async def test_a_body_without_end_is_refused_and_then_cut_off(start, kit, monkeypatch, path, kind):
     """Its sender has the time to see the 413, and no more."""
-    monkeypatch.setattr("proxy.http.http1.GRACE_S", 0.3)
+    monkeypatch.setattr("epd_serve.rpc.bounded.GRACE_S", 0.3)
     gateway = await start("e0:E", "p0:P", "d0:D", max_body_bytes=50_000)
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))

@@ -157,7 +157,7 @@ KEY = "0123456789abcdef-"
 @contextlib.asynccontextmanager
 async def linked(fake: Any, key: str) -> AsyncIterator[str]:
     """URL under which a fake instance proves that it has ``key``."""
-    app = ClusterLinks(fake, key, own_address=lambda: "")
+    app = ClusterLinks(fake, key, "instance", lambda: "")
     async with served(
         uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http=ControlHttp))
     ) as url:
