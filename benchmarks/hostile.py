@@ -203,7 +203,7 @@ async def attack(url: str, path: str, body: bytes, pipe: Connection) -> dict[str
         timeout = aiohttp.ClientTimeout(total=120)
         async with (
             aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(url + path, data=body) as answer,
+            session.post(url + path, data=body, headers={"content-type": "application/json"}) as answer,
         ):
             await answer.read()
             status: int | str = answer.status

@@ -50,9 +50,11 @@ from proxy.fleet.poller import Poller
 from proxy.http.arrival import ArrivalLimits, Turns, give_back
 from proxy.http.asgi import install_cors, install_error_handlers
 from proxy.http.connection import Starts
+from proxy.http.local_guard import GuardLocal, LocalGuard
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.media.probe import MediaProbe
+from proxy.observe.log_filters import Episodes
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import new_observer
 from proxy.settings import Current, GatewaySettings
@@ -170,6 +172,7 @@ def create_app(
         "poller": poller,
         "loader": loader,
         "observer": observer,
+        "episodes": Episodes(),
         "admission": admission,
         "arrival": arrival,
         "settings": current,
@@ -205,6 +208,8 @@ def create_app(
     follow(crew, table, calls, admission, health, leases)
     show_ready(crew, table)
     install_cors(app, gateway.cors)
+    app.state.guard = LocalGuard(current, app.state.cors)
+    app.add_middleware(GuardLocal, guard=app.state.guard)
     install_error_handlers(app)
     return app
 

@@ -307,7 +307,11 @@ class AudioConfig(Section):
 class MediaConfig(Section):
     """The media that the gateway accepts and the places from which it may fetch them."""
 
-    max_pixels: Hot[int] = Field(default=32 * 1024**2, gt=0, description="Largest image, in pixels.")
+    max_pixels: Hot[int] = Field(
+        default=32 * 1024**2,
+        gt=0,
+        description="Largest image, in pixels; those of a request have at most four times as many together.",
+    )
     max_bytes: Hot[Bytes] = Field(default=32 * 1024**2, description="Largest image file.")
     max_items: Hot[int] = Field(default=64, ge=1, description="Most images, videos and sounds of a request.")
     fetch_timeout_s: Hot[Seconds] = Field(default=10.0, description="Longest download of a media URL.")

@@ -6,9 +6,9 @@ The key never travels. Over HTTP::
     204                     x-epd-nonce: S   x-epd-proof: HMAC(key, server, reached, C, S)
     the next request        ...              x-epd-proof: HMAC(key, client, reached, C, S)
 
-The server proves it first: a peer without the key receives no request. ``reached`` is the :class:`Endpoint` that the
-client means: the service that it expects, and the address at the other end of its socket. A server signs its own
-endpoint alone, so a process that forwards a greeting to another server, or to another service, proves nothing.
+The server proves it first: a peer without the key receives no request. ``reached`` is the :class:`Endpoint` that
+the client means: the service that it expects, and the address at the other end of its socket. A server signs its
+own endpoint alone, so a process that forwards a greeting to another server, or to another service, proves nothing.
 Connections for KV and features (:mod:`epd_serve.transfer.tcp`) begin with the same proofs.
 """
 

@@ -299,7 +299,6 @@ class HttpCall(RemoteCall):
             self.connection.transport.resume_reading()
 
 
-
 class Connection(asyncio.Protocol):
     """Parses answers; one call at a time."""
 

@@ -25,7 +25,6 @@ from epd_serve.rpc.cluster import (
     Endpoint,
     Greeting,
     NotProved,
-    Service,
     address_text,
     with_link,
 )

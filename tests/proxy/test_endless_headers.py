@@ -106,11 +106,11 @@ async def test_a_body_before_a_proof_takes_no_memory(path: str) -> None:
 
 def _send_body(url: str, head: bytes, num_bytes: int) -> None:
     parts, chunk = urlsplit(url), b"%x\r\n%b\r\n" % (1 << 16, b"a" * (1 << 16))
-    with socket.create_connection((parts.hostname, parts.port), timeout=1) as one:
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            one.sendall(head)
-            for _ in range(num_bytes >> 16):
-                one.sendall(chunk)
+    one = socket.create_connection((parts.hostname, parts.port), timeout=1)
+    with one, contextlib.suppress(ConnectionError, TimeoutError):
+        one.sendall(head)
+        for _ in range(num_bytes >> 16):
+            one.sendall(chunk)
 
 
 async def test_who_sends_its_head_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

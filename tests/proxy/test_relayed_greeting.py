@@ -1,4 +1,4 @@
-"""A process at an instance's address that forwards greetings to another server of the deployment proves nothing."""
+"""A process at an instance's address that forwards greetings to another server proves nothing."""
 
 from __future__ import annotations
 
