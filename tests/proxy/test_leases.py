@@ -252,7 +252,6 @@ async def test_the_join_key_joins_and_leaves_and_allows_nothing_else(
     for method, path in (
         ("GET", "/instances"),
         ("GET", "/requests"),
-        ("GET", "/workers"),
         ("POST", "/instances/a0/role"),
         ("POST", "/instances/a0/drain"),
     ):
