@@ -57,9 +57,7 @@ def test_gateways_share_a_port_where_all_of_them_say_so():
     port = free_port("127.0.0.1")
     command = [sys.executable, "-m", "epd_serve.cli", "proxy", "--instance", "epd0=http://127.0.0.1:1"]
     command += ["--port", str(port)]
-    gateways = [
-        subprocess.Popen([*command, "--reuse-port"], stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
+    gateways = [subprocess.Popen([*command, "--reuse-port"], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     try:
         for gateway in gateways:
             assert gateway.stdout is not None
