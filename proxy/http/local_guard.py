@@ -41,7 +41,8 @@ class LocalGuard:
         now = self._settings.now
         if not now.is_local or now.gateway.needs_key:
             return None
-        if not is_loopback_name(host := headers.get(b"host", b"")):
+        host = headers.get(b"host")  # HTTP/1.0 knows none, and no browser speaks it
+        if host is not None and not is_loopback_name(host):
             return CrossSite(
                 f"this gateway has no API keys and answers loopback names alone; the request's Host is "
                 f"{host[:100].decode('latin-1')!r}: call it as localhost, or set gateway.api_keys"
