@@ -365,6 +365,11 @@ def _check_not_empty(data: bytes, what: str) -> None:
 
 def _checked(told: Told | None, task: _Task) -> Told:
     """The answer. Raises what became of the task, where it is not done."""
+    if told is None and task.what == "structure":  # it had time enough before it gave way: no other should try
+        raise InvalidRequest(
+            f"the structure was not compiled in {_MAX_STRETCH * task.cpu_s:g} s: {_REMEDIES[task.what]}",
+            code="structure_too_complex",
+        )
     if told is None:
         raise StageTimeout(
             f"the {task.who} did not come to an end in {_MAX_STRETCH * task.cpu_s:g} s", code=f"{task.who}_stalled"
