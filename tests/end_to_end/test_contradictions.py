@@ -23,7 +23,7 @@ def of_schema(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
 WRONG: list[dict[str, Any]] = [
     of_schema({"enum": ["p"]}, bad_words=["p"]),
     of_schema({"type": "object", "properties": {"a": {"const": "p"}}, "required": ["a"]}, bad_words=["p"]),
-    {"guided_choice": ["p"], "bad_words": ["p"]},
+    {"structured_outputs": {"choice": ["p"]}, "bad_words": ["p"]},
     {"structured_outputs": {"regex": "(?:a?){300}a{300}"}},
     {"structured_outputs": {"regex": "(a|aa|aaa|aaaa){200}"}},
     of_schema({"anyOf": [{"type": "string", "pattern": f"^(.*{i % 7}.*){{{i % 5 + 3}}}{i}$"} for i in range(40)]}),
@@ -74,7 +74,7 @@ async def test_what_only_seems_to_contradict_itself_is_answered() -> None:
         for fields, text in (
             (of_schema({"enum": ["p"]}, logit_bias={str(i): -100 for i in range(4000)}), '"p"'),
             (of_schema({"enum": ["p", "q"]}, bad_words=["q"]), '"p"'),
-            ({"guided_choice": ["p"], "bad_words": ["x"]}, "p"),
+            ({"structured_outputs": {"choice": ["p"]}, "bad_words": ["x"]}, "p"),
         ):
             status, answer = await here.post(
                 "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 9, **fields}
