@@ -43,6 +43,7 @@ from epd_serve.media.decoder import (
     GrammarJob,
     HeardFacts,
     PictureJob,
+    Problem,
     Refused,
     Started,
     Told,
@@ -63,7 +64,7 @@ _QUICK_S = 0.1
 #: A file that takes longer than its pixels explain goes on with what processor time nobody else wants.
 _FAIR_S, _S_PER_PIXEL = 0.5, 1e-7
 _NICENESS = 10
-#: Seconds of CPU time that a grammar may take to compile.
+#: Seconds of CPU time that the grammars of a request may take to compile.
 GRAMMAR_CPU_S = 0.5
 #: A worker that has had its CPU time for so many times as long stands still.
 _MAX_STRETCH = 15
@@ -243,12 +244,13 @@ class DecoderPool:
             else:
                 self._drop(worker)
 
-    async def compiled(self, grammar: str, place: Place) -> float:
-        """Seconds of CPU time that a grammar takes to compile; it is good then. Raises as :meth:`decoded`."""
-        task = _Task("structure", grammar.encode(), 0, GrammarJob(), GRAMMAR_CPU_S, GRAMMAR_CPU_S)
+    async def compile(self, grammars: Sequence[str], place: Place) -> dict[int, Problem]:
+        """Compile grammars; return the problems that some of them have, by place. Raises as :meth:`decoded`."""
+        task = _Task("structure", msgspec.json.encode(grammars), 0, GrammarJob(), GRAMMAR_CPU_S, GRAMMAR_CPU_S)
         worker, told = await self._run(task, place)
         self._put_back(worker)
-        return told.cpu_s if isinstance(told, Compiled) else 0.0
+        assert isinstance(told, Compiled), told
+        return told.problems
 
     def close(self) -> None:
         """End all processes. Blocks for a moment."""
@@ -416,6 +418,11 @@ def _check_not_empty(data: bytes, what: str) -> None:
 
 def _checked(told: Told | None, task: _Task) -> Told:
     """The answer. Raises what became of the task, where it is not done."""
+    if told is None and task.what == "structure":  # it had time enough before it gave way: no other should try
+        raise InvalidRequest(
+            f"the structure was not compiled in {_MAX_STRETCH * task.cpu_s:g} s: {_REMEDIES[task.what]}",
+            code="structure_too_complex",
+        )
     if told is None:
         raise StageTimeout(
             f"the {task.who} did not come to an end in {_MAX_STRETCH * task.cpu_s:g} s", code=f"{task.who}_stalled"
