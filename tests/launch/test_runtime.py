@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from epd_serve.cli.chat import _running
-from epd_serve.launch.processes.runtime import AddressTaken, RuntimeDirectory, find_deployment, running_deployments
+from epd_serve.launch.processes.runtime import (
+    AddressTaken,
+    RuntimeDirectory,
+    find_deployment,
+    running_deployments,
+    runtime_root,
+)
 
 
 @pytest.fixture
