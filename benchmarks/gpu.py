@@ -1,26 +1,26 @@
 """Everything that needs a GPU, in one call: served models first, then the engine, transfers, kernels and tests.
 
-    python -m benchmarks.gpu --output gpu.json                     # cuda:0; 20 minutes at most
+    python -m benchmarks.gpu --output gpu.json                     # cuda:0; 22 minutes at most
     python -m benchmarks.gpu --output gpu.json --only serve        # one part
     python -m benchmarks.gpu --output gpu.json --device cpu --tiny # small sizes, to check that each part runs
 
-It needs torch, triton, transformers, pytest, hypothesis, pillow and the wheels in ``WHEELS``, no model and no network.
+It needs torch, triton, transformers, pytest, hypothesis, pillow and the wheels in ``WHEELS``, no model, no network.
 
-* ``serve``: Qwen2.5-VL-7B's and Llama 3 8B's shapes in bfloat16 as ``EPD`` and ``(E-P-D)`` (``PD`` and ``(P-D)``) on
-  the one device: TTFT, gaps between tokens and tokens a second at 1, 64 and 256 streams, prompts of 1000 tokens and
-  answers of 128, then with pictures of 896 x 896;
-* ``peer``: transformers' ``generate_batch`` (paged attention) with the same shapes and prompts;
-* ``engine``: encode, prefill, decode, mixed steps and two streams, with and without graphs (``benchmarks.engine_gpu``);
+* ``serve``: Qwen2.5-VL-7B's and Llama 3 8B's shapes in bfloat16 as ``EPD`` and ``(E-P-D)``, ``PD`` and ``(P-D)`` on
+  the one device: TTFT, gaps between tokens and tokens a second at 1, 64 and 256 streams, prompts of 1000 tokens
+  and answers of 128, then with pictures of 896 x 896;
+* ``engine``: encode, prefill, decode, mixed steps and two streams, with and without graphs;
 * ``handoff``: the KV of a prompt and the feature of a picture between two processes, by each transport;
 * ``colocation``: time per token and encodes a second side by side, by what separates the two;
-* ``attention``: paged decode, prompts, towers, the cache's write, norms, rotation and SwiGLU against torch's own calls;
+* ``attention``: paged decode, prompts, towers, the cache's write, norms, rotation and SwiGLU beside torch's calls;
 * ``sampling``: draws from 152,000 tokens;
 * ``startup``: imports, the opening of the device, ``epd-serve up`` until it is ready;
+* ``peer``: transformers' ``generate_batch`` (paged attention) with the same shapes and prompts;
 * ``tests``: pytest over tests/device, so that every operator is compared with the oracle on this device.
 
-Each part runs in processes of its own, which end with its time limit, and gives its rows as they come: the file has
-what was measured until then. Random weights lie in /dev/shm meanwhile. The exit status is 1 where a part did not end
-by itself, or tests failed.
+Each part runs in processes of its own, which end with its time limit. The file has all rows that a part measured
+until then. Random weights lie in /dev/shm meanwhile. The exit status is 1 where a part did not end by itself, or
+tests failed.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _serving(run: Run, topology: str, model: Path | None) -> Iterator[tuple[str,
     """A deployment on the device: its address, and the seconds until it was ready."""
     from epd_serve.launch.processes.ports import free_port
 
-    port = free_port()
+    port = free_port("127.0.0.1")
     file, log = run.weights / f"deployment-{port}.yaml", run.weights / f"deployment-{port}.log"
     lines = [f"topology: {topology}", f"devices: ['{run.device}']", f"gateway: {{port: {port}}}"]
     lines += ["instances: {base_port: 0}"]
@@ -299,10 +299,10 @@ def startup(run: Run) -> None:
             text=True,
             cwd=ROOT,
         )
-        rows = re.findall(r"^import time:\s+(\d+) \|\s+(\d+) \| (\s*)(\S+)$", done.stderr, re.MULTILINE)
-        slowest = sorted(rows, key=lambda row: -int(row[0]))[:8]
-        row: dict[str, Any] = {"s": sum(int(own) for own, *_ in rows) / 1e6}
-        run.keep(f"import {module}", row | {"slowest_s": {name: int(own) / 1e6 for own, _, _, name in slowest}})
+        found = re.findall(r"^import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)$", done.stderr, re.MULTILINE)
+        times = sorted(((int(own) / 1e6, name) for own, name in found), reverse=True)
+        slowest = {name: seconds for seconds, name in times[:8]}
+        run.keep(f"import {module}", {"s": sum(seconds for seconds, _ in times), "slowest_s": slowest})
     opening = (
         "import time; from device.registry import get_device; began = time.perf_counter(); "
         f"device = get_device({run.device!r}); device.activate(); device.synchronize(); "

@@ -127,7 +127,7 @@ class _Prefill:
 
 
 def measure_vision(device: Device, *, tiny: bool) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield a tower's attention in milliseconds: 16 heads of the sizes in use, over images and windows of patches."""
+    """Yield a tower's attention in milliseconds: 16 heads of the sizes in use, over images and windows."""
     for head_dim in (64, 72, 80):
         for name, lengths in (_TINY_TOWERS if tiny else TOWERS).items():
             shape = (3, sum(lengths), 16, head_dim)
@@ -171,7 +171,7 @@ def _times(device: Device, calls: dict[str, Callable[[], Tensor]]) -> dict[str, 
 
 
 def _new_length_ms(device: Device, length: int) -> float | None:
-    """Milliseconds that a prompt of a length that cuDNN has not seen pays once; None where it takes no such shape."""
+    """Milliseconds that a length new to cuDNN costs once; None where it takes no such shape."""
     query, key, value = (
         torch.randn(1, heads, length, HEAD_DIM).to(device.torch_device, torch.bfloat16)
         for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS)

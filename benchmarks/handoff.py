@@ -134,7 +134,7 @@ def _each_way(device_name: str, measured: Callable[[str], dict[str, Any]]) -> It
 def measure_kv(
     device_name: str, layout: wire.KVLayout = LAYOUT, *, num_tokens: int = NUM_TOKENS, repeats: int = 20
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield milliseconds of each way, the first time (mapping, allocation) and later; bytes on an emulated device."""
+    """Yield milliseconds of each way, the first time (mapping, allocation) and later."""
     return _each_way(device_name, partial(_measure, device_name, layout, num_tokens, repeats))
 
 

@@ -45,8 +45,8 @@ def export_memory(memory: Tensor) -> bytes:
 def mapped_memory(handle: bytes, device: torch.device) -> Iterator[Tensor]:
     """The memory [nbytes] uint8 behind another process's handle, also that of a GPU next to ``device``.
 
-    ``device`` must be this thread's when the mapping opens; any thread may close it. Raises ValueError where it cannot be mapped: the owner is gone, or is this
-    process, or the GPUs do not reach each other.
+    ``device`` must be this thread's when the mapping opens; any thread may close it. Raises ValueError where it
+    cannot be mapped: the owner is gone, or is this process, or the GPUs do not reach each other.
     """
     if len(handle) != ctypes.sizeof(_IpcHandle) + _OUR_PART.size:
         raise ValueError(f"{len(handle)} bytes are no handle of GPU memory")

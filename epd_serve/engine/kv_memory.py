@@ -475,15 +475,15 @@ def num_kv_blocks(
 
 
 def _allocate(device: Device, nbytes: int) -> tuple[Tensor, bytes]:
-    """Return the cache's memory and its handle. Raises ValueError where another process took the memory meanwhile."""
+    """Return the cache's memory and its handle. Raises ValueError where another process took it meanwhile."""
     try:
         return device.share_memory(nbytes)
     except torch.OutOfMemoryError as error:
         total, free = device.memory()
         raise ValueError(
             f"{device.name} has no {in_binary_units(nbytes)} for the KV cache: {in_binary_units(free)} of "
-            f"{in_binary_units(total)} are free, as another process takes memory there; end it, or set kv_cache_bytes "
-            "or memory_share"
+            f"{in_binary_units(total)} are free, as another process takes memory there; end it, or set "
+            "kv_cache_bytes or memory_share"
         ) from error
 
 
