@@ -4,10 +4,10 @@
     python -m benchmarks.gpu --output gpu.json --only serve        # one part
     python -m benchmarks.gpu --output gpu.json --device cpu --tiny # small sizes, to check that each part runs
 
-It needs torch, triton, transformers, pytest, hypothesis, pillow and the wheels in ``WHEELS``, no model, no network.
+It needs torch, triton, transformers, pytest, hypothesis, pillow and the wheels in ``WHEELS``; no model or network.
 
-* ``serve``: Qwen2.5-VL-7B's and Llama 3 8B's shapes in bfloat16 as ``EPD`` and ``(E-P-D)``, ``PD`` and ``(P-D)`` on
-  the one device: TTFT, gaps between tokens and tokens a second at 1, 64 and 256 streams, prompts of 1000 tokens
+* ``serve``: Qwen2.5-VL-7B's and Llama 3 8B's shapes in bfloat16 as ``EPD`` and ``(E-P-D)``, ``PD`` and ``(P-D)``
+  on the one device: TTFT, gaps between tokens and tokens a second at 1, 64 and 256 streams, prompts of 1000 tokens
   and answers of 128, then with pictures of 896 x 896;
 * ``engine``: encode, prefill, decode, mixed steps and two streams, with and without graphs;
 * ``handoff``: the KV of a prompt and the feature of a picture between two processes, by each transport;
