@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one call: served models first, then the engine, transfers, kernels and tests.
 
-    python -m benchmarks.gpu --output gpu.json                     # cuda:0; 22 minutes at most
+    python -m benchmarks.gpu --output gpu.json                     # cuda:0; 21 minutes at most
     python -m benchmarks.gpu --output gpu.json --only serve        # one part
     python -m benchmarks.gpu --output gpu.json --device cpu --tiny # small sizes, to check that each part runs
 
@@ -15,7 +15,6 @@ It needs torch, triton, transformers, pytest, hypothesis, pillow and the wheels 
 * ``attention``: paged decode, prompts, towers, the cache's write, norms, rotation and SwiGLU beside torch's calls;
 * ``sampling``: draws from 152,000 tokens;
 * ``startup``: imports, the opening of the device, ``epd-serve up`` until it is ready;
-* ``peer``: transformers' ``generate_batch`` (paged attention) with the same shapes and prompts;
 * ``tests``: pytest over tests/device, so that every operator is compared with the oracle on this device.
 
 Each part runs in processes of its own, which end with its time limit. The file has all rows that a part measured
@@ -115,7 +114,7 @@ _LOADS = [Load(streams=count, side=side) for side in (None, 896) for count in (1
 _TINY_LOADS = [Load(streams=2, text_tokens=20, output_tokens=4, side=side) for side in (None, 56)]
 #: Shape → topologies on the one device.
 _SERVED = {"Qwen2.5-VL-7B": ("EPD", "(E-P-D)"), "Llama-3-8B": ("PD", "(P-D)")}
-_TINY_SERVED = {"tiny": ("EPD", "(E-P-D)"), "tiny-llama": ("PD", "(P-D)")}
+_TINY_SERVED = {"tiny": ("(E-P-D)",), "tiny-llama": ("PD",)}
 
 
 def serve(run: Run) -> None:
@@ -188,42 +187,6 @@ def _bench(url: str, load: Load, folder: Path) -> dict[str, Any]:
     }
     answered = {"succeeded": total["num_succeeded"], "requests": total["num_requests"]}
     return answered | {"output_tokens_s": round(total["output_token_throughput"], 1)} | figures
-
-
-def peer(run: Run) -> None:
-    """transformers' continuous batching over paged attention, the same shapes and prompts."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
-
-    device = run.open()
-    if device.type == "emulated":
-        run.keep("lacks", "an emulated device computes no models of transformers")
-        return
-    for shape in _TINY_SERVED if run.tiny else _SERVED:
-        kind = AutoModelForCausalLM if "llama" in shape.lower() else AutoModelForImageTextToText
-        model: Any = kind.from_pretrained(run.model(shape), dtype=torch.bfloat16, attn_implementation="sdpa")
-        language = model.to(device.torch_device).eval()
-        for load in _TINY_LOADS if run.tiny else _LOADS:
-            if load.side is not None:
-                continue
-            name = f"{shape}: {load.name}"
-            with run.keeping(name), torch.inference_mode():
-                prompts = [
-                    [16 + (7 * i + j) % 900 for j in range(load.text_tokens)] for i in range(2 * load.streams)
-                ]
-                settings = GenerationConfig(
-                    max_new_tokens=load.output_tokens,
-                    min_new_tokens=load.output_tokens,
-                    do_sample=False,
-                    eos_token_id=-1,
-                    pad_token_id=0,
-                )
-                began = time.perf_counter()
-                outputs = language.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False)
-                seconds = time.perf_counter() - began
-                tokens = sum(len(one.generated_tokens) for one in outputs.values())
-                run.keep(name, {"output_tokens_s": round(tokens / seconds, 1), "requests": len(outputs)})
-        del model, language
 
 
 # ---------------------------------------------------------------------- one process
@@ -362,7 +325,6 @@ PARTS = {
     "attention": Part(measure=attention, limit_s=60),
     "sampling": Part(measure=sampling, limit_s=30),
     "startup": Part(measure=startup, limit_s=90),
-    "peer": Part(measure=peer, limit_s=120),
     "tests": Part(measure=tests, limit_s=180),
 }
 

@@ -25,7 +25,6 @@ ROWS = {
     "attention": ("decode 2 x 64", "of_copy"),
     "sampling": ("4 rows, top_p 0.9", "sorted"),
     "startup": ("import proxy.main", "s"),
-    "peer": ("tiny-llama: 2 streams", "output_tokens_s"),
 }
 
 
