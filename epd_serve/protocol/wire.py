@@ -512,7 +512,8 @@ class Handoff(Message, frozen=True):
 
     ``position_delta`` is what M-RoPE adds to the index of a token after the prompt; ``max_tokens`` is the limit
     that P derived from the request and the context. ``logprobs`` are those of earlier tokens that the client has
-    not got, by index from the prompt's first; of several choices the first's.
+    not got, by index from the prompt's first; of several choices the first's. ``num_cached_tokens`` of the prompt
+    were in P's prefix cache.
     """
 
     transfer_id: str
@@ -525,6 +526,7 @@ class Handoff(Message, frozen=True):
     first: list[FirstToken]
     generated: list[int] = msgspec.field(default_factory=list)
     logprobs: dict[int, TokenLogprob] = msgspec.field(default_factory=dict)
+    num_cached_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
