@@ -183,7 +183,7 @@ class CudaDevice(AcceleratorDevice):
         self.activate()
         try:  # multiprocessors are parted in groups of 2 to 8
             num_sms = max(1, round(share * (self.cores or 1)))
-            context = torch.cuda.green_contexts.GreenContext.create(num_sms=num_sms, device_id=self.index)
+            context: Any = torch.cuda.green_contexts.GreenContext.create(num_sms=num_sms, device_id=self.index)
             stream = context.Stream()
         except RuntimeError as error:  # the driver is older, or torch is for a CUDA before 12.8
             raise ValueError(
