@@ -415,7 +415,7 @@ class DeviceReport:
     graphs: str | None = None
     partition: Partition | None = None
     transports: tuple[str, ...] = ()
-    """The distributed backend, then the Mooncake protocols."""
+    """Protocols of Mooncake that reach what an instance offers."""
 
 
 class EagerRunner(GraphRunner):

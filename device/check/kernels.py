@@ -5,12 +5,10 @@ Nothing here is specific to a vendor: everything goes through the Device protoco
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,7 +16,6 @@ from torch import Tensor
 from device.base import Device, Stream
 from device.check.batch import Batch
 from device.check.operators import Comparison, compare
-from device.distributed import ProcessGroup
 from device.emulated.accelerator import EmulatedDevice
 from device.emulated.timeline import Demand
 from device.ops.reference import ReferenceOps
@@ -100,11 +97,6 @@ def _checks(device: Device) -> dict[str, tuple[Check, str]]:
     checks["captured decode step"] = (
         _graph,
         "captured steps do not work with this driver and torch: update them; decode depends on it",
-    )
-    checks["collectives"] = (
-        _collectives,
-        f"instances over several devices (@tp2) will not start: is {device.transport.distributed_backend} "
-        "installed, and may this user open sockets on the loopback interface?",
     )
     return checks
 
@@ -280,17 +272,3 @@ def _graph(device: Device) -> str:
         expected = oracle.attend(exact.query, exact.key, exact.value, cache, plan, batch.scale)
         error = max(error, compare(output, expected, dtype, TOLERANCES[dtype]))
     return f"{runner.name}; largest error {error:.1e}"
-
-
-def _collectives(device: Device) -> str:
-    """A group of one over the device's backend; more ranks need more processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        group = ProcessGroup(device, 0, 1, Path(folder, "rendezvous"), _TIMEOUT_S)
-        try:
-            numbers = torch.arange(1000.0, device=device.torch_device)
-            total = group.all_reduce(numbers.clone())
-            device.synchronize()
-            assert torch.equal(total, numbers), "all_reduce over one rank changed its numbers"
-        finally:
-            group.close()
-    return f"{device.transport.distributed_backend}, a group of one"

@@ -29,8 +29,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
         port: of the control server; its URL is ``http://host:port``.
         advertise: address under which others reach it; None: ``host``.
         data_port: port on which KV and features are read and written over TCP; 0: a free one.
-        device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see. Several, with
-            commas between them, share the language model (tensor parallelism).
+        device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see.
         device_share: the part of the device that the instance keeps to; None: no limit.
         device_board: ``path:slot`` of the file in which the instances on one device tell each other what they do;
             None where no other is there.
@@ -56,18 +55,13 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     join: tuple[str, ...] = ()
 
     @property
-    def devices(self) -> list[str]:
-        """The devices of the instance, one for each tensor-parallel rank; the first also runs the tower."""
-        return self.device.split(",")
-
-    @property
     def tokens_per_block(self) -> int:
         return tokens_per_block(self.block_size, self.device)
 
     @property
     def sizes(self) -> StepSizes:
         """The sizes that were asked for; the others follow from the device."""
-        sizes = StepSizes.of_device(self.devices[0].partition(":")[0], self.device_memory_bytes)
+        sizes = StepSizes.of_device(self.device.partition(":")[0], self.device_memory_bytes)
         asked = {name: value for name in StepSizes.__slots__ if (value := getattr(self, name)) is not None}
         return replace(sizes, **asked)
 

@@ -250,8 +250,12 @@ class DeploymentConfig(SharedConfig):
             )
         if self.shape_of is not None and not emulated:
             raise ValueError("shape_of is for emulated devices; write devices: [emulated:h200:0], or leave it out")
-        if isinstance(self.model, ShapeConfig) and any(one.tensor_parallel > 1 for one in emulated):
-            raise ValueError("topology: emulated devices share no model without weights; leave @tp out")
+        wide = next((one for one in placement if one.tensor_parallel > 1), None)
+        if wide is not None and (self.engine == "native" or emulated):
+            raise ValueError(
+                f"topology: @tp{wide.tensor_parallel} needs engine: vllm; the native engine runs each instance on "
+                "one device"
+            )
         if self.engine == "vllm":
             check_vllm(placement, settings, self.vllm, self.model_fields_set)
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
@@ -438,7 +442,7 @@ class DeploymentConfig(SharedConfig):
         device_board: str | None = None,
         switch_dir: Path | None = None,
     ) -> InstanceOptions:
-        """The options of one placed instance; ``device`` is what its devices are called in its process.
+        """The options of one placed instance; ``device`` is the name of its device in its process.
 
         ``placement`` has all instances of its place; None: of this deployment.
         ``master`` is the address of the mooncake_master where the deployment itself starts one; ``device_board``
@@ -494,7 +498,7 @@ class DeploymentConfig(SharedConfig):
         if self.feature_store == "mooncake" and self.mooncake.master is None:
             raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
         options = self.options_for(
-            InstancePlacement(name=name, role=role, devices=tuple(device.split(","))),
+            InstancePlacement(name=name, role=role, devices=(device,)),
             device=device,
             port=port,
             threads=settings.threads if threads is None else threads,

@@ -95,8 +95,8 @@ class KVTransferConfig(Section):
     )
     staging_bytes: LanguageRebuild[Bytes] = Field(
         default=256 * MEBIBYTE,
-        description="Host memory through which the KV of an accelerator, or of ranks that share a model, comes "
-        "and goes where it cannot go from device to device; what is larger goes in rounds.",
+        description="Host memory through which the KV of an accelerator comes and goes where it cannot go from "
+        "device to device; what is larger goes in rounds.",
     )
 
     @model_validator(mode="after")

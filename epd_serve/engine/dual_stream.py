@@ -17,7 +17,7 @@ from pathlib import Path
 
 from device.base import BareDevice, Event, Stream
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.device_board import DeviceBoard, apply_share, rank_share
+from epd_serve.engine.device_board import DeviceBoard, apply_share
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.token_time import Slack, TokenTimeAccount, pause_s
 
@@ -267,7 +267,7 @@ class DualStream:
     """
 
     def __init__(self, options: InstanceOptions, device: BareDevice) -> None:
-        self.share = apply_share(device, rank_share(options, 0), options.memory_share, options.threads)
+        self.share = apply_share(options, device)
         threads = _parted(options.threads) if options.role.has_language_model else None
         limit_s = None if options.slo.tpot_ms is None else options.slo.tpot_ms / 1000
         board, slot = options.device_board.rsplit(":", 1) if options.device_board else (None, "0")

@@ -371,9 +371,9 @@ class Instance:
         # those of a role that encodes have a part of the device, or lend one of the host
         lends = (old.feature_store == "mooncake" or self.store.on_device) and old.role.stages != role.stages
         self.options = options
-        if self._weights is not None and not (role.has_language_model and not self._weights.is_split):
+        if self._weights is not None and not role.has_language_model:
             await asyncio.to_thread(self._weights.forget, self.transport)
-            if self.device.type != "cpu" or self._weights.is_split:
+            if self.device.type != "cpu":
                 await _close([self._weights])
                 self._weights = None
         if self.device.type != "cpu" and not role.encodes:

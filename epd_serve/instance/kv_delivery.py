@@ -110,7 +110,7 @@ class PushDelivery:
         transfer.deadline, transfer.next_block = granted_after + lease_s / 2, target.num_cached_blocks
         if self.reads or target.staged_cells is not None:
             transfer.offer = partial(self._offer, asyncio.get_running_loop())
-        if transfer.offer is None or target.region.handles:
+        if transfer.offer is None or target.region.handle:
             self._sender.connect(target.region)
         transfer.target = target
         self._renewal = asyncio.create_task(self._renew(transfer, feed))

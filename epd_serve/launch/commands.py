@@ -422,5 +422,4 @@ def _use(options: InstanceOptions) -> InstanceUse:
         num_streams=2,  # the default one, and the one on which graphs are updated
         num_graphs=len(decode_graph_sizes(options.sizes.max_num_seqs)) if options.role.decodes else 0,
         num_layers=text["num_hidden_layers"],
-        num_groups=int(len(options.devices) > 1),
     )

@@ -343,8 +343,8 @@ class Region(Message, frozen=True):
         address: where the memory begins in its process, or on its device.
         identity_address: where the process keeps what the region is, for the engine's peers to compare.
         device: type of the devices whose memory is meant.
-        handles: what their vendor's library maps that memory by in other processes of this host, one for each
-            rank, where the region itself is memory beside it; empty where there is only this memory.
+        handle: by which their vendor's library maps that memory in other processes of this host, where the region
+            itself is memory beside it; empty where there is only this memory.
     """
 
     name: str
@@ -359,7 +359,7 @@ class Region(Message, frozen=True):
     address: int = 0
     identity_address: int = 0
     device: str = ""
-    handles: tuple[bytes, ...] = ()
+    handle: bytes = b""
 
 
 class FeatureEvent(Message, frozen=True):

@@ -135,17 +135,6 @@ def test_a_process_sees_its_device_alone() -> None:
         specs("topology: EPD\ndevices: [cuda:2]", {"CUDA_VISIBLE_DEVICES": "4,5"})
 
 
-def test_a_wide_instance_sees_all_its_devices() -> None:
-    text = "topology: E-PD@tp2\ndevices: [cuda:0, cuda:2, cuda:1]"
-    _, (_, wide) = specs(text, {"CUDA_VISIBLE_DEVICES": "4,GPU-ab,6"})
-    assert (told(wide.command).device, wide.environment["CUDA_VISIBLE_DEVICES"]) == ("cuda:0,cuda:1", "6,GPU-ab")
-    assert wide.label == "PD on cuda:2, cuda:1"
-    _, (_, wide) = specs("topology: E-PD@tp3", {"OMP_NUM_THREADS": "x"})
-    assert (told(wide.command).device, told(wide.command).threads) == ("cpu,cpu,cpu", 1)
-    with pytest.raises(ValueError, match="cuda:0, npu:0: the devices of one instance must be of one kind"):
-        specs("topology: PD@tp2\ndevices: [cuda:0, npu:0]", {})
-
-
 def test_instances_in_parentheses_get_their_shares_and_a_board_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -108,16 +108,6 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda model: (model / "chat_template.jinja").write_text("{% for message in %}") and None,
         "its chat template, line 1 is broken",
     ),
-    "a width for heads": (
-        "{model: MODEL, topology: E-P@tp4-D}",
-        nothing,
-        "@tp4 of p0: 6 query and 2 KV heads cannot be split over 4 devices",
-    ),
-    "a width for the MLP": (
-        "{model: MODEL, topology: P@tp2-D}",
-        lambda model: change(model, {"intermediate_size": 513}),
-        "@tp2 of p0: a width of 513 cannot be split over 2 devices; this model takes none",
-    ),
     "a part of a CPU's tower": (
         "{model: MODEL, topology: EPD, instances: {tower_share: 0.3}}",
         nothing,

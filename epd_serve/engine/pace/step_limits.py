@@ -150,7 +150,6 @@ def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str,
         "role": str(options.role),  # instances of different roles start at once and measure different things
         "model": fingerprint,
         "device": f"{device.type} {device.description}",
-        "ranks": len(options.devices),
         "threads": options.threads,
         "cores": device.cores,
         "share": None if options.device_share is None else f"{options.device_share.share:g}",

@@ -47,7 +47,7 @@ class CheckpointModel:
     """Fills the InstanceModel protocol with a directory of transformers' files.
 
     Attributes:
-        torch_dtype: of weights and features. device: the first.
+        torch_dtype: of weights and features.
         emulation: the times of an emulated device; None on others.
     """
 
@@ -105,7 +105,7 @@ class CheckpointModel:
             return host
         in_area = options.feature_store == "embedded"
         shares = in_area and options.kv_transfer.transport == "auto"
-        registers = in_area and len(options.devices) == 1 and self.are_regions_reached(transport)
+        registers = in_area and self.are_regions_reached(transport)
         taking = None
         if self.emulation is not None:
             taking = self.emulation.copying_features(self.path, self.torch_dtype.itemsize)
