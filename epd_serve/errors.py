@@ -148,8 +148,6 @@ WEDGED = "wedged"
 DRAINING = "draining"
 #: The same of the decode instance that a prefill instance, which stays, has asked.
 DECODE_DRAINING = "decode_draining"
-#: The same of a decode instance that keeps the answer's KV a while, for another decode instance to be named.
-KV_HELD = "kv_held"
 #: Code of the error of an instance that cannot reach the other one of a request, or be reached by it. Both may be
 #: well and reach others: what has failed is the two together.
 PEER_UNREACHABLE = "peer_unreachable"

@@ -27,7 +27,6 @@ _DONE = Reply(status=204)
 class _Call:
     scope: asyncio.Timeout
     has_begun: Callable[[], bool]
-    is_spared: Callable[[], bool]
 
 
 def left(name: str) -> Unavailable:
@@ -54,19 +53,17 @@ class Refusals:
     async def call(
         self,
         has_begun: Callable[[], bool],
-        is_spared: Callable[[], bool] = lambda: False,
         refusal: Callable[[str], ServeError] = left,
     ) -> AsyncGenerator[None]:
         """Around what answers a call; it is cancelled, and raises ``refusal``, when it is refused.
 
         Args:
             has_begun: whether anything was computed for it.
-            is_spared: whether it ends by other means, and soon.
         """
         call: _Call | None = None
         try:
             async with asyncio.timeout(None) as scope:
-                call = _Call(scope, has_begun, is_spared)
+                call = _Call(scope, has_begun)
                 self._calls.add(call)
                 try:
                     yield
@@ -81,7 +78,7 @@ class Refusals:
         """Refuse the calls that have not begun; with ``begun``, all."""
         now = asyncio.get_running_loop().time()
         for call in [call for call in self._calls if begun or not call.has_begun()]:
-            if not call.scope.expired() and not call.is_spared():
+            if not call.scope.expired():
                 call.scope.reschedule(now)
 
 
@@ -103,7 +100,6 @@ class ControlCalls:
             ("POST", "/stage/encode", self._encode),
             ("POST", "/stage/prefill", self._prefill),
             ("POST", "/stage/decode", self._decode),
-            ("POST", "/stage/move", self._move),
             ("POST", "/prompt/tokenize", self._tokenize),
             ("POST", "/prompt/detokenize", self._detokenize),
             ("POST", "/feature/event", self._feature_event),
@@ -144,10 +140,8 @@ class ControlCalls:
         language, request_id = self._instance.serving(Stage.PREFILL), request.request_id
         if self._instance.export is not None:
             self._instance.export.received(request_id, request.traceparent)
-        # refused when the instance leaves, unless its answer goes elsewhere with its KV
-        has_begun, is_held = language.prefill.has_begun, language.migrations.holds
         with self._instance.reports.call(Stage.PREFILL, request_id):
-            async with self._instance.refusals.call(partial(has_begun, request_id), partial(is_held, request_id)):
+            async with self._instance.refusals.call(partial(language.prefill.has_begun, request_id)):
                 return await language.prefill.prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
@@ -156,14 +150,9 @@ class ControlCalls:
         language, request_id = self._instance.serving(Stage.DECODE), request.request_id
         if self._instance.export is not None:
             self._instance.export.received(request_id, request.traceparent)
-        has_begun, is_held = language.decode.has_begun, language.migrations.holds
         with self._instance.reports.call(Stage.DECODE, request_id):
-            async with self._instance.refusals.call(partial(has_begun, request_id), partial(is_held, request_id)):
+            async with self._instance.refusals.call(partial(language.decode.has_begun, request_id)):
                 return await language.decode.decode(request)
-
-    async def _move(self, body: bytes) -> Reply:
-        request = wire.decode(body, wire.MoveRequest)
-        return await self._instance.serving(Stage.DECODE).migrations.move(request)
 
     async def _tokenize(self, body: bytes) -> Reply:
         reply = await self._instance.serving(Stage.PREFILL).prefill.tokenize(

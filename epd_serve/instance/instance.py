@@ -349,13 +349,10 @@ class Instance:
         self.is_accepting = self.ready and not self.lifecycle.is_leaving and machine.is_serving
         self.reports.state_changed(self.is_accepting, machine.epoch)
 
-    def send_away(self, *, begun: bool, late: bool) -> None:
-        """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well.
-
-        Their KV goes there too, unless it is ``late``.
-        """
+    def send_away(self, *, begun: bool) -> None:
+        """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well."""
         if self.language is not None:
-            self.language.send_away(begun=begun, late=late)
+            self.language.send_away(begun=begun)
         self.refusals.refuse(begun=begun)
 
     async def rebuild(self, role: Role) -> None:

@@ -9,7 +9,6 @@ call                    from, to   body                  answer
 ``/stage/encode``       gateway,E  EncodeRequest         EncodeReply once P has the feature
 ``/stage/prefill``      gateway,P  PrefillRequest        the answer; header ``x-epd-next`` says who goes on
 ``/stage/decode``       gateway,D  DecodeRequest         the answer from the second token on
-``/stage/move``         gateway,D  MoveRequest           no token; complete once another D goes on with the answer
 ``/feature/event``      E, P       FeatureEvent          204 once P has fetched and verified the feature
 ``/feature/parity``     E, P       ParitySample          204 once P has compared it with its own
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
@@ -310,24 +309,6 @@ class DecodeRequest(Message, frozen=True):
     request_id: str
     stream: bool
     traceparent: str = ""
-
-
-class MoveRequest(Message, frozen=True):
-    """Asks D, which has broken an answer off with the code ``kv_held``, to move it to another D.
-
-    D does what P does for a prompt: it reserves there, writes the KV and hands over.
-
-    Attributes:
-        request_id: the id under which the other D expects it. held_id: the id under which D decoded it.
-        decode_url, max_model_len: of the other D, as in PrefillRequest.
-        num_generated: tokens that the client of a stream has; D moves it if these are all.
-    """
-
-    request_id: str
-    held_id: str
-    decode_url: str
-    max_model_len: int | None = None
-    num_generated: int | None = None
 
 
 class Region(Message, frozen=True):

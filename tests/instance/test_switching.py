@@ -129,7 +129,7 @@ async def test_running_answers_go_on_elsewhere_token_by_token(device: str, tmp_p
         assert changed.new == "P" and leaving.info().role == "P"
         assert 0 < len(tokens(first)) < MAX_TOKENS, "it was given up in its middle"
         label, _, event = first[-1]
-        assert label == frames.ERROR and json.loads(event[6:])["error"]["code"] == "kv_held", "nobody asks for it"
+        assert label == frames.ERROR and json.loads(event[6:])["error"]["code"] == "draining"
         async with answering(staying, request("rest", generated=tokens(first))) as answer:
             assert tokens(first) + tokens(await read(answer)) == whole
         with pytest.raises(ServeError, match="does not decode") as lacks:
