@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import PlainSerializer, PlainValidator
 
@@ -40,6 +40,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     """
 
     name: str
+    resident: Literal["role", "all"] = "role"
     role: Annotated[Role, PlainValidator(_read_role), PlainSerializer(str, return_type=str)]
     model: Path | ShapeConfig
     served_model_name: str

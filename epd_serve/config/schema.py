@@ -362,12 +362,12 @@ class DeploymentConfig(SharedConfig):
         settings = [self.settings_for(str(instance.role)) for instance in self.placement()]
         return self.feature_store == "mooncake" or any(s.kv_transfer.transport == "mooncake" for s in settings)
 
-    @property
-    def keeps_other_roles(self) -> bool:
-        """Whether CPU instances keep weights of roles that they do not have."""
-        if self.engine == "vllm" or self.instances.keep_weights is not None:
-            return bool(self.instances.keep_weights)
-        return self.gateway.admin.port is not None or self.elastic.enabled
+    def resident(self, instance: InstancePlacement) -> Literal["role", "all"]:
+        """Return whose weights an instance keeps loaded: those of its role, or of all stages."""
+        if (chosen := self.settings_for(str(instance.role)).resident) is not None:
+            return chosen
+        may_switch = self.gateway.admin.port is not None or self.elastic.enabled
+        return "all" if may_switch and instance.devices[0] == "cpu" else "role"
 
     @property
     def starts_master(self) -> bool:
@@ -451,7 +451,8 @@ class DeploymentConfig(SharedConfig):
         Raises ValueError where the model's directory is not one, and for a ``shape_of`` that cannot be read.
         """
         settings = self.settings_for(str(instance.role))
-        own = {name: getattr(settings, name) for name in InstanceSettings.model_fields} | {"threads": threads}
+        own = {name: getattr(settings, name) for name in InstanceSettings.model_fields}
+        own |= {"threads": threads, "resident": self.resident(instance)}
         others = self.placement() if placement is None else placement
         rivals = [one for one in others if one.role.has_language_model and {*one.devices} & {*instance.devices}]
         if instance.devices[0] != "cpu" and instance in rivals and len(rivals) > 1 and share is None:

@@ -253,6 +253,12 @@ class InstanceSettings(Section):
         "model as well, which may use all of them: a green context of a GPU; emulated devices have it too. "
         "null: no limit.",
     )
+    resident: Pinned[Literal["role", "all"] | None] = Field(
+        default=None,
+        description="Weights that an instance keeps loaded. role: those of its stages. all: those of all stages, "
+        "so that it takes another role in milliseconds. null: all on a CPU where roles may be switched, by "
+        "gateway.admin or elastic; else role.",
+    )
     block_size: LanguageRebuild[int | None] = Field(
         default=None, ge=1, description="Tokens per KV block; null: 128 on an NPU, 16 elsewhere."
     )
@@ -356,22 +362,6 @@ class InstancesConfig(InstanceSettings):
     host: Anew[str] = Field(default="127.0.0.1", min_length=1, description="Address of their control servers.")
     base_port: Restart[Port] = Field(
         default=0, description="Port of the first; the others follow. 0 chooses free ports."
-    )
-    share_weights: Anew[bool] = Field(
-        default=False,
-        description="CPU instances keep bfloat16 and float16 weights once between them. Saves memory; reads "
-        "a tenth more slowly unless the system has huge pages for shared memory.",
-    )
-    keep_weights: Anew[bool | None] = Field(
-        default=None,
-        description="CPU instances keep bfloat16 and float16 weights of all roles once in memory that they share, "
-        "beside their own, so that a role that is new to one takes no longer than another. null: where roles may "
-        "be switched, by gateway.admin or elastic.",
-    )
-    preload: Anew[bool] = Field(
-        default=True,
-        description="Several CPU instances are forked from one process that has loaded their code, so that they "
-        "start at once and share that memory. false: each loads its own.",
     )
 
 

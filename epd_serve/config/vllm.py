@@ -34,9 +34,7 @@ _NATIVE_KEYS = {
     "drain_s": "write engine_args: {shutdown_timeout: 30}",
     "parity": "vLLM's P takes what E gives it",
     "batching": "vLLM schedules by max_num_batched_tokens",
-    "share_weights": "each vLLM process loads its own",
-    "keep_weights": "each vLLM process holds the weights of its roles",
-    "preload": "vLLM processes are not forked",
+    "resident": "each vLLM process holds the weights of its roles",
 }
 _NATIVE_SECTIONS = {
     "feature_store": "choose vllm.features",

@@ -140,19 +140,21 @@ class Instance:
         return await asyncio.to_thread(self.model.feature_store, options, host, transport, told)
 
     async def _build(self) -> None:
-        """The stages of the role, out of what is there of them."""
+        """Make the stages of the role, out of what is there of them; load the others' weights that stay."""
         options, role = self.options, self.options.role
+        keeps_all = options.resident == "all"
         self.limits = StepLimits(options, self.model.measurements())
         self.encode.serve(
             self.store,
             self._deliver_here if role.has_language_model else None,
             image_budget_pixels=options.image_budget_pixels,
         )
-        if role.encodes and self.family.token_ids:
-            await self.encode.warm_up(self._find_image_budget)
-        if role.has_language_model:
-            if self._weights is None:  # known before the engine, which may fail: others use them then
-                self._weights = await asyncio.to_thread(self.model.language, self, at_once=self.ready)
+        if self.family.token_ids and (role.encodes or keeps_all):
+            await self.encode.warm_up(self._find_image_budget if role.encodes else None)
+        if self._weights is None and (role.has_language_model or keeps_all):
+            # known before the engine, which may fail: others use them then
+            self._weights = await asyncio.to_thread(self.model.language, self)
+        if self._weights is not None and role.has_language_model:
             language = await asyncio.to_thread(LanguageEngine, self, self._weights)
             language.start()
             self.language = language
@@ -358,7 +360,7 @@ class Instance:
     async def rebuild(self, role: Role) -> None:
         """Serve another role from now on; nothing may be in use. Raises whatever keeps its stages from being made.
 
-        Weights stay where they fit and are needed, or may be soon.
+        Weights that the role does not need stay with ``resident: all``.
         """
         old, options = self.options, in_role(self.options, role)
         remember(options)
@@ -370,10 +372,10 @@ class Instance:
         self.options = options
         if self._weights is not None and not role.has_language_model:
             await asyncio.to_thread(self._weights.forget, self.transport)
-            if self.device.type != "cpu":
+            if options.resident == "role":
                 await _close([self._weights])
                 self._weights = None
-        if self.device.type != "cpu" and not role.encodes:
+        if options.resident == "role" and not role.encodes:
             self.encode.unload()
         if lends or old.sizes.feature_store_bytes != options.sizes.feature_store_bytes:
             await asyncio.to_thread(self.store.close)
@@ -399,7 +401,7 @@ class Instance:
 
     async def _parity_feature(self) -> Any:
         feature = await self.encode.parity_feature()
-        if not (self.options.role.encodes or self.encode.num_waiting):
+        if self.options.resident == "role" and not (self.options.role.encodes or self.encode.num_waiting):
             self.encode.unload()  # which was loaded for this alone
         return feature
 

@@ -171,15 +171,12 @@ def _memory_faults(
         if room is None:
             continue
         parts, kv = 0, 0
-        shared: set[str] = set()
         for placed in config.placement():
             if device not in placed.devices:
                 continue
-            for part, held in (("tower", placed.role.encodes), ("language", placed.role.has_language_model)):
-                if held and part not in shared:
-                    parts += weights[part] * number_bytes
-                    if config.instances.share_weights and device == "cpu":
-                        shared.add(part)
+            keeps_all = config.resident(placed) == "all"
+            parts += weights["tower"] * number_bytes * (placed.role.encodes or keeps_all)
+            parts += weights["language"] * number_bytes * (placed.role.has_language_model or keeps_all)
             if language is not None and placed.role.has_language_model:
                 settings = config.settings_for(str(placed.role))
                 tokens = (settings.num_blocks or 0) * tokens_per_block(settings.block_size, device)

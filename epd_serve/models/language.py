@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from device.base import Device
 from device.ops.linear import linear
-from device.ops.shared_weights import shared_weights
 from epd_serve.models.decoder import Decoder, StepContext
 from epd_serve.models.families import family_of
 from epd_serve.models.family import DecoderKind
@@ -52,13 +51,11 @@ class LanguageModel:
         dtype: torch.dtype,
         device: Device,
         *,
-        at_once: bool = False,
         decoder: DecoderKind | None = None,
     ) -> None:
         """Raises ValueError for a model that the engine cannot run.
 
         Args:
-            at_once: it is needed now: weights that another process has packed are read where they lie, for good.
             decoder: other than the family's.
         """
         model: Any = load_part(path, ModelPart.LANGUAGE_MODEL, dtype, device.torch_device)
@@ -86,15 +83,13 @@ class LanguageModel:
         self._logit_scale: float = getattr(text, "logit_scale", 1.0)
         is_capped = "final_logit_softcapping" in family.texts.get(text.model_type, ())
         self._logit_cap: float | None = text.final_logit_softcapping if is_capped else None
-        key = f"{path} {dtype}"
-        with shared_weights(ModelPart.LANGUAGE_MODEL.value, key, at_once=at_once):
-            self._head = linear((self._embed.get_parameter("weight") if is_tied else head).to(self._device))
-            parts = language_model, device.ops, self._device
-            self._decoder = (
-                Decoder(*parts)
-                if decoder == "fused"
-                else GenericDecoder(*parts, both_ways_in_windows=family.both_ways_in_windows)
-            )
+        self._head = linear((self._embed.get_parameter("weight") if is_tied else head).to(self._device))
+        parts = language_model, device.ops, self._device
+        self._decoder = (
+            Decoder(*parts)
+            if decoder == "fused"
+            else GenericDecoder(*parts, both_ways_in_windows=family.both_ways_in_windows)
+        )
         self.num_layers = self._decoder.num_layers
         self.num_kv_heads = self._decoder.num_kv_heads
         self.head_dim = self._decoder.head_dim

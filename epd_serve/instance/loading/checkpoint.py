@@ -82,7 +82,7 @@ class CheckpointModel:
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
         # one that is loaded for want of an encoder has no time for graphs
-        sizes = GRAPH_SIZES if self._options.role.encodes else ()
+        sizes = GRAPH_SIZES if self._options.role.encodes or self._options.resident == "all" else ()
         if self.emulation is None:
             return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family, sizes)
         paced = self.emulation.between_layers(before_layer)
@@ -136,9 +136,9 @@ class CheckpointModel:
     def encode_seconds(self, tower: Tower, num_images: int) -> float:
         return encode_seconds(tower, self.family, num_images, encoding=self.encoding)
 
-    def language(self, instance: Instance, *, at_once: bool) -> LanguageWeights:
+    def language(self, instance: Instance) -> LanguageWeights:
         with instance.streams.language.loading():
-            return LanguageWeights(self, instance, at_once=at_once)
+            return LanguageWeights(self, instance)
 
 
 async def tower_inputs(

@@ -46,11 +46,11 @@ class LanguageWeights:
         max_model_len: of a sequence that is alone here.
     """
 
-    def __init__(self, model: CheckpointModel, instance: Instance, *, at_once: bool = False) -> None:
-        """Raises ValueError for a model that cannot be served. ``at_once``: see :class:`LanguageModel`."""
+    def __init__(self, model: CheckpointModel, instance: Instance) -> None:
+        """Raises ValueError for a model that cannot be served."""
         options = instance.options
         self._model = model
-        self.language = LanguageModel(model.path, model.torch_dtype, model.device, at_once=at_once)
+        self.language = LanguageModel(model.path, model.torch_dtype, model.device)
         self.num_parameters = self.language.num_parameters
         generation = read_generation_config(model.path, model.family.config, options.generation_config)
         self.eos_token_ids = generation.eos_token_ids

@@ -172,7 +172,7 @@ class InstanceModel(Protocol):
         """The time to encode square images of 448 pixels."""
         ...
 
-    def language(self, instance: Instance, *, at_once: bool) -> Language:
+    def language(self, instance: Instance) -> Language:
         """Load the language model. Blocks as long as that takes. Raises ValueError where it cannot be served."""
         ...
 

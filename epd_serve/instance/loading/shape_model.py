@@ -154,7 +154,7 @@ class ShapeModel:
     def encode_seconds(self, tower: DigestTower, num_images: int) -> float:
         return self.time.profile.encode_s([self.family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))] * num_images)
 
-    def language(self, instance: Instance, *, at_once: bool) -> ShapeLanguage:
+    def language(self, instance: Instance) -> ShapeLanguage:
         return ShapeLanguage(self, instance)
 
 
