@@ -38,8 +38,7 @@ from benchmarks.accelerator import Part, Target, finish, run_parts, run_tests, s
 from benchmarks.common import RESULTS, argument_parser
 from device import ascend
 from device.base import AttentionOps, Device
-from device.check.batch import Batch
-from device.check.kernels import check_device
+from device.check import check_device, random_step
 from device.ops.plain import PlainOps
 from device.registry import get_device
 
@@ -115,10 +114,7 @@ def ceilings(device: Device, *, tiny: bool) -> dict[str, float]:
 
 def measure_checks(device: Device) -> tuple[list[dict[str, Any]], list[Target]]:
     """The self-test's rows; none may have failed."""
-    rows = [
-        {"check": row.check, "passed": row.passed, "detail": row.detail, "seconds": round(row.seconds, 1)}
-        for row in check_device(device)
-    ]
+    rows = [{"check": row.check, "passed": row.passed, "detail": row.detail} for row in check_device(device)]
     failed = sum(not row["passed"] for row in rows)
     return rows, [Target(name="failed self-tests", measured=failed, required=0, at_least=False)]
 
@@ -154,20 +150,8 @@ def _attention_call(
     device: Device, ops: AttentionOps, decodes: list[int], prefills: list[tuple[int, int]]
 ) -> Callable[[], object]:
     """One layer of a step: the cache is written, then read."""
-    sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "kv_heads": KV_HEADS, "group": GROUP, "head_dim": HEAD_DIM}
-    batch = Batch(decodes, prefills, **sizes, seed=0)
-    meta = batch.meta_on(device.torch_device)
-    query, key, value, kv_layer = (
-        states.nan_to_num(0.0).to(device.torch_device, torch.bfloat16)
-        for states in (batch.query, batch.key, batch.value, batch.kv_layer)
-    )
-    plan = ops.prepare(meta, torch.bfloat16)
-
-    def call() -> None:
-        ops.write_kv(key, value, kv_layer, meta.slot_mapping)
-        ops.attend(query, key, value, kv_layer, plan, batch.scale)
-
-    return call
+    chunks = [*((1, context) for context in decodes), *prefills]
+    return random_step(ops, device.torch_device, torch.bfloat16, *chunks, heads=KV_HEADS, size=BLOCK_SIZE)[1]
 
 
 def _vision_call(device: Device, ops: AttentionOps, patches: int, head_dim: int) -> Callable[[], object]:
