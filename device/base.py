@@ -335,8 +335,7 @@ class BareDevice(Protocol):
     def stream(self, priority: int = 0, share: float | None = None) -> Stream:
         """A new stream; a lower number is served first.
 
-        An accelerator serves none after those of priority 0. On a CPU a positive priority is the niceness of the
-        threads that use the stream, from then on; none is served before priority 0.
+        An accelerator serves none after those of priority 0. On a CPU priorities mean nothing.
 
         Args:
             share: part of the arithmetic that this process has to which the stream's work keeps, in (0, 1]; other

@@ -59,7 +59,7 @@ def random_step(
     counts = [-(-context // size) for _, context in chunks]
     blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)) + 1
     tables, slots = torch.zeros(len(chunks), max(counts), dtype=torch.int32), []
-    for table, taken, (query_len, context) in zip(tables, blocks.split(counts), chunks, strict=True):
+    for table, taken, (query_len, context) in zip(tables, torch.split(blocks, counts), chunks, strict=True):
         table[: len(taken)] = taken
         places = torch.arange(context - query_len, context)
         slots.append(taken[places // size] * size + places % size)

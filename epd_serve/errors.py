@@ -151,8 +151,6 @@ DECODE_DRAINING = "decode_draining"
 #: Code of the error of an instance that cannot reach the other one of a request, or be reached by it. Both may be
 #: well and reach others: what has failed is the two together.
 PEER_UNREACHABLE = "peer_unreachable"
-#: Code of the error of an instance that has yet to compare a feature's producer with its own.
-PRODUCER_UNKNOWN = "producer_unknown"
 #: Code of the error of an instance that does not reach the device with a feature: it takes it from the host.
 NOT_MAPPED = "not_mapped"
 #: Code of the Unavailable of a decode instance without blocks for a request's KV.

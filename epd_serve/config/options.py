@@ -76,12 +76,6 @@ class InstanceOptions(SharedConfig, InstanceSettings):
         """The options of which any makes the KV memory another."""
         return self.num_blocks, self.kv_cache_bytes, self.tokens_per_block, self.kv_transfer.staging_bytes
 
-    @property
-    def runs_ahead(self) -> bool:
-        if self.async_scheduling == "auto":
-            return not self.device.startswith("cpu")
-        return self.async_scheduling == "on"
-
     def to_json(self) -> str:
         """For ``epd-serve instance --options``."""
         first = {"name": self.name, "role": str(self.role)}  # for who reads it in a list of processes

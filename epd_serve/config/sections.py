@@ -240,13 +240,6 @@ class InstanceSettings(Section):
         description="Part of an accelerator's memory; null: as share, and where several language models are on it "
         "without shares, 0.9 in equal parts.",
     )
-    stream_priority: Pinned[int] = Field(
-        default=0,
-        ge=-5,
-        le=19,
-        description="Of the stream on which the encoder runs; lower is served first, and the language model's has "
-        "-1. Accelerators know 0 and less, a CPU 0 and more, the niceness of the encoder's threads.",
-    )
     tower_share: Pinned[Annotated[float, Field(gt=0, le=1)] | None] = Field(
         default=None,
         description="Part of its multiprocessors to which the encoder keeps in an instance that holds a language "
@@ -275,11 +268,6 @@ class InstanceSettings(Section):
         default=None,
         ge=1,
         description="Most sequences in a step; null: by a GPU's memory, 256 for 80 GB, 64 on a CPU or an NPU.",
-    )
-    async_scheduling: LanguageRebuild[Literal["auto", "on", "off"]] = Field(
-        default="auto",
-        description="on: a step is launched before the tokens of the one before are known, so that an accelerator "
-        "never waits for the host. auto: on accelerators.",
     )
     max_model_len: LanguageRebuild[int | None] = Field(
         default=None,
@@ -316,12 +304,6 @@ class InstanceSettings(Section):
     feature_timeout_s: Restart[Seconds] = Field(
         default=30.0,
         description="How long P waits for a feature before computing it itself.",
-    )
-    parity: Restart[Literal["warn", "refuse", "off"]] = Field(
-        default="warn",
-        description="Features of an E on another kind of device, or with other operators: P compares what both "
-        "make of one picture. warn: differences beyond rounding are logged. refuse: and P computes such features "
-        "itself. off: nothing is compared.",
     )
     queue_timeout_s: Restart[Seconds] = Field(
         default=60.0,

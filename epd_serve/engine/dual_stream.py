@@ -21,7 +21,7 @@ from epd_serve.engine.device_board import DeviceBoard, apply_share
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.token_time import Slack, TokenTimeAccount, pause_s
 
-#: Of the language model's stream, with its decodes; ``stream_priority`` is the tower's.
+#: Of the language model's stream, with its decodes; the tower's has 0.
 _LANGUAGE_PRIORITY = -1
 _SMOOTHING = 0.3
 #: Of the layers on their way, so many are known.
@@ -276,7 +276,6 @@ class DualStream:
         self.tower = TowerStream(
             device,
             self.board,
-            priority=options.stream_priority,
             share=options.tower_share if options.role.has_language_model else None,
             threads=threads,
             is_busy=lambda: self.language.is_busy,

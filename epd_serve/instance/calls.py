@@ -103,7 +103,6 @@ class ControlCalls:
             ("POST", "/prompt/tokenize", self._tokenize),
             ("POST", "/prompt/detokenize", self._detokenize),
             ("POST", "/feature/event", self._feature_event),
-            ("POST", "/feature/parity", self._feature_parity),
             ("POST", "/kv/reserve", self._kv_reserve),
             ("POST", "/kv/renew", self._kv_renew),
             ("POST", "/kv/complete", self._kv_complete),
@@ -169,15 +168,8 @@ class ControlCalls:
     async def _feature_event(self, body: bytes) -> Reply:
         receiver = self._instance.serving(Stage.PREFILL).receiver
         event = wire.decode(body, wire.FeatureEvent)
-        if event.producer not in ("", self._instance.model.producer):
-            self._instance.parity.admit(event.producer)
-        self._instance.metrics.feature_came(event.producer, True)
+        self._instance.metrics.feature_came(event.producer)
         await receiver.receive(event)
-        return _DONE
-
-    async def _feature_parity(self, body: bytes) -> Reply:
-        self._instance.serving(Stage.PREFILL)  # as long as it has that role
-        await self._instance.parity.judge(wire.decode(body, wire.ParitySample))
         return _DONE
 
     async def _kv_reserve(self, body: bytes) -> Reply:

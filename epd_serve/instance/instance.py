@@ -32,7 +32,6 @@ from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, SwitchState
 from epd_serve.instance.loading.model import Language, open_device, open_model
 from epd_serve.instance.metrics import InstanceMetrics
-from epd_serve.instance.parity import ParityGate
 from epd_serve.instance.reports import Reporter, StageRates
 from epd_serve.instance.text.request_processor import RequestProcessor, num_media_threads
 from epd_serve.protocol import instance_state, wire
@@ -119,12 +118,6 @@ class Instance:
             stream=self.streams.tower,
             on_failed=self.check_device,
             may_start=partial(factory("may encode", _may_encode), self),
-        )
-        self.parity = ParityGate(
-            self.model.producer,
-            options.parity,
-            self._parity_feature,
-            partial(self.metrics.feature_came, admitted=False),
         )
         self.streams.language.on_pause = self.encode.reconsider
         await self._build()
@@ -398,12 +391,6 @@ class Instance:
             self.end_process()
 
     # ------------------------------------------------------------------ inside
-
-    async def _parity_feature(self) -> Any:
-        feature = await self.encode.parity_feature()
-        if self.options.resident == "role" and not (self.options.role.encodes or self.encode.num_waiting):
-            self.encode.unload()  # which was loaded for this alone
-        return feature
 
     async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Any) -> None:
         assert self.language is not None

@@ -101,7 +101,7 @@ class LanguageEngine(EngineHooks):
                 layer_groups=factory("layer groups", LayerGroups),
             ),
             stream=instance.streams.language.stream,
-            runs_ahead=options.runs_ahead,
+            runs_ahead=instance.device.type != "cpu",
         )
 
     def _start_services(self) -> None:

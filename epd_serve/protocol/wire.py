@@ -10,7 +10,6 @@ call                    from, to   body                  answer
 ``/stage/prefill``      gateway,P  PrefillRequest        the answer; header ``x-epd-next`` says who goes on
 ``/stage/decode``       gateway,D  DecodeRequest         the answer from the second token on
 ``/feature/event``      E, P       FeatureEvent          204 once P has fetched and verified the feature
-``/feature/parity``     E, P       ParitySample          204 once P has compared it with its own
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
 ``/kv/renew``           P, D       TransferRef           204, or 404 when the lease is gone
 ``/kv/complete``        P, D       Handoff               204; D owns the request from here
@@ -357,7 +356,7 @@ class FeatureEvent(Message, frozen=True):
         memory: the memory of that device where its transport reaches it.
         store: name of the store that has it under ``mm_hash``; "" where there is a region.
         item: that was encoded; P knows from it how long the feature must be. None: E does not know.
-        producer: kind of device and operators that made it (``instance/parity.py``); "": unknown.
+        producer: kind of device and operators that made it; "": unknown.
     """
 
     request_id: str
@@ -373,15 +372,6 @@ class FeatureEvent(Message, frozen=True):
     store: str = ""
     item: MediaRef | None = None
     producer: str = ""
-
-
-class ParitySample(Message, frozen=True):
-    """A producer's feature of the fixed picture: its shape, dtype and bytes."""
-
-    producer: Text
-    shape: list[Count]
-    dtype: Name
-    data: bytes
 
 
 class KVLayout(Message, frozen=True):

@@ -39,7 +39,7 @@ FIELDS: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "skip_special_tok
 #: All instances are in the test's process, which a busy machine keeps from answering for a while.
 UNWATCHED = {"probe_interval_s": None}
 CASES: dict[str, dict[str, Any]] = {
-    "pushed KV, steps launched ahead": {"async_scheduling": "on"},
+    "pushed KV": {},
     "through host memory": {"kv_transfer": {"transport": "shm"}},
     "pulled KV, small pool": {"kv_transfer": {"mode": "pull", "staging_bytes": "64KiB"}, "num_blocks": 20},
 }
