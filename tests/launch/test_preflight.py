@@ -163,7 +163,10 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize(
     ("mistake", "dry"),
-    [*((one, False) for one in MISTAKES), *((one, True) for one in ("a width for heads", "a port that is taken"))],
+    [
+        *((one, False) for one in MISTAKES),
+        *((one, True) for one in ("a part of a CPU's tower", "a port that is taken")),
+    ],
 )
 def test_a_mistake_is_a_sentence_before_anything_starts(
     mistake: str, dry: bool, model: Path, taken: int, tmp_path: Path
