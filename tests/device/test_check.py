@@ -74,7 +74,7 @@ class LossyPinning(OneTypeCpu):
 
 
 class DeadEvents(OneTypeCpu):
-    def event(self, enable_timing: bool = False) -> Event:
+    def record_event(self) -> Event:
         raise RuntimeError("driver version is insufficient")
 
 
