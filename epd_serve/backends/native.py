@@ -192,13 +192,6 @@ class NativeInstance:
     def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> _StageCall:
         return self._post("/stage/decode", request, trace_id)
 
-    def move(self, request: wire.MoveRequest, *, trace_id: str) -> _StageCall:
-        """Begin a move of a request to another instance.
-
-        The answer has no token and is complete when the other instance goes on.
-        """
-        return self._post("/stage/move", request, trace_id)
-
     def _post(self, path: str, request: wire.Message, trace_id: str) -> _StageCall:
         headers = [_CONTENT_TYPE, (_REQUEST_ID, trace_id.encode())]
         call = _StageCall(self._streams, path, headers, wire.encode(request))

@@ -265,8 +265,12 @@ class DeploymentConfig(SharedConfig):
             )
         if self.shape_of is not None and not emulated:
             raise ValueError("shape_of is for emulated devices; write devices: [emulated:h200:0], or leave it out")
-        if isinstance(self.model, ShapeConfig) and any(one.tensor_parallel > 1 for one in emulated):
-            raise ValueError("topology: emulated devices share no model without weights; leave @tp out")
+        wide = next((one for one in placement if one.tensor_parallel > 1), None)
+        if wide is not None and (self.engine == "native" or emulated):
+            raise ValueError(
+                f"topology: @tp{wide.tensor_parallel} needs engine: vllm; the native engine runs each instance on "
+                "one device"
+            )
         if self.engine == "vllm":
             check_vllm(placement, settings, self.vllm, self.model_fields_set)
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
@@ -373,12 +377,12 @@ class DeploymentConfig(SharedConfig):
         settings = [self.settings_for(str(instance.role)) for instance in self.placement()]
         return self.feature_store == "mooncake" or any(s.kv_transfer.transport == "mooncake" for s in settings)
 
-    @property
-    def keeps_other_roles(self) -> bool:
-        """Whether CPU instances keep weights of roles that they do not have."""
-        if self.engine == "vllm" or self.instances.keep_weights is not None:
-            return bool(self.instances.keep_weights)
-        return self.gateway.admin.port is not None or self.elastic.enabled
+    def resident(self, instance: InstancePlacement) -> Literal["role", "all"]:
+        """Return whose weights an instance keeps loaded: those of its role, or of all stages."""
+        if (chosen := self.settings_for(str(instance.role)).resident) is not None:
+            return chosen
+        may_switch = self.gateway.admin.port is not None or self.elastic.enabled
+        return "all" if may_switch and instance.devices[0] == "cpu" else "role"
 
     @property
     def starts_master(self) -> bool:
@@ -453,7 +457,7 @@ class DeploymentConfig(SharedConfig):
         device_board: str | None = None,
         switch_dir: Path | None = None,
     ) -> InstanceOptions:
-        """The options of one placed instance; ``device`` is what its devices are called in its process.
+        """The options of one placed instance; ``device`` is the name of its device in its process.
 
         ``placement`` has all instances of its place; None: of this deployment.
         ``master`` is the address of the mooncake_master where the deployment itself starts one; ``device_board``
@@ -462,7 +466,8 @@ class DeploymentConfig(SharedConfig):
         Raises ValueError where the model's directory is not one, and for a ``shape_of`` that cannot be read.
         """
         settings = self.settings_for(str(instance.role))
-        own = {name: getattr(settings, name) for name in InstanceSettings.model_fields} | {"threads": threads}
+        own = {name: getattr(settings, name) for name in InstanceSettings.model_fields}
+        own |= {"threads": threads, "resident": self.resident(instance)}
         others = self.placement() if placement is None else placement
         rivals = [one for one in others if one.role.has_language_model and {*one.devices} & {*instance.devices}]
         if instance.devices[0] != "cpu" and instance in rivals and len(rivals) > 1 and share is None:
@@ -509,7 +514,7 @@ class DeploymentConfig(SharedConfig):
         if self.feature_store == "mooncake" and self.mooncake.master is None:
             raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
         options = self.options_for(
-            InstancePlacement(name=name, role=role, devices=tuple(device.split(","))),
+            InstancePlacement(name=name, role=role, devices=(device,)),
             device=device,
             port=port,
             threads=settings.threads if threads is None else threads,

@@ -25,18 +25,13 @@ _MAX_TENSOR_PARALLEL = PORTS_PER_INSTANCE - 2
 
 #: Keys that only the native engine has, with what to do instead.
 _NATIVE_KEYS = {
-    "stream_priority": "vLLM has no such thing",
     "tower_share": "vLLM has no such thing",
-    "async_scheduling": "write engine_args: {async_scheduling: true}",
     "image_budget_pixels": "vLLM's encoder budget follows max_num_batched_tokens",
     "queue_timeout_s": "gateway.queue_timeout_s bounds the wait at the gateway",
     "lease_s": "vLLM's connectors have times of their own",
     "drain_s": "write engine_args: {shutdown_timeout: 30}",
-    "parity": "vLLM's P takes what E gives it",
     "batching": "vLLM schedules by max_num_batched_tokens",
-    "share_weights": "each vLLM process loads its own",
-    "keep_weights": "each vLLM process holds the weights of its roles",
-    "preload": "vLLM processes are not forked",
+    "resident": "each vLLM process holds the weights of its roles",
 }
 _NATIVE_SECTIONS = {
     "feature_store": "choose vllm.features",

@@ -16,7 +16,6 @@ from epd_serve.launch.commands import (
     check_mps,
     mps_spec,
     prepare_instances,
-    sharing_weights,
     with_mps,
 )
 from epd_serve.launch.engine_choice import choose_engine
@@ -53,7 +52,6 @@ class DeploymentRecord:
     directory: Path
     role_config: DeploymentConfig = field(init=False)
     live: dict[str, Prepared] = field(default_factory=dict)
-    weight_files: Mapping[str, int] = field(default_factory=dict)
     engines: dict[str, VllmFound] = field(default_factory=dict)
     admin: Path | None = None
     _of_roles: dict[str, InstanceSettings] = field(default_factory=dict)
@@ -104,8 +102,7 @@ class DeploymentRecord:
         return self.spec_of(self._started_again(name))
 
     def spec_of(self, instance: Prepared) -> ProcessSpec:
-        spec = instance.spec(self.config, self.environment)
-        return sharing_weights(spec, self.weight_files, copies=not self.config.instances.share_weights)
+        return instance.spec(self.config, self.environment)
 
     def starts(self, instance: Prepared) -> None:
         """An instance is about to be started, perhaps with a name that another had before."""

@@ -17,12 +17,10 @@ from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
 from epd_serve.cost.shape import LanguageShape, ModelShape, shape_from_config, shape_of
 from epd_serve.launch.engine_choice import vllm_knows
 from epd_serve.launch.processes.ports import choose_ports
-from epd_serve.models.families import FAMILIES, NOT_SPLIT, QUANTISED, TEXT, refusal
-from epd_serve.models.sharding import check_heads, check_width
+from epd_serve.models.families import FAMILIES, QUANTISED, TEXT, refusal
 from epd_serve.topology import InstancePlacement
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MAX_WIDTH = 64
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -79,7 +77,6 @@ def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShap
     number_bytes = _BYTES[_dtype(config, content)]
     for instance in config.placement():
         if instance.role.has_language_model:
-            _check_parallel(instance, content, language)
             _check_kv(instance, config.settings_for(str(instance.role)), language, number_bytes)
     return weights, language, number_bytes
 
@@ -117,33 +114,6 @@ def _dtype(config: DeploymentConfig, content: Mapping[str, Any]) -> str:
     text = content.get("text_config") or {}
     saved = next((part[key] for part in (content, text) for key in ("dtype", "torch_dtype") if part.get(key)), "")
     return saved if saved in _BYTES else "float32"
-
-
-def _check_parallel(instance: InstancePlacement, content: Mapping[str, Any], language: LanguageShape) -> None:
-    width = instance.tensor_parallel
-    if width == 1:
-        return
-    if layers := NOT_SPLIT.get(content["model_type"]):
-        raise ValueError(f"@tp{width} of {instance.name}: {layers} are not split; leave it out")
-    try:
-        _check_width(language, width)
-    except ValueError as error:
-        possible = [f"@tp{other}" for other in range(2, _MAX_WIDTH + 1) if _can_split(language, other)]
-        advice = f"this model takes {' or '.join(possible)}" if possible else "this model takes none"
-        raise ValueError(f"@tp{width} of {instance.name}: {error}; {advice}") from None
-
-
-def _check_width(language: LanguageShape, width: int) -> None:
-    check_heads(language.num_heads, language.num_kv_heads, width)
-    check_width(language.intermediate, width)
-
-
-def _can_split(language: LanguageShape, width: int) -> bool:
-    try:
-        _check_width(language, width)
-    except ValueError:
-        return False
-    return True
 
 
 def _check_kv(
@@ -205,22 +175,16 @@ def _memory_faults(
         if room is None:
             continue
         parts, kv = 0, 0
-        shared: set[str] = set()
         for placed in config.placement():
-            ranks = placed.devices.count(device)
-            if not ranks:
+            if device not in placed.devices:
                 continue
-            for part, held in (("tower", placed.role.encodes), ("language", placed.role.has_language_model)):
-                if held and part not in shared:
-                    split = ranks / placed.tensor_parallel if part == "language" else 1.0
-                    parts += int(weights[part] * number_bytes * split)
-                    if config.instances.share_weights and device == "cpu":
-                        shared.add(part)
+            keeps_all = config.resident(placed) == "all"
+            parts += weights["tower"] * number_bytes * (placed.role.encodes or keeps_all)
+            parts += weights["language"] * number_bytes * (placed.role.has_language_model or keeps_all)
             if language is not None and placed.role.has_language_model:
                 settings = config.settings_for(str(placed.role))
                 tokens = (settings.num_blocks or 0) * tokens_per_block(settings.block_size, device)
-                whole = settings.kv_cache_bytes or tokens * language.kv_values * number_bytes
-                kv += whole * ranks // placed.tensor_parallel
+                kv += settings.kv_cache_bytes or tokens * language.kv_values * number_bytes
         if parts + kv > room:
             where = "this machine" if device == "cpu" else device
             yield (

@@ -54,8 +54,9 @@ def test_an_empty_file_is_the_default_deployment() -> None:
         (
             "model: {shape_of: qwen2-vl-7b}\ndevices: [emulated:h200 x 3]\ntopology: EP@tp2-D",
             3,
-            ":3: topology: emulated devices share no",
+            ":3: topology: @tp2 needs engine: vllm",
         ),
+        ("topology: E-PD@tp2\nengine: native", 1, ":1: topology: @tp2 needs engine: vllm"),
         ("dtype: auto\nvllm: {}", 1, ":1: vllm and engine_args are for engine: vllm"),
         ("- topology", 1, "expected keys and values such as 'topology: E-P-D'"),
         ("model: demo\ntopology: [", 2, "expected"),

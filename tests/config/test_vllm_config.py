@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
         ("instances: {engine_args: {tensor-parallel-size: 2}}", "use the topology's @tp"),
         ("instances: {engine_args: {'--seed x': 1}}", "is no flag of vllm serve"),
         ("instances: {engine_args: {max-seqs: 1, max_seqs: 2}}", "max_seqs is set twice"),
-        ("instances: {stream_priority: 3}", "stream_priority (of E) has no effect with engine: vllm"),
+        ("instances: {tower_share: 0.3}", "tower_share (of E) has no effect with engine: vllm"),
         ("roles: {D: {batching: {alpha: 0.3}}}", "batching (of D) has no effect"),
         ("feature_store: mooncake", "choose vllm.features"),
         ("topology: (E-P)-D\ninstances: {share: auto}", "auto is measured with engine: native; write a number"),

@@ -48,6 +48,11 @@ def test_a_file_that_names_an_engine_keeps_it(model: Path) -> None:
         assert chosen(f"engine: {engine}\ndevices: [cuda:0, cuda:1]\ntopology: EP-D", model) == (engine, "")
 
 
+def test_what_only_vllm_can_share_out_is_refused_where_the_engine_is_native(model: Path) -> None:
+    with pytest.raises(ValueError, match="@tp2 needs engine: vllm"):
+        chosen("topology: EP-D@tp2", model)
+
+
 @pytest.mark.usefixtures("registry")
 def test_gpus_get_the_vllm_that_knows_the_model(model: Path) -> None:
     engine, reason = chosen("devices: [cuda:0, cuda:1]\ntopology: EP-D", model)

@@ -62,7 +62,6 @@ class ProcessSpec:
         first_health: path that is asked instead until it is ready for the first time.
         stops: its turn when the deployment ends; the processes of the turns before it have ended by then.
         grace_s: time that it may take to end; None: as others of its turn.
-        descriptors: open files that it inherits.
         can_fork: whether it may be forked from a process that has loaded its modules (launch/forking).
         measures: accelerators whose free memory it measures while it starts; those of one start in turn, as each
             would take the other's growth for its own.
@@ -77,7 +76,6 @@ class ProcessSpec:
     first_health: str = "/health"
     stops: Literal["first", "then", "last"] = "then"
     grace_s: float | None = None
-    descriptors: tuple[int, ...] = ()
     can_fork: bool = False
     measures: frozenset[str] = frozenset()
 
@@ -335,5 +333,4 @@ async def spawn(spec: ProcessSpec, log_file: Path, *, shares_output: bool = Fals
             stderr=None if shares_output else log,
             env=dict(spec.environment),
             start_new_session=True,
-            pass_fds=spec.descriptors,
         )
