@@ -142,7 +142,7 @@ async def test_a_death_after_ready_is_reported_where_nothing_is_restarted(fakes:
         os.kill(fakes.pids["d0"], signal.SIGKILL)
         death = await asyncio.wait_for(running.wait_failure(), 300)
         assert death.name == "d0"
-        assert death.how.startswith("killed by SIGKILL, as the kernel does when memory runs out")
+        assert death.how == "killed by SIGKILL"
         assert fakes.alive == {"e0"}
     finally:
         await running.stop()
@@ -366,7 +366,7 @@ async def test_what_was_ready_and_hangs_is_killed_and_started_again(fakes: Any, 
         await running.stop()
     hung, killed = deaths
     assert hung == "d0: it answered nothing for 4.5 s and was killed"
-    assert killed.startswith("d0: killed by SIGKILL, as the kernel does"), "of another life"
+    assert killed.startswith("d0: killed by SIGKILL"), "of another life"
     fakes.wait_until(lambda: not fakes.alive)
 
 

@@ -268,7 +268,7 @@ async def test_every_worker_uses_a_vllm_instance_that_is_switched_in_its_new_rol
     _, (first, second) = await crews(2)
     running, given = [1], {"device": "cpu", "dtype": "float32", "model_path": "", "features": "store"}
     targets = {
-        name: VllmTarget(role=Role.parse(name[0].upper()), kv="grouped", **given) for name in ("p0", "p1", "d0")
+        name: VllmTarget(role=Role.parse(name[0].upper()), kv="mooncake", **given) for name in ("p0", "p1", "d0")
     }
     async with vllm_server(running) as url, NativeConnections() as connections:
         calls, tables, healths = [], [], []

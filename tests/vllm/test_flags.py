@@ -6,7 +6,6 @@ import ast
 from pathlib import Path
 
 import pytest
-
 from epd_serve.launch.vllm.probe import CONNECTORS, TESTED, probe_vllm
 
 pytestmark = pytest.mark.vllm

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from epd_serve.launch.vllm.probe import CONNECTORS, VllmFound, check_flags, check_found, probe_vllm
 from vllm_ascend_runs import Vendor
 
 from epd_serve.config import DeploymentConfig, change_config, load_config, parse_config
-from epd_serve.launch.vllm.probe import CONNECTORS, VllmFound, check_flags, check_found, probe_vllm
 from epd_serve.launch.vllm.process import vllm_processes
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
