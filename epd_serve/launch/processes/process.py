@@ -27,7 +27,7 @@ _POLL_TIMEOUT_S = 2.0
 #: So many probes in a row must fail: a machine or a supervisor that was suspended misses one.
 _NUM_PROBES = 3
 _GROUP_LOOK_S = 0.02
-#: Words of vLLM's exceptions that follow from another one, which is in the log before them; and how a line names one.
+#: Words of vLLM's exceptions that follow from one that its log has before them; and how a line names one.
 _NO_CAUSE = re.compile("See root cause above|for the root cause")
 _EXCEPTION = re.compile(r"(^|\s)[\w.]+(Error|Exception|Interrupt|Exit): ")
 #: Files in which the kernel counts the processes that it killed because memory ran out: of this control group, and
