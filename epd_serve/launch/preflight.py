@@ -224,11 +224,12 @@ def _memory_faults(
                 whole = settings.kv_cache_bytes or tokens * token_bytes
                 kv += whole * ranks // placed.tensor_parallel
         if parts + kv > room:
+            kept = f"{in_binary_units(parts)} of weights at {number_bytes} bytes each, " if parts else ""
             where = "this machine" if device == "cpu" else device
             yield (
-                f"{device}: its instances keep {in_binary_units(parts + kv)} at least ({in_binary_units(parts)} "
-                f"of weights at {number_bytes} bytes each, {in_binary_units(kv)} of KV cache), and {where} has "
-                f"{in_binary_units(room)}; write {_memory_advice(config, kv > parts)}"
+                f"{device}: its instances keep {in_binary_units(parts + kv)} at least ({kept}"
+                f"{in_binary_units(kv)} of KV cache), and {where} has {in_binary_units(room)}; "
+                f"write {_memory_advice(config, kv > parts)}"
             )
 
 
