@@ -90,8 +90,13 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda model: change(model, quantization_config={"quant_method": "awq", "bits": 4}),
         "quantization_config: the native engine does not run quantised weights",
     ),
+    "a context beyond the model's": (
+        "{model: MODEL, topology: PD, instances: {max_model_len: 10000000}}",
+        nothing,
+        "max_model_len: 10000000 is beyond the model's",
+    ),
     "a family without pictures": (
-        "model: MODEL",
+        "{model: MODEL, topology: E-P-D}",
         as_text,
         "topology E-P-D has E by itself, and the family 'llama' takes text alone",
     ),
