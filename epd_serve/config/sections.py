@@ -32,7 +32,7 @@ _DECIDED = {
     "num_gpu_blocks_override": "instances.num_blocks",
     "kv_cache_memory_bytes": "instances.kv_cache_bytes",
     "gpu_memory_utilization": "instances.memory_share, or instances.share for instances in parentheses",
-    "ec_transfer_config": "vllm.features",
+    "ec_transfer_config": "the topology: it decides which instances hand on encoder output",
     "kv_transfer_config": "vllm.kv",
     "api_key": "gateway.api_key",
     "uds": "instances.base_port",

@@ -22,7 +22,7 @@ from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.layout_choice import choose_layout
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
-from epd_serve.launch.vllm.probe import VllmFound
+from epd_serve.launch.vllm.installed import VllmFound
 from epd_serve.launch.vllm.process import VllmProcess, prepare_vllm
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.remembered import remember_role, remembered_role, role_file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from epd_serve.config import DeploymentConfig, InstanceSettings, ShapeConfig, mo
 from epd_serve.config.model_files import check_max_model_len, check_model_files, read_model_config
 from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
 from epd_serve.cost.shape import LanguageShape, ModelShape, shape_from_config, shape_of
-from epd_serve.launch.engine_choice import vllm_knows
 from epd_serve.launch.processes.ports import choose_ports
+from epd_serve.launch.vllm.installed import find_vllm
 from epd_serve.models.families import FAMILIES, QUANTISED, TEXT, refusal
 from epd_serve.topology import InstancePlacement
 
@@ -48,8 +49,8 @@ def check_deployment(config: DeploymentConfig, environment: Mapping[str, str]) -
         raise ValueError("\n".join(dict.fromkeys(faults)))
 
 
-def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShape | None, int] | None:
-    """(weights of each part, the language model's sizes, bytes of a number); None where vLLM reads the model.
+def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShape | None, int]:
+    """(weights of each part, the language model's sizes, bytes of a number); 0 and None where vLLM reads it.
 
     Raises ValueError for a model that the engine cannot serve as the deployment has it.
     """
@@ -57,7 +58,7 @@ def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShap
         return _check_shape(config, shape_of(config.model.shape_of))
     path = model_path(config.model)
     if config.engine == "vllm":
-        return None
+        return {"tower": 0, "language": 0}, None, 0
     content = read_model_config(path)
     _check_family(path, content)
     weights = check_model_files(path)
@@ -101,7 +102,7 @@ def _check_family(path: Path, content: Mapping[str, Any]) -> None:
 def _vllm_advice(content: Mapping[str, Any]) -> str:
     if importlib.util.find_spec("vllm") is None:
         return "With vLLM installed, engine: vllm serves many more (docs/guide/vllm.md)"
-    if vllm_knows(content):
+    if find_vllm(sys.executable).lists(content):
         return "The vLLM that is installed here knows it: write engine: vllm"
     names = ", ".join(map(str, content.get("architectures") or ()))
     return f"Nor does the vLLM that is installed here know {names or 'it'}"
@@ -176,21 +177,27 @@ def _memory_faults(
             continue
         parts, kv = 0, 0
         for placed in config.placement():
-            if device not in placed.devices:
+            ranks = placed.devices.count(device)
+            if not ranks:
                 continue
-            keeps_all = config.resident(placed) == "all"
+            share = ranks / placed.tensor_parallel
+            keeps_all = config.engine != "vllm" and config.resident(placed) == "all"
             parts += weights["tower"] * number_bytes * (placed.role.encodes or keeps_all)
-            parts += weights["language"] * number_bytes * (placed.role.has_language_model or keeps_all)
-            if language is not None and placed.role.has_language_model:
+            parts += int(
+                weights["language"] * number_bytes * share * (placed.role.has_language_model or keeps_all)
+            )
+            if placed.role.has_language_model:
                 settings = config.settings_for(str(placed.role))
                 tokens = (settings.num_blocks or 0) * tokens_per_block(settings.block_size, device)
-                kv += settings.kv_cache_bytes or tokens * language.kv_values * number_bytes
+                token_bytes = 0 if language is None else language.kv_values * number_bytes
+                kv += int((settings.kv_cache_bytes or tokens * token_bytes) * share)
         if parts + kv > room:
+            kept = f"{in_binary_units(parts)} of weights at {number_bytes} bytes each, " if parts else ""
             where = "this machine" if device == "cpu" else device
             yield (
-                f"{device}: its instances keep {in_binary_units(parts + kv)} at least ({in_binary_units(parts)} "
-                f"of weights at {number_bytes} bytes each, {in_binary_units(kv)} of KV cache), and {where} has "
-                f"{in_binary_units(room)}; write {_memory_advice(config, kv > parts)}"
+                f"{device}: its instances keep {in_binary_units(parts + kv)} at least ({kept}"
+                f"{in_binary_units(kv)} of KV cache), and {where} has {in_binary_units(room)}; "
+                f"write {_memory_advice(config, kv > parts)}"
             )
 
 

@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ import pytest
 
 from device import present
 from device.present import Accelerators, accelerators
-from epd_serve.config import DeploymentConfig
+from epd_serve.config import DeploymentConfig, parse_config
 from epd_serve.demo import weights_dir
 from epd_serve.launch import preflight
 from epd_serve.launch.preflight import check_deployment
+from epd_serve.launch.vllm.installed import VllmFound
 
 #: Three times what it takes on a machine that does nothing else.
 LIMIT_S = 1.0
@@ -250,21 +253,24 @@ def test_npus_are_counted_by_their_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert present._npus() == Accelerators(memory_bytes=(None,))
 
 
-def test_the_vllm_that_is_there_is_asked_for_a_family(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_vllm_that_is_there_is_asked_for_a_family(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change(model, model_type="mllama", architectures=["MllamaForConditionalGeneration"])
-    package = tmp_path / "site" / "vllm"
-    registry = package / "model_executor" / "models" / "registry.py"
-    registry.parent.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    registry.write_text('_MULTIMODAL = {"MllamaForConditionalGeneration": ("mllama", "M")}')
-    monkeypatch.syspath_prepend(str(package.parent))
+    known = ["MllamaForConditionalGeneration"]
+    found = VllmFound("0.33.0", "", mooncake=False, nixl=True, epd_serve=True, python="3.11", architectures=known)
+    monkeypatch.setattr(preflight, "find_vllm", lambda python: found)
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
     with pytest.raises(ValueError, match="knows it: write engine: vllm"):
         check_deployment(DeploymentConfig(model=str(model)), {})
-    registry.write_text("")
+    known.clear()
     with pytest.raises(ValueError, match="Nor does the vLLM that is installed here know MllamaForCond"):
         check_deployment(DeploymentConfig(model=str(model)), {})
+
+
+def test_the_kv_of_vllm_must_fit_into_the_machine(model: Path) -> None:
+    config = parse_config(f"engine: vllm\nmodel: {model}\ntopology: E-P-D\ninstances: {{kv_cache_bytes: 99TiB}}")
+    with pytest.raises(ValueError, match=r"keep 198TiB .*this machine has .*smaller kv_cache_bytes"):
+        check_deployment(config, {})
 
 
 def test_the_gpus_are_those_that_torch_sees() -> None:
