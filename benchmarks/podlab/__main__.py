@@ -7,7 +7,7 @@ there: seccomp, limits of CPU and memory, the scheduler, disruption budgets. Eac
 that was given before the first fault. Then a pod of somebody else tries every port on which the deployment's
 pods listen.
 
-    python -m benchmarks.podlab [deploy/cpu-e-p-d.yaml] [--root gateway=DIRECTORY --root agent=DIRECTORY]
+    python -m benchmarks.podlab [deploy/cpu-e-p-d.yaml] [--root gateway=DIRECTORY --root instances=DIRECTORY]
 
 It needs root, nftables and overlayfs. ``--root`` runs a container in an image's files instead of this machine's.
 The exit code is 1 where a request failed, a pod outlived its grace, or the stranger reached more than the API.
@@ -51,7 +51,7 @@ def images(roots: Mapping[str, Path]) -> dict[str, Image]:
         name: Image(root=roots[name], environment=built)
         if name in roots
         else Image(root=Path("/"), environment=own, opened=(Path(sys.executable).resolve(), ROOT))
-        for name in ("gateway", "agent", "master")
+        for name in ("gateway", "instances", "master")
     }
 
 

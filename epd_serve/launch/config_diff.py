@@ -73,7 +73,7 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
         for name, one in live.items()
     ]
     wanted = [_part(name, one, boards.get(_board(one))) for name, one in zip(names, prepared, strict=True)]
-    steps = plan_change(running, wanted, record.elsewhere(config))
+    steps = plan_change(running, wanted)
     started = {step.name for step in steps if step.kind is StepKind.START}
     named = {name: one for name, one in zip(names, prepared, strict=True) if name in started}
     return Difference(

@@ -296,19 +296,31 @@ class Deadline:
 
 
 class GatewayOrders:
-    """Orders to the gateway; each is repeated until its deadline while the obstacle may pass.
+    """Orders to the gateway, which reads the launcher's file.
 
-    As it is, instances join the gateway and leave it by themselves.
+    Each is repeated until its deadline while the obstacle may pass.
+
+    Args:
+        path: socket of the gateway's admin API.
     """
 
-    def __init__(self, client: AdminClient) -> None:
-        self.client = client
+    def __init__(self, path: Path, record: DeploymentRecord) -> None:
+        self._client = AdminClient(path)
+        self._record = record
 
     async def check(self, config: DeploymentConfig, deadline: Deadline) -> None:
         """Raise ValueError where the gateway would not serve ``config`` without another start; OrderRefused."""
+        body = json.loads(self._record.gateway_config(config))
+        if left := (await self.give("POST", "/check", body, deadline))["left"]:
+            raise ValueError(
+                f"the gateway would need another start for {', '.join(left)}: stop the deployment and start it "
+                "from the new file"
+            )
 
     async def take_over(self, config: DeploymentConfig, deadline: Deadline) -> None:
         """Have the gateway serve ``config`` with the present instances. Raises OrderRefused."""
+        self._record.write_gateway_file(config)
+        await self.give("POST", "/reload", {}, deadline)
 
     async def give(
         self,
@@ -327,7 +339,7 @@ class GatewayOrders:
         to_tell: dict[str, float] = {}
         while (left_s := deadline.left_s) > 0:
             try:
-                return await self.client.ask(method, path, _within(body, left_s), left_s)
+                return await self._client.ask(method, path, _within(body, left_s), left_s)
             except TimeoutError:
                 break
             except AdminUnreachable as error:  # it is starting again
@@ -350,26 +362,6 @@ class GatewayOrders:
                     return
             await asyncio.sleep(_AGAIN_S)
         raise OrderRefused(f"the gateway has not found {name} ready in {deadline.seconds:g} s")
-
-
-class OwnGateway(GatewayOrders):
-    """Orders to the gateway beside the launcher, which reads the launcher's file."""
-
-    def __init__(self, path: Path, record: DeploymentRecord) -> None:
-        super().__init__(AdminClient(path))
-        self._record = record
-
-    async def check(self, config: DeploymentConfig, deadline: Deadline) -> None:
-        body = json.loads(self._record.gateway_config(config))
-        if left := (await self.give("POST", "/check", body, deadline))["left"]:
-            raise ValueError(
-                f"the gateway would need another start for {', '.join(left)}: stop the deployment and start it "
-                "from the new file"
-            )
-
-    async def take_over(self, config: DeploymentConfig, deadline: Deadline) -> None:
-        self._record.write_gateway_file(config)
-        await self.give("POST", "/reload", {}, deadline)
 
 
 def _within(body: dict[str, Any] | None, left_s: float) -> dict[str, Any] | None:
