@@ -1,10 +1,11 @@
 """Mixed requests under random SIGKILLs of E, P, D and the store's master, which are started again each time.
 
-With ``--hangs`` some of them are stopped (SIGSTOP) instead, which the supervisor must notice. With ``--stop SECONDS``
-the only D is stopped once, in the middle of as many streams as there are requests, and goes on after so long (0: never,
-so that it is replaced); all streams have to be right. With ``--streams``
+With ``--hangs`` some of them are stopped (SIGSTOP) instead, which the supervisor must notice. With ``--streams``
 all are long streams of patient clients, one instance of each role is left alone while another is started again,
 and at least 99 % of the streams have to be complete.
+
+With ``--stop SECONDS`` nothing is killed: d0 is stopped once, in the middle of streams, and goes on after so long
+(0: never, so that it is replaced). All streams have to be right.
 
 The requests and their judge are those of ``epd-serve verify --suite faults``: every answer is compared with the
 one that the same deployment gave before the first fault (greedy, float32). In the end no instance and no gateway

@@ -56,7 +56,7 @@ def apply(
         patience_s=patience,
     )
     asyncio.run(ask_launcher(directory.control, request, say))
-    if all(text.startswith("note: ") for text in steps):
+    if all(text.startswith(("note: ", "option ")) for text in steps):
         typer.echo("no instance has to change")
     if not dry:
         typer.echo(f"the deployment at {address} is what was asked for")

@@ -7,12 +7,18 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from epd_serve.config import DeploymentConfig, change_config
-from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
+from epd_serve.launch.config_diff import (
+    Difference,
+    changed_options,
+    check_open_api,
+    check_same_deployment,
+    difference,
+)
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState
 from epd_serve.launch.processes.supervisor import Supervisor
@@ -130,12 +136,13 @@ class Rollout:
             changes["engine"] = old.engine
         config = resolved(change_config(config, changes))
         check_same_deployment(old, config)
+        notes += check_open_api(old, config)
         found = difference(self._record, config)
         try:
             await self._orders.check(config, Deadline(_GATEWAY_S))
         except OrderRefused as error:
             raise ValueError(f"the gateway does not take the file: {error}") from error
-        return config, Difference(steps=found.steps, to_start=found.to_start, notes=(*notes, *found.notes))
+        return config, replace(found, notes=(*notes, *found.notes), options=changed_options(old, config))
 
     # ------------------------------------------------------------------ the steps
 
@@ -147,8 +154,8 @@ class Rollout:
         self._say = say
         try:
             config, found = await self._checked(config)
-            for note in found.notes:
-                say(f"note: {note}")
+            for line in found.lines():
+                say(line)
             try:
                 await self._hold(limits.deadline_s + _HOLD_MARGIN_S, Deadline(_GATEWAY_S))
             except OrderRefused as error:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from epd_serve.cli.app import app
 from epd_serve.cli.chat import _running
 from epd_serve.launch.processes.runtime import (
     AddressTaken,
@@ -105,3 +109,31 @@ def test_no_directory_that_others_can_enter(root: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", str(root / ("x" * 100)))
     with pytest.raises(ValueError, match="shorter directory"):
         RuntimeDirectory.make(run_at("127.0.0.1:8000"))
+
+
+#: A launcher, which takes a while to end.
+LAUNCHER = """
+import signal, socket, sys, time
+from epd_serve.launch.processes.runtime import Run, RuntimeDirectory
+directory = RuntimeDirectory.make(Run(address=sys.argv[1], log_dir="/logs", file=sys.argv[2]))
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(str(directory.control))
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2), directory.remove(), sys.exit()))
+listener.listen()
+print("listens", flush=True)
+signal.pause()
+"""
+
+
+def test_down_ends_the_deployment_of_a_file_and_no_other(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/tmp")
+    command = [sys.executable, "-c", LAUNCHER, "127.0.0.1:8000", "/tmp/mine.yaml"]
+    with launcher("127.0.0.1:8001", Path("/tmp/other.yaml")) as other:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as mine:
+            assert mine.stdout is not None and mine.stdout.readline() == "listens\n"
+            refused = CliRunner().invoke(app, ["down", "unknown.yaml"])
+            assert isinstance(refused.exception, ValueError) and mine.poll() is None
+            done = CliRunner().invoke(app, ["down", "mine.yaml"])
+            assert (done.exit_code, mine.wait(10)) == (0, 0), done.output
+        assert "127.0.0.1:8000 (mine.yaml)" in done.stdout and "Stopped after" in done.stdout
+        assert running_deployments() == {"127.0.0.1:8001": other}
