@@ -1,4 +1,4 @@
-"""The built-in demo model: a tiny vision-language model, made and measured by ``benchmarks/demo``."""
+"""The built-in demo model: a tiny vision-language model, measured in ``docs/reports/demo-model.md``."""
 
 from pathlib import Path
 

@@ -105,7 +105,7 @@ async def test_a_death_before_a_turn_ends_the_start(fakes: Any, tmp_path: Path) 
 
 
 async def test_an_end_with_exit_code_0_is_no_death(fakes: Any, tmp_path: Path) -> None:
-    running = Supervisor([fakes.spec("p1")], tmp_path, restart=False)
+    running = Supervisor([fakes.spec("p1", "clean")], tmp_path, restart=False)
     try:
         await running.start()
         await running.wait_ready(timeout_s=300)

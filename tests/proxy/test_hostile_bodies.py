@@ -9,8 +9,8 @@ import threading
 import time
 
 import pytest
+from hostile_bodies import HOSTILE
 
-from benchmarks.hostile import HOSTILE
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.generation import ChatCompletionRequest, CompletionRequest
 from epd_serve.protocol.openai.messages import MediaSource

@@ -1,1 +1,0 @@
-"""A kubelet over namespaces: the pods of rendered manifests, on this machine."""
