@@ -109,18 +109,22 @@ class Chat:
             ) from error
 
 
-def talk(chat: Chat, read: Callable[[str], str], write: Callable[[str], None], pictures: list[str]) -> None:
-    """Read questions until the end of the input, and write the answers; ``pictures`` go with the first."""
+def talk(chat: Chat, read: Callable[[str], str], write: Callable[[str], None], pictures: list[str]) -> bool:
+    """Read questions until the end of the input, and write the answers; ``pictures`` go with the first.
+
+    Return whether nothing was refused and nothing failed.
+    """
+    is_good = True
     while True:
         try:
             line = read("> ").strip()
         except (EOFError, KeyboardInterrupt):
-            return
+            return is_good
         command, _, rest = line.partition(" ")
         if not line:
             continue
         if command in ("/quit", "/exit"):
-            return
+            return is_good
         if command == "/clear":
             chat.clear()
             pictures.clear()
@@ -130,14 +134,17 @@ def talk(chat: Chat, read: Callable[[str], str], write: Callable[[str], None], p
                 write("The picture goes with your next question.\n")
             except ValueError as error:
                 write(f"{error}\n")
+                is_good = False
         elif command.startswith("/"):
             write(f"{_HELP}\n")
         else:
-            _answer(chat, line, write, pictures)
+            is_good = _answer(chat, line, write, pictures) and is_good
 
 
-def _answer(chat: Chat, line: str, write: Callable[[str], None], pictures: list[str]) -> None:
+def _answer(chat: Chat, line: str, write: Callable[[str], None], pictures: list[str]) -> bool:
+    """Write an answer; return whether it came. The pictures are dropped, unless the answer was stopped."""
     answer = chat.ask(line, pictures)
+    is_good = True
     try:
         for piece in answer:
             write(piece)
@@ -146,9 +153,14 @@ def _answer(chat: Chat, line: str, write: Callable[[str], None], pictures: list[
         write(" (stopped)")
     except ValueError as error:
         write(str(error))
+        if pictures:
+            write("\nThe pictures are dropped; add others with /image.")
+            pictures.clear()
+        is_good = False
     finally:
         answer.close()  # type: ignore[attr-defined]
     write("\n")
+    return is_good
 
 
 def picture(place: str) -> str:

@@ -141,8 +141,6 @@ class StageTimeout(ServeError):
 
 #: Code of the Unavailable of an instance that has no thread left to prepare a request: another may have one.
 PREPARATION_FULL = "preparation_full"
-#: Code of the error of an instance that answers and computes nothing.
-WEDGED = "wedged"
 #: Code of the error of an instance that finishes what it has and takes nothing new, or serves another role by now.
 #: It has computed nothing wrong: the request goes on at another.
 DRAINING = "draining"

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import msgspec
 
-from epd_serve.errors import InstanceLost, InstanceUntrusted, InvalidRequest, StageTimeout
+from epd_serve.errors import InstanceLost, InstanceUntrusted, StageTimeout
 from epd_serve.protocol import frames, instance_state, wire
 from epd_serve.protocol.wire import (
     DetokenizeReply,
@@ -33,8 +33,6 @@ from epd_serve.rpc.streams import StreamCall, Streams
 from epd_serve.rpc.tls import TlsFiles
 
 INFO_TIMEOUT_S = 10.0
-#: Beyond the time that a probe gives the instance.
-PROBE_MARGIN_S = 0.5
 _MAX_REPORT_BYTES = 1 << 20
 _HEADERS = f"content-type: {wire.CONTENT_TYPE}\r\n{wire.REQUEST_ID_HEADER}: "
 _CONTENT_TYPE = (b"content-type", wire.CONTENT_TYPE.encode())
@@ -127,16 +125,11 @@ class NativeInstance:
         except msgspec.MsgspecError as error:
             raise InstanceUntrusted(f"{self.url}/info is no answer of an instance ({error})") from error
 
-    async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
-        """Have the instance compute something. One that does not know the call passes. Raises ServeError."""
+    async def probe(self, timeout_s: float) -> None:
+        """Ask whether the process answers. A step that hangs ends it (:mod:`epd_serve.engine.pace.step_watch`)."""
         try:
-            async with asyncio.timeout(timeout_s + PROBE_MARGIN_S):
-                body = [wire.encode(instance_state.ProbeRequest(timeout_s))]
-                await HttpCall(
-                    self._pool, "POST", "/probe", f"{_HEADERS}probe\r\n", body, on_new_connection=True
-                ).ask(MAX_NOTE_BYTES)
-        except InvalidRequest:
-            return
+            async with asyncio.timeout(timeout_s):
+                await HttpCall(self._pool, "GET", "/health", on_new_connection=True).ask(MAX_NOTE_BYTES)
         except TimeoutError as error:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
 

@@ -67,6 +67,13 @@ class _Exchange:
     answer: VllmCall | None = None
     #: Whether D computes the prompt itself.
     is_for_d: bool = False
+    #: Prompt tokens that P says were in its prefix cache; None: D's own word counts.
+    num_cached: int | None = None
+
+    def tell_cached(self, usage: dict[str, Any] | None) -> None:
+        """Have the usage of D's answer count what P found in its prefix cache: D got all KV from P."""
+        if usage and self.num_cached is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": min(self.num_cached, usage["prompt_tokens"])}
 
     def settle(self, mm_hash: str, told: dict[str, Any] | None = None) -> None:
         if told:
@@ -197,30 +204,21 @@ class VllmInstance(VllmServer):
         """Calls of this caller that are open there."""
         return len(self._prompts) + len(self._encodes) + self._num_decodes
 
-    async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
-        """Return where the server answers in time and, if it is doubted, its engine too. Raises ServeError.
+    async def probe(self, timeout_s: float) -> None:
+        """Return where the server answers in time and its engine does not hang. Raises ServeError.
 
-        vLLM's counters move when a step ends, and a step may take long: the first of its kind compiles. So an
-        engine that nobody doubts is judged by minutes (:class:`EngineWatch`). A server that gets a burst of calls
-        answers nobody while it reads them.
+        vLLM's counters move when a step ends, and a step may take long: the first of its kind compiles. So the
+        engine is judged by minutes (:class:`EngineWatch`). A server that gets a burst of calls answers nobody
+        while it reads them.
         """
-        trial: VllmCall | None = None
         timeout_s += _CALL_S * self._num_calls
         try:
             async with asyncio.timeout(timeout_s):
                 await self.get("/health")
                 self._heard_at = asyncio.get_running_loop().time()
-                if doubted:
-                    trial = self.trial(self._model or await self.model_name())
-                    await trial.ask()
         except TimeoutError as error:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
-        except InvalidRequest:
-            return  # the engine of a model without pictures says so
-        finally:
-            if trial is not None:
-                trial.close()
-        if not doubted and self._seen is not None and self._model:
+        if self._seen is not None and self._model:
             self._engine.look(self._seen, asyncio.get_running_loop().time(), lambda: self.trial(self._model))
 
     async def switch(self, order: instance_state.RoleOrder) -> instance_state.RoleChanged:
@@ -382,7 +380,9 @@ class VllmInstance(VllmServer):
         prompt = await self._go_on(exchange, body, work)
         answer = await self.post(vllm_chat.path_of(request), body, request.request_id, work)
         exchange.answered.set_result(answer.get("kv_transfer_params") or {})
-        count = (answer.get("usage") or {}).get("prompt_tokens")
+        usage = answer.get("usage") or {}
+        count = usage.get("prompt_tokens")
+        exchange.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         return PrefillAnswer(count and count - (len(request.generated) if prompt else 0))
 
     async def _go_on(self, exchange: _Exchange, body: dict[str, Any], work: Work) -> list[int] | None:
@@ -539,11 +539,18 @@ class VllmInstance(VllmServer):
             parts = self.parts_of_call(path, body | {"return_token_ids": True}, request_id)
             framed = KnownTokens(*parts) if exchange.behind else ReplayedTokens(*parts)
             framed.for_request(request, prompt)
+            framed.rewrite_usage = exchange.tell_cached
             return framed
         call = self.call(path, body, request_id)
         copies = vllm_chat.num_copies(request.sampling)
-        if output.first_index or copies > 1:
-            call.rewrite = lambda answer: _multiply(answer, copies, output.first_index)
+
+        def rewrite(answer: dict[str, Any]) -> None:
+            if output.first_index or copies > 1:
+                _multiply(answer, copies, output.first_index)
+            exchange.tell_cached(answer.get("usage"))
+
+        if output.first_index or copies > 1 or exchange.prefill is not self:
+            call.rewrite = rewrite
         return call
 
 

@@ -114,6 +114,7 @@ def command_of(options: VllmOptions) -> tuple[str, ...]:
         "port": options.port,
         "served_model_name": options.served_model_name,
         "dtype": options.dtype,
+        "enable_prompt_tokens_details": True,  # of P's prefix cache
     }
     if options.tls is not None:
         flags |= options.tls.server_options

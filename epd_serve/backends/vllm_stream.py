@@ -7,6 +7,7 @@ again as a whole, and what the client has is compared and left out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -83,6 +84,8 @@ class FramedCall(VllmCall):
     framed = True
     prompt: list[int] | None = None
     num_before = 0
+    #: Puts an event's usage right.
+    rewrite_usage: Callable[[dict[str, Any]], None] | None = None
     _created = 0
     _has_ended = False
     _events = b""
@@ -139,6 +142,8 @@ class FramedCall(VllmCall):
         if usage := answer.get("usage"):
             usage["prompt_tokens"] -= self.num_before
             usage["completion_tokens"] += self.num_before
+            if self.rewrite_usage is not None:
+                self.rewrite_usage(usage)
 
 
 class KnownTokens(FramedCall):

@@ -73,13 +73,17 @@ class Outputs:
             )
 
     def exit_code(self, console: Console, runs: Sequence[Measured]) -> int:
-        """0, or where --fail-on-slo is set and a run missed, :data:`SLO_MISSED`."""
-        if not self.fail_on_slo:
-            return 0
-        misses = [sentence for run in runs if (sentence := missed(run, self.attainment))]
-        for sentence in misses:
+        """Return 1 where requests failed, :data:`SLO_MISSED` where a run missed and --fail-on-slo is set."""
+        failed = sum(run.summary.total.num_failed for run in runs)
+        misses = [missed(run, self.attainment) for run in runs] if self.fail_on_slo else []
+        sentences = [sentence for sentence in misses if sentence]
+        if failed:
+            sentences.append(f"{failed} of {sum(run.summary.total.num_requests for run in runs)} requests failed")
+        for sentence in sentences:
             console.print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
-        return SLO_MISSED if misses else 0
+        if any(misses):
+            return SLO_MISSED
+        return 1 if failed else 0
 
 
 def missed(run: Measured, attainment: float) -> str:

@@ -35,11 +35,12 @@ def apply(
     that fails ends it; the deployment serves on, and another apply goes on from there.
     """
     from epd_serve.launch.control import ApplyRequest, ask_launcher
+    from epd_serve.launch.layout_choice import choose_layout
     from epd_serve.launch.processes.runtime import find_deployment
 
     if file is None and topology is None:
         raise ValueError("say what to apply: a deployment file, or --topology")
-    config = None if file is None else load_config(file)
+    config = None if file is None else choose_layout(load_config(file)).config
     address, directory = find_deployment(deployment, (config or DeploymentConfig()).gateway.port)
     steps: list[str] = []
 

@@ -23,7 +23,8 @@ def chat(
 
     Without --base-url it is the deployment that runs here.
 
-    Questions are read from the standard input where that is no terminal. OPENAI_API_KEY is sent where it is set.
+    Questions are read from the standard input where that is no terminal; then the exit code is 1 after an error.
+    OPENAI_API_KEY is sent where it is set.
     """
     from epd_serve.chat import Chat, picture, talk
 
@@ -38,9 +39,11 @@ def chat(
     def write(text: str) -> None:
         typer.echo(text, nl=False)
 
-    talk(conversation, lambda prompt: input(prompt if is_terminal else ""), write, pictures)
+    is_good = talk(conversation, lambda prompt: input(prompt if is_terminal else ""), write, pictures)
     if is_terminal:
         typer.echo()
+    elif not is_good:
+        raise typer.Exit(1)
 
 
 def _running() -> str:

@@ -68,11 +68,13 @@ class HealthConfig(Section):
 
     probe_interval_s: Hot[Seconds | None] = Field(
         default=3.0,
-        description="Each instance is made to compute something so often, where it does not anyway. "
+        description="How often each instance is asked whether it answers (GET /health). "
         "null: only those that have failed.",
     )
     probe_timeout_s: Hot[Seconds] = Field(
-        default=6.0, description="An instance that computes nothing for so long loses its requests to others."
+        default=6.0,
+        description="An instance whose process answers nothing for so long loses its requests to others. A step "
+        "may take as long as it takes.",
     )
     max_failures: Hot[int] = Field(
         default=5, ge=1, description="So many failed requests in a row take an instance out until a probe passes."

@@ -149,11 +149,19 @@ class DeploymentConfig(SharedConfig):
     )
     vllm: VllmConfig = VllmConfig()
     devices: Hot[
-        Annotated[tuple[Annotated[str, AfterValidator(_check_device)], ...], BeforeValidator(_read_devices)]
+        Annotated[
+            tuple[Annotated[str, AfterValidator(_check_device)], ...],
+            BeforeValidator(_read_devices),
+            WithJsonSchema(
+                {"anyOf": [{"const": "auto", "type": "string"}, {"items": {"type": "string"}, "type": "array"}]}
+            ),
+        ]
     ] = Field(
         default=("cpu",),
         validate_default=True,
-        description="cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
+        json_schema_extra={"default": "auto"},
+        description="auto: all GPUs or NPUs of this machine, else the CPU; the CPU for the built-in model and on "
+        "clusters. Else a list: cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
         "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 is this machine with the memory, the asynchrony "
         "and the speed of an accelerator, where its cores are not slower; emulated:FILE.json takes those of a "
         "device that 'epd-serve profile' measured, with a path relative to this file.",
@@ -190,6 +198,13 @@ class DeploymentConfig(SharedConfig):
         description="What 'epd-serve interference --out' wrote on this kind of device, relative to this file; "
         "it decides about shares that are auto.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_is_left_out(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("devices") == "auto":
+            return {key: value for key, value in values.items() if key != "devices"}
+        return values
 
     @field_validator("topology")
     @classmethod

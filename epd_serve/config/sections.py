@@ -192,7 +192,9 @@ class SharedConfig(Section):
     """Settings that all processes of a deployment have in common."""
 
     dtype: Anew[Literal["auto", "float32", "bfloat16", "float16"]] = Field(
-        default="float32", description="Of weights and computation; auto: the model's own."
+        default="auto",
+        description="Of weights and computation. auto: the checkpoint's own, or bfloat16 where the device does "
+        "not compute in that, or has no products in float16.",
     )
     generation_config: Anew[str] = Field(
         default="auto",

@@ -154,7 +154,6 @@ class Engine:
     Attributes:
         queues: what waits and what runs; whoever calls it from outside reads one number.
         transfers: targets of the KV of sequences that are handed on.
-        num_steps: steps that have ended and did not fail.
     """
 
     def __init__(
@@ -189,7 +188,7 @@ class Engine:
         self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
         self.transfers: dict[Sequence, OutgoingTransfer] = {}
         self._stepping: frozenset[Sequence] = frozenset()
-        self.num_steps, self._closing = 0, False
+        self._closing = False
 
     def close(self) -> None:
         """Let no further step begin."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from device.base import Device, Event
 from device.copies import to_device
+from device.ops.linear import multiplies_halves
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
 from epd_serve.engine.commands import CopyBlock
@@ -474,13 +475,18 @@ def num_kv_blocks(
     return max(kv_bytes * layout.num_kv_heads // (block_bytes * heads_each), MIN_BLOCKS)
 
 
-def resolve_dtype(name: str, config: Any) -> torch.dtype:
-    """The dtype of a name; ``auto`` is the one in which the checkpoint was saved."""
+def resolve_dtype(name: str, config: Any, device: Device) -> torch.dtype:
+    """Return the dtype of a name; ``auto`` is the checkpoint's own where the device computes in it, else bfloat16.
+
+    A CPU without float16 products takes bfloat16 in its place: as large, and several times as fast at few rows.
+    """
     if name != "auto":
         dtype: torch.dtype = getattr(torch, name)
         return dtype
     declared = getattr(config, "dtype", None) or torch.float32
-    return declared if isinstance(declared, torch.dtype) else getattr(torch, declared)
+    own: torch.dtype = declared if isinstance(declared, torch.dtype) else getattr(torch, declared)
+    is_slow = device.type == "cpu" and own is torch.float16 and not multiplies_halves(own)
+    return torch.bfloat16 if is_slow or own not in device.dtypes else own
 
 
 def check_dtype(dtype: torch.dtype, device: Device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import msgspec
 
@@ -30,6 +31,7 @@ class Answer:
 
     Attributes:
         options: what it looks like. choices: as far as each has come.
+        num_cached_tokens: of the prompt, found in P's prefix cache.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Answer:
     ) -> None:
         self._vocabulary = vocabulary
         self.options = options
+        self.num_cached_tokens = 0
         self._prompt_ids = prompt_ids
         self._is_empty = sampling.max_tokens == 0
         self._is_streamed, self._tells_usage = options.stream, options.continuous_usage
@@ -59,7 +62,8 @@ class Answer:
 
     @property
     def usage(self) -> chunks.Usage:
-        return chunks.Usage(len(self._prompt_ids), sum(choice.num_tokens for choice in self.choices))
+        num_prompt, num_output = len(self._prompt_ids), sum(choice.num_tokens for choice in self.choices)
+        return chunks.Usage(num_prompt, num_output, min(self.num_cached_tokens, num_prompt))
 
     def replay(self, index: int, token_id: int, finish_reason: str | None) -> None:
         """Add a token that the client has already."""
@@ -114,7 +118,10 @@ class Answer:
         told: list[chunks.ScoredToken] | None = None
         if choice.held is not None:
             told = [*(self._prompt_tokens() if first else ()), *self._described(choice, news.told)]
-        if first or choice.finish_reason is not None or told is not None or news.calls or self._tells_usage:
+        says_nothing = not (first or news.text or news.calls or news.told or choice.finish_reason)
+        if says_nothing and choice.may_call and not self._tells_usage:
+            event = b""  # a call's name is not certain yet
+        elif first or choice.finish_reason is not None or told is not None or news.calls or self._tells_usage:
             event = chunks.delta_event(
                 self.options,
                 index,
@@ -232,6 +239,11 @@ class Choice:
         return self.echo + self._content
 
     @property
+    def may_call(self) -> bool:
+        """Whether the text may have tool calls in it."""
+        return self._reader is not None
+
+    @property
     def calls(self) -> list[Call]:
         return [] if self._reader is None else self._reader.calls
 
@@ -256,7 +268,7 @@ class Choice:
             return _News(text)
         calls: list[CallDelta] = []
         if self._reader is not None:
-            text, calls = self._reader.push(text, last=self.finish_reason is not None)
+            text, calls = self._reader.push(text, self.finish_reason)
             if self.finish_reason == "stop" and self._reader.calls:
                 self.finish_reason = "tool_calls"
         return _News(text, calls, self._tell())
@@ -280,11 +292,13 @@ class Choice:
         if not self.held:
             return []
         is_cut = self.detokenizer.stopped or bool(self.calls)  # what follows is no content
+        is_cut = is_cut or len(self._content) < len(self.detokenizer.text)
         if self.finish_reason is not None and (self._lists_all or not is_cut):
             length = self.detokenizer.num_read + 1
         else:
             length = len(self._content)
-        told = [token for token in self.held if token.start < length]
+        is_out = (one.start < length or not self._bytes_of(one.token_id) for one in self.held)
+        told = self.held[: sum(takewhile(bool, is_out))]
         self.held = [] if self.finish_reason is not None else self.held[len(told) :]
         self.told += told
         return told

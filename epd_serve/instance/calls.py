@@ -14,7 +14,7 @@ import msgspec
 from epd_serve.errors import DRAINING, InstanceFailed, ServeError, Unavailable
 from epd_serve.instance.http import JSON, Handler, Reply
 from epd_serve.instance.metrics import CONTENT_TYPE
-from epd_serve.protocol import instance_state, wire
+from epd_serve.protocol import wire
 from epd_serve.types import Stage
 
 if TYPE_CHECKING:
@@ -99,7 +99,6 @@ class ControlCalls:
             ("GET", "/info", self._info),
             ("GET", "/integrity", self._integrity),
             ("GET", "/metrics", self._metrics),
-            ("POST", "/probe", self._probe),
             ("POST", "/stage/encode", self._encode),
             ("POST", "/stage/prefill", self._prefill),
             ("POST", "/stage/decode", self._decode),
@@ -235,12 +234,6 @@ class ControlCalls:
         except AssertionError as error:
             raise ServeError(f"the books do not balance: {error}", code="integrity") from error
         return Reply(headers=(JSON,), body=msgspec.json.encode(self._instance.in_use()))
-
-    async def _probe(self, body: bytes) -> Reply:
-        """Compute something; 500 where that does not come to pass."""
-        self._instance.check_ready()
-        await self._instance.probe(wire.decode(body, instance_state.ProbeRequest).timeout_s)
-        return Reply(status=204)
 
     async def _metrics(self, body: bytes) -> Reply:
         self._instance.check_ready()

@@ -256,6 +256,7 @@ class DecodeService:
         """Take the request over. Raises Unavailable where it was cancelled or its lease has ended. Idempotent."""
         # before the blocks are taken over: where this fails, P cancels and they go back
         answer = Answer(self._vocabulary, handoff.output, handoff.sampling, handoff.prompt_ids)
+        answer.num_cached_tokens = handoff.num_cached_tokens
         if handoff.generated:  # a long answer that goes on here takes a while to be read again
             await asyncio.to_thread(_replay, answer, handoff.generated)
         grammar = handoff.sampling.grammar

@@ -23,7 +23,7 @@ from epd_serve.config.sections import MIN_SEGMENT_BYTES
 from epd_serve.engine.dual_stream import DualStream
 from epd_serve.engine.pace.measurements import IMAGE_SIDE
 from epd_serve.engine.pace.step_limits import StepLimits
-from epd_serve.errors import DRAINING, ServeError, Unavailable
+from epd_serve.errors import DRAINING, Unavailable
 from epd_serve.factories import as_it_is, factory
 from epd_serve.instance.calls import ControlCalls, Refusals, left
 from epd_serve.instance.encode import EncodeService
@@ -224,17 +224,6 @@ class Instance:
         self.reports.close()
         await self.lifecycle.drain(DrainReason.END)
 
-    async def probe(self, timeout_s: float) -> None:
-        """Compute something with each part. Raises ServeError with code ``wedged`` where one does not."""
-        checks = [self.encode.probe(timeout_s)]
-        if self.language is not None:
-            checks.append(self.language.probe.check(timeout_s))
-        try:
-            await asyncio.gather(*checks)
-        except ServeError:
-            self.check_device()
-            raise
-
     def info(self) -> instance_state.InstanceInfo:
         """Describe the instance, and its work. Raises Unavailable while it is loading."""
         self.check_started()
@@ -414,9 +403,20 @@ class Instance:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _end_if_hung(self) -> None:
+        """End the process where a step or an encode hangs, as no thread can be taken out of it."""
+        watches = {"the tower": self.encode.watch}
+        if self.language is not None:
+            watches["the language model"] = self.language.watch
+        for part, watch in watches.items():
+            if (how_long := watch.overdue()) is not None:
+                logger.critical("%s hangs: %s; this process ends", part, how_long)
+                self.end_process()
+
     async def _housekeep(self) -> None:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
+            self._end_if_hung()
             if self.language is not None:
                 try:
                     self.language.expire()

@@ -89,6 +89,7 @@ class PushDelivery:
             first=first,
             generated=generated,
             logprobs={} if sequence.sampling.logprobs is None else answer.unsent_logprobs,
+            num_cached_tokens=answer.num_cached_tokens,
         )
 
     async def open(self, feed: Callable[[FailureEvent], None]) -> None:

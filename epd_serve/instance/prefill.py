@@ -245,6 +245,7 @@ class PrefillService:
         def feed(event: EngineEvent) -> None:
             if not first.done():
                 first.set_result(None)
+            answer.num_cached_tokens = sequence.num_cached or 0
             self._listen(request_id, generation.feed)
             generation.feed(event)
 
@@ -278,6 +279,7 @@ class PrefillService:
                 raise broken_structure(sequence.constraint.error)
             if sequence.logprobs:
                 answer.learn(sequence.logprobs)
+            answer.num_cached_tokens = sequence.num_cached or 0
             body = b"".join(
                 answer.push(index, token.token_id, token.logprob, reason)
                 for index, (token, reason) in enumerate(tokens)

@@ -19,6 +19,7 @@ from epd_serve.launch.commands import (
     with_mps,
 )
 from epd_serve.launch.engine_choice import choose_engine
+from epd_serve.launch.layout_choice import choose_layout
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.vllm.probe import VllmFound
@@ -173,7 +174,7 @@ class DeploymentRecord:
 
 def resolved(config: DeploymentConfig) -> DeploymentConfig:
     """Return the config with its engine chosen and with absolute paths: the gateway reads it elsewhere."""
-    config = choose_engine(config).config
+    config = choose_engine(choose_layout(config).config).config
     changes: dict[str, Any] = {}
     if config.trace is not None:
         changes["trace"] = str(config.trace.absolute())

@@ -14,7 +14,7 @@ from device.datasheets import emulated_kind, emulated_sheet
 from device.present import accelerators, torch_lacks, visibility
 from epd_serve.config import DeploymentConfig, InstanceSettings, ShapeConfig, model_path
 from epd_serve.config.gateway import read_secret
-from epd_serve.config.model_files import check_model_files, read_model_config
+from epd_serve.config.model_files import check_max_model_len, check_model_files, read_model_config
 from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
 from epd_serve.cost.shape import LanguageShape, ModelShape, shape_from_config, shape_of
 from epd_serve.launch.engine_choice import vllm_knows
@@ -103,6 +103,10 @@ def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShap
     content = read_model_config(path)
     _check_family(path, content)
     weights = check_model_files(path)
+    positions = (content.get("text_config") or content).get("max_position_embeddings")
+    for settings in (config.settings_for(str(one.role)) for one in config.placement()):
+        if settings.max_model_len is not None and isinstance(positions, int):
+            check_max_model_len(settings.max_model_len, positions)
     if content["model_type"] in TEXT and any(not one.role.has_language_model for one in config.placement()):
         raise ValueError(
             f"topology {config.topology} has E by itself, and the family {content['model_type']!r} takes text "
@@ -261,7 +265,7 @@ def _memory_faults(
             where = "this machine" if device == "cpu" else device
             yield (
                 f"{device}: its instances keep {in_binary_units(parts + kv)} at least ({in_binary_units(parts)} "
-                f"of weights as {config.dtype}, {in_binary_units(kv)} of KV cache), and {where} has "
+                f"of weights at {number_bytes} bytes each, {in_binary_units(kv)} of KV cache), and {where} has "
                 f"{in_binary_units(room)}; write {_memory_advice(config, kv > parts)}"
             )
 

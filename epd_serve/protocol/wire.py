@@ -19,7 +19,6 @@ call                    from, to   body                  answer
 ``/kv/offer``           P, D       KVOffer               KVTaken once D has read KV from P's memory
 ``/prompt/tokenize``    gateway,P  TokenizeRequest       TokenizeReply
 ``/prompt/detokenize``  gateway,P  DetokenizeRequest     DetokenizeReply
-``/probe``              gateway    ProbeRequest          204 once the instance has computed something
 ``/role``               gateway    RoleOrder             RoleChanged once the instance serves that role; 409 while
                                                          it is on its way to another, 504 where it could not be
 ``/leave``              gateway    LeaveOrder            Left once nothing is left of what the instance had; 504
@@ -512,7 +511,8 @@ class Handoff(Message, frozen=True):
 
     ``position_delta`` is what M-RoPE adds to the index of a token after the prompt; ``max_tokens`` is the limit
     that P derived from the request and the context. ``logprobs`` are those of earlier tokens that the client has
-    not got, by index from the prompt's first; of several choices the first's.
+    not got, by index from the prompt's first; of several choices the first's. ``num_cached_tokens`` of the prompt
+    were in P's prefix cache.
     """
 
     transfer_id: str
@@ -525,6 +525,7 @@ class Handoff(Message, frozen=True):
     first: list[FirstToken]
     generated: list[int] = msgspec.field(default_factory=list)
     logprobs: dict[int, TokenLogprob] = msgspec.field(default_factory=dict)
+    num_cached_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -73,6 +73,8 @@ class BlockTables:
             self._num_looked_up += 0 if self._pool.state_blocks else sequence.num_tokens
             self._num_found += taken.num_cached * self._pool.block_size
             sequence.num_computed = taken.num_cached * self._pool.block_size
+            if sequence.num_cached is None:
+                sequence.num_cached = sequence.num_computed
             return
         end = num_blocks_for(sequence.num_computed, self._pool.block_size)
         if taken.num_cached < end:

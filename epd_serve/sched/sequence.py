@@ -58,6 +58,7 @@ class Sequence:
         blocks: block table. forks: the first own block of each choice to be forked.
         states: blocks of its recurrent state, then of that of each choice to be forked; empty: the model has none.
         constraint: the grammar of its answer and its position there, opaque here; None where there is none.
+        num_cached: known tokens that were found in the prefix cache when it first got its blocks.
         output_ids: generated tokens; a sequence that goes on from elsewhere begins with some.
         wanted_logprobs: known tokens, by index, whose log-probabilities are wanted; never the first.
         logprobs: those that were computed, opaque here.
@@ -80,6 +81,7 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_registered: int = 0
+    num_cached: int | None = None
     blocks: list[int] = field(default_factory=list)
     forks: list[list[int]] = field(default_factory=list)
     states: list[list[int]] = field(default_factory=list)

@@ -29,7 +29,7 @@ async def stream_several(dispatcher: Dispatcher, jobs: Sequence[Job], sink: Even
     """Write the events of all jobs to ``sink`` as they come. Raises ServeError with the first that fails."""
     strands = [_Strand(job, sink) for job in jobs]
     await _all(dispatcher.stream(strand.job, strand.sink) for strand in strands)
-    _end(sink, jobs[0].output, chunks.Usage(*map(sum, zip(*(strand.usage for strand in strands), strict=True))))
+    _end(sink, jobs[0].output, sum((strand.usage for strand in strands), chunks.Usage(0, 0)))
 
 
 async def stream_choices(dispatcher: Dispatcher, job: Job, split: SplitUp, sink: EventSink) -> None:
@@ -59,7 +59,9 @@ async def stream_choices(dispatcher: Dispatcher, job: Job, split: SplitUp, sink:
         dispatcher.stream(strand.job, strand.sink, tokens, split.history.split())
         for strand, tokens in zip(strands, split.tokens, strict=True)
     )
-    _end(sink, output, chunks.Usage(strands[0].usage[0], sum(strand.usage[1] for strand in strands)))
+    prompt = strands[0].usage
+    num_output = sum(strand.usage.completion_tokens for strand in strands)
+    _end(sink, output, chunks.Usage(prompt.prompt_tokens, num_output, prompt.cached_tokens))
 
 
 def _end(sink: EventSink, options: OutputOptions, usage: chunks.Usage) -> None:
@@ -75,11 +77,7 @@ async def whole_several(dispatcher: Dispatcher, jobs: Sequence[Job]) -> bytes:
         {
             **answers[0],
             "choices": [choice for answer in answers for choice in answer["choices"]],
-            "usage": {
-                name: sum(usage[name] for usage in usages)
-                for name, count in usages[0].items()
-                if isinstance(count, int)  # vLLM lists details that it does not have
-            },
+            "usage": sum(map(chunks.Usage.of, usages), chunks.Usage(0, 0)).to_dict(),
         }
     )
 
@@ -97,15 +95,12 @@ async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
 
 
 class _Strand:
-    """One job's stream on its way into the common one, as an Outlet: its usage and end are kept back.
-
-    ``usage`` counts tokens of the prompt and of the answer.
-    """
+    """One job's stream on its way into the common one, as an Outlet: its usage and end are kept back."""
 
     def __init__(self, job: Job, into: EventSink) -> None:
         self.job = job
         self.sink = EventSink(self, job.record)
-        self.usage = (0, 0)
+        self.usage = chunks.Usage(0, 0)
         self._into = into
 
     def start(self, headers: Sequence[Header]) -> None:
@@ -127,6 +122,5 @@ class _Strand:
             return True
         if _NO_CHOICES not in event:
             return False
-        usage = msgspec.json.decode(event.removeprefix(b"data: "))["usage"]
-        self.usage = (usage["prompt_tokens"], usage["completion_tokens"])
+        self.usage = chunks.Usage.of(msgspec.json.decode(event.removeprefix(b"data: "))["usage"])
         return True

@@ -72,13 +72,6 @@ async def test_health_by_its_head(api, path):
         (CHATS, {**chat("x"), "response-format": {}}, "response_format"),
         (CHATS, {**chat("x"), "reasoning_efort": "none"}, "reasoning_effort"),
         (CHATS, {**chat("x"), "stream": True, "stream_options": {"include_usages": True}}, "include_usage"),
-        (CHATS, {"messages": [{"role": "user", "contents": "x"}]}, "content"),
-        (CHATS, {"messages": [{"role": "user", "content": [{"type": "text", "txt": "x"}]}]}, "text"),
-        (
-            CHATS,
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"ulr": "x"}}]}]},
-            "url",
-        ),
         (
             CHATS,
             {**chat("x"), "tools": [{"type": "function", "function": {"name": "x", "params": 1}}]},
@@ -92,13 +85,96 @@ async def test_health_by_its_head(api, path):
         (COMPLETIONS, {"prompt": "x", "max_token": 1}, "max_tokens"),
         (COMPLETIONS, {"promt": "x"}, "prompt"),
         (RESPONSES, {"input": "x", "max_output_token": 1}, "max_output_tokens"),
-        (RESPONSES, {"input": [{"role": "user", "content": "x", "call": "x"}]}, "call_id"),
         ("/tokenize", {"promt": "x"}, "prompt"),
     ],
 )
 async def test_a_misspelt_field_is_told_what_was_meant(api, path, body, meant):
     status, answer = await api.post(path, body)
     assert status == 400 and answer["error"]["message"].endswith(f"did you mean {meant!r}?"), answer
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def with_call(call=CALL, **fields):
+    """A chat whose assistant called a tool, as a client sends it back."""
+    return [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "So:", "tool_calls": [call], **fields},
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sent", "plain"),
+    [
+        (with_call(parsed=None, id="msg_1", refusal=None, annotations=[{"type": "x"}]), with_call()),
+        (with_call(reasoning_details=[{"text": "x"}], provider_specific_fields={"a": 1}), with_call()),
+        (with_call({**CALL, "index": 0, "provider_specific_fields": None}), with_call()),
+        (with_call({**CALL, "function": {**CALL["function"], "parsed_arguments": {"a": 1}}}), with_call()),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}],
+                }
+            ],
+            [{"role": "user", "content": "Hi"}],
+        ),
+        (
+            [{"role": "user", "content": [{**chat("", noise(1))["messages"][0]["content"][0], "detail": "high"}]}],
+            [{"role": "user", "content": [chat("", noise(1))["messages"][0]["content"][0]]}],
+        ),
+    ],
+)
+async def test_unknown_fields_of_messages_are_ignored(api, sent, plain):
+    assert await content(api, {"messages": sent}) == await content(api, {"messages": plain})
+    tokens = [await api.post("/tokenize", {"messages": messages}) for messages in (sent, plain)]
+    assert tokens[0] == tokens[1] and tokens[0][0] == 200
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user", "content": "x", "phase": "final_answer", "reasoning_details": []},
+        {"role": "user", "content": [{"type": "input_text", "text": "x", "parsed": None, "cache_control": {}}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}},
+    ],
+)
+async def test_unknown_fields_of_items_are_ignored(api, item):
+    status, answer = await api.post(RESPONSES, {"input": [item], "max_output_tokens": 2})
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning_effort": "low"},
+        {"reasoning_effort": "minimal", "verbosity": "high"},
+        {"stream_options": {"include_usage": True}},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "stream": False},
+        {"max_tokens": 4.0, "n": 1.0},
+        {"seed": 7.0, "top_k": -1.0, "min_tokens": 0.0},
+        {"logprobs": True, "top_logprobs": 2.0, "stop_token_ids": [3.0]},
+    ],
+)
+async def test_options_that_clients_send_to_every_server(api, fields):
+    assert await content(api, chat("Hi"), **fields) == await content(api, chat("Hi"))
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_tokens", 4.5), ("n", True), ("seed", "7"), ("top_k", 1e300)])
+async def test_what_is_no_integer_is_named(api, field, value):
+    status, answer = await api.post(CHATS, {**chat("Hi"), field: value})
+    assert (status, answer["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize("arguments", ['{"a":', '{"a": "x', "", '{"a": 1}}', "[1]", "so"])
+async def test_a_call_that_was_cut_off_may_be_sent_back(api, arguments):
+    messages = with_call({"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}})
+    await content(api, {"messages": messages})
+    _, answer = await api.post("/tokenize", {"messages": messages})
+    _, said = await api.post("/detokenize", {"tokens": answer["tokens"]})
+    assert f'"arguments": {arguments}' in said["prompt"] and "So:" in said["prompt"]
 
 
 async def test_a_field_like_no_other_is_told_to_go(api):

@@ -138,7 +138,7 @@ async def test_images_may_stand_anywhere_in_a_long_chat(api):
     swapped = [*messages[:3], {"role": "user", "content": [picture, text, other]}]
     _, moved = await api.post("/v1/chat/completions", {"messages": swapped, **GREEDY, "logprobs": True})
     _, still = await api.post("/v1/chat/completions", {"messages": messages, **GREEDY, "logprobs": True})
-    assert moved["usage"] == still["usage"]
+    assert moved["usage"]["prompt_tokens"] == still["usage"]["prompt_tokens"]
     first, other_first = (one["choices"][0]["logprobs"]["content"][0] for one in (moved, still))
     assert first["logprob"] != pytest.approx(other_first["logprob"], abs=1e-3)
 
@@ -162,7 +162,6 @@ async def test_images_may_stand_anywhere_in_a_long_chat(api):
         ("/v1/chat/completions", {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs.tokenize"),
         ("/v1/chat/completions", {"chat_template": "{{ x }}"}, "chat_template"),
         ("/v1/chat/completions", {"functions": [{"name": "x"}]}, "functions"),
-        ("/v1/chat/completions", {"guided_grammar": "x"}, "guided_grammar"),
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(api, path, fields, param):

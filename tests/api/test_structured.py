@@ -79,9 +79,9 @@ async def test_a_stream_and_a_batch_say_the_same(client):
 async def test_vllms_names_for_it(client):
     regex = await ask(client, extra_body={"structured_outputs": {"regex": "[0-9]{3}-(a|b)/"}}, seed=3)
     assert re.fullmatch("[0-9]{3}-(a|b)/", regex.choices[0].message.content)
-    choice = await ask(client, extra_body={"guided_choice": ["red", 'gre"en']}, seed=3)
+    choice = await ask(client, extra_body={"structured_outputs": {"choice": ["red", 'gre"en']}}, seed=3)
     assert choice.choices[0].message.content in ("red", 'gre"en')
-    guided = await ask(client, extra_body={"guided_json": json.dumps(ADDRESS)}, seed=4)
+    guided = await ask(client, extra_body={"structured_outputs": {"json": json.dumps(ADDRESS)}}, seed=4)
     jsonschema.validate(json.loads(guided.choices[0].message.content), ADDRESS)
 
 
@@ -151,7 +151,7 @@ async def test_calls_and_their_results_are_read_again(client):
         ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {}}, "structured_outputs"),
-        ({"guided_choice": []}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),

@@ -46,7 +46,7 @@ async def test_without_a_generation_prompt_a_chat_is_shorter(api):
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"prompt": "x", "colour": 1}, "colour"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "x", "refusal": "y"}]}, "messages[0].refusal"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x", "audio": {"id": "y"}}]}, "messages[0].audio"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {}, "tokens"),

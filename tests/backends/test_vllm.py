@@ -265,12 +265,10 @@ def test_who_scores_a_prompt_computes_it(fields: dict[str, Any]) -> None:
     assert not vllm_chat.needs_whole_prompt(for_vllm({"prompt": "hi", "echo": True, "return_token_ids": True}))
 
 
-@pytest.mark.parametrize("field", ["return_token_ids", "prompt_logprobs", "reasoning_effort"])
+@pytest.mark.parametrize("field", ["return_token_ids", "prompt_logprobs"])
 def test_the_native_engine_says_who_has_a_field_that_it_lacks(field: str) -> None:
     with pytest.raises(InvalidRequest, match=f"{field}: "):
-        ChatCompletionRequest.parse(
-            msgspec.json.encode(chat(**{field: "low" if field == "reasoning_effort" else 1}))
-        )
+        ChatCompletionRequest.parse(msgspec.json.encode(chat(**{field: 1})))
 
 
 def test_tokens_that_a_client_wants_are_left_in_its_stream() -> None:

@@ -155,25 +155,6 @@ async def test_a_server_that_reads_a_burst_of_calls_may_answer_later() -> None:
             await calls.probe(0.2)
 
 
-async def test_a_doubted_engine_must_compute() -> None:
-    async with serving() as server, instance(server) as calls:
-        await calls.info()
-        server.asked.clear()
-        await calls.probe(PROMPT_S, doubted=True)
-        assert server.paths() == ["/health", "/v1/completions"]
-        server.computes.clear()
-        with pytest.raises(StageTimeout):
-            await calls.probe(0.3, doubted=True)
-        server.status = 500
-        server.computes.set()
-        with pytest.raises(InstanceFailed, match="of its own"):
-            await calls.probe(PROMPT_S, doubted=True)
-        server.status = 400  # of an instance that encodes: a model without pictures
-    async with serving(status=400) as server, instance(server, "E") as calls:
-        await calls.probe(PROMPT_S, doubted=True)
-        assert server.paths()[-1] == "/v1/chat/completions"
-
-
 async def test_an_engine_that_stands_still_for_minutes_is_stuck() -> None:
     watch = EngineWatch("d0")
     server = Server(running=1, tokens=5)

@@ -98,7 +98,7 @@ def test_every_setting_reaches_the_instance() -> None:
     assert len(values) > 15
     assert {name: getattr(options, name) for name in values} == values
     assert (options.kv_transfer.transport, options.kv_transfer.group_layers) == ("shm", 4)
-    assert (options.name, str(options.role), options.port, options.dtype) == ("p0", "P", 9001, "float32")
+    assert (options.name, str(options.role), options.port, options.dtype) == ("p0", "P", 9001, "auto")
     assert options.served_model_name == "demo"
 
 

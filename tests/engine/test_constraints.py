@@ -122,9 +122,9 @@ def test_only_the_rows_that_ask_are_restricted():
 )
 def test_calls_are_read_the_same_however_they_come(cuts, text):
     whole, pieces = ToolCallReader(), ToolCallReader()
-    content, deltas = whole.push(text, last=True)
+    content, deltas = whole.push(text, "stop")
     places = sorted({0, len(text), *(cut % len(text) for cut in cuts)})
-    read = [pieces.push(text[a:b], last=b == len(text)) for a, b in pairwise(places)]
+    read = [pieces.push(text[a:b], "stop" if b == len(text) else None) for a, b in pairwise(places)]
     assert "".join(piece for piece, _ in read) == content == whole.content
     assert pieces.calls == whole.calls and len(whole.calls) == text.count("<tool_call>")
     arguments = [""] * len(whole.calls)

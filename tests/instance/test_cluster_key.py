@@ -124,7 +124,6 @@ async def test_gateways_and_other_instances_prove_it(monkeypatch):
                         for call in (
                             peers.call(url, "/kv/renew", ref),
                             instance.detokenize(ref, trace_id="t"),
-                            instance.probe(60),
                         ):
                             with pytest.raises(ServeError, match="cluster_key: set EPD_SERVE_") as caught:
                                 await call

@@ -105,7 +105,6 @@ async def switched(instance: Instance, roles: Sequence[str]) -> None:
         info = instance.info()
         assert (info.role, info.epoch, info.ready, info.state) == (role, epoch, True, "SERVING")
         assert (info.block_size > 0) == (role != "E")
-        await instance.probe(60)
         if set("PD") <= set(role):
             async with answering(instance, request(f"r{epoch}", max_tokens=5)) as answer:
                 assert len(tokens(await read(answer))) == 5
@@ -189,7 +188,6 @@ async def test_a_role_that_cannot_be_built_leaves_the_old_one(tmp_path: Path) ->
         info = instance.info()
         assert (info.role, info.epoch, info.ready) == ("P", 1, True)
         assert (tmp_path / "p.role").read_text() == "P"
-        await instance.probe(60)
         await Books({"i": instance.url}).check()
 
 

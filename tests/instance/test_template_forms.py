@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from epd_serve.demo import weights_dir
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.text.chat_template import ChatTemplate, MediaLiterals
+from epd_serve.protocol.openai.messages import FunctionCall, Message, ToolCall, wire_messages
 from epd_serve.protocol.wire import ChatMessage, Part, PromptOptions
 
 PARTS_ALONE = (
@@ -87,3 +88,33 @@ def test_whatever_a_template_fails_with_is_the_chats_fault(source: str) -> None:
     assert "Hello" in shown.render([message("user", "Hello")], PromptOptions())[0]
     with pytest.raises(InvalidRequest, match="refuses these messages"):
         shown.render([message("user", "Hi!")], PromptOptions())
+
+
+EFFORT = "{% for m in messages %}{{ m['content'] }}{% endfor %} {{ reasoning_effort }}"
+
+
+@pytest.mark.parametrize(("source", "shown"), [(EFFORT, "Hi low"), (STRINGS_ALONE, "[user] Hi")])
+def test_a_template_that_reads_the_effort_gets_it(source: str, shown: str) -> None:
+    options = PromptOptions(template_kwargs='{"reasoning_effort": "low"}')
+    assert template(source).render([message("user", "Hi")], options)[0] == shown
+
+
+CALLS = (
+    "{% if tools %}{% endif %}{% for m in messages %}[{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or () %}({{ c.function.arguments.items() | list }}){% endfor %}]{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"a": 1}', "[So([('a', 1)])]"),
+        ('{"a":', '[So\n<tool_call>\n{"name": "f", "arguments": {"a":]'),
+        ('{"a": "x', '[So\n<tool_call>\n{"name": "f", "arguments": {"a": "x]'),
+        ("[1", '[So\n<tool_call>\n{"name": "f", "arguments": [1]'),
+    ],
+)
+def test_a_template_that_reads_arguments_gets_whole_ones(arguments: str, shown: str) -> None:
+    call = ToolCall(id="c", function=FunctionCall(name="f", arguments=arguments))
+    chat = [Message(role="assistant", content="So", tool_calls=[call])]
+    assert template(CALLS).render(wire_messages(chat), PromptOptions())[0] == shown

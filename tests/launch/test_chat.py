@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import subprocess
@@ -48,7 +49,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.bodies.append(body)
         number = len(self.server.bodies)
-        if body["messages"][-1]["content"] == "fail":
+        refused = base64.b64encode(b"refused").decode()
+        if body["messages"][-1]["content"] == "fail" or refused in json.dumps(body):
             return self.send(400, json.dumps({"error": {"message": "max_tokens is too large"}}).encode())
         chunks = [{"choices": [{"delta": {"content": text}}]} for text in ("answer ", f"{number}\x1b[2J")]
         events = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
@@ -92,7 +94,7 @@ def test_a_conversation(server: tuple[Server, str], tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"png")
     typed = f"hello\n/image {tmp_path}/a.png\nlook\n/image /nowhere.png\nfail\n/clear\nanew\n"
     code, out, _ = chat("--url", f"{url}/v1", "--image", str(tmp_path / "a.png"), typed=typed)
-    assert code == 0
+    assert code == 1
     assert out.splitlines() == [
         "answer 1[2J",
         "The picture goes with your next question.",
@@ -108,6 +110,21 @@ def test_a_conversation(server: tuple[Server, str], tmp_path: Path) -> None:
     assert second[2]["content"][0] == picture
     assert len(third) == 5 and fourth == [{"role": "user", "content": "anew"}]
     assert {body["model"] for body in made.bodies} == {"tiny"}
+
+
+@pytest.mark.parametrize(
+    ("typed", "code"), [("hello\n", 0), ("/image /nowhere.png\nhello\n", 1), ("fail\nhello\n", 1), ("/help\n", 0)]
+)
+def test_the_exit_code_tells_of_an_error(server: tuple[Server, str], typed: str, code: int) -> None:
+    assert chat("--url", server[1], typed=typed)[0] == code
+
+
+def test_a_refused_picture_is_dropped(server: tuple[Server, str], tmp_path: Path) -> None:
+    made, url = server
+    (tmp_path / "a.png").write_bytes(b"refused")
+    code, _, _ = chat("--url", url, typed=f"/image {tmp_path}/a.png\nlook\nhello\n")
+    first, second = (body["messages"] for body in made.bodies)
+    assert code == 1 and len(first[0]["content"]) == 2 and second == [{"role": "user", "content": "hello"}]
 
 
 def test_a_key_is_asked_for_and_sent(server: tuple[Server, str]) -> None:

@@ -236,7 +236,8 @@ def test_what_a_gpu_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(preflight, "torch_lacks", lambda kind: "")
     monkeypatch.setattr(preflight, "accelerators", lambda kind: Accelerators(memory_bytes=(1 << 20, None)))
     config = DeploymentConfig(topology="E-PD", devices=["cuda:1", "cuda:0"])
-    with pytest.raises(ValueError, match=r"cuda:0: its instances keep .* of weights as float32.* cuda:0 has 1MiB"):
+    wanted = r"cuda:0: its instances keep .* of weights at 4 bytes each.* cuda:0 has 1MiB"
+    with pytest.raises(ValueError, match=wanted):
         check_deployment(config, {})
 
 

@@ -39,7 +39,7 @@ KNOWN_FLAGS = {
     "host", "port", "served_model_name", "dtype", "tensor_parallel_size", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "ec_transfer_config", "kv_transfer_config", "enable_prefix_caching", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override", "enforce_eager",
-    "trust_remote_code", "enable_auto_tool_choice", "tool_call_parser",
+    "trust_remote_code", "enable_auto_tool_choice", "tool_call_parser", "enable_prompt_tokens_details",
     "mm_device_do_normalize", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs",
 }  # fmt: skip
 

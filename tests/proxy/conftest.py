@@ -109,7 +109,7 @@ class FakeInstance:
             loading = fail(503, "the instance is loading its model")
             await self._play(loading if self.loading else [(200, {}), msgspec.json.encode(self._info())], send)
             return
-        if path == "/probe":
+        if path == "/health":
             self.num_probes += 1
             script = self.scripts.get(path, lambda _: [(204, {})])(None)
             with contextlib.suppress(Exception):  # the gateway may have left

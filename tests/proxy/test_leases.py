@@ -224,7 +224,7 @@ async def test_what_computes_nothing_when_its_lease_ends_loses_its_stream(start:
     control.apply(control.settings.now, [])
     late.scripts |= {
         "/stage/prefill": lambda _: [kit.FRAMES, kit.frame(1), kit.FOREVER],
-        "/probe": lambda _: [kit.FOREVER],
+        "/health": lambda _: [kit.FOREVER],
     }
     gateway["a0"].scripts["/stage/prefill"] = lambda message: [kit.FRAMES, kit.frame(2), kit.frame(0, end=True)]
     lease = {"name": "late", "url": late.url, "lease_s": 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from pictures import noise
@@ -13,6 +14,7 @@ from epd_serve.types import SamplingParams
 PICTURE = noise(1)
 REF = wire.MediaRef("a1" * 32, PICTURE.width, PICTURE.height)
 Frame = tuple[int, list[int], bytes]
+_CACHED = re.compile(rb',"prompt_tokens_details":\{[^}]*\}')
 
 
 def request(kind: Any = "chat", image: bool = False, **sampling: Any) -> wire.PrefillRequest:
@@ -28,9 +30,11 @@ def request(kind: Any = "chat", image: bool = False, **sampling: Any) -> wire.Pr
 
 
 def without_logprobs(answer: list[Frame]) -> list[Any]:
-    """Log-probabilities differ by the rounding of other batches."""
+    """Without what depends on other requests: log-probabilities, by the rounding of other batches, and the tokens
+    that were in the prefix cache."""
     told = []
     for choice, ids, event in answer:
+        event = _CACHED.sub(b"", event)
         parsed = json.loads(event[6:]) if choice == 0 else event
         if choice == 0 and (logprobs := parsed["choices"][0]["logprobs"]):
             if "content" in logprobs:

@@ -59,7 +59,7 @@ class CheckpointModel:
         self._options, self.device = options, device
         self.path: Path = options.model
         self.family: Family = load_family(self.path)
-        self.torch_dtype = resolve_dtype(options.dtype, self.family.config)
+        self.torch_dtype = resolve_dtype(options.dtype, self.family.config, device)
         check_dtype(self.torch_dtype, device)
         self.location, self.dtype = str(self.path), str(self.torch_dtype).removeprefix("torch.")
         self.fingerprint = media_fingerprint(self.path, self.dtype)

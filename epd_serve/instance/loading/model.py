@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from device.base import BareDevice
 from epd_serve.config import InstanceOptions, ShapeConfig
+from epd_serve.config.model_files import check_max_model_len
 from epd_serve.engine.computing import KVCacheMemory, Runner
 from epd_serve.engine.pace.measurements import Measurements
 from epd_serve.instance.feature_receiver import FeatureForm
@@ -200,10 +201,14 @@ def open_model(options: InstanceOptions, device: Any) -> InstanceModel:
     if isinstance(options.model, ShapeConfig):
         from epd_serve.instance.loading.shape_model import ShapeModel
 
-        return ShapeModel(options, device)
-    from epd_serve.instance.loading.checkpoint import CheckpointModel
+        model: InstanceModel = ShapeModel(options, device)
+    else:
+        from epd_serve.instance.loading.checkpoint import CheckpointModel
 
-    return CheckpointModel(options, device)
+        model = CheckpointModel(options, device)
+    if options.max_model_len is not None:
+        check_max_model_len(options.max_model_len, model.max_positions)
+    return model
 
 
 def prepare_process(options: InstanceOptions) -> None:

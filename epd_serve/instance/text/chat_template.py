@@ -14,13 +14,13 @@ from jinja2 import Environment, TemplateError, meta
 
 from epd_serve.config.model_files import check_template, parse_template
 from epd_serve.errors import InvalidRequest
-from epd_serve.protocol.openai.tool_format import CALL_END, CALL_START
-from epd_serve.protocol.wire import CalledFunction, ChatMessage, PromptOptions
+from epd_serve.protocol.openai.tool_format import written_calls
+from epd_serve.protocol.wire import ChatMessage, PromptOptions
 
 #: Errors of a template that is given a chat which it does not know.
 _REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-#: Clients send it to every model.
-_THINKING = "enable_thinking"
+#: Clients send these to every model; a template that does not read one does without.
+_OF_ANY_MODEL = ("enable_thinking", "reasoning_effort")
 _TOOL_PROMPT = """\
 You may call functions to answer. These are the functions, one JSON schema a line:
 {tools}
@@ -122,8 +122,9 @@ class ChatTemplate:
 
     def _arguments(self, options: PromptOptions) -> dict[str, Any]:
         arguments: dict[str, Any] = json.loads(options.template_kwargs)
-        if _THINKING not in self._known_names:
-            arguments.pop(_THINKING, None)  # a model without that switch does what it does
+        for name in _OF_ANY_MODEL:
+            if name not in self._known_names:
+                arguments.pop(name, None)
         for name in arguments:
             if name in self._taken_names or name not in self._known_names:
                 raise InvalidRequest(
@@ -168,19 +169,14 @@ def _write_tools(rendered: list[dict[str, Any]], messages: Sequence[ChatMessage]
             entry["role"] = "user"
             entry["content"] = _around(entry["content"], "<tool_response>\n", "\n</tool_response>")
         if message.tool_calls:
-            calls = "\n".join(_written(call) for call in message.tool_calls)
-            entry["content"] = _around(entry["content"], "", ("\n" if message.content else "") + calls)
+            calls = written_calls(message.tool_calls, behind=bool(message.content))
+            entry["content"] = _around(entry["content"], "", calls)
     if tools:
         prompt = _TOOL_PROMPT.format(tools="\n".join(json.dumps(tool["function"]) for tool in tools))
         if rendered and rendered[0]["role"] == "system":
             rendered[0]["content"] = _around(rendered[0]["content"], "", "\n\n" + prompt)
         else:
             rendered.insert(0, {"role": "system", "content": prompt})
-
-
-def _written(call: CalledFunction) -> str:
-    body = json.dumps({"name": call.name, "arguments": json.loads(call.arguments)}, ensure_ascii=False)
-    return CALL_START + body + CALL_END
 
 
 def _around(content: Any, before: str, after: str) -> Any:

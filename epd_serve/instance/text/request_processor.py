@@ -136,9 +136,6 @@ class RequestProcessor:
         max_waiting: items of one kind that may wait; more are refused.
         queue_timeout_s: how long an item may wait for its turn.
         put: takes a span for each item that was processed.
-
-    Attributes:
-        num_done: of each kind.
     """
 
     def __init__(
@@ -159,7 +156,6 @@ class RequestProcessor:
         }
         self._clock = clock
         self._put = put
-        self.num_done: dict[Kind, int] = {"text": 0, "media": 0, "grammar": 0}
 
     @property
     def num_waiting(self) -> int:
@@ -193,7 +189,6 @@ class RequestProcessor:
             yield place
         finally:
             place.leave()
-            self.num_done[kind] += 1
             about: dict[str, Value] = {"track": place.name, "waited_s": started_at - queued_at}
             self._put(Span(kind, "", started_at, self._clock(), about))
 

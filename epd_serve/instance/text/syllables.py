@@ -104,11 +104,6 @@ class _Template:
     def render(self, messages: Sequence[ChatMessage], options: PromptOptions) -> tuple[str, str]:
         if options.tools:
             raise InvalidRequest("a model without weights calls no tools; leave them out", param="tools")
-        if options.template_kwargs:
-            raise InvalidRequest(
-                "a model without weights has no arguments of its chat template; leave them out",
-                param="chat_template_kwargs",
-            )
         texts = [f"{message.role}: {''.join(map(_shown, message.content))}" for message in messages]
         if options.add_generation_prompt:
             texts.append("assistant: ")

@@ -279,7 +279,7 @@ def _options(
         kind=kind,
         visible="".join(shown.values()),
         tensor_parallel=instance.tensor_parallel,
-        dtype=config.dtype if "dtype" in config.model_fields_set else "auto",
+        dtype=config.dtype,
         memory_share=None if memory is None else round(memory, 3),
         kv_bytes=settings.kv_cache_bytes,
         threads=threads,

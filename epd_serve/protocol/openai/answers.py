@@ -24,10 +24,17 @@ class ErrorAnswer(_Answer):
     error: ErrorDetail
 
 
+class PromptTokensDetails(_Answer):
+    """``cached_tokens`` of a prompt were in the prefix cache."""
+
+    cached_tokens: int
+
+
 class UsageCounts(_Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TopLogprob(_Answer):

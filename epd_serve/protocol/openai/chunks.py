@@ -6,7 +6,7 @@ token; one token an event; usage in a last event of its own, then ``[DONE]``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,14 +78,31 @@ class ChoiceText:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """``cached_tokens`` are those of the prompt that P found in its prefix cache."""
+
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, usage: Mapping[str, Any]) -> Usage:
+        """The usage that an answer tells."""
+        details = usage.get("prompt_tokens_details") or {}
+        return cls(usage["prompt_tokens"], usage["completion_tokens"], details.get("cached_tokens") or 0)
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

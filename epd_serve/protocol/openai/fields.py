@@ -1,17 +1,18 @@
 """Building blocks of the models of requests: their base, text and number fields, stop strings, unsupported fields.
 
-Nothing is silently ignored: a field that epd-serve knows and does not act on may be absent, null or hold a value
-that asks for what happens anyway; any other value is refused by name. Only pure labels, which change no token, may
-hold anything.
+An option that epd-serve knows and does not act on may be absent, null or hold a value that asks for what happens
+anyway; any other value, and an option that is unknown, is refused by name. Labels, which change no token, may hold
+anything. Messages may have fields that are unknown: client libraries add some, and send them back.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from epd_serve.errors import InvalidRequest
@@ -22,11 +23,40 @@ _MAX_NAME = 100
 #: What an instance can be told: msgpack knows no longer integers.
 WIRE_INTEGERS = 2**63
 
+logger = logging.getLogger(__name__)
+
 
 class RequestModel(BaseModel):
     """No field but the declared ones, no value of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class MessageModel(RequestModel):
+    """A part of a conversation: unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _log_ignored(cls, fields: Any) -> Any:
+        if logger.isEnabledFor(logging.DEBUG) and isinstance(fields, dict):
+            logger.debug("%s: ignored fields: %s", cls.__name__, sorted(fields.keys() - cls.model_fields.keys()))
+        return fields
+
+
+def _as_integer(value: Any) -> Any:
+    """Return 8 for 8.0: some languages write every number with a point."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _as_integers(values: Any) -> Any:
+    return (
+        [_as_integer(one) for one in values] if isinstance(values, list) and float in map(type, values) else values
+    )
+
+
+Integer = Annotated[int, BeforeValidator(_as_integer)]
 
 
 def _as_list(value: Any) -> Any:
@@ -43,7 +73,7 @@ StopStrings = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 #: Reading ends at the first that is none.
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_as_integers)]
 
 
 def explain(refusal: ValidationError, model: type[BaseModel], others: Iterable[str] = ()) -> InvalidRequest:
@@ -125,24 +155,17 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), TEXT_ONLY),
     "modalities": ((["text"],), TEXT_ONLY),
     "prediction": ((), "predicted outputs are not supported; leave the field out"),
-    "reasoning_effort": (("none",), "the models served here have no reasoning effort; leave the field out"),
-    "verbosity": (("medium",), "verbosity cannot be set; ask for it in the prompt"),
     "web_search_options": ((), "web search is not supported; leave the field out"),
     "store": ((False,), "answers are not stored; leave the field out or send false"),
     "service_tier": (("auto", "default"), "there is one service tier; use 'auto' or leave the field out"),
     "prompt_cache_retention": ((), "the prefix cache keeps no entry by time; leave the field out"),
     "best_of": ((1,), "best_of is not supported; use n and choose among the answers"),
     "suffix": (("",), "completing before a suffix is not supported; leave the field out"),
-    "use_beam_search": ((False,), "beam search is not supported; use temperature 0 for the greedy answer"),
-    "length_penalty": ((1, 1.0), "beam search is not supported; leave the field out"),
-    "early_stopping": ((False,), "beam search is not supported; leave the field out"),
-    "spaces_between_special_tokens": ((True,), "this cannot be changed; leave the field out"),
     "prompt_logprobs": ((), "only engine: vllm has this; send echo and logprobs to /v1/completions"),
     "return_token_ids": ((False,), "only engine: vllm has this; leave the field out"),
     "chat_template": ((), "the model's own chat template is used; leave the field out"),
     "media_io_kwargs": (({},), "goes with the videos of a chat; leave the field out"),
     "mm_processor_kwargs": (({},), "goes with the media of a chat; leave the field out"),
-    "guided_grammar": ((), "grammars differ between engines; send a JSON schema, a regular expression or choices"),
     "cache_salt": ((), "nothing is cached here; leave the field out"),
 }
 
@@ -155,10 +178,6 @@ RESPONSES_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt": ((), "prompts are not stored; send instructions and input"),
     "background": ((False,), "answers are not stored, so none can be fetched later; leave the field out"),
     "truncation": (("disabled",), "prompts are never cut; shorten the input"),
-    "reasoning": (
-        ({}, {"effort": "none"}),
-        "the models served here have no reasoning effort; leave the field out",
-    ),
     "max_tool_calls": ((), "the client calls the tools, and counts its calls; leave the field out"),
     "service_tier": (("auto", "default"), "there is one service tier; use 'auto' or leave the field out"),
     "prompt_cache_retention": ((), "the prefix cache keeps no entry by time; leave the field out"),

@@ -18,6 +18,7 @@ from epd_serve.protocol.openai.fields import (
     NEUTRAL,
     WIRE_INTEGERS,
     CacheSalt,
+    Integer,
     RequestModel,
     StopString,
     StopStrings,
@@ -57,10 +58,8 @@ MAX_STOP_TOKENS = 4096
 MAX_PROMPTS = 128
 #: OpenAI's default for /v1/completions; a chat without max_tokens may fill the context.
 COMPLETION_MAX_TOKENS = 16
-#: vLLM's earlier names for fields of structured_outputs.
-_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice"}
 #: Fields of a body that mean something else, or nothing, to the models below.
-_BESIDE = LABELS | NEUTRAL.keys() | _GUIDED.keys()
+_BESIDE = LABELS | NEUTRAL.keys()
 #: Fields of sampling that few requests set.
 _RARE = frozenset(
     (
@@ -100,30 +99,30 @@ class GenerationRequest(RequestModel):
     id_prefix: ClassVar[str]
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
-    min_tokens: int | None = Field(None, ge=0, lt=WIRE_INTEGERS)
+    max_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS)
+    min_tokens: Integer | None = Field(None, ge=0, lt=WIRE_INTEGERS)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    top_k: Integer | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: int | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS)
+    seed: Integer | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS)
     stop: StopStrings | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=MAX_STOP_TOKENS)
     include_stop_str_in_output: bool | None = None
     logit_bias: dict[TokenText, Bias] | None = Field(None, max_length=MAX_BIASED_TOKENS)
     allowed_token_ids: TokenIds | None = Field(None, min_length=1)
     bad_words: list[StopString] | None = Field(None, max_length=MAX_BAD_WORDS)
-    truncate_prompt_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
+    truncate_prompt_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS)
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    n: int | None = Field(None, ge=1, le=128)
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    n: Integer | None = Field(None, ge=1, le=128)
+    priority: Integer | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: CacheSalt | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -134,7 +133,7 @@ class GenerationRequest(RequestModel):
         fields = decode_object(body)
         if not _BESIDE.isdisjoint(fields):
             fields = {name: value for name, value in fields.items() if name not in LABELS}
-            fields = _gather_guided(drop_neutral(fields, NEUTRAL, own=cls.model_fields))
+            fields = drop_neutral(fields, NEUTRAL, own=cls.model_fields)
         try:
             request = cls.model_validate(fields)
         except ValidationError as error:
@@ -149,8 +148,6 @@ class GenerationRequest(RequestModel):
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is greater than max_tokens ({limit})", param="min_tokens"
             )
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options is only allowed with stream: true", param="stream_options")
         if self.ends_with_structure and self.grammar() is not None and (self.ignore_eos or self.min_tokens):
             field = "ignore_eos" if self.ignore_eos else "min_tokens"
             raise InvalidRequest(
@@ -187,7 +184,7 @@ class GenerationRequest(RequestModel):
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
         """The shape of the answer; ``created`` is in seconds since the epoch."""
-        options = self.stream_options or StreamOptions()
+        options = (self.stream_options if self.stream else None) or StreamOptions()
         return OutputOptions(
             kind=self.kind,
             id=f"{self.id_prefix}-{id}",
@@ -248,9 +245,9 @@ class ChatCompletionRequest(GenerationRequest):
     id_prefix: ClassVar[str] = "chatcmpl"
 
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
+    max_completion_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -258,6 +255,8 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
     media_io_kwargs: MediaIoKwargs | None = None
     mm_processor_kwargs: ProcessorKwargs | None = None
 
@@ -312,8 +311,9 @@ class ChatCompletionRequest(GenerationRequest):
 
     def prompting(self) -> PromptOptions:
         kwargs = self.chat_template_kwargs
-        if self.enable_thinking is not None:
-            kwargs = {"enable_thinking": self.enable_thinking, **(kwargs or {})}
+        if self.enable_thinking is not None or self.reasoning_effort is not None:
+            own = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
+            kwargs = {**{name: value for name, value in own.items() if value is not None}, **(kwargs or {})}
         return PromptOptions(
             add_special_tokens=self.add_special_tokens,
             truncate=self.truncate_prompt_tokens,
@@ -353,8 +353,8 @@ class CompletionRequest(GenerationRequest):
         BeforeValidator(_as_prompts, json_schema_input_type=OnePrompt | list[OnePrompt]),
         Field(min_length=1, max_length=MAX_PROMPTS),
     ]
-    max_tokens: int | None = Field(None, ge=0, lt=WIRE_INTEGERS)
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    max_tokens: Integer | None = Field(None, ge=0, lt=WIRE_INTEGERS)
+    logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
 
     def token_limit(self) -> int | None:
@@ -376,7 +376,8 @@ class CompletionRequest(GenerationRequest):
                 f"prompt: {len(self.prompt)} prompts of {self.n or 1} choices are more than {MAX_PROMPTS} answers",
                 param="prompt",
             )
-        if len(self.prompt) > 1 and self.stream_options and self.stream_options.continuous_usage_stats:
+        streaming = self.stream_options if self.stream else None
+        if len(self.prompt) > 1 and streaming and streaming.continuous_usage_stats:
             raise InvalidRequest(
                 "stream_options.continuous_usage_stats: cannot be counted over several prompts; use include_usage",
                 param="stream_options.continuous_usage_stats",
@@ -401,27 +402,13 @@ class CompletionRequest(GenerationRequest):
         return msgspec.structs.replace(options, echo=bool(self.echo)) if self.echo else options
 
 
-def _gather_guided(fields: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's ``guided_*`` fields under their present name."""
-    given = {new: fields.pop(old) for old, new in _GUIDED.items() if fields.get(old) is not None}
-    fields = {name: value for name, value in fields.items() if name not in _GUIDED}
-    if given:
-        if fields.get("structured_outputs") is not None:
-            raise InvalidRequest(
-                "structured_outputs: send it without guided_* fields, which mean the same",
-                param="structured_outputs",
-            )
-        fields["structured_outputs"] = given
-    return fields
-
-
 class VllmFields(GenerationRequest):
     """vLLM checks what these mean; an answer of a given structure may go on behind its end."""
 
     ends_with_structure: ClassVar[bool] = False
 
     return_token_ids: bool | None = None
-    prompt_logprobs: int | None = Field(None, ge=-1, le=1 << 20)
+    prompt_logprobs: Integer | None = Field(None, ge=-1, le=1 << 20)
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
         options = super().output(id=id, created=created, model=model)
@@ -434,7 +421,6 @@ class VllmFields(GenerationRequest):
 class VllmChatRequest(VllmFields, ChatCompletionRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    reasoning_effort: str | None = None
     mm_processor_kwargs: AnyProcessorKwargs | None = None
 
     _own_fields: ClassVar[set[str]] = {*VllmFields._own_fields, "reasoning_effort"}

@@ -10,7 +10,15 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.protocol.openai import strict_json
-from epd_serve.protocol.openai.fields import OLD_TOOLS, TEXT_ONLY, RequestModel, drop_neutral
+from epd_serve.protocol.openai.fields import (
+    OLD_TOOLS,
+    TEXT_ONLY,
+    Integer,
+    MessageModel,
+    RequestModel,
+    drop_neutral,
+)
+from epd_serve.protocol.openai.tool_format import is_object, written_calls
 from epd_serve.protocol.wire import CalledFunction, ChatMessage, Part
 from epd_serve.types import AS_THE_MODEL, Modality, VideoSampling
 
@@ -47,22 +55,22 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
         return self.url[:5].lower() == "data:"
 
 
-class ImageUrl(RequestModel):
+class ImageUrl(MessageModel):
     """``detail`` "low" has the picture scaled down to fit 512x512 pixels; "auto" and "high" leave it as it is."""
 
     url: str
     detail: Literal["auto", "high", "low"] | None = None
 
 
-class VideoUrl(RequestModel):
+class VideoUrl(MessageModel):
     url: str
 
 
-class AudioUrl(RequestModel):
+class AudioUrl(MessageModel):
     url: str
 
 
-class InputAudio(RequestModel):
+class InputAudio(MessageModel):
     """A file in base64, and what it is."""
 
     data: str
@@ -72,7 +80,7 @@ class InputAudio(RequestModel):
 class VideoFrames(RequestModel):
     """``num_frames``, and ``fps`` a second; together the fewer of both."""
 
-    num_frames: int | None = Field(None, ge=1, lt=1 << 20)
+    num_frames: Integer | None = Field(None, ge=1, lt=1 << 20)
     fps: float | None = Field(None, gt=0, le=1000)
 
 
@@ -80,8 +88,8 @@ class ProcessorKwargs(VideoFrames):
     """``fps`` and ``num_frames`` of a video exclude each other; the model's processor resizes a picture to have
     between ``min_pixels`` and ``max_pixels``."""
 
-    min_pixels: int | None = Field(None, ge=1)
-    max_pixels: int | None = Field(None, ge=1)
+    min_pixels: Integer | None = Field(None, ge=1)
+    max_pixels: Integer | None = Field(None, ge=1)
 
 
 class AnyProcessorKwargs(ProcessorKwargs):
@@ -141,7 +149,7 @@ def _as_url(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) else value
 
 
-class ContentPart(RequestModel):
+class ContentPart(MessageModel):
     """``text`` goes with type "text", ``image_url``, which may be the URL itself, with type "image_url", and
     ``video_url`` with "video_url": of a file, or ``data:video/jpeg;base64,`` and frames with commas between them.
     A sound is ``audio_url`` or ``input_audio``.
@@ -168,20 +176,20 @@ def _as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-class FunctionCall(RequestModel):
-    """``arguments`` is the text of a JSON object."""
+class FunctionCall(MessageModel):
+    """``arguments`` is the text of a JSON object, or its beginning where the call was cut off."""
 
     name: str = Field(min_length=1)
     arguments: str
 
 
-class ToolCall(RequestModel):
+class ToolCall(MessageModel):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(RequestModel):
+class Message(MessageModel):
     """``content`` may be left out beside ``tool_calls``, which "assistant" alone may have; "tool" has a
     ``tool_call_id``. ``name``, and an assistant's ``reasoning_content`` (or ``reasoning``), are for chat templates
     that show them."""
@@ -200,10 +208,8 @@ class Message(RequestModel):
 
 #: Of a message of a chat, as :data:`~epd_serve.protocol.openai.fields.NEUTRAL`.
 MESSAGE_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "refusal": ((), "refusals are not supported in the history; send the text as content"),
     "function_call": ((), OLD_TOOLS),
     "audio": ((), TEXT_ONLY),
-    "annotations": (([],), "annotations are not supported in the history; leave the field out"),
 }
 
 
@@ -273,15 +279,11 @@ def _check_message(message: Message, place: str) -> None:
     for k, call in enumerate(message.tool_calls or ()):
         param = f"{place}.tool_calls[{k}].function.arguments"
         try:
-            text = (call.function.arguments or "{}").encode()
-            strict_json.check_size(text)
-            arguments = msgspec.json.decode(text)
+            strict_json.check_size(call.function.arguments.encode())
         except strict_json.JSONTooLarge as error:
             raise TooLarge(f"{param}: {error}", param=param) from error
-        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise InvalidRequest(f"{param}: not valid JSON: {error}", param=param) from error
-        if not isinstance(arguments, dict):
-            raise InvalidRequest(f"{param}: the arguments must be a JSON object", param=param)
+        except UnicodeError as error:
+            raise InvalidRequest(f"{param}: cannot be written as JSON: {error}", param=param) from error
 
 
 def media_of(
@@ -326,21 +328,31 @@ _MODALITY_OF: dict[str, Modality] = {
 
 
 def wire_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    """The chat with media as references; "developer" is today's word for "system" in the OpenAI API."""
-    return [
-        ChatMessage(
-            role="system" if message.role == "developer" else message.role,
-            content=[
-                Part(type=_MODALITY_OF[part.type]) if part.text is None else Part(type="text", text=part.text)
-                for part in message.content or ()
-            ],
-            tool_calls=[
-                CalledFunction(id=call.id, name=call.function.name, arguments=call.function.arguments or "{}")
-                for call in message.tool_calls or ()
-            ],
-            tool_call_id=message.tool_call_id or "",
-            name=message.name or "",
-            reasoning=message.reasoning_content or message.reasoning or "",
+    """The chat with media as references; "developer" is today's word for "system" in the OpenAI API.
+
+    Calls of a message of which one is cut off become its text, as the model wrote them: a chat template takes
+    arguments that are an object.
+    """
+    chat = []
+    for message in messages:
+        content = [
+            Part(type=_MODALITY_OF[part.type]) if part.text is None else Part(type="text", text=part.text)
+            for part in message.content or ()
+        ]
+        calls = [
+            CalledFunction(id=call.id, name=call.function.name, arguments=call.function.arguments or "{}")
+            for call in message.tool_calls or ()
+        ]
+        if not all(is_object(call.arguments) for call in calls):
+            content, calls = [*content, Part(type="text", text=written_calls(calls, behind=bool(content)))], []
+        chat.append(
+            ChatMessage(
+                role="system" if message.role == "developer" else message.role,
+                content=content,
+                tool_calls=calls,
+                tool_call_id=message.tool_call_id or "",
+                name=message.name or "",
+                reasoning=message.reasoning_content or message.reasoning or "",
+            )
         )
-        for message in messages
-    ]
+    return chat

@@ -15,6 +15,8 @@ from epd_serve.protocol.openai.fields import (
     RESPONSES_NEUTRAL,
     WIRE_INTEGERS,
     CacheSalt,
+    Integer,
+    MessageModel,
     RequestModel,
     drop_neutral,
     explain,
@@ -56,7 +58,7 @@ def _without_nulls(item: Any) -> Any:
     return {name: value for name, value in item.items() if value is not None}
 
 
-class InputPart(RequestModel):
+class InputPart(MessageModel):
     """A piece of text (of the user's or an earlier answer's) or a picture by URL."""
 
     drop_nulls = model_validator(mode="before")(_without_nulls)
@@ -65,8 +67,6 @@ class InputPart(RequestModel):
     text: str | None = None
     image_url: str | None = None
     detail: Literal["auto", "high", "low"] | None = None
-    annotations: list[Any] | None = Field(None, max_length=0)
-    logprobs: list[Any] | None = None
     file_id: None = None
 
 
@@ -81,7 +81,7 @@ Content = Annotated[
 ]
 
 
-class InputItem(RequestModel):
+class InputItem(MessageModel):
     """One turn: a message (``role`` and ``content``), a "function_call" of an earlier answer (``call_id``,
     ``name``, ``arguments``) or its "function_call_output" (``call_id``, ``output``). ``id`` and ``status`` are
     labels."""
@@ -139,7 +139,11 @@ class TextFormat(RequestModel):
 
 class TextOptions(RequestModel):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(MessageModel):
+    effort: str | None = None
 
 
 def _as_items(value: Any) -> Any:
@@ -156,15 +160,16 @@ class ResponsesRequest(RequestModel):
         Field(min_length=1, max_length=MAX_MESSAGES),
     ]
     instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1, lt=WIRE_INTEGERS)
+    max_output_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    seed: int | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS)
+    top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    seed: Integer | None = Field(None, ge=-WIRE_INTEGERS, lt=WIRE_INTEGERS)
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
         None, max_length=16
     )
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -172,7 +177,7 @@ class ResponsesRequest(RequestModel):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    priority: Integer | None = Field(None, ge=-(2**31), lt=2**31)
     cache_salt: CacheSalt | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -203,13 +208,6 @@ class ResponsesRequest(RequestModel):
                     _check_part(part, f"input[{index}].{field}[{number}]")
         if self.top_logprobs is not None and not self.wants_logprobs:
             raise InvalidRequest(f"top_logprobs needs include: [{LOGPROBS!r}]", param="top_logprobs")
-        if self.stream_options is not None and (
-            not self.stream or self.stream_options.include_usage or self.stream_options.continuous_usage_stats
-        ):
-            raise InvalidRequest(
-                "stream_options: events of responses always end with the usage; leave the field out",
-                param="stream_options",
-            )
 
 
 def _check_part(part: InputPart, place: str) -> None:
@@ -248,6 +246,7 @@ class ResponsesCall(ChatCompletionRequest):
                     "tool_choice": _choice(asked.tool_choice),
                     "parallel_tool_calls": asked.parallel_tool_calls,
                     "response_format": _format(asked.text),
+                    "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
                     "priority": asked.priority,
                     "cache_salt": asked.cache_salt,
                     "stream": asked.stream,

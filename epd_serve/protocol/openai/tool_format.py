@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
+
+from epd_serve.protocol.wire import CalledFunction
 
 CALL_START = "<tool_call>\n"
 CALL_END = "\n</tool_call>"
@@ -46,10 +52,11 @@ class ToolCallReader:
     _escaped: bool = False
     _state: str = "content"  # then for each call "head", "arguments", "end" and "between" it and the next
 
-    def push(self, text: str, *, last: bool = False) -> tuple[str, list[CallDelta]]:
-        """Take more text.
+    def push(self, text: str, finish_reason: str | None = None) -> tuple[str, list[CallDelta]]:
+        """Take more text. Return the content and calls that are certain now; with a reason, the text ends there.
 
-        Return the content and calls that are certain now, or, with ``last``, all that is left.
+        The beginning of a call is no content, even where the text ends before the call is certain: only a single
+        "<" is, unless the text was cut off behind it.
         """
         self._pending += text
         deltas: list[CallDelta] = []
@@ -57,7 +64,7 @@ class ToolCallReader:
         while True:
             state = self._state
             if state == "content":
-                content += self._read_content(last)
+                content += self._read_content(finish_reason)
             elif state == "head":
                 self._read_head(deltas)
             elif state == "arguments":
@@ -68,12 +75,15 @@ class ToolCallReader:
                 self.content += content
                 return content, deltas
 
-    def _read_content(self, last: bool) -> str:
+    def _read_content(self, finish_reason: str | None) -> str:
         before, marker, after = self._pending.partition(CALL_START)
         if marker:
             self._pending, self._state = after, "head"
             return before
-        cut = len(before) - (0 if last else _overlap(before, CALL_START))
+        overlap = _overlap(before, CALL_START)
+        if overlap == 1 and finish_reason == "stop":
+            overlap = 0
+        cut = len(before) - overlap
         self._pending = before[cut:]
         return before[:cut]
 
@@ -116,6 +126,30 @@ class ToolCallReader:
                 if self._depth == 0:
                     return place + 1
         return len(self._pending)
+
+
+def is_object(arguments: str) -> bool:
+    """Whether the arguments of a call are a whole JSON object."""
+    try:
+        return isinstance(msgspec.json.decode(arguments), dict)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+
+
+def written_calls(calls: Iterable[CalledFunction], *, behind: bool) -> str:
+    """Return calls as the model writes them. ``behind``: they follow other text.
+
+    Arguments that are no object are written as they are, and without an end: there the model was cut off.
+    """
+    texts = []
+    for call in calls:
+        name = json.dumps(call.name, ensure_ascii=False)
+        if is_object(call.arguments):
+            arguments, end = json.dumps(json.loads(call.arguments), ensure_ascii=False), CALL_END
+        else:
+            arguments, end = call.arguments, ""
+        texts.append(f'{CALL_START}{{"name": {name}, "arguments": {arguments}{"}" if end else ""}{end}')
+    return "\n" * behind + "\n".join(texts)
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:

@@ -1,0 +1,67 @@
+"""``usage``: the tokens of the prompt that P found in its prefix cache, as P itself counts them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import tiny_models
+from in_process import Deployment, deployment
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+LONG = "apple banana cherry " * 12
+CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+
+
+def asked(path: str, text: str, **fields: Any) -> dict[str, Any]:
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+    prompt: Any = {CHATS: {"messages": [{"role": "user", "content": text}]}, COMPLETIONS: {"prompt": text}}.get(
+        path, {"input": text}
+    )
+    return {**prompt, limit: 3, "temperature": 0, **fields}
+
+
+def cached(usage: dict[str, Any]) -> int:
+    details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
+    return int(details["cached_tokens"])
+
+
+async def hits(api: Deployment, prefill: str) -> int:
+    async with api.session.get(f"{api.instances[prefill].url}/metrics") as response:
+        return int(float(re.findall(r"^\S*prefix_cache_hits_total\S* (\S+)$", await response.text(), re.M)[0]))
+
+
+async def streamed_usage(api: Deployment, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    options = {} if path == RESPONSES else {"stream_options": {"include_usage": True}}
+    async with api.session.post(api.url + path, json={**body, "stream": True, **options}) as response:
+        data = [line[6:] for line in (await response.text()).splitlines() if line.startswith("data: {")]
+    last: dict[str, Any] = json.loads(data[-1])
+    usage: dict[str, Any] = last["response"]["usage"] if path == RESPONSES else last["usage"]
+    return usage
+
+
+@pytest.mark.parametrize("roles", [("EPD",), ("EP", "D"), ("P", "D")])
+async def test_cached_tokens_are_those_that_p_has_found(
+    tmp_path_factory: pytest.TempPathFactory, roles: tuple[str, ...]
+) -> None:
+    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path_factory.mktemp("usage") / "model")
+    async with deployment(model, *roles) as api:
+        prefill = f"{roles[0].lower()}0"
+        for path in (CHATS, COMPLETIONS, RESPONSES):
+            for number, text in enumerate((f"{path} {LONG}", f"{path} {LONG} so?", f"{path} {LONG} so?", path)):
+                before = await hits(api, prefill)
+                body = asked(path, text)
+                status, answer = await api.post(path, body)
+                assert status == 200, answer
+                found = await hits(api, prefill) - before
+                assert cached(answer["usage"]) == found
+                assert (found > 0) == (number in (1, 2))
+                again = await streamed_usage(api, path, body)
+                assert cached(again) == await hits(api, prefill) - before - found
+        before = await hits(api, prefill)
+        _, answer = await api.post(COMPLETIONS, asked(COMPLETIONS, "", prompt=[LONG, LONG + "so?"], n=2))
+        assert cached(answer["usage"]) == await hits(api, prefill) - before > 0
+        await api.settle()

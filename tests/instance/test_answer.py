@@ -1,0 +1,104 @@
+"""Answers as they grow: what each token adds to an event, and to its log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from epd_serve.demo import weights_dir
+from epd_serve.instance.answer import Answer
+from epd_serve.instance.text.tokenizer import Vocabulary
+from epd_serve.protocol.frames import FrameReader, token_ids
+from epd_serve.protocol.openai.tool_format import CALL_START
+from epd_serve.protocol.wire import OutputOptions, TokenLogprob
+from epd_serve.types import Grammar, SamplingParams, ToolSchema
+
+TOKENIZER: Any = AutoTokenizer.from_pretrained(weights_dir())
+VOCABULARY = Vocabulary(TOKENIZER)
+BEYOND = len(TOKENIZER)
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
+    return ids
+
+
+def answers(ids: list[int], finish_reason: str, **sampling: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Choices of the events of a stream, and that of the answer in one piece. A token's logprob is its place's."""
+    made = []
+    for stream in (True, False):
+        options = OutputOptions("chat", "chatcmpl-1", 0, "m", stream=stream)
+        answer = Answer(VOCABULARY, options, SamplingParams(seed=0, **sampling), [1, 2])
+        reader, events = FrameReader(), b""
+        for place, token in enumerate(ids):
+            logprob = TokenLogprob(token, -1.0 - place, [(token, -1.0 - place)])
+            reason = finish_reason if place == len(ids) - 1 else None
+            events += reader.read(answer.push(0, token, logprob, reason))
+        assert not stream or token_ids(reader.labels) == ids
+        made.append(events if stream else answer.end())
+    chunks = [json.loads(event[6:])["choices"][0] for event in made[0].split(b"\n\n") if event]
+    return chunks, json.loads(made[1])["choices"][0]
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [605, 103],
+        [BEYOND, 103],
+        [BEYOND, BEYOND + 1],
+        [*ids_of("so"), BEYOND + 7, *ids_of("\N{SNOWMAN}"), BEYOND, *ids_of("it"), BEYOND],
+    ],
+)
+def test_each_token_has_an_entry_of_its_own(ids: list[int]) -> None:
+    chunks, whole = answers(ids, "length", logprobs=1)
+    streamed = [entry for chunk in chunks for entry in chunk["logprobs"]["content"]]
+    for listed in (streamed, whole["logprobs"]["content"]):
+        assert [entry["logprob"] for entry in listed] == [-1.0 - place for place in range(len(ids))]
+        assert [bytes(entry["bytes"]) for entry in listed] == [VOCABULARY.bytes_of(token) for token in ids]
+        assert [entry["top_logprobs"][0]["bytes"] for entry in listed] == [entry["bytes"] for entry in listed]
+
+
+def test_a_token_without_text_is_told_with_its_own_event() -> None:
+    ids = [BEYOND, *ids_of("so"), BEYOND + 3]
+    chunks, _ = answers(ids, "length", logprobs=1)
+    assert [len(chunk["logprobs"]["content"]) for chunk in chunks] == [1] * len(ids)
+
+
+TOOLS = Grammar(tools=[ToolSchema(name="f", parameters="{}")])
+
+
+@pytest.mark.parametrize("text", [CALL, f"So. {CALL}", f"{CALL}\n{CALL}"])
+def test_a_streamed_call_begins_without_empty_deltas(text: str) -> None:
+    chunks, whole = answers(ids_of(text), "stop", grammar=TOOLS)
+    first, *rest = chunks
+    assert first["delta"]["role"] == "assistant"
+    for chunk in rest:
+        assert chunk["delta"]["content"] or chunk["delta"].get("tool_calls") or chunk["finish_reason"]
+    assert whole["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+
+
+@pytest.mark.parametrize("before", ["", "So. ", "a < b "])
+@pytest.mark.parametrize("finish_reason", ["length", "stop"])
+def test_the_beginning_of_a_call_is_no_content(before: str, finish_reason: str) -> None:
+    """Wherever the answer is cut."""
+    for length in range(2, len(CALL_START)):
+        ids = ids_of(before + CALL_START[:length]) + [0] * (finish_reason == "stop")
+        chunks, whole = answers(ids, finish_reason, grammar=TOOLS, logprobs=0)
+        assert "".join(chunk["delta"]["content"] for chunk in chunks) == before == whole["message"]["content"]
+        told = [entry["token"] for entry in whole["logprobs"]["content"]]
+        assert told == [entry["token"] for chunk in chunks for entry in chunk["logprobs"]["content"]]
+        assert "".join(told).startswith(before) and len(told) <= len(ids_of(before)) + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "finish_reason", "content"),
+    [("a <", "stop", "a <"), ("a <", "length", "a "), ("a <b", "length", "a <b")],
+)
+def test_what_begins_no_call_is_content(text: str, finish_reason: str, content: str) -> None:
+    ids = ids_of(text) + [0] * (finish_reason == "stop")
+    chunks, whole = answers(ids, finish_reason, grammar=TOOLS)
+    assert "".join(chunk["delta"]["content"] for chunk in chunks) == content == whole["message"]["content"]
