@@ -144,11 +144,11 @@ async def test_a_stream_goes_on_at_the_only_instance_when_that_computes_again(st
     )
     asking = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
     await gateway.until(lambda: gateway["a0"].got("/stage/prefill"))
-    gateway["a0"].scripts["/probe"] = lambda _: [kit.FOREVER]
+    gateway["a0"].scripts["/health"] = lambda _: [kit.FOREVER]
     await gateway.until(lambda: not gateway.table["a0"].accepting)
     await gateway.until(lambda: gateway["a0"].cancelled)
     assert not asking.done()
-    del gateway["a0"].scripts["/probe"]
+    del gateway["a0"].scripts["/health"]
     assert await asking == (200, kit.events_of(kit.frame(1) + kit.frame(2)) + kit.DONE)
     assert len(gateway["a0"].got("/stage/prefill")) == 2
     await gateway.settle()
