@@ -312,7 +312,7 @@ class GatewayOrders:
     """
 
     def __init__(self, path: Path, record: DeploymentRecord) -> None:
-        self._client = AdminClient(path)
+        self.client = AdminClient(path)
         self._record = record
 
     async def check(self, config: DeploymentConfig, deadline: Deadline) -> None:
@@ -346,7 +346,7 @@ class GatewayOrders:
         to_tell: dict[str, float] = {}
         while (left_s := deadline.left_s) > 0:
             try:
-                return await self._client.ask(method, path, _within(body, left_s), left_s)
+                return await self.client.ask(method, path, _within(body, left_s), left_s)
             except TimeoutError:
                 break
             except AdminUnreachable as error:  # it is starting again
