@@ -24,6 +24,7 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -64,8 +65,6 @@ def main() -> int:
 
 def measure(device: Device, chosen: Sequence[str], *, tiny: bool) -> tuple[dict[str, Any], bool]:
     """The result file's content, and whether all tests and targets passed."""
-    from benchmarks.engine_gpu import measure_engine
-
     device.activate()
     limits = ceilings(device, tiny=tiny)
     result: dict[str, Any] = {
@@ -87,6 +86,19 @@ def measure(device: Device, chosen: Sequence[str], *, tiny: bool) -> tuple[dict[
         "colocation": lambda: (measure_colocation(device, tiny=tiny), []),
     }
     return result, run_parts(device, result, parts, chosen)
+
+
+def measure_engine(device: Device, limits: dict[str, float], *, tiny: bool) -> dict[str, Any]:
+    """The figures of each shape; its weights are drawn on the device."""
+    from benchmarks.engine_gpu import ENGINE_SHAPES, measure_shape, small_shape
+    from benchmarks.models import make_shape
+
+    results: dict[str, Any] = {}
+    for name in (small_shape(device),) if tiny else ENGINE_SHAPES:
+        with tempfile.TemporaryDirectory() as folder:
+            path = make_shape(name, Path(folder, name), device.name)
+            results[name] = dict(measure_shape(path, device, limits, tiny=tiny))
+    return results
 
 
 def call_ms(device: Device, call: Callable[[], object], rounds: int = _ROUNDS) -> float:
@@ -126,7 +138,7 @@ def measure_checks(device: Device) -> tuple[list[dict[str, Any]], list[Target]]:
 @torch.inference_mode()
 def measure_operators(device: Device, *, tiny: bool) -> dict[str, dict[str, float]]:
     """Milliseconds of each operator, ours and plain torch's."""
-    from benchmarks.gpu_model import layer_calls
+    from benchmarks.gpu_layers import layer_calls
 
     steps: dict[str, tuple[list[int], list[tuple[int, int]]]] = {
         "decode 1 x 2048": ([2048], []),

@@ -18,6 +18,8 @@ from epd_serve.transfer.kv_sender import ReadableKV, ReadableSource
 
 #: Stands for a token where the logits are no numbers, and none can be chosen.
 NO_TOKEN = -1
+#: The token of a sequence whose request forbids every token.
+ALL_FORBIDDEN = -2
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):

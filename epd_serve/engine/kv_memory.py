@@ -21,7 +21,7 @@ from device.base import Device, Event
 from device.copies import to_device
 from device.ops.linear import multiplies_halves
 from epd_serve.config import InstanceOptions
-from epd_serve.config.sizes import MIN_BLOCKS, blocks_in
+from epd_serve.config.sizes import MIN_BLOCKS, blocks_in, in_binary_units
 from epd_serve.engine.commands import CopyBlock
 from epd_serve.engine.computing import Pending
 from epd_serve.engine.device_regions import registered
@@ -84,7 +84,7 @@ class KVCache:
         if is_its_own_slab(device, size):
             self.tensor = torch.frombuffer(slab, dtype=self._dtype).view(self._shape)
         else:
-            self.memory, self.handle = device.share_memory(math.prod(self._shape) * self._dtype.itemsize)
+            self.memory, self.handle = _allocate(device, math.prod(self._shape) * self._dtype.itemsize)
             self.tensor = self.memory.view(self._dtype).view(self._shape)
             self._unpin = weakref.finalize(self, device.pin_in_place(torch.frombuffer(slab, dtype=torch.uint8)))
             self._unpin.atexit = False
@@ -473,6 +473,19 @@ def num_kv_blocks(
     if measure is not None:
         kv_bytes = int(free_bytes * _FREE_MEMORY_TO_USE) - measure() - options.sizes.feature_cache_bytes
     return max(kv_bytes * layout.num_kv_heads // (block_bytes * heads_each), MIN_BLOCKS)
+
+
+def _allocate(device: Device, nbytes: int) -> tuple[Tensor, bytes]:
+    """Return the cache's memory and its handle. Raises ValueError where another process took it meanwhile."""
+    try:
+        return device.share_memory(nbytes)
+    except torch.OutOfMemoryError as error:
+        total, free = device.memory()
+        raise ValueError(
+            f"{device.name} has no {in_binary_units(nbytes)} for the KV cache: {in_binary_units(free)} of "
+            f"{in_binary_units(total)} are free, as another process takes memory there; end it, or set "
+            "kv_cache_bytes or memory_share"
+        ) from error
 
 
 def resolve_dtype(name: str, config: Any, device: Device) -> torch.dtype:

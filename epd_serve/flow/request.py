@@ -480,7 +480,7 @@ class RequestFlow:
         attempt, history, progress = self._attempt, self._history, self.progress
         names = {self.route.prefill.name, self.route.decode.name}
         planned = is_planned(failure)
-        is_innocent = planned or attempt.is_moving or isinstance(failure, Unavailable)
+        is_innocent = planned or attempt.is_moving or isinstance(failure, Unavailable | InvalidRequest)
         self._end_try(names, () if is_innocent else attempt.suspects)
         if progress.complete:
             self._end_request(do.Done(None))

@@ -26,7 +26,7 @@ def test_an_empty_file_is_the_default_deployment() -> None:
         ("gateway:\n  parallel_encode: false", 2, "gateway.parallel_encode: this option was removed: media of a"),
         ("gateway: {stealing: {batch: 8}}", 1, "gateway.stealing: this option was removed: no instance takes"),
         ("topology: 2EPD-2PD\nroles:\n  EPD: {steals: true}", 3, "roles.EPD.steals: this option was removed"),
-        ("gateway: {xyzzy: 1}", 1, "known here: host, port, workers, max_body_bytes"),
+        ("gateway: {xyzzy: 1}", 1, "known here: host, port, max_body_bytes"),
         ("model: demo\n\ntopology: (E-P-D", 3, "this parenthesis is never closed"),
         ("topology: E@tp2-P-D", 1, "for more encoders write a count, as in 2E"),
         ("topology: 3", 1, "a topology is a line of text"),

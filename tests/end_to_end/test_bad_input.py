@@ -76,7 +76,8 @@ async def test_is_refused_with_a_sentence(deployment: LocalDeployment, case: str
     async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
         neighbour = asyncio.create_task(client.post("/v1/chat/completions", json=chat("Count to 9.")))
         if isinstance(body, bytes):
-            answer = await client.post("/v1/chat/completions", content=body)
+            headers = {"content-type": "application/json"}
+            answer = await client.post("/v1/chat/completions", content=body, headers=headers)
         else:
             answer = await client.post("/v1/chat/completions", json=body | {"stream": stream})
         assert answer.status_code == status, answer.text

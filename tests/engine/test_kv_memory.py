@@ -316,3 +316,18 @@ def test_states_have_room_beside_the_usual_kv() -> None:
     small = options.model_copy(update={"kv_cache_bytes": 500 * block_nbytes(layout)})
     with pytest.raises(ValueError, match="which are 564 blocks, 500 of them for the recurrent state"):
         num_kv_blocks(small, layout, "cpu", 0)
+
+
+def test_memory_that_another_process_took_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the measurement of what is free and the allocation."""
+    device = EmulatedDevice("h200", 9)
+
+    def share_memory(nbytes: int) -> tuple[Tensor, bytes]:
+        raise torch.OutOfMemoryError(f"Tried to allocate {nbytes} bytes")
+
+    monkeypatch.setattr(device, "share_memory", share_memory)
+    monkeypatch.setattr(device, "memory", lambda: (80 << 30, 3 << 20))
+    with pytest.raises(
+        ValueError, match=r"no 3\.4KiB for the KV cache: 3MiB of 80GiB are free.* set kv_cache_bytes"
+    ):
+        KVMemory(LAYOUT, NUM_BLOCKS, device, EmbeddedTransport(path="shm"))

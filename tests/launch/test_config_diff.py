@@ -182,7 +182,6 @@ def test_threads_that_were_divided_stay_and_that_is_said(tmp_path: Path, monkeyp
         ("dtype: bfloat16", "a change of dtype needs another start"),
         ("instances: {share_weights: true, host: 127.0.0.2}", "instances.host, instances.share_weights"),
         ("feature_store: mooncake", "feature_store"),
-        ("gateway: {workers: 2}", "a change of gateway.workers"),
         (
             "gateway: {shutdown_delay_s: 7, shutdown_grace_s: 8}",
             "gateway.shutdown_delay_s, gateway.shutdown_grace_s",

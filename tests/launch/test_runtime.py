@@ -21,6 +21,7 @@ from epd_serve.launch.processes.runtime import (
     RuntimeDirectory,
     find_deployment,
     running_deployments,
+    runtime_root,
 )
 
 
@@ -137,3 +138,9 @@ def test_down_ends_the_deployment_of_a_file_and_no_other(root: Path, monkeypatch
             assert (done.exit_code, mine.wait(10)) == (0, 0), done.output
         assert "127.0.0.1:8000 (mine.yaml)" in done.stdout and "Stopped after" in done.stdout
         assert running_deployments() == {"127.0.0.1:8001": other}
+
+
+def test_the_suite_meets_no_deployment_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = runtime_root()
+    monkeypatch.delenv("EPD_SERVE_RUNTIME_DIR")
+    assert here != runtime_root()

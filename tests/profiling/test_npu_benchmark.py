@@ -38,7 +38,7 @@ def test_its_parts_run_with_tiny_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_its_other_parts_run_with_tiny_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = result_of(monkeypatch, tmp_path, "checks", "engine", "colocation")
     assert all(row["passed"] for row in result["checks"])
-    assert result["engine"]["tiny"]["decode"]["batch 4"]["graph"]["ms"] > 0
+    assert result["engine"]["tiny"]["decode, batch 4"]["graph"]["ms"] > 0
     assert next(iter(result["colocation"])) == "two processes", "shares are off first"
     assert result["colocation"]["two streams"]["increase"][1][1] is not None
 

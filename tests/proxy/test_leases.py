@@ -157,7 +157,7 @@ KEY = "0123456789abcdef-"
 @contextlib.asynccontextmanager
 async def linked(fake: Any, key: str) -> AsyncIterator[str]:
     """URL under which a fake instance proves that it has ``key``."""
-    app = ClusterLinks(fake, key, own_address=lambda: "")
+    app = ClusterLinks(fake, key, "instance", lambda: "")
     async with served(
         uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http=ControlHttp))
     ) as url:
@@ -252,7 +252,6 @@ async def test_the_join_key_joins_and_leaves_and_allows_nothing_else(
     for method, path in (
         ("GET", "/instances"),
         ("GET", "/requests"),
-        ("GET", "/workers"),
         ("POST", "/instances/a0/role"),
         ("POST", "/instances/a0/drain"),
     ):
