@@ -178,13 +178,6 @@ class Plan:
     def num_items(self) -> int:
         return sum(len(chain.items) for chain in self.chains)
 
-    def schedule(self) -> list[tuple[int, float | None]]:
-        """(index, planned time) of each request, by index; the time is None where it depends on answers."""
-        times: list[tuple[int, float | None]] = []
-        for chain in self.chains:
-            times += [(item.index, None if item.turn else chain.at_s) for item in chain.items]
-        return sorted(times)
-
 
 def take_items(workload: Workload, count: int | None, seed: int) -> list[Item]:
     """Return the first ``count`` items, or all.

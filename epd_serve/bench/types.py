@@ -1,7 +1,6 @@
-"""Data that the parts of the load tester hand to each other: workloads, records, settings and summaries of a run.
+"""Data of a run: requests, records, settings and summaries.
 
-All times of a run are seconds of one axis, the *plan's*: 0 is where the schedule begins. A run that was resumed
-goes on where the plan stood, as though the clock had been stopped in between.
+All times of a run are seconds since its schedule began.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Item:
         conversation: turns of one conversation share it; None for a request of its own.
         turn: number in the conversation, from 0. A turn is not sent before the one before it is answered.
         think_s: time for which the user waits behind the answer before this turn.
-        arrival_s: time of the send, from the plan's begin, where the workload knows it (traces).
+        arrival_s: when to send, in seconds since the first request; traces alone have it.
         fields: fields of the request's JSON body, over the run's own.
     """
 
@@ -118,15 +117,14 @@ class StageSpan(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One request as measured; a line of records.jsonl. Times are seconds of the plan's axis, None: never came.
+    """One request as measured; a line of records.jsonl. None: the event never came.
 
     Attributes:
-        scheduled_s: time at which it was to be sent. In a closed loop: the time at which its slot became free;
-            of a later turn: the time of the answer before it, plus think_s, where that is after the plan's time.
-        slot_wait_s: the part of the time from then to sent_s for which it waited for one of max_concurrency to
-            end. The rest is the delay by the tester itself.
-        sent_s: time at which its first bytes were handed to the kernel. A connection that had to be made first
-            counts as waiting behind this: sent_s is before it.
+        scheduled_s: when the request was due. In a closed loop: when its user was free. Of a later turn: the
+            answer before it plus think_s, or the trace's time if that is later.
+        slot_wait_s: the part of sent_s - scheduled_s spent waiting for one of max_concurrency slots. The rest is
+            the tester's own delay.
+        sent_s: when the tester began to send it. The time to connect comes after sent_s.
         first_chunk_s: the first event of any kind (what AISBench calls the first token).
         first_token_s: the first event with a token: content, reasoning or a tool call that is not empty. Of an
             answer without any text, though the server's usage has tokens: the first event that stands for one.
@@ -142,8 +140,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         num_body_bytes: bytes sent.
         request_id: the x-request-id that was sent.
         text: the answer.
-        stages: stages of the request, where the server is ours and still shows them; they lie in stages.jsonl.
-        segment: 0 in the first process that worked on the run, one more after each --resume.
+        stages: stages of the request, where the server is an epd-serve gateway.
     """
 
     index: int
@@ -171,7 +168,6 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     text: str = ""
     slot_wait_s: float = 0.0
     stages: list[StageSpan] = []
-    segment: int = 0
 
     @property
     def succeeded(self) -> bool:
@@ -233,29 +229,22 @@ class SLO(msgspec.Struct, kw_only=True, frozen=True):
     tpot_ms: float = 50.0
 
 
-class Segment(msgspec.Struct, kw_only=True):
-    """A process's work on a run; a line of segments.jsonl when it begins, and the whole of it when it ends.
+class ClientLoad(msgspec.Struct, kw_only=True):
+    """How busy the tester's own process was during a run.
 
     Attributes:
-        started_unix_s: time of its start by the clock, and plan_offset_s: that on the plan's axis.
-        wall_s, cpu_s: of this process while it sent and received; cpu_s / wall_s near 1 is a tester at its limit.
+        wall_s, cpu_s: cpu_s / wall_s near 1 means that the tester is the limit.
         loop_lag_p99_s, loop_lag_max_s: lateness of the event loop's timers.
-        ended: "" while it works or where it was killed; "complete", "interrupted".
     """
 
-    segment: int
-    started_unix_s: float
-    plan_offset_s: float
-    num_requests: int = 0
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
-    loop_lag_p99_s: float = 0.0
-    loop_lag_max_s: float = 0.0
-    ended: str = ""
+    wall_s: float
+    cpu_s: float
+    loop_lag_p99_s: float
+    loop_lag_max_s: float
 
 
 class RunSettings(msgspec.Struct, kw_only=True):
-    """The content of run.json: everything that is needed to repeat a run.
+    """Everything that is needed to repeat a run.
 
     Attributes:
         arrivals: as typed: poisson, constant, gamma:0.5, ramp:1:12, closed:16, trace.
@@ -266,7 +255,7 @@ class RunSettings(msgspec.Struct, kw_only=True):
         fields: added to every request's JSON body.
         label: name of the measured topology or deployment in tables.
         versions: of this program, Python, and the server where it states one.
-        workload_digest: blake3 over all requests' bytes; a resumed run must send the same.
+        workload_digest: blake3 over all requests' bytes.
         topology: as our gateway states it, "" elsewhere.
         emulated: its devices that are none, as "emulated h200"; "" where there is none.
     """
@@ -391,18 +380,3 @@ class Summary(msgspec.Struct, kw_only=True):
     by_modality: dict[str, WindowSummary]
     stable_by_modality: dict[str, WindowSummary]
     warnings: list[str]
-
-
-class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The server's own figures at one time; a line of metrics.jsonl.
-
-    Attributes:
-        at_s: on the plan's axis; phase: "before", "during" or "after".
-        metrics: name with labels, as Prometheus writes it, to value.
-        devices: by name, as cpu or cuda:0: utilisation in 0..1, and what else can be read.
-    """
-
-    at_s: float
-    phase: str
-    metrics: dict[str, float] = {}
-    devices: dict[str, dict[str, float]] = {}
