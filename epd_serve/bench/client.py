@@ -51,8 +51,11 @@ class HttpClient:
         base_url: what all paths begin with.
     """
 
-    def __init__(self, base_url: str, *, api_key: str | None = None) -> None:
-        """Raises ValueError for a URL that is not http(s), or that holds a password."""
+    def __init__(self, base_url: str, *, api_key: str | None = None, keep_alive: bool = True) -> None:
+        """Raises ValueError for a URL that is not http(s), or that holds a password.
+
+        ``keep_alive``: whether a connection may serve several requests.
+        """
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{base_url!r} is no URL of a server; it should look like 'http://127.0.0.1:8000'")
@@ -60,12 +63,15 @@ class HttpClient:
             raise ValueError("--base-url must hold no user and no password; put a key into OPENAI_API_KEY")
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._keep_alive = keep_alive
 
     @cached_property
     def _http(self) -> aiohttp.ClientSession:
         """aiohttp's session, which must be made in the event loop."""
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            if self._keep_alive
+            else aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             read_bufsize=1 << 20,

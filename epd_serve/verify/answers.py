@@ -45,17 +45,9 @@ async def _alone_and_batched(client: Client, contents: list[Any]) -> None:
 
 @check("answers", "a 16-bit image hash that spliced two pictures")
 async def batched(client: Client) -> None:
-    """Requests with pictures of one size and other content, and text, get at once what each gets alone."""
-    await _alone_and_batched(client, [*(asked(picture(color)) for color in COLORS), "What colours are there?"])
-
-
-@check("answers", "vllm 51222: one cached picture fails those after it")
-async def one_picture(client: Client) -> None:
-    """Requests that share a picture get at once what the first got alone."""
-    content = asked(picture("orange"))
-    wanted = (await client.chat(content, **_TOLD)).choices()[0]
-    for reply in await asyncio.gather(*(client.chat(content, **_TOLD) for _ in range(8))):
-        same(reply.choices()[0], wanted, "the same picture again")
+    """Requests with equal pictures, others of the same size, and text, get at once what each gets alone."""
+    pictures = [asked(picture(color)) for color in (*COLORS, "red", "red")]
+    await _alone_and_batched(client, [*pictures, "What colours are there?"])
 
 
 @check("answers", "features of neighbours spliced in one request")
