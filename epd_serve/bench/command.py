@@ -16,7 +16,7 @@ from epd_serve.bench.compare import compare
 from epd_serve.bench.deployed import read_candidates
 from epd_serve.bench.plan import ClosedLoop, Trace, load_of
 from epd_serve.bench.report import write_report
-from epd_serve.bench.result_files import write_result_files, write_summary
+from epd_serve.bench.result_files import write_result_files
 from epd_serve.bench.run import Run, new_directory, read_runs
 from epd_serve.bench.session import Session
 from epd_serve.bench.sweep import GoodputSearch, SearchRange, Sweep, parse_rates
@@ -56,8 +56,7 @@ class Output:
         )
 
     def write(self, console: Console, path: Path, runs: Sequence[Run], *, title: str = "") -> None:
-        """Write summary.json and report.html into ``path``."""
-        write_summary(path, runs)
+        """Write report.html into ``path``, and print JSON where it is wanted."""
         if self.report:
             try:
                 write_report(path / "report.html", runs, self.attainment, title=title)

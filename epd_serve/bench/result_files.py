@@ -1,4 +1,4 @@
-"""Files for other programs: vLLM's result, AISBench's tables, and the figures of all runs.
+"""Files for other programs: vLLM's result and AISBench's tables.
 
 ``result.json`` has the names that ``vllm bench serve --save-result --save-detailed`` uses, and its conventions:
 latencies begin with the send, TPOT of requests with one token is left out, a failed request has 0 in every list.
@@ -17,7 +17,7 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,32 +37,6 @@ def write_result_files(run: Run) -> None:
     """Write AISBench's files and vLLM's result.json into the run's directory."""
     write_aisbench(run.path, run)
     (run.path / "result.json").write_bytes(msgspec.json.encode(vllm_result(run)) + b"\n")
-
-
-def write_summary(path: Path, runs: Sequence[Run]) -> None:
-    """Write summary.json: a JSON array with one run a line, the figures of the whole run in four digits."""
-    lines = [
-        msgspec.json.encode(
-            {
-                "label": run.label,
-                "workload": run.workload_name,
-                "rate": run.rate,
-                "num_devices": run.settings.num_devices,
-                "slo": run.settings.slo,
-                "total": _short(msgspec.to_builtins(run.total)),
-            }
-        )
-        for run in runs
-    ]
-    (path / "summary.json").write_bytes(b"[\n" + b",\n".join(lines) + b"\n]\n")
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: _short(one) for key, one in value.items()}
-    return value
 
 
 def public_settings(settings: RunSettings) -> dict[str, Any]:

@@ -135,7 +135,6 @@ def _of_window(
         goodput_per_device=goodput / devices,
         effective_throughput=effective,
         effective_throughput_per_device=effective / devices,
-        output_token_throughput_per_device=output_tokens / duration_s / devices,
         achieved_rate=_rate([record.sent_s for record in records if record.sent_s is not None]),
         planned_rate=_rate([record.scheduled_s for record in records]) if is_planned else None,
         mean_concurrency=mean_concurrency(curve, begin_s, end_s),

@@ -20,7 +20,7 @@ class Media:
 
     Attributes:
         mime: as in image/jpeg; its first half names the part's kind.
-        data: the bytes; sent as a base64 data URL. Items that show the same picture should share the object.
+        data: the bytes; sent as a base64 data URL.
         url: sent unchanged, in place of data.
     """
 
@@ -29,7 +29,7 @@ class Media:
     url: str = ""
 
 
-#: What a message is made of, in the order in which it is sent.
+#: A piece of a message, in the order in which it is sent.
 Part = str | Media
 
 
@@ -47,14 +47,11 @@ class Item:
 
     Attributes:
         index: number in the workload's order, from 0, without gaps; it names the request in all files of a run.
-        messages: the messages that this request adds to its conversation. The runner puts the earlier ones in
-            front of a later turn, with the answers that the server really gave.
-        max_tokens: output tokens asked for.
-        workload: the name of the workload.
+        messages: those that this turn adds; the runner puts the conversation so far before them.
         modality: "text", "image", "audio", "video", or several with "+" in alphabetical order.
-        conversation: turns of one conversation share it; None for a request of its own.
-        turn: number in the conversation, from 0. A turn is not sent before the one before it is answered.
-        think_s: time for which the user waits behind the answer before this turn.
+        conversation: shared by the turns of one conversation; None for a request of its own.
+        turn: number in the conversation, from 0; sent after the turn before it is answered.
+        think_s: pause of the user before this turn.
         arrival_s: when to send, in seconds since the first request; traces alone have it.
         fields: fields of the request's JSON body, over the run's own.
     """
@@ -86,7 +83,7 @@ class Workload(Protocol):
 
 
 class Failure(StrEnum):
-    """The reason for which a request counts as failed."""
+    """Why a request counts as failed."""
 
     CONNECT = "connect"  # no connection
     CONNECTION_LOST = "connection_lost"  # it ended before an answer began
@@ -125,22 +122,14 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
         slot_wait_s: the part of sent_s - scheduled_s spent waiting for one of max_concurrency slots. The rest is
             the tester's own delay.
         sent_s: when the tester began to send it. The time to connect comes after sent_s.
-        first_chunk_s: the first event of any kind (what AISBench calls the first token).
-        first_token_s: the first event with a token: content, reasoning or a tool call that is not empty. Of an
-            answer without any text, though the server's usage has tokens: the first event that stands for one.
-        token_times_s: one for each event with a token: the first, and behind it each whose content is there, be it
-            empty (a special token, half a character).
-        last_event_s: the last event of the generation: a token or the finish_reason, whichever came last.
-        finish_s: the answer's last byte; of a failure, the time at which it was known.
-        num_prompt_tokens, num_output_tokens: the server's usage; output without one: events counted.
-        has_usage: whether the server gave it.
-        num_cached_tokens: cached tokens of the prompt, by the server's usage.
-        failure: None for a success.
-        detail: a failure in words.
-        num_body_bytes: bytes sent.
-        request_id: the x-request-id that was sent.
-        text: the answer.
-        stages: stages of the request, where the server is an epd-serve gateway.
+        first_chunk_s: the first event of any kind, which AISBench calls the first token.
+        first_token_s: the first event with a token: content, reasoning or a tool call that is not empty.
+        token_times_s: of each event with a token; behind the first one, an event with empty content counts too (a
+            special token, half a character).
+        last_event_s: the last token or the finish_reason, whichever came later.
+        finish_s: the answer's last byte; of a failure, when it was known.
+        num_output_tokens: by the server's usage; without it (has_usage false), the number of events.
+        stages: where the server is an epd-serve gateway.
     """
 
     index: int
@@ -180,7 +169,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def ttft_scheduled_s(self) -> float | None:
-        """Seconds from the scheduled time of the send to the first token: what a user would have waited."""
+        """Seconds from the scheduled time to the first token: the wait of a user."""
         return None if self.first_token_s is None else self.first_token_s - self.scheduled_s
 
     @property
@@ -223,7 +212,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class SLO(msgspec.Struct, kw_only=True, frozen=True):
-    """The limits of a good answer, by default the paper's (003 section 4.1). Both must be kept."""
+    """The limits of a good answer, by default the EPD-Serve paper's (section 4.1). Both must be kept."""
 
     ttft_ms: float = 2000.0
     tpot_ms: float = 50.0
@@ -253,11 +242,11 @@ class RunSettings(msgspec.Struct, kw_only=True):
         max_concurrency: of the client; waiting for a slot counts as latency from the scheduled time.
         num_devices: rates and throughput per device are divided by it.
         fields: added to every request's JSON body.
-        label: name of the measured topology or deployment in tables.
+        label: name of the measured deployment in tables.
         versions: of this program, Python, and the server where it states one.
         workload_digest: blake3 over all requests' bytes.
         topology: as our gateway states it, "" elsewhere.
-        emulated: its devices that are none, as "emulated h200"; "" where there is none.
+        emulated: the emulated devices, as "emulated h200"; "" where there is none.
     """
 
     base_url: str
@@ -284,10 +273,7 @@ class RunSettings(msgspec.Struct, kw_only=True):
 
 
 class Distribution(msgspec.Struct, kw_only=True):
-    """The distribution of one figure over requests (ITL: over gaps), in its own unit.
-
-    Percentiles interpolate linearly.
-    """
+    """One figure over requests (ITL: over gaps), in its own unit. Percentiles interpolate linearly."""
 
     n: int
     mean: float
@@ -316,18 +302,16 @@ class WindowSummary(msgspec.Struct, kw_only=True):
 
     Attributes:
         modality: "all" or one of the items'.
-        figures: by name, in seconds: ttft, ttft_scheduled, first_chunk, tpot, itl, e2el, e2el_scheduled, send_lag;
-            input_tokens, output_tokens; output_token_throughput (tokens/s of one request). Successes alone; a name
-            is absent where nothing was measured.
-        failures: number of failures of each kind.
+        figures: of successes, by name; a name is absent where nothing was measured. In seconds: ttft,
+            ttft_scheduled, first_chunk, tpot, itl, e2el, e2el_scheduled, send_lag. In tokens: input_tokens,
+            output_tokens; tokens/s of one request: output_token_throughput.
         attainment: share of requests that kept both limits, by TTFT from the scheduled time; failures kept none.
-        duration_s: time from the first request to the last answer; of a stable window its length.
-        request_throughput ...: successes a second.
-        goodput: requests a second that attained the SLO; effective_throughput: their output tokens a second. Both
-            also per device. prefill_token_throughput: input tokens over the sum of all TTFTs, as AISBench has it.
+        duration_s: from the first request to the last answer; of a stable window its length.
+        goodput: requests a second that kept the SLO; effective_throughput: their output tokens a second.
+        prefill_token_throughput: input tokens over the sum of all TTFTs, as AISBench has it.
         achieved_rate, planned_rate: requests a second that were sent, and that were to be.
-        mean_concurrency, max_concurrency: requests on their way.
-        stages: seconds of each stage of the server, where it reports them.
+        mean_concurrency, max_concurrency: requests under way.
+        stages: seconds of each stage, where the server tells them.
     """
 
     modality: str
@@ -351,7 +335,6 @@ class WindowSummary(msgspec.Struct, kw_only=True):
     goodput_per_device: float
     effective_throughput: float
     effective_throughput_per_device: float
-    output_token_throughput_per_device: float
     achieved_rate: float
     planned_rate: float | None
     mean_concurrency: float
@@ -372,7 +355,6 @@ class Summary(msgspec.Struct, kw_only=True):
     Attributes:
         total, stable: figures of all modalities; stable is None where no window is stable.
         by_modality: as total, for each modality, where there are several.
-        warnings: sentences.
     """
 
     total: WindowSummary

@@ -84,8 +84,6 @@ def test_deployments_are_measured_in_turn_under_one_schedule(tmp_path: Path, ben
     assert redrawn.code == 3 and "SLO missed: EPD (third), synthetic, 20 req/s: 0 of 6 requests" in redrawn.out
     limits = ["--slo-ttft-ms", "60000", "--slo-tpot-ms", "60000"]
     assert bench("--redraw", str(path), "--fail-on-slo", "--no-report", *limits).code == 0
-    summaries = json.loads((path / "summary.json").read_text())
-    assert [one["total"]["num_requests"] for one in summaries] == [6, 9, 6, 9]
 
 
 @pytest.mark.parametrize(

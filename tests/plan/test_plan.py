@@ -403,7 +403,7 @@ def test_the_command_writes_a_deployment(tmp_path: Path) -> None:
     records = run.records
     assert run.settings.label == figures["recommended"] and len(records) == run.settings.num_requests
     assert all(len(one.token_times_s) == one.num_output_tokens for one in records if one.succeeded)
-    assert (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "report.html").exists()
     screen = CliRunner().invoke(app, [*command[:-1], "--most", "50", "-o", str(plan)])
     assert "Your 4 requests/s fit on 1 of 2 x rtx-4090: EPD lasts up to" in " ".join(screen.output.split())
     assert f"Wrote {plan}. Start it: epd-serve up {plan}" in screen.output
