@@ -2,7 +2,6 @@
 
     python -m benchmarks.colocation                         # emulated devices, by a virtual clock: exact, no GPU
     python -m benchmarks.gpu --only colocation              # on an NVIDIA GPU
-    python -m benchmarks.colocation --device cpu --tiny     # only checks that the measurement runs
 
 * ``none``: two streams of one process, equally urgent;
 * ``priority``: decodes first, as in ``EP``, ``EPD`` and ``ED``;
@@ -20,19 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
 import torch
 
 from benchmarks.accelerator import empty_cache
 from benchmarks.common import RESULTS, write
 from benchmarks.engine_gpu import _Model
-from benchmarks.models import make_shape
 from device import mps
 from device.base import Device, Stream
 from device.emulated.timed import TimedDevice
@@ -100,24 +97,23 @@ def emulate(kind: str, mode: str, *, batch: int = 128, context: int = 1024, side
 # ---------------------------------------------------------------------- on a device
 
 
-def measure(device: Device, limits: dict[str, float], *, tiny: bool = False) -> dict[str, Any]:
-    """The figures of each mode, or the reason why it cannot be had here."""
-    rows: dict[str, Any] = {}
+def measure(
+    device: Device, path: Path, limits: Mapping[str, float], *, tiny: bool
+) -> Iterator[tuple[str, dict[str, float] | str]]:
+    """Yield the figures of each mode for a checkpoint, or the reason why it cannot be had here."""
+    for mode in ("alone", *MODES):
+        try:
+            yield mode, _in_one_process(path, device, limits, mode, tiny=tiny)
+        except ValueError as error:
+            yield mode, f"not run: {error}"
+        empty_cache(device)
+    yield "processes", _in_two_processes(path, device.name, dict(os.environ), tiny=tiny)
     with tempfile.TemporaryDirectory() as folder:
-        path = make_shape("tiny" if tiny else "Qwen2.5-VL-7B", Path(folder, "model"), device.name)
-        for mode in ("alone", *MODES):
-            try:
-                rows[mode] = _in_one_process(path, device, limits, mode, tiny=tiny)
-            except ValueError as error:
-                rows[mode] = f"not run: {error}"
-            empty_cache(device)
-        rows["processes"] = _in_two_processes(path, device.name, dict(os.environ), tiny=tiny)
-        rows["mps"] = _under_mps(path, device, Path(folder, "mps"), tiny=tiny)
-    return rows
+        yield "mps", _under_mps(path, device, Path(folder, "mps"), tiny=tiny)
 
 
 def _in_one_process(
-    path: Path, device: Device, limits: dict[str, float], mode: str, *, tiny: bool
+    path: Path, device: Device, limits: Mapping[str, float], mode: str, *, tiny: bool
 ) -> dict[str, float]:
     urgent, low, share = MODES.get(mode, (-1, 0, None))
     streams = {"decode": device.stream(urgent), "tower": device.stream(low, share)}
@@ -233,18 +229,13 @@ def _be_side(name: str, side: str, path: Path, *, tiny: bool) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", help="a device of this machine instead of emulated ones")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to check that it runs")
+    parser.add_argument("--device", help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--side", choices=("tower", "decode"), help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.side:
         return _be_side(arguments.device, arguments.side, arguments.model, tiny=arguments.tiny)
-    if arguments.device:
-        device = get_device(arguments.device)
-        device.activate()
-        print(json.dumps(measure(device, {}, tiny=arguments.tiny), indent=1))
-        return 0
     kinds = ("h100", "h200", "a100", "ascend-910b3")
     result = {
         "command": "python -m benchmarks.colocation",

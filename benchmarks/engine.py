@@ -1,7 +1,6 @@
 """The native engine against transformers' ``generate`` and vLLM on this CPU, and against what the CPU can do.
 
     python -m benchmarks.engine [--vllm-python /path/to/venv/bin/python] [--threads 1] [--rounds 3]
-    python -m benchmarks.engine --gpu [--tiny]         # on an NVIDIA GPU: see benchmarks.engine_gpu
 
 Each engine is one process with the same model, threads and heap settings; for each case they take turns, and the
 table has medians over the rounds. "CPU" is processor time of all threads, which other programs disturb less than
@@ -178,13 +177,6 @@ def table(results: dict[str, Any], engines: Sequence[str]) -> str:
 
 def main() -> int:
     parser = argument_parser(__doc__)
-    parser.add_argument("--gpu", action="store_true", help="measure a CUDA GPU instead of this CPU")
-    parser.add_argument(
-        "--device", help="with --gpu: the device (default cuda:0); cpu checks that the script runs"
-    )
-    parser.add_argument(
-        "--tiny", action="store_true", help="with --gpu: small sizes, to check that the script runs"
-    )
     parser.add_argument("--models", nargs="+", default=["0.5B", BUILT_IN])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
@@ -192,10 +184,6 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "epd-serve-benchmark-models")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    if options.gpu:
-        from benchmarks.engine_gpu import run
-
-        return run(options.device or "cuda:0", tiny=options.tiny, output=options.output)
     commands = {
         "native": [sys.executable, "-m", "benchmarks.engine_native"],
         "transformers": [sys.executable, "-m", "benchmarks.engine_native", "--transformers"],

@@ -1,14 +1,12 @@
 """Encode, prefill and decode of true shapes with random weights on one GPU, against what the GPU can do.
 
-    python -m benchmarks.engine --gpu          # part of ``python -m benchmarks.gpu`` as well
-    python -m benchmarks.engine --gpu --device cpu --tiny    # only checks that this script runs
-    python -m benchmarks.engine --gpu --device emulated:h200 --tiny    # counts launches
+The part ``engine`` of ``python -m benchmarks.gpu``.
 
 * ``encode``: the tower over one image and over four, by the clock until the features are on the host;
 * ``prefill``: one prompt of 1k to 8k tokens in one step;
-* ``decode``: steps of 1 and of 32 sequences with and without graphs, contexts of 1k tokens;
+* ``decode``: steps of 1, 8 and 64 sequences with and without graphs, contexts of 2k tokens;
 * ``tower``: small pictures, with and without graphs;
-* ``mixed``: 32 decodes and a chunk of a prompt in one step, with and without graphs;
+* ``mixed``: 64 decodes and a chunk of a prompt in one step, with and without graphs;
 * ``dual_stream``: encoding and decoding at once on two streams against one after the other (TriInfer, Figure 12).
 
 ``launches`` counts operators, copies and graphs that the host gives to the device; an emulated device is asked for
@@ -20,12 +18,10 @@ these alone, with narrow layers as many as Qwen2.5-VL-7B has.
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,11 +30,8 @@ import msgspec
 import torch
 
 from benchmarks.accelerator import empty_cache, never_waiting, num_launches
-from benchmarks.common import RESULTS, write
 from benchmarks.engine_native import image_inputs
-from benchmarks.models import make_shape
 from device.base import Device
-from device.registry import get_device
 from epd_serve.engine.prefill_graphs import prefill_graph_sizes
 from epd_serve.engine.step import StepExecutor
 from epd_serve.engine.step_inputs import DecodeTables, StepInputs
@@ -47,63 +40,31 @@ from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
 from epd_serve.models.tower_graphs import GRAPH_SIZES
 
-SHAPES = ("Qwen2.5-VL-7B", "Qwen3-VL-8B")
-_RESULTS = RESULTS
+ENGINE_SHAPES = ("Qwen2.5-VL-7B", "Qwen3-VL-8B")
 
 
-def run(name: str, *, tiny: bool, output: Path | None) -> int:
-    """Measure the device and write a JSON file; returns the exit status."""
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        print(f"benchmarks.engine --gpu needs an NVIDIA GPU: torch {torch.__version__} sees none here")
-        return 2
-    device = get_device(name)
-    device.activate()
-    if device.type == "cuda":
-        from benchmarks.gpu_timing import ceilings
-
-        limits = ceilings(device.torch_device)
-    elif device.type == "emulated":
-        limits = {}  # its launches alone are counted
-    else:
-        from benchmarks.engine import roofline
-
-        reached = roofline(torch.get_num_threads())
-        limits = {"copy_gb_s": reached["read_gb_s"], "bf16_matmul_tflop_s": reached["gemm_gflop_s"] / 1e3}
-    result: dict[str, Any] = {
-        "command": f"python -m benchmarks.engine --gpu --device {name}{' --tiny' if tiny else ''}",
-        "device": device.description,
-        "torch": torch.__version__,
-        "ceilings": limits,
-        "models": measure_engine(device, limits, tiny=tiny),
-    }
-    file = output or _RESULTS / f"engine-{device.description.lower().replace(' ', '-')}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write(file, result)
-    print(json.dumps(result, indent=1))
-    return 0
+def small_shape(device: Device) -> str:
+    """The shape that checks that this runs; on an emulated device with as many layers as Qwen2.5-VL-7B has."""
+    return "narrow" if device.type == "emulated" else "tiny"
 
 
-def measure_engine(device: Device, limits: dict[str, float], *, tiny: bool = False) -> dict[str, Any]:
-    """The figures of each shape; its weights are drawn on the device, saved, and loaded as an instance does."""
-    results: dict[str, Any] = {}
-    small = "narrow" if device.type == "emulated" else "tiny"
-    for name in (small,) if tiny else SHAPES:
-        with tempfile.TemporaryDirectory() as folder:
-            path = make_shape(name, Path(folder), "cpu" if device.type == "emulated" else device.name)
-            results[name] = _Model(path, device, limits, tiny=tiny).measure()
-        empty_cache(device)
-    return results
+def measure_shape(
+    path: Path, device: Device, limits: Mapping[str, float], *, tiny: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the figures of a checkpoint, whose weights are loaded as an instance does it, one after another."""
+    yield from _Model(path, device, limits, tiny=tiny).measure()
+    empty_cache(device)
 
 
 class _Model:
     """Tower and language model of one checkpoint with a KV cache for the largest case."""
 
-    def __init__(self, path: Path, device: Device, limits: dict[str, float], *, tiny: bool) -> None:
+    def __init__(self, path: Path, device: Device, limits: Mapping[str, float], *, tiny: bool) -> None:
         self._device, self._limits = device, limits
         self._block_size = 128 if device.type == "npu" else 16  # what Ascend's operators recommend
         self.prompts = [64, 128] if tiny else [1024, 2048, 4096, 8192]
-        self.batches = [1, 4] if tiny else [1, 32]
-        self.context = 64 if tiny else 1024
+        self.batches = [1, 4] if tiny else [1, 8, 64]
+        self.context = 64 if tiny else 2048
         self.side = 8 if tiny else 64
         self._repeats = 2 if tiny else 20
         family = load_family(path)
@@ -146,24 +107,22 @@ class _Model:
             prefill_graph_sizes=prefill_sizes,
         )
 
-    def measure(self) -> dict[str, Any]:
-        graphs = {
-            "tower": {f"4 x {side**2} patches": self._pictures(side) for side in self.sides},
-            "mixed": {f"{self.batches[-1]} + {count} tokens": self._mixed(count) for count in self.chunks},
-        }
-        if self._device.type == "emulated":
-            return graphs
-        encode = {f"{batch} x {self.side**2} patches": self._encode(batch) for batch in (1, 4)}
-        prefill = {f"{length} tokens": self._prefill(length) for length in self.prompts}
-        decode = {f"batch {batch}": self._decode(batch) for batch in self.batches}
-        return {
-            "parameters": {"tower": self._tower.num_parameters, "language": self._model.num_parameters},
-            "encode": encode,
-            "prefill": prefill,
-            "decode": decode,
-            **graphs,
-            "dual_stream": {f"batch {batch}": self._dual_stream(batch) for batch in self.batches},
-        }
+    def measure(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if self._device.type != "emulated":
+            yield "parameters", {"tower": self._tower.num_parameters, "language": self._model.num_parameters}
+            for batch in self.batches:
+                yield f"decode, batch {batch}", self._decode(batch)
+            for length in self.prompts:
+                yield f"prefill, {length} tokens", self._prefill(length)
+            for batch in (1, 4):
+                yield f"encode, {batch} x {self.side**2} patches", self._encode(batch)
+        for count in self.chunks:
+            yield f"mixed, {self.batches[-1]} + {count} tokens", self._mixed(count)
+        for side in self.sides:
+            yield f"tower, 4 x {side**2} patches", self._pictures(side)
+        if self._device.type != "emulated":
+            for batch in self.batches:
+                yield f"dual stream, batch {batch}", self._dual_stream(batch)
 
     def _seconds(self, call: Callable[[], object], repeats: int) -> float:
         """The median of some calls, each until the device is done."""
@@ -283,7 +242,8 @@ class _Model:
             rows.append((rows[-1] if rows else -1) + length)
         return StepInputs(
             ids=[16 + i % 900 for i in (*range(decodes), *positions)],
-            positions=torch.tensor(positions, dtype=torch.long).expand(self._axes, -1),
+            # Not a view: torch pins no memory in which several numbers share an address.
+            positions=torch.tensor(positions, dtype=torch.long).repeat(self._axes, 1),
             slots=slots,
             rows=rows,
             decode_context_lens=lengths[:decodes],

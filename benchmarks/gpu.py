@@ -1,68 +1,343 @@
-"""Everything that needs an NVIDIA GPU, in one call: the device tests, then how fast the kernels are.
+"""Everything that needs a GPU, in one call: served models first, then the engine, transfers, kernels and tests.
 
-Run as ``python -m benchmarks.gpu [--out benchmarks/results/gpu-NAME.json]`` from the root of the repository. It
-needs torch, triton, transformers, pytest, hypothesis, pillow and the wheels in ``WHEELS``, which have 12 MiB with
-all that they need, no model and no network, and takes a few minutes:
+    python -m benchmarks.gpu --output gpu.json                     # cuda:0; 21 minutes at most
+    python -m benchmarks.gpu --output gpu.json --only serve        # one part
+    python -m benchmarks.gpu --output gpu.json --device cpu --tiny # small sizes, to check that each part runs
 
-* ``tests``: pytest over tests/device, so that every operator is compared with the oracle on this GPU;
-* ``ceilings``: the bandwidth of a 2 GiB copy (bytes read and written) and the rate of a bf16 matrix product;
-* ``write``: write_kv; at least 70 % of the copy's bandwidth;
-* ``decode``: paged decode attention, 8 KV heads of 128, GQA group 4; at least 80 % of it at 64 x 2048;
-* ``prefill``: attention of prompts and chunks of Qwen2.5-VL-7B's shape; at most 1.3 times the best of torch's
-  SDPA (cuDNN, flash, efficient) and varlen calls, and right;
-* ``vision``: a tower's attention with heads of 64, 72 and 80;
-* ``layers``: norms, rotation and SwiGLU against plain torch;
-* ``sample``: draws from 152,000 tokens, 64 and 256 rows, against a sorted vocabulary; at most 1 ms;
-* ``model``: a decode step of Qwen2.5-VL-7B's shape, random weights, as a CUDA graph: equal to eager, timed;
-* ``engine``: encode, prefill, decode and two streams of Qwen2.5-VL-7B's and Qwen3-VL-8B's shapes, random weights;
-  small pictures and mixed steps with and without graphs, with their launches
-  (``benchmarks.engine_gpu``; needs 40 GiB of disk and 30 GiB of GPU memory);
-* ``handoff``: the KV of a prompt of 2000 tokens (Qwen3-VL-8B's shape), and the feature of a picture, from one
-  process to another: from device to device, through the host by shared memory and by TCP, and over Mooncake from
-  device to device where it reaches the GPU's memory (``benchmarks.handoff``); at most 10 ms for the first;
-* ``colocation``: TPOT and encodes a second of Qwen2.5-VL-7B's shape side by side on the GPU: without priorities,
-  with them, with the tower in a green context, in two processes without MPS and with its shares
-  (``benchmarks.colocation``);
-* ``tune``: the decode kernel's tiles, warps and stages.
+It needs torch, triton, transformers, pytest, hypothesis, pillow and the wheels in ``WHEELS``; no model or network.
 
-Times are medians over CUDA events. The exit status is 1 where a test or a target fails.
+* ``serve``: Qwen2.5-VL-7B's and Llama 3 8B's shapes in bfloat16 as ``EPD`` and ``(E-P-D)``, ``PD`` and ``(P-D)``
+  on the one device: TTFT, gaps between tokens and tokens a second at 1, 64 and 256 streams, prompts of 1000 tokens
+  and answers of 128, then with pictures of 896 x 896;
+* ``engine``: encode, prefill, decode, mixed steps and two streams, with and without graphs;
+* ``handoff``: the KV of a prompt and the feature of a picture between two processes, by each transport;
+* ``colocation``: time per token and encodes a second side by side, by what separates the two;
+* ``attention``: paged decode, prompts, towers, the cache's write, norms, rotation and SwiGLU beside torch's calls;
+* ``sampling``: draws from 152,000 tokens;
+* ``startup``: imports, the opening of the device, ``epd-serve up`` until it is ready;
+* ``tests``: pytest over tests/device, so that every operator is compared with the oracle on this device.
+
+Each part runs in processes of its own, which end with its time limit. The file has all rows that a part measured
+until then. Random weights lie in /dev/shm meanwhile. The exit status is 1 where a part did not end by itself, or
+tests failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
 import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from benchmarks.accelerator import Part, Target
-
+ROOT = Path(__file__).parents[1]
 #: What an image with torch and transformers may lack.
 WHEELS = ("blake3", "httptools", "msgspec", "psutil", "pydantic", "ruamel.yaml", "uvicorn")
 _OTHERS = ("torch", "triton", "transformers", "pytest", "hypothesis", "numpy", "PIL")
-PARTS = (
-    "tests",
-    "write",
-    "decode",
-    "prefill",
-    "vision",
-    "layers",
-    "sample",
-    "model",
-    "engine",
-    "handoff",
-    "colocation",
-    "tune",
-)
+_READY_S, _STOP_S = 180.0, 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a part is asked for, and where its rows go."""
+
+    device: str
+    tiny: bool
+    weights: Path
+    file: Path
+
+    def keep(self, name: str, row: Any) -> None:
+        """Add a row to the part's file, which is whole at any time."""
+        rows = json.loads(self.file.read_text()) if self.file.exists() else {}
+        rows[name] = row
+        _write(self.file, rows)
+        print(f"   {name}: {json.dumps(row, default=str)[:300]}", flush=True)
+
+    @contextlib.contextmanager
+    def keeping(self, name: str) -> Iterator[None]:
+        """Go on behind a row that cannot be had, with the reason in its place."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a row is not worth those behind it
+            self.keep(name, f"failed: {type(error).__name__}: {error}"[:2000])
+
+    def model(self, shape: str) -> Path:
+        """The directory of a shape's random weights, made once for all parts."""
+        from benchmarks.models import make_shape
+
+        where = "cpu" if self.device.startswith("emulated") else self.device
+        return make_shape(shape, self.weights / shape, where)
+
+    def open(self) -> Any:
+        from device.registry import get_device
+
+        device = get_device(self.device)
+        device.activate()
+        return device
+
+
+# ---------------------------------------------------------------------- served models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Closed-loop streams of one size."""
+
+    streams: int
+    text_tokens: int = 1000
+    output_tokens: int = 128
+    side: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.streams} streams{f', pictures of {self.side}' if self.side else ''}"
+
+    @property
+    def workload(self) -> str:
+        pictures = "image_share=0" if self.side is None else f"image_share=1,image_size={self.side}x{self.side}"
+        return f"synthetic,text_tokens={self.text_tokens},output_tokens={self.output_tokens},{pictures}"
+
+
+_LOADS = [Load(streams=count, side=side) for side in (None, 896) for count in (1, 64, 256)]
+_TINY_LOADS = [Load(streams=2, text_tokens=20, output_tokens=4, side=side) for side in (None, 56)]
+#: Shape → topologies on the one device.
+_SERVED = {"Qwen2.5-VL-7B": ("EPD", "(E-P-D)"), "Llama-3-8B": ("PD", "(P-D)")}
+_TINY_SERVED = {"tiny": ("(E-P-D)",), "tiny-llama": ("PD",)}
+
+
+def serve(run: Run) -> None:
+    for shape, topologies in (_TINY_SERVED if run.tiny else _SERVED).items():
+        model = run.model(shape)
+        for topology in topologies:
+            name = f"{shape} {topology}"
+            with run.keeping(name), _serving(run, topology, model) as (url, ready_s):
+                run.keep(f"{name}: ready, s", ready_s)
+                for load in _TINY_LOADS if run.tiny else _LOADS:
+                    if load.side is None or "E" in topology:
+                        with run.keeping(f"{name}: {load.name}"):
+                            run.keep(f"{name}: {load.name}", _bench(url, load, run.weights))
+
+
+@contextlib.contextmanager
+def _serving(run: Run, topology: str, model: Path | None) -> Iterator[tuple[str, float]]:
+    """A deployment on the device: its address, and the seconds until it was ready."""
+    from epd_serve.launch.processes.ports import free_port
+
+    port = free_port("127.0.0.1")
+    file, log = run.weights / f"deployment-{port}.yaml", run.weights / f"deployment-{port}.log"
+    lines = [f"topology: {topology}", f"devices: ['{run.device}']", f"gateway: {{port: {port}}}"]
+    lines += ["instances: {base_port: 0}"]
+    if model is not None:
+        lines += [f"model: {model}", "dtype: bfloat16"]
+    file.write_text("\n".join(lines) + "\n")
+    began = time.monotonic()
+    with log.open("w") as output:
+        command = [sys.executable, "-m", "epd_serve.cli", "up", str(file)]
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not _answers(f"{url}/health/ready"):
+            if process.poll() is not None or time.monotonic() - began > _READY_S:
+                raise RuntimeError(f"{topology} was not ready: {log.read_text()[-1500:]}")
+            time.sleep(0.2)
+        yield url, time.monotonic() - began
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _bench(url: str, load: Load, folder: Path) -> dict[str, Any]:
+    count = max(4, 2 * load.streams)
+    command = [sys.executable, "-m", "epd_serve.cli", "bench", "--base-url", url, "--workload", load.workload]
+    command += ["--arrivals", f"closed:{load.streams}", "--num-requests", str(count), "--warmups", "1"]
+    command += ["--json", "--no-report", "--work-dir", str(folder / "bench")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    try:
+        total = json.loads(done.stdout)[0]["summary"]["total"]
+    except (ValueError, LookupError):
+        raise RuntimeError(f"bench: {done.stdout[-300:]} {done.stderr[-700:]}") from None
+    figures = {
+        f"{name}_ms": {part: round(1000 * figure[part], 2) for part in ("median", "p99")}
+        for name, figure in total["figures"].items()
+        if name in ("ttft", "tpot", "itl")
+    }
+    answered = {"succeeded": total["num_succeeded"], "requests": total["num_requests"]}
+    return answered | {"output_tokens_s": round(total["output_token_throughput"], 1)} | figures
+
+
+# ---------------------------------------------------------------------- one process
+
+
+def engine(run: Run) -> None:
+    from benchmarks.engine_gpu import ENGINE_SHAPES, measure_shape, small_shape
+    from benchmarks.gpu_timing import ceilings
+
+    device = run.open()
+    limits = ceilings(device, tiny=run.tiny)
+    run.keep("ceilings", limits)
+    for shape in (small_shape(device),) if run.tiny else ENGINE_SHAPES:
+        for name, row in measure_shape(run.model(shape), device, limits, tiny=run.tiny):
+            run.keep(f"{shape}: {name}", row)
+
+
+def handoff(run: Run) -> None:
+    from benchmarks import handoff as measured
+    from epd_serve.protocol.wire import KVLayout
+
+    small = KVLayout(num_layers=2, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32", model="m")
+    sizes: dict[str, Any] = {"layout": small, "num_tokens": 64, "repeats": 1} if run.tiny else {}
+    for name, row in measured.measure_kv(run.device, **sizes):
+        run.keep(f"KV, {name}", row)
+    sizes = {"shape": (16, 16), "repeats": 1} if run.tiny else {}
+    for name, row in measured.measure_feature(run.device, **sizes):
+        run.keep(f"feature, {name}", row)
+
+
+def colocation(run: Run) -> None:
+    from benchmarks import colocation as measured
+    from benchmarks.engine_gpu import small_shape
+    from benchmarks.gpu_timing import ceilings
+
+    device = run.open()
+    limits = ceilings(device, tiny=run.tiny)
+    path = run.model(small_shape(device) if run.tiny else "Qwen2.5-VL-7B")
+    for name, row in measured.measure(device, path, limits, tiny=run.tiny):
+        run.keep(name, row)
+
+
+def attention(run: Run) -> None:
+    from benchmarks import gpu_attention, gpu_layers, gpu_memory
+    from benchmarks.gpu_timing import ceilings
+
+    device = run.open()
+    limits = ceilings(device, tiny=run.tiny)
+    run.keep("ceilings", limits)
+    for measured in (
+        partial(gpu_memory.measure_decode, device, limits, tiny=run.tiny),
+        partial(gpu_attention.measure_prefill, device, tiny=run.tiny),
+        partial(gpu_attention.measure_vision, device, tiny=run.tiny),
+        partial(gpu_memory.measure_write, device, limits, tiny=run.tiny),
+        partial(gpu_layers.measure_layers, device, tiny=run.tiny),
+    ):
+        for name, row in measured():
+            run.keep(name, row)
+
+
+def sampling(run: Run) -> None:
+    from benchmarks.gpu_sampling import measure_sampling
+
+    for name, row in measure_sampling(run.open(), tiny=run.tiny):
+        run.keep(name, row)
+
+
+def startup(run: Run) -> None:
+    for module in ("torch", "epd_serve.instance.main", "proxy.main"):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-c", f"import {module}"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        found = re.findall(r"^import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)$", done.stderr, re.MULTILINE)
+        times = sorted(((int(own) / 1e6, name) for own, name in found), reverse=True)
+        slowest = {name: seconds for seconds, name in times[:8]}
+        run.keep(f"import {module}", {"s": sum(seconds for seconds, _ in times), "slowest_s": slowest})
+    opening = (
+        "import time; from device.registry import get_device; began = time.perf_counter(); "
+        f"device = get_device({run.device!r}); device.activate(); device.synchronize(); "
+        "print(time.perf_counter() - began)"
+    )
+    done = subprocess.run([sys.executable, "-c", opening], capture_output=True, text=True, cwd=ROOT, check=True)
+    run.keep("device opened, s", float(done.stdout.split()[-1]))
+    for topology in ("EPD",) if run.tiny else ("EPD", "(E-P-D)"):
+        with run.keeping(topology), _serving(run, topology, None) as (_, ready_s):
+            run.keep(f"demo model as {topology}: ready, s", ready_s)
+
+
+def tests(run: Run) -> None:
+    """pytest over tests/device; failures are kept as they come."""
+    from benchmarks.accelerator import PYTEST
+
+    chosen = ["tests/device/test_registry.py"] if run.tiny else ["tests/device"]
+    command = [sys.executable, "-m", "pytest", *chosen, *PYTEST, "-v", "-m", "not slow"]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
+    output: list[str] = []
+    failed: list[str] = []
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": paths},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.append(line)
+            if (match := re.match(r"(\S+::.*?) (FAILED|ERROR)", line)) is not None:
+                failed.append(match[1])
+                run.keep("failed", failed)
+    run.keep("summary", output[-1].strip(" =\n") if output else "")
+    if process.returncode:
+        run.keep("output", "".join(output)[-8000:])
+        raise SystemExit(1)
+
+
+# ---------------------------------------------------------------------- all of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    measure: Callable[[Run], None]
+    limit_s: float
+
+
+#: In the order of their value: a machine may be taken away before the last one.
+PARTS = {
+    "serve": Part(measure=serve, limit_s=540),
+    "engine": Part(measure=engine, limit_s=150),
+    "handoff": Part(measure=handoff, limit_s=60),
+    "colocation": Part(measure=colocation, limit_s=120),
+    "attention": Part(measure=attention, limit_s=60),
+    "sampling": Part(measure=sampling, limit_s=30),
+    "startup": Part(measure=startup, limit_s=90),
+    "tests": Part(measure=tests, limit_s=180),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the JSON file; by default benchmarks/results/gpu-NAME.json")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON file, written after each part")
+    parser.add_argument("--device", default="cuda:0", help="the device; cpu and emulated ones check that it runs")
+    parser.add_argument("--tiny", action="store_true", help="small sizes")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run; all by default")
+    parser.add_argument("--limit", type=float, default=1.0, help="time limits are multiplied by this")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if lacking := [name for name in (*_OTHERS, *WHEELS) if not _is_there(name)]:
         print(
@@ -71,54 +346,66 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    import torch
+    if arguments.part:
+        run = Run(device=arguments.device, tiny=arguments.tiny, weights=arguments.weights, file=arguments.output)
+        PARTS[arguments.part].measure(run)
+        return 0
+    return measure(arguments)
 
-    from benchmarks.accelerator import finish
 
-    if not torch.cuda.is_available():
-        print(f"benchmarks.gpu needs an NVIDIA GPU: torch {torch.__version__} sees none here", file=sys.stderr)
+def measure(arguments: argparse.Namespace) -> int:
+    """Run the chosen parts; the output file is written behind each. Returns the exit status."""
+    from benchmarks.accelerator import versions
+
+    # In a process that ends: this one keeps no memory of the device.
+    asking = f"from device.registry import get_device; print(get_device({arguments.device!r}).description)"
+    asked = subprocess.run([sys.executable, "-c", asking], cwd=ROOT, capture_output=True, text=True)
+    if asked.returncode:
+        print(f"benchmarks.gpu: {(asked.stderr.splitlines() or ['no answer'])[-1]}", file=sys.stderr)
         return 2
-    result, good = measure(torch.cuda.get_device_name(0), arguments.only)
-    return finish(result, good, arguments.out, "gpu")
-
-
-def measure(name: str, chosen: tuple[str, ...] | list[str]) -> tuple[dict[str, Any], bool]:
-    """The result file's content, and whether all tests and targets passed."""
-    import torch
-
-    from benchmarks import colocation, engine_gpu, gpu_attention, gpu_memory, gpu_model, gpu_sampling, gpu_timing
-    from benchmarks.accelerator import run_parts, run_tests, show, versions
-    from device.registry import get_device
-
-    device = get_device("cuda:0")
-    device.activate()
     result: dict[str, Any] = {
-        "command": "python -m benchmarks.gpu",
-        "device": name,
-        "multiprocessors": device.cores,
+        "command": f"python -m benchmarks.gpu {' '.join(sys.argv[1:])}",
+        "device": asked.stdout.strip(),
         "versions": versions("torch", "triton", "transformers"),
-        "cuda": torch.version.cuda,
-        "attention": device.ops.name,
+        "parts": {},
     }
-    if "tests" in chosen:
-        result["tests"] = run_tests("tests/device")
-    limits = result["ceilings"] = gpu_timing.ceilings(device.torch_device)
-    copy_gb_s = limits["copy_gb_s"]
-    show("ceilings", limits)
-    parts: dict[str, Part] = {
-        "write": partial(gpu_memory.measure_write, device, copy_gb_s),
-        "decode": partial(gpu_memory.measure_decode, device, copy_gb_s),
-        "prefill": partial(gpu_attention.measure_prefill, device),
-        "vision": lambda: (gpu_attention.measure_vision(device), []),
-        "layers": lambda: (gpu_model.measure_layers(device), []),
-        "sample": partial(gpu_sampling.measure_sampling, device),
-        "model": partial(gpu_model.measure_model, device, copy_gb_s),
-        "engine": lambda: (engine_gpu.measure_engine(device, limits), []),
-        "handoff": _handoff,
-        "colocation": lambda: (colocation.measure(device, limits), []),
-        "tune": lambda: (gpu_memory.tune_decode(device, copy_gb_s), []),
-    }
-    return result, run_parts(device, result, parts, chosen)
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() and not arguments.tiny else None) as folder:
+        for name in (part for part in PARTS if part in arguments.only):
+            print(f"== {name}", flush=True)
+            result["parts"][name] = _measure_part(name, arguments, Path(folder))
+            _write(arguments.output, result)
+    ends = {name: part["ended"] for name, part in result["parts"].items()}
+    print(f"{ends}; written to {arguments.output}")
+    return int(any(end != "done" for end in ends.values()))
+
+
+def _measure_part(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run a part in a process group of its own, which ends with the part."""
+    file = folder / f"{name}.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--device", arguments.device]
+    command += ["--output", str(file), "--weights", str(folder), *(["--tiny"] if arguments.tiny else [])]
+    began, limit_s = time.monotonic(), PARTS[name].limit_s * arguments.limit
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        code = process.wait(limit_s)
+        ended = "done" if code == 0 else f"exit code {code}"
+    except subprocess.TimeoutExpired:
+        ended = f"time limit of {limit_s:.0f} s"
+    finally:
+        # Also what a part has left behind: it would hold memory that the next part measures.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    rows = json.loads(file.read_text()) if file.exists() else {}
+    return {"seconds": round(time.monotonic() - began, 1), "ended": ended, "rows": rows}
+
+
+def _write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_suffix(".part")
+    whole.write_text(json.dumps(content, indent=1, ensure_ascii=False, default=str) + "\n")
+    whole.replace(path)
 
 
 def _is_there(name: str) -> bool:
@@ -126,14 +413,6 @@ def _is_there(name: str) -> bool:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # of the package that it is in
         return False
-
-
-def _handoff() -> tuple[dict[str, Any], list[Target]]:
-    from benchmarks import handoff
-
-    rows, targets = handoff.measure("cuda:0")
-    features, more = handoff.measure_feature("cuda:0")
-    return {"kv": rows, "features": features}, targets + more
 
 
 if __name__ == "__main__":

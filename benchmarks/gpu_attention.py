@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.accelerator import Target
-from benchmarks.gpu_timing import graph_ms, host_ms
+from benchmarks.gpu_timing import call_ms, host_ms
 from device.base import AttnMeta, Device
 from device.ops.varlen import find_varlen
 
@@ -32,30 +31,25 @@ PROMPTS = {
     "2048 after 6144": ([2048], [8192]),
 }
 """Query and context lengths."""
+_TINY_PROMPTS = {"2 prompts of 32": ([32] * 2, [32] * 2), "16 after 16": ([16], [32])}
 NEW_LENGTHS = [1280, 3328, 6400]
 TOWERS = {"1 image of 4096": [4096], "64 windows of 64": [64] * 64, "images of 3 sizes": [1024, 576, 2500]}
+_TINY_TOWERS = {"2 windows of 16": [16] * 2, "images of 2 sizes": [16, 36]}
 
 
-def measure_prefill(device: Device) -> tuple[dict[str, Any], list[Target]]:
-    """Each case in milliseconds, ours as a multiple of the best, and the error against float32."""
-    results: dict[str, Any] = {}
-    targets: list[Target] = []
-    for name, (queries, contexts) in PROMPTS.items():
+def measure_prefill(device: Device, *, tiny: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each case in milliseconds, ours as a multiple of the best, and the error against float32."""
+    for name, (queries, contexts) in (_TINY_PROMPTS if tiny else PROMPTS).items():
         case = _Prefill(queries, contexts, device.torch_device)
         ours = case.ours(device)
-        times = _times(case.alternatives())
-        best, mine = min(times.values()), graph_ms([ours])
+        times = _times(device, case.alternatives())
+        mine = call_ms(device, [ours])
         error = float((ours().float() - case.exact()).abs().max())
-        results[name] = {"ms": {"ours": mine} | times, "ratio": mine / best, "largest_error": error}
-        prefix = f"prefill attention, {name}"
-        targets += [
-            Target(name=f"{prefix}, times the best of torch", measured=mine / best, required=1.3, at_least=False),
-            Target(name=f"{prefix}, largest error", measured=error, required=0.05, at_least=False),
-        ]
-    results["cudnn, more for the first call of a length, ms"] = [
-        _new_length_ms(length, device.torch_device) for length in NEW_LENGTHS
-    ]
-    return results, targets
+        ratio = mine / min(times.values()) if times else None
+        yield name, {"ms": {"ours": mine} | times, "ratio": ratio, "largest_error": error}
+    if device.type == "cuda":
+        more = {str(length): _new_length_ms(device, length) for length in NEW_LENGTHS}
+        yield "cudnn, more for the first call of a length, ms", more
 
 
 class _Prefill:
@@ -64,13 +58,13 @@ class _Prefill:
     def __init__(self, queries: list[int], contexts: list[int], where: torch.device) -> None:
         self.queries, self.contexts, self.where = queries, contexts, where
         width = QUERY_HEADS + 2 * KV_HEADS
-        fused = torch.randn(sum(queries), width, HEAD_DIM, dtype=torch.bfloat16, device=where)
+        fused = torch.randn(sum(queries), width, HEAD_DIM).to(where, torch.bfloat16)
         self.query = fused[:, :QUERY_HEADS]
         self.key, self.value = fused[:, QUERY_HEADS:-KV_HEADS], fused[:, -KV_HEADS:]
         blocks = sum(contexts) // BLOCK_SIZE
         shape = (2, blocks + 1, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-        self.kv_layer = torch.randn(shape, dtype=torch.bfloat16, device=where)
-        self.table = torch.randperm(blocks, device=where, dtype=torch.int32).view(len(contexts), -1) + 1
+        self.kv_layer = torch.randn(shape).to(where, torch.bfloat16)
+        self.table = (torch.randperm(blocks).view(len(contexts), -1) + 1).to(where, torch.int32)
         slots = (self.table[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=where)).flatten(1)
         self.slots = slots[:, contexts[0] - queries[0] :].flatten()
         stored = self.kv_layer.view(2, -1, KV_HEADS, HEAD_DIM)
@@ -132,24 +126,22 @@ class _Prefill:
         return torch.cat(outputs)
 
 
-def measure_vision(device: Device) -> dict[str, Any]:
-    """A tower's attention in milliseconds: 16 heads of the sizes in use, over images and windows of patches."""
-    results: dict[str, Any] = {}
+def measure_vision(device: Device, *, tiny: bool) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield a tower's attention in milliseconds: 16 heads of the sizes in use, over images and windows."""
     for head_dim in (64, 72, 80):
-        for name, lengths in TOWERS.items():
+        for name, lengths in (_TINY_TOWERS if tiny else TOWERS).items():
             shape = (3, sum(lengths), 16, head_dim)
-            states = torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device).unbind(0)
+            states = torch.randn(shape).to(device.torch_device, torch.bfloat16).unbind(0)
             borders, scale = list(accumulate(lengths, initial=0)), head_dim**-0.5
-            times = {"ours": graph_ms([partial(device.ops.encode, *states, borders, scale)])}
+            times = {"ours": call_ms(device, [partial(device.ops.encode, *states, borders, scale)])}
             if len(set(lengths)) == 1:
                 batched = [s.view(len(lengths), lengths[0], 16, head_dim).transpose(1, 2) for s in states]
                 calls = {
                     label: partial(_sdpa, backend, *batched, None, causal=False)
                     for label, backend in BACKENDS.items()
                 }
-                times |= _times(calls)
-            results[f"d{head_dim}, {name}"] = times
-    return results
+                times |= _times(device, calls)
+            yield f"tower, heads of {head_dim}, {name}", times
 
 
 def _sdpa(
@@ -166,7 +158,7 @@ def _sdpa(
         )
 
 
-def _times(calls: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
+def _times(device: Device, calls: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
     """Milliseconds of each call that this torch has a kernel for."""
     times: dict[str, float] = {}
     for label, call in calls.items():
@@ -174,19 +166,19 @@ def _times(calls: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
             call()
         except RuntimeError:  # SDPA's way to say that a backend takes no such shape
             continue
-        times[label] = graph_ms([call])
+        times[label] = call_ms(device, [call])
     return times
 
 
-def _new_length_ms(length: int, where: torch.device) -> float | None:
-    """Seconds that a prompt of a length that cuDNN has not seen pays once; None where it takes no such shape."""
+def _new_length_ms(device: Device, length: int) -> float | None:
+    """Milliseconds that a length new to cuDNN costs once; None where it takes no such shape."""
     query, key, value = (
-        torch.randn(1, heads, length, HEAD_DIM, dtype=torch.bfloat16, device=where)
+        torch.randn(1, heads, length, HEAD_DIM).to(device.torch_device, torch.bfloat16)
         for heads in (QUERY_HEADS, KV_HEADS, KV_HEADS)
     )
     call = partial(_sdpa, SDPBackend.CUDNN_ATTENTION, query, key, value, None)
     try:
-        first = host_ms(call)
+        first = host_ms(device, call)
     except RuntimeError:
         return None
-    return first - host_ms(call)
+    return first - host_ms(device, call)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.accelerator import Target
-from benchmarks.gpu_timing import replay_ms
+from benchmarks.gpu_timing import run_ms
 from device.base import Device
 from epd_serve.engine.sampling.sampler import Row, Sampler, draw
 from epd_serve.sched.sequence import Sequence
@@ -15,30 +16,25 @@ from epd_serve.types import SamplingParams
 
 VOCABULARY = 151936
 ROWS = (64, 256)
+_TINY_VOCABULARY, _TINY_ROWS = 1000, (4,)
 LIMITS: dict[str, dict[str, Any]] = {
     "temperature": {},
     "top_p 0.9": {"top_p": 0.9},
     "top_k 20, top_p 0.8": {"top_k": 20, "top_p": 0.8},
 }
-#: Milliseconds of the draws of the largest batch, of a decode step of about 8.
-MOST_MS = 1.0
 
 
-def measure_sampling(device: Device) -> tuple[dict[str, Any], list[Target]]:
-    """Milliseconds of a batch's draws, by rows and limits, with what the host prepares for them."""
-    sampler, found, targets = Sampler(device.ops, frozenset()), dict[str, Any](), list[Target]()
-    for count in ROWS:
-        scores = 4 * torch.randn(count, VOCABULARY, device=device.torch_device)
+def measure_sampling(device: Device, *, tiny: bool) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield milliseconds of a batch's draws, by rows and limits, with what the host prepares for them."""
+    sampler = Sampler(device.ops, frozenset())
+    for count in _TINY_ROWS if tiny else ROWS:
+        scores = 4 * torch.randn(count, _TINY_VOCABULARY if tiny else VOCABULARY).to(device.torch_device)
         for name, limits in LIMITS.items():
             rows = [_row(seed, **limits) for seed in range(count)]
-            ours = replay_ms(lambda s=scores, r=rows: sampler._draw_unsorted(s, r))  # type: ignore[misc]
-            by_sorting = replay_ms(lambda s=scores, r=rows: draw(s, r))  # type: ignore[misc]
-            found[f"{count} rows, {name}"] = {"ours": ours, "sorted": by_sorting}
-            if count == max(ROWS):
-                targets.append(
-                    Target(name=f"draw {count} rows, {name}, ms", measured=ours, required=MOST_MS, at_least=False)
-                )
-    return found, targets
+            times = {"sorted": run_ms(device, partial(draw, scores, rows))}
+            if device.ops.draw is not None:
+                times["ours"] = run_ms(device, partial(sampler._draw_unsorted, scores, rows))
+            yield f"{count} rows, {name}", times
 
 
 def _row(seed: int, **limits: Any) -> Row:

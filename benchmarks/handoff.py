@@ -15,14 +15,13 @@ import statistics
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from benchmarks.accelerator import Target
 from device.registry import get_device
 from epd_serve.engine.device_features import DeviceFeatureStore
 from epd_serve.engine.device_regions import are_reached
@@ -46,7 +45,6 @@ NUM_TOKENS = 2000
 #: Of a picture of a megapixel for Qwen3-VL-8B: tokens, and its width with three levels of deepstack.
 FEATURE = (1024, 4 * 4096)
 _STAGING_BYTES = 256 << 20
-_TARGET_MS = 10.0
 
 
 class Counted:
@@ -126,42 +124,31 @@ def _lacks(device_name: str, way: str) -> str:
         transport.close()
 
 
-def _each_way(device_name: str, measured: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-    rows: dict[str, Any] = {}
+def _each_way(device_name: str, measured: Callable[[str], dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     for way in WAYS:
-        rows[way] = {"lacks": lacks} if (lacks := _lacks(device_name, way)) else measured(way)
-        assert lacks or rows[way]["is_right"], f"{way}: what came is not what went"
-    return rows
+        row = {"lacks": lacks} if (lacks := _lacks(device_name, way)) else measured(way)
+        assert lacks or row["is_right"], f"{way}: what came is not what went"
+        yield way, row
 
 
-def measure(
+def measure_kv(
     device_name: str, layout: wire.KVLayout = LAYOUT, *, num_tokens: int = NUM_TOKENS, repeats: int = 20
-) -> tuple[dict[str, Any], list[Target]]:
-    """Milliseconds of each way, the first time (mapping, allocation) and later; bytes on an emulated device."""
-    rows = _each_way(device_name, partial(_measure, device_name, layout, num_tokens, repeats))
-    target = Target(
-        name=f"hand-over of {num_tokens} tokens, ms",
-        measured=rows["auto"]["median_ms"],
-        required=_TARGET_MS,
-        at_least=False,
-    )
-    return rows, [target]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield milliseconds of each way, the first time (mapping, allocation) and later."""
+    return _each_way(device_name, partial(_measure, device_name, layout, num_tokens, repeats))
 
 
 def measure_feature(
     device_name: str, shape: tuple[int, int] = FEATURE, *, repeats: int = 20
-) -> tuple[dict[str, Any], list[Target]]:
-    """The same of a feature in bfloat16, from the end of the tower's work to the consumer's device."""
-    rows = _each_way(device_name, partial(_measure_feature, device_name, shape, repeats))
-    required = _TARGET_MS
-    measured = rows["auto"]["median_ms"]
-    return rows, [Target(name="hand-over of a feature, ms", measured=measured, required=required, at_least=False)]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the same of a feature in bfloat16, from the end of the tower's work to the consumer's device."""
+    return _each_way(device_name, partial(_measure_feature, device_name, shape, repeats))
 
 
 async def counted(repeats: int) -> dict[str, Any]:
     """Count what the host copies on an emulated H200; its times say nothing, as CPU cores do the copies."""
-    rows, _ = measure("emulated:h200", repeats=repeats)
-    features, _ = measure_feature("emulated:h200", repeats=repeats)
+    rows = dict(measure_kv("emulated:h200", repeats=repeats))
+    features = dict(measure_feature("emulated:h200", repeats=repeats))
     names = ("nbytes", "host_bytes")
     return {
         "num_tokens": NUM_TOKENS,

@@ -12,6 +12,8 @@ import torch
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLConfig,
@@ -22,6 +24,8 @@ from epd_serve.demo import weights_dir
 
 BUILT_IN = "built-in"
 HEAD_DIM = 32
+#: The file of a model's directory that is written last.
+_COMPLETE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,13 +33,13 @@ class Shape:
     """Sizes of a model whose weights are drawn at random.
 
     Attributes:
-        family: "qwen2_5_vl" or "qwen3_vl".
+        family: "qwen2_5_vl", "qwen3_vl", or "llama", which has no tower.
         text, vision: fields of the two configs.
     """
 
     family: str
     text: dict[str, Any]
-    vision: dict[str, Any]
+    vision: dict[str, Any] | None
     tied: bool = False
 
 
@@ -83,6 +87,8 @@ SHAPES = {
             "deepstack_visual_indexes": [8, 16, 24],
         },
     ),
+    "Llama-3-8B": Shape(family="llama", text=_sizes(4096, 32, 32, 8, 14_336, 128_256), vision=None),
+    "tiny-llama": Shape(family="llama", text=_sizes(128, 2, 4, 2, 256, 1024), vision=None, tied=True),
     "narrow": Shape(
         family="qwen2_5_vl",
         text=_sizes(128, 28, 4, 2, 256, 1024),
@@ -107,7 +113,7 @@ SHAPES = {
 
 def make_shape(name: str, path: Path, device: str = "cpu") -> Path:
     """Save the model of a shape in bfloat16 with the built-in model's tokenizer, unless it is there already."""
-    if (path / "preprocessor_config.json").exists():
+    if (path / _COMPLETE).exists():
         return path
     shape = SHAPES[name]
     processor = json.loads((weights_dir() / "preprocessor_config.json").read_text())
@@ -162,15 +168,38 @@ def make_model(
 
 
 def _save(
-    path: Path, family: str, text: dict[str, Any], vision: dict[str, Any], processor: dict[str, Any], *, tied: bool
+    path: Path,
+    family: str,
+    text: dict[str, Any],
+    vision: dict[str, Any] | None,
+    processor: dict[str, Any],
+    *,
+    tied: bool,
 ) -> None:
+    config, model_class = _config(family, text, vision, tied=tied)
+    torch.manual_seed(0)
+    model: Any = model_class(config)
+    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
+    model.save_pretrained(path)
+    if vision is not None:
+        (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    for file in ("tokenizer.json", "tokenizer_config.json", _COMPLETE):
+        shutil.copy(weights_dir() / file, path / file)
+
+
+def _config(family: str, text: dict[str, Any], vision: dict[str, Any] | None, *, tied: bool) -> tuple[Any, Any]:
+    """The config of a model, and its class."""
+    ends = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
+    if vision is None:
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 5e5}
+        return LlamaConfig(**text, rope_parameters=rope, tie_word_embeddings=tied, **ends), LlamaForCausalLM
     tokens = AutoTokenizer.from_pretrained(weights_dir()).convert_tokens_to_ids(
         ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"]
     )
     names = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id")
     head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
     section = [head_dim // 8, head_dim * 3 // 16, head_dim * 3 // 16]
-    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": section, "rope_theta": 1e6}
+    rope = {"rope_type": "default", "mrope_section": section, "rope_theta": 1e6}
     if family == "qwen3_vl":
         rope["mrope_interleaved"] = True
     config_class, model_class = {
@@ -178,15 +207,9 @@ def _save(
         "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     }[family]
     config = config_class(
-        text_config=text | {"rope_parameters": rope, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0},
+        text_config=text | {"rope_parameters": rope, **ends},
         vision_config=vision | {"out_hidden_size": text["hidden_size"]},
         tie_word_embeddings=tied,
         **dict(zip(names, tokens, strict=True)),
     )
-    torch.manual_seed(0)
-    model: Any = model_class(config)
-    model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
-    model.save_pretrained(path)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(weights_dir() / file, path / file)
-    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    return config, model_class

@@ -18,7 +18,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         from device.emulated.tensors import pinned
 
         return pinned(tensor).to(device, non_blocking=True)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    # torch pins no view in which several numbers share an address, as those of expand().
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 class Readback:

@@ -180,19 +180,15 @@ class CudaDevice(AcceleratorDevice):
         if share is None:
             return super().stream(priority)
         check_share(share, 0.0)
-        green: Any = getattr(torch.cuda, "green_contexts", None)
-        if green is None or not (green.SUPPORTED and hasattr(green.GreenContext, "Stream")):
-            raise ValueError(
-                f"torch {torch.__version__} makes no streams of green contexts, which limit them to a share: "
-                "install torch 2.12 for CUDA 12.8 or newer, or leave tower_share out"
-            )
         self.activate()
         try:  # multiprocessors are parted in groups of 2 to 8
             num_sms = max(1, round(share * (self.cores or 1)))
-            context = green.GreenContext.create(num_sms=num_sms, device_id=self.index)
+            context: Any = torch.cuda.green_contexts.GreenContext.create(num_sms=num_sms, device_id=self.index)
             stream = context.Stream()
-        except RuntimeError as error:  # the driver is older, say
-            raise ValueError(f"{self.name} has no green context of share {share:g}: {error}") from error
+        except RuntimeError as error:  # the driver is older, or torch is for a CUDA before 12.8
+            raise ValueError(
+                f"{self.name} has no green context of share {share:g} ({error}); leave tower_share out"
+            ) from error
         self._green_contexts.append(context)  # the stream lives no longer than its context
         return cast(base.Stream, stream)
 

@@ -45,19 +45,25 @@ def export_memory(memory: Tensor) -> bytes:
 def mapped_memory(handle: bytes, device: torch.device) -> Iterator[Tensor]:
     """The memory [nbytes] uint8 behind another process's handle, also that of a GPU next to ``device``.
 
-    ``device`` must be this thread's. Raises ValueError where it cannot be mapped: the owner is gone, or is this
-    process, or the GPUs do not reach each other.
+    ``device`` must be this thread's when the mapping opens; any thread may close it. Raises ValueError where it
+    cannot be mapped: the owner is gone, or is this process, or the GPUs do not reach each other.
     """
     if len(handle) != ctypes.sizeof(_IpcHandle) + _OUR_PART.size:
         raise ValueError(f"{len(handle)} bytes are no handle of GPU memory")
     offset, nbytes = _OUR_PART.unpack(handle[-_OUR_PART.size :])
-    opened, address = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint64()
+    opened, address, context = _IpcHandle.from_buffer_copy(handle), ctypes.c_uint64(), ctypes.c_void_p()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
     _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), opened, ctypes.c_uint(_LAZY_PEER_ACCESS))
     try:
         storage: Any = torch._C._construct_storage_from_data_pointer(address.value + offset, device, nbytes)
         yield torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     finally:
-        _call("cuIpcCloseMemHandle", address)
+        # This may be another thread, which has no current context.
+        _call("cuCtxPushCurrent_v2", context)
+        try:
+            _call("cuIpcCloseMemHandle", address)
+        finally:
+            _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
 def settle_arrivals() -> None:

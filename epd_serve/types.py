@@ -87,10 +87,14 @@ class Role:
 
 
 class ToolSchema(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function that the model may call; ``parameters`` is the text of a JSON schema."""
+    """A function that the model may call; ``parameters`` is the text of a JSON schema.
+
+    ``strict``: a schema is refused that cannot be enforced in full.
+    """
 
     name: str
     parameters: str
+    strict: bool = False
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -98,6 +102,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         kind, text: of the content: "json" and a schema, "regex", "choice" and a JSON list of strings; "" for free.
+        strict: a schema in ``text`` is refused that cannot be enforced in full.
         param: the request's field that asks for it, for errors.
         tools: functions that may be called in place of the content, or behind it where that is free.
         must_call, parallel: whether one call is needed; whether there may be more than one.
@@ -105,6 +110,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     kind: Literal["", "json", "regex", "choice"] = ""
     text: str = ""
+    strict: bool = False
     param: str = ""
     tools: list[ToolSchema] = []
     must_call: bool = False
@@ -112,10 +118,16 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def grammar_problem(message: str) -> str:
-    """Shorten llguidance's error to its first line, without the place in our grammar, and the cause below it."""
+    """Shorten llguidance's error to its first line, without the place in our grammar, and the cause below it.
+
+    Below "regex parse error:" is the regular expression.
+    """
     first, *below = message.strip().splitlines()
+    if first.endswith("error:") and below:
+        first = f"{first} {below[0].strip()}:"
     causes = [line.removeprefix("error: ") for line in below if line.startswith("error: ")]
-    return " ".join([re.sub(r"^at \d+\(\d+\): ", "", first), *causes])[:300]
+    first = re.sub(r"^at \d+\(\d+\): |\. Enable '.*", "", first)  # the latter names options of its own
+    return " ".join([first, *causes])[:300]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

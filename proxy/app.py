@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,8 @@ from epd_serve.routing.table import InstanceTable
 from proxy.admin.hosts import deployment_router, hosts_router
 from proxy.admin.plane import create_admin_app, running_admin, running_on_path
 from proxy.admin.reload import ConfigReload
-from proxy.admin.rollout import files_router, rollout_router, show_ready
+from proxy.admin.rollout import files_router, rollout_router
 from proxy.admin.scaling import ServedRequests, scaling_router
-from proxy.admin.shared_state import follow
 from proxy.admin.switches import Hold, Switches, operations_router, switches_router
 from proxy.admission.control import new_admission
 from proxy.api.dashboard import dashboard_router
@@ -50,13 +49,14 @@ from proxy.fleet.poller import Poller
 from proxy.http.arrival import ArrivalLimits, Turns, give_back
 from proxy.http.asgi import install_cors, install_error_handlers
 from proxy.http.connection import Starts
+from proxy.http.local_guard import GuardLocal, LocalGuard
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.media.probe import MediaProbe
+from proxy.observe.log_filters import Episodes
 from proxy.observe.metrics import GatewayMetrics
 from proxy.observe.observer import new_observer
 from proxy.settings import Current, GatewaySettings
-from proxy.workers.crew import Crew
 
 logger = logging.getLogger(__name__)
 
@@ -66,30 +66,29 @@ def create_app(
     instances: list[tuple[str, str]],
     *,
     router: Router | None = None,
-    crew: Crew | None = None,
     switch_dir: Path | None = None,
 ) -> FastAPI:
-    """The gateway for ``instances``, given as (name, control URL), as one of a crew of workers or alone.
+    """The gateway for ``instances``, given as (name, control URL).
+
     ``switch_dir`` keeps the roles of vLLM instances that were switched.
 
     ``app.state.table`` is its instance table, ``app.state.admission`` its admission control,
     ``app.state.admin_url`` its admin plane, where it has one. Connections and polling live as long as the
     application's lifespan; should polling end before, ``app.state.give_up`` is called, which its server sets.
     """
-    crew = crew or Crew()
     config, gateway, current = settings.config, settings.gateway, Current(settings)
     arrival = ArrivalLimits.of(gateway)
     engine = "vllm" if config.engine == "vllm" else "native"
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
-    admission = new_admission(current, table, metrics, crew.ledger)
+    admission = new_admission(current, table, metrics)
     connections = NativeConnections(settings.cluster_key, settings.tls)
     connect = connector(connections, vllm_targets(config) if engine == "vllm" else None, switch_dir)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
     fetcher = MediaFetcher(current)
-    observer = new_observer(config, metrics, nullcontext if crew.ledger is None else crew.ledger.writing)
+    observer = new_observer(config, metrics)
     served_requests = ServedRequests()
-    if config.elastic.drift.enabled and crew.leads:
+    if config.elastic.drift.enabled:
         observer.subscribe(served_requests.put)
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, current)
@@ -106,7 +105,7 @@ def create_app(
             settings=current,
         )
     )
-    switches, hold = Switches(table, calls, health, crew), Hold()
+    switches, hold = Switches(table, calls, health), Hold()
     probe = MediaProbe(current)
     loader = MediaLoader(current, fetcher, probe)
 
@@ -116,32 +115,27 @@ def create_app(
             await stack.enter_async_context(connections)
             await stack.enter_async_context(fetcher)
             stack.callback(probe.close)
-            await crew.join()
-            stack.push_async_callback(crew.leave)
-            routers = [operations_router(table, health, switches, crew), scaling_router(table, served_requests)]
+            routers = [operations_router(table, health, switches), scaling_router(table, served_requests)]
             routers += [hosts_router(current, lambda: app.state.files)]
             orders = [switches_router(switches, hold), deployment_router(current, lambda: app.state.files)]
-            orders += [rollout_router(table, switches, hold, crew)]
-            joining = leases_router(leases, crew, needs_tls=settings.tls is not None)
-            if gateway.admin.port is not None and crew.leads:
+            orders += [rollout_router(table, switches, hold)]
+            joining = leases_router(leases, needs_tls=settings.tls is not None)
+            if gateway.admin.port is not None:
                 admin = create_admin_app(
                     table,
                     admission,
                     settings.admin_key,
-                    crew,
                     routers,
                     joining,
                     orders=orders,
                     engine=engine,
                     join_key=settings.join_key,
                 )
-                running = running_admin(
-                    admin, gateway.admin, crew.admin_socket(), settings.cluster_key, settings.tls
-                )
+                running = running_admin(admin, gateway.admin, settings.cluster_key, settings.tls)
                 app.state.admin_url = await stack.enter_async_context(running)
-            if app.state.admin_path is not None and crew.leads:
+            if app.state.admin_path is not None:
                 routers += [joining] if app.state.files is None else [joining, files_router(app.state.files)]
-                admin = create_admin_app(table, admission, None, crew, [*routers, *orders], engine=engine)
+                admin = create_admin_app(table, admission, None, [*routers, *orders], engine=engine)
                 await stack.enter_async_context(running_on_path(admin, app.state.admin_path))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
             loops = [poller.run(), health.run(), leases.run(), give_back()]
@@ -170,6 +164,7 @@ def create_app(
         "poller": poller,
         "loader": loader,
         "observer": observer,
+        "episodes": Episodes(),
         "admission": admission,
         "arrival": arrival,
         "settings": current,
@@ -180,13 +175,13 @@ def create_app(
         app.state.endpoints[path.encode()] = endpoint
     members = Members(table, calls, poller, health, connect)
     leases = Leases(members)
-    app.state.control = ConfigReload(current, members, admission, crew.ledger)
+    app.state.control = ConfigReload(current, members, admission)
     app.state.reloader = None
     app.state.files = None
     app.state.admin_path = None
     app.state.give_up = lambda: None
     app.include_router(models_router(table, poller, admission.authenticator))
-    app.include_router(health_router(table, metrics, admission.authenticator, gateway, crew, health))
+    app.include_router(health_router(table, metrics, admission.authenticator, gateway, health))
     app.include_router(openapi_router())
     app.include_router(home_router(table, admission.authenticator, dashboard=gateway.dashboard))
     if gateway.dashboard:
@@ -195,16 +190,15 @@ def create_app(
                 table,
                 observer,
                 admission,
-                crew,
                 lambda: current.now.config.topology,
                 slo=config.slo,
                 is_local=settings.is_local,
                 engine=engine,
             )
         )
-    follow(crew, table, calls, admission, health, leases)
-    show_ready(crew, table)
     install_cors(app, gateway.cors)
+    app.state.guard = LocalGuard(current, app.state.cors)
+    app.add_middleware(GuardLocal, guard=app.state.guard)
     install_error_handlers(app)
     return app
 

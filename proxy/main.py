@@ -6,6 +6,7 @@ import ctypes
 import gc
 import logging
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,9 @@ from proxy.admin.rollout import GatewayFiles
 from proxy.app import create_app
 from proxy.http.client import ResponseAborted
 from proxy.http.connection import GatewayConnection
-from proxy.http.server import GatewayServer, WorkerServer, mark_stopping
+from proxy.http.server import GatewayServer, mark_stopping
 from proxy.observe.log_filters import Sparing, redact_logs
 from proxy.settings import GatewaySettings
-from proxy.workers.crew import Crew, TakenOver
-from proxy.workers.worker_setup import WorkerSetup
 
 logger = logging.getLogger(__name__)
 
@@ -57,16 +56,15 @@ def run_gateway(
     port: int,
     reread: Reread | None = None,
     *,
-    setup: WorkerSetup | None = None,
+    reuse_port: bool = False,
     admin_path: Path | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT, then finish what is in progress (``gateway.shutdown_grace_s``) and return the
     exit code: 0, or 1 where a part of it has failed.
 
     Blocks; must run in the main thread, for the signals. ``instances`` are (name, control URL). With ``reread``,
-    SIGHUP or a change of the file makes the gateway take it over. ``setup``: it is one of several workers, and
-    listens on the sockets that it has inherited. ``admin_path``: of the Unix socket of its
-    admin API.
+    SIGHUP or a change of the file makes the gateway take it over. ``reuse_port``: other gateways that say so, too,
+    may listen on the port beside it. ``admin_path``: of the Unix socket of its admin API.
     """
     logging.basicConfig(format="%(asctime)s gateway %(levelname)s %(message)s")
     most = raise_limit()
@@ -74,40 +72,27 @@ def run_gateway(
         logger.warning(
             "this process may have %d files open (ulimit -n): connections beyond that are refused", most
         )
-    crew = Crew(setup)
-    part = (0, 1) if setup is None else (setup.index, setup.count)
-    settings = GatewaySettings.of(config, host, part=part)
+    settings = GatewaySettings.of(config, host)
     redaction = redact_logs(_secrets(settings))
     switch_dir = None if reread is None else directory_of(reread.file)
-    app = create_app(settings, instances, crew=crew, switch_dir=switch_dir)
+    app = create_app(settings, instances, switch_dir=switch_dir)
     app.state.admin_path = admin_path
     if reread is not None:
 
-        def take_over(config: DeploymentConfig) -> list[tuple[str, str]]:
+        def apply() -> None:
             nonlocal redaction
-            changed = GatewaySettings.of(config, host, part=part)
+            config = reread.read()
+            changed = GatewaySettings.of(config, host)
             instances = reread.instances(config)
             redaction()
             redaction = redact_logs(_secrets(changed) | _secrets(app.state.control.settings.now))
             app.state.control.apply(changed, instances)
-            return instances
-
-        def apply() -> None:
-            config = reread.read()
-            instances = take_over(config)
-            if setup is not None:
-                crew.tell(TakenOver(config.model_dump_json(exclude_unset=True), dict(instances)))
-
-        def catch_up(text: str) -> None:
-            take_over(DeploymentConfig.model_validate_json(text))
 
         def left_by(config: DeploymentConfig) -> list[str]:
-            changed = GatewaySettings.of(config, host, part=part)
+            changed = GatewaySettings.of(config, host)
             return app.state.control.left_by(changed)  # type: ignore[no-any-return]
 
         app.state.reloader = Reloader(reread.file, apply)
-        crew.on_reload = app.state.reloader.ask
-        crew.on_config = catch_up
         app.state.files = GatewayFiles(reread.file, app.state.reloader.take, left_by)
     gateway = config.gateway
     server = new_server(
@@ -116,10 +101,7 @@ def run_gateway(
         port,
         delay_s=gateway.shutdown_delay_s,
         grace_s=gateway.shutdown_grace_s,
-        kind=GatewayServer if setup is None else WorkerServer,
     )
-    if isinstance(server, WorkerServer):
-        crew.on_stop, crew.on_end = server.stop, server.end
     # uvicorn raises the signal that stopped it again when it is done; for us that is the regular end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_quietly)
@@ -128,12 +110,28 @@ def run_gateway(
     gc.freeze()
     gc.set_threshold(_COLLECT_EVERY, 20, 50)
     _keep_freed_memory()
-    server.run(None if setup is None else setup.sockets())
+    server.run([_shared_socket(host, port)] if reuse_port else None)
     return 1 if server.has_failed else 0
 
 
 def _secrets(settings: GatewaySettings) -> set[str | None]:
     return {settings.api_key, settings.cluster_key, settings.admin_key, settings.join_key}
+
+
+def _shared_socket(host: str, port: int) -> socket.socket:
+    """Return a bound socket among which and those of other gateways the kernel spreads connections.
+
+    Raises ValueError where the address cannot be used, or a process that does not share it has it.
+    """
+    try:
+        [(family, _, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        shared = socket.socket(family, socket.SOCK_STREAM)
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        shared.bind(address)
+    except OSError as error:
+        raise ValueError(f"gateway.port: cannot listen on {host} port {port}: {error.strerror}") from error
+    return shared
 
 
 def _keep_freed_memory() -> None:
@@ -153,10 +151,9 @@ def new_server(
     *,
     delay_s: float = 0.0,
     grace_s: float = 30.0,
-    kind: type[GatewayServer] = GatewayServer,
 ) -> GatewayServer:
     """A uvicorn server as the gateway runs it; port 0 chooses a free one. The rest as in GatewayServer."""
-    server = kind(
+    server = GatewayServer(
         uvicorn.Config(
             app,
             host=host,

@@ -21,7 +21,6 @@ class GatewaySettings:
 
     Attributes:
         host: on which the gateway listens.
-        part: (index, number) of the worker, among which requests at once are divided.
         api_key, admin_key, join_key, cluster_key: the secrets themselves.
         tls: the files with which it calls instances and serves the admin plane; None: it does so in plain.
         poll_interval_s: how often each instance is asked for its state.
@@ -30,7 +29,6 @@ class GatewaySettings:
 
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
     host: str = "127.0.0.1"
-    part: tuple[int, int] = (0, 1)
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
     join_key: str | None = field(default=None, repr=False)
@@ -40,7 +38,7 @@ class GatewaySettings:
     startup_wait_s: float = 60.0
 
     @classmethod
-    def of(cls, config: DeploymentConfig, host: str, *, part: tuple[int, int] = (0, 1)) -> GatewaySettings:
+    def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
         """With its secrets. Raises ValueError where one cannot be read, or the admin plane needs a key."""
         cluster_key, tls = config.read_cluster_key(), config.read_tls()
         if cluster_key is not None:
@@ -50,7 +48,6 @@ class GatewaySettings:
         return cls(
             config=config,
             host=host,
-            part=part,
             api_key=read_secret(config.gateway.api_key, "gateway.api_key"),
             admin_key=read_secret(config.gateway.admin.key, "gateway.admin.key"),
             join_key=read_secret(config.gateway.admin.join_key, "gateway.admin.join_key"),
@@ -66,16 +63,6 @@ class GatewaySettings:
     def is_local(self) -> bool:
         """Whether only this machine can reach the gateway."""
         return is_loopback(self.host)
-
-    @property
-    def max_in_flight(self) -> int:
-        """The limit of this worker."""
-        return max(1, share_of(self.gateway.max_in_flight, *self.part))
-
-    @property
-    def max_queue(self) -> int:
-        """The limit of this worker."""
-        return share_of(self.gateway.max_queue, *self.part)
 
     @property
     def shed_ttft_s(self) -> float | None:
@@ -138,8 +125,3 @@ class Current:
 
     def __init__(self, now: GatewaySettings) -> None:
         self.now = now
-
-
-def share_of(total: int, index: int, number: int) -> int:
-    """The part of a limit that worker ``index`` of ``number`` keeps to; the parts add up to ``total``."""
-    return total // number + (index < total % number)

@@ -1,4 +1,4 @@
-"""Asks OSV (https://osv.dev) for known vulnerabilities of what the locks hold.
+"""Asks OSV (https://osv.dev) for known vulnerabilities of what the locks and constraints.txt hold.
 
     python requirements/audit.py [pip-audit's options, as --ignore-vuln ID]
 
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lock import LOCKS, packages
+from lock import LOCKS, ROOT, packages
 
 _PIP_AUDIT = ("--disable-pip", "--no-deps", "--vulnerability-service", "osv", "--format", "json")
 #: The end of what pip-audit says when its source of data fails it.
@@ -25,12 +25,12 @@ _LIMIT_S = 600
 
 
 def main() -> None:
-    pins = sorted(
-        {f"{package.name}=={package.version.partition('+')[0]}" for name in LOCKS for package in packages(name)}
-    )
+    pins = {f"{package.name}=={package.version}" for name in LOCKS for package in packages(name)}
+    pinned = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pins |= {f"{re.sub('[-_.]+', '-', name).lower()}=={version}" for name, version in pinned}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "pins.txt")
-        path.write_text("\n".join(pins))
+        path.write_text("\n".join(sorted(pins)))
         command = [
             sys.executable,
             "-m",

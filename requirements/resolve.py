@@ -1,9 +1,9 @@
-"""Resolves README's install lines as a new user's pip does: no find-links, no second index, nothing installed.
+"""Resolves README's set-up commands as a new user's pip does: no find-links, nothing installed.
 
     python requirements/resolve.py        # ends with 1 where a line cannot be installed
 
-Each line is resolved for the Python that runs this; the one with most extras for the other Pythons, too. Nothing
-is installed, and no wheel is downloaded as a whole (pip 26.3 reads the metadata alone). Of the machine's
+Each is resolved for the Python that runs this, with the pins and without them; the one with most extras for the
+other Pythons, too. No wheel is downloaded as a whole (pip 26.3 reads the metadata alone). Of the machine's
 configuration of pip remain the index and how it is reached: ``index-url``, ``cert``, ``proxy`` and the like.
 """
 
@@ -27,9 +27,9 @@ _RESOLVE = ("install", "--dry-run", "--ignore-installed", "--quiet", "--use-feat
 
 
 def install_lines(readme: str) -> list[list[str]]:
-    """The arguments of each ``pip install`` in README that installs this project, without "install"."""
-    commands = re.findall(r"\.venv/bin/pip install (.*?)(?= && |$)", readme, re.MULTILINE)
-    return [shlex.split(command) for command in commands if re.search(r"'\.\[", command)]
+    """The arguments of ``pip install`` in each set-up command of README, without "install"."""
+    commands = re.findall(r"^python3 -m venv .* && pip install (.*?) && ", readme, re.MULTILINE)
+    return [shlex.split(command) for command in commands]
 
 
 def bare(environment: dict[str, str], settings: str) -> dict[str, str]:
@@ -47,8 +47,8 @@ def bare(environment: dict[str, str], settings: str) -> dict[str, str]:
 
 def main() -> None:
     lines = install_lines((ROOT / "README.md").read_text())
-    if len(lines) < 2:
-        raise SystemExit("README.md has no longer an install line for users and one for development")
+    if len(lines) != 2:
+        raise SystemExit("README.md must have a set-up command for users and one for development")
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
@@ -56,7 +56,8 @@ def main() -> None:
         settings = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=True).stdout
         environment = bare(dict(os.environ), settings)
         subprocess.run([*pip, "install", "--quiet", PIP], env=environment, check=True)
-        runs = {f"Python {here}: {shlex.join(line)}": line for line in lines}
+        newest = [[part for part in line if part not in ("-c", "constraints.txt")] for line in lines]
+        runs = {f"Python {here}: {shlex.join(line)}": line for line in lines + newest}
         widest = max(lines, key=lambda line: sum(part.count(",") for part in line))
         other = ["--only-binary=:all:", "--target", f"{folder}/none"]
         for python in PYTHONS:

@@ -1,6 +1,6 @@
 """Writes a bill of materials of a release: all that a lock holds, as CycloneDX JSON.
 
-python requirements/sbom.py base|full >sbom.json        # the gateway alone, or with instances and development
+python requirements/sbom.py base >sbom.json
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,9 +39,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _logs_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Deployments of tests leave no logs in the directory of whoever runs them."""
-    with pytest.MonkeyPatch.context() as patch:
+def _own_directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Deployments of tests neither meet those of whoever runs them nor leave logs there."""
+    # Short, as the path of a socket must be.
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        patch.setenv("EPD_SERVE_RUNTIME_DIR", f"{folder}/r")
         patch.setenv("EPD_SERVE_LOG_DIR", str(tmp_path_factory.mktemp("logs")))
         yield
 

@@ -1,7 +1,8 @@
 """Matrix products with fixed weights, in the layout that the device multiplies fastest.
 
 On CPUs that multiply the weights' dtype in hardware, oneDNN keeps a copy of its own, in blocks that need no
-rearranging on each call: the caller should let go of the weights that it gives.
+rearranging on each call: the caller should let go of the weights that it gives. On others many rows are multiplied
+in float32, by a part of the weight at a time: torch's products in bfloat16 or float16 take several times as long.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from device.ops.cpu_kernels import cpu_kernels
-from device.ops.shared_weights import pack_shared
 
 Linear = Callable[[Tensor], Tensor]
 Activation = Literal["none", "swish", "gelu_tanh"]
 #: Rows of the product that the blocks of a packed weight are laid out for: good from 1 to some hundreds.
 _PACKED_FOR_ROWS = 64
+#: From so many rows on, float32 is faster than the conversion of the weight is slow; converted at a time, 16 MiB.
+_WIDENED_ROWS = 16
+_WIDENED_NUMBERS = 1 << 22
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "none": lambda states: states,
     "swish": F.silu,
@@ -40,7 +43,7 @@ class Product:
         self._bias = bias
         self._width = len(weight)
         self._is_packed = _packs(weight)
-        self._weight = pack_shared(weight, _reorder) if self._is_packed else weight
+        self._weight = _reorder(weight) if self._is_packed else weight
         kernels = cpu_kernels() if self._is_packed and weight.dtype == torch.bfloat16 else None
         self._address = None if kernels is None else kernels.packed_address(self._weight, weight)
         self._kernels = kernels
@@ -65,7 +68,7 @@ class Product:
                 states, address, self._width, self._bias, activation, other, multiply is not None
             )
         if not self._is_packed:
-            product = _ACTIVATIONS[activation](F.linear(states, self._weight, self._bias))
+            product = _ACTIVATIONS[activation](self._multiply(states))
             if other is None:
                 return product
             return product + other if multiply is None else product * other
@@ -80,10 +83,22 @@ class Product:
             return result + other if multiply is None else result * other
         return result
 
+    def _multiply(self, states: Tensor) -> Tensor:
+        weight, bias = self._weight, self._bias
+        if not _widens(weight) or states.numel() < _WIDENED_ROWS * weight.shape[1]:
+            return F.linear(states, weight, bias)
+        wide, rows = states.float(), max(_WIDENED_NUMBERS // weight.shape[1], 1)
+        product = states.new_empty(*states.shape[:-1], self._width)
+        for start in range(0, self._width, rows):
+            part = None if bias is None else bias[start : start + rows].float()
+            product[..., start : start + rows] = F.linear(wide, weight[start : start + rows].float(), part)
+        return product
+
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """A product with a weight that the caller should let go of."""
-    return Product(weight, bias) if _packs(weight) else partial(F.linear, weight=weight, bias=bias)
+    is_plain = not (_packs(weight) or _widens(weight))
+    return partial(F.linear, weight=weight, bias=bias) if is_plain else Product(weight, bias)
 
 
 def gated_linear(
@@ -162,18 +177,27 @@ def pack_modules(model: nn.Module) -> None:
     """
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is nn.Linear and _packs(child.weight):
+            if type(child) is nn.Linear and (_packs(child.weight) or _widens(child.weight)):
                 setattr(module, name, PackedLinear(child))
             elif type(child) is nn.Conv3d and child.kernel_size == child.stride and child.groups == 1:
                 setattr(module, name, PatchLinear(child))
 
 
 def _packs(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+    return weight.device.type == "cpu" and multiplies_halves(weight.dtype)
+
+
+def _widens(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype.itemsize == 2 and not multiplies_halves(weight.dtype)
+
+
+def multiplies_halves(dtype: torch.dtype) -> bool:
+    """Whether this CPU has products in a dtype of two bytes; False for others."""
+    if not torch._C._has_mkldnn:
         return False
-    if weight.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def _reorder(weight: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ _PROGRAMS_PER_CORE = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
-    """The kernel's compile-time choices; ``benchmarks/gpu.py`` measures them."""
+    """The kernel's compile-time choices."""
 
     tile: int
     """Tokens that a program reads at a time, a power of two of at least 16."""

@@ -76,10 +76,10 @@ class StageCalls(Protocol):
     async def info(self, *, doubted: bool = False) -> InstanceInfo:
         """The instance's info. An instance that is ``doubted`` must send it now; of others it may be known."""
 
-    async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
-        """Return where the instance works; raise StageTimeout where it does not answer in time.
+    async def probe(self, timeout_s: float) -> None:
+        """Return where the instance's process answers; raise StageTimeout where it does not in time.
 
-        An instance that is ``doubted`` must just have computed something.
+        An instance that computes for long is well; one whose engine hangs ends by itself, or raises a ServeError.
         """
 
     async def switch(self, order: RoleOrder) -> RoleChanged:

@@ -7,14 +7,14 @@ to E carry whole pictures, and are not to stand before anything else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from weakref import WeakSet
 
 import msgspec
 
-from epd_serve.errors import InstanceLost, InstanceUntrusted, InvalidRequest, StageTimeout
+from epd_serve.errors import InstanceLost, InstanceUntrusted, StageTimeout
 from epd_serve.protocol import frames, instance_state, wire
 from epd_serve.protocol.wire import (
     DetokenizeReply,
@@ -33,8 +33,6 @@ from epd_serve.rpc.streams import StreamCall, Streams
 from epd_serve.rpc.tls import TlsFiles
 
 INFO_TIMEOUT_S = 10.0
-#: Beyond the time that a probe gives the instance.
-PROBE_MARGIN_S = 0.5
 _MAX_REPORT_BYTES = 1 << 20
 _HEADERS = f"content-type: {wire.CONTENT_TYPE}\r\n{wire.REQUEST_ID_HEADER}: "
 _CONTENT_TYPE = (b"content-type", wire.CONTENT_TYPE.encode())
@@ -57,7 +55,6 @@ class NativeConnections:
         # those of instances that have left go with their calls
         self._pools: WeakSet[HttpPool] = WeakSet()
         self._streams: WeakSet[Streams] = WeakSet()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def pool(self, name: str, url: str) -> HttpPool:
         pool = HttpPool(name, url, self._key, tls=self._tls)
@@ -70,21 +67,12 @@ class NativeConnections:
         self._streams.add(streams)
         return streams
 
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, which must not raise, in the background, at most until the connections close."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*[streams.close() for streams in list(self._streams)])
         await asyncio.gather(*[pool.close() for pool in list(self._pools)])
 
@@ -127,16 +115,11 @@ class NativeInstance:
         except msgspec.MsgspecError as error:
             raise InstanceUntrusted(f"{self.url}/info is no answer of an instance ({error})") from error
 
-    async def probe(self, timeout_s: float, *, doubted: bool = False) -> None:
-        """Have the instance compute something. One that does not know the call passes. Raises ServeError."""
+    async def probe(self, timeout_s: float) -> None:
+        """Ask whether the process answers. A step that hangs ends it (:mod:`epd_serve.engine.pace.step_watch`)."""
         try:
-            async with asyncio.timeout(timeout_s + PROBE_MARGIN_S):
-                body = [wire.encode(instance_state.ProbeRequest(timeout_s))]
-                await HttpCall(
-                    self._pool, "POST", "/probe", f"{_HEADERS}probe\r\n", body, on_new_connection=True
-                ).ask(MAX_NOTE_BYTES)
-        except InvalidRequest:
-            return
+            async with asyncio.timeout(timeout_s):
+                await HttpCall(self._pool, "GET", "/health", on_new_connection=True).ask(MAX_NOTE_BYTES)
         except TimeoutError as error:
             raise StageTimeout(f"instance {self.name} does not answer within {timeout_s:g} s") from error
 
@@ -198,13 +181,6 @@ class NativeInstance:
 
     def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> _StageCall:
         return self._post("/stage/decode", request, trace_id)
-
-    def move(self, request: wire.MoveRequest, *, trace_id: str) -> _StageCall:
-        """Begin a move of a request to another instance.
-
-        The answer has no token and is complete when the other instance goes on.
-        """
-        return self._post("/stage/move", request, trace_id)
 
     def _post(self, path: str, request: wire.Message, trace_id: str) -> _StageCall:
         headers = [_CONTENT_TYPE, (_REQUEST_ID, trace_id.encode())]

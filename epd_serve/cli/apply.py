@@ -55,11 +55,12 @@ def apply(
     file, which the agents of all hosts follow; --deadline is for all of it, and --patience is 1 s.
     """
     from epd_serve.launch.control import ApplyRequest, ask_launcher
+    from epd_serve.launch.layout_choice import choose_layout
     from epd_serve.launch.processes.runtime import find_deployment
 
     if file is None and topology is None:
         raise ValueError("say what to apply: a deployment file, or --topology")
-    config = None if file is None else load_config(file)
+    config = None if file is None else choose_layout(load_config(file)).config
     if admin is not None:
         _, gateway = choose_gateway(deployment, admin)
         _apply_to_hosts(gateway, config, topology, topology_only=topology_only, dry=dry, deadline_s=deadline)

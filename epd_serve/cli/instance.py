@@ -37,9 +37,7 @@ def instance(
     join: Join = None,
     config: Annotated[
         Path | None,
-        typer.Option(
-            help="Deployment file with all other options of its role. Without one: defaults, dtype auto."
-        ),
+        typer.Option(help="Deployment file with all other options of its role. Without one: defaults."),
     ] = None,
     options: Annotated[str | None, typer.Option(help="All options as JSON.", hidden=True)] = None,
     parent_pid: ParentPid = None,
@@ -51,7 +49,7 @@ def instance(
     elif name is None or role is None:
         raise ValueError("an instance needs --name and --role, as in --name e0 --role E")
     else:
-        deployment = load_config(config) if config else DeploymentConfig(dtype="auto")
+        deployment = load_config(config) if config else DeploymentConfig()
         if model is not None:
             deployment = change_config(deployment, {"model": model_of(model)})
         chosen = deployment.options_alone(

@@ -19,7 +19,9 @@ def profile(
     out: Annotated[Path, typer.Argument(help="The JSON file to write.")],
     model: Annotated[str, typer.Option(help="'demo', a model's directory, or its name on the hub.")] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda:0, npu:0 ...")] = "cpu",
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Number format.")] = "float32",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Number format, as in a deployment.")
+    ] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     clock: Annotated[
         Literal["wall", "cpu"], typer.Option(help="cpu: CPU time, for a machine that others use too.")
@@ -41,7 +43,7 @@ def profile(
             "--model is missing: give the model that you want to plan for, its directory or its name on the hub, "
             "as in --model Qwen/Qwen2.5-VL-3B-Instruct, or --model demo for the built-in one"
         )
-    if endpoint and (mooncake or threads is not None or clock != "wall" or dtype != "float32" or not deployments):
+    if endpoint and (mooncake or threads is not None or clock != "wall" or dtype != "auto" or not deployments):
         raise ValueError(
             "--endpoint measures a server as it runs: --dtype, --threads, --clock, --no-deployments and "
             "--mooncake do not go with it"
@@ -52,18 +54,20 @@ def profile(
         _write(lambda progress: profile_endpoint(endpoint.rstrip("/"), model, device, progress), model, out)
         return
     with needs_native():
-        import torch
-
+        from device.registry import get_device
+        from epd_serve.engine.kv_memory import resolve_dtype
+        from epd_serve.models.loader import load_family
         from epd_serve.profiling.contention import stages_beside
         from epd_serve.profiling.device_profile import GridOptions, profile_device
     from epd_serve.config.schema import model_path
     from epd_serve.profiling.overheads import OverheadOptions, with_overheads
 
+    path = model_path(model)
     options = GridOptions(
-        model=model_path(model),
+        model=path,
         model_name=model if model == "demo" else Path(model).resolve().name,
         device=device,
-        dtype=getattr(torch, dtype),
+        dtype=resolve_dtype(dtype, load_family(path).config, get_device(device)),
         threads=threads,
         clock=clock,
         mooncake=mooncake,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,11 +19,13 @@ def proxy(
     ] = None,
     host: Host = None,
     port: Port = None,
+    reuse_port: Annotated[
+        bool, typer.Option("--reuse-port", help="Share the port with other gateways that share it, too.")
+    ] = False,
     admin_path: Annotated[
         Path | None, typer.Option(help="Path of the admin API's Unix socket.", hidden=True)
     ] = None,
     parent_pid: ParentPid = None,
-    worker: Annotated[str | None, typer.Option(help="One of gateway.workers.", hidden=True)] = None,
 ) -> None:
     """Run the gateway alone, in front of instances that were started by themselves.
 
@@ -32,10 +33,7 @@ def proxy(
     instances.base_port on.
     """
     tie_to(parent_pid)
-    from proxy.workers.worker_setup import WorkerSetup
-
-    setup = WorkerSetup.parse(worker) if worker else None
-    deployment = setup.deployment() if setup else load_config(config) if config else DeploymentConfig()
+    deployment = load_config(config) if config else DeploymentConfig()
 
     def instances_of(deployment: DeploymentConfig) -> list[tuple[str, str]]:
         return [name_and_url(text) for text in instance or ()] or instance_urls(deployment)
@@ -45,13 +43,9 @@ def proxy(
     if twice := {name for name in names if names.count(name) > 1}:
         raise ValueError(f"instance {', '.join(sorted(twice))} is named twice; names must differ")
     address = (host or deployment.gateway.host, deployment.gateway.port if port is None else port)
-    if setup is None and deployment.gateway.workers > 1:
-        from proxy.workers.parent import run_workers
-
-        raise typer.Exit(run_workers(deployment, *address, sys.argv[1:], reloads=config is not None))
     from proxy.main import Reread, run_gateway
 
     reread = Reread(lambda: load_config(config), config, instances_of) if config else None
-    code = run_gateway(deployment, instances, *address, reread, setup=setup, admin_path=admin_path)
+    code = run_gateway(deployment, instances, *address, reread, reuse_port=reuse_port, admin_path=admin_path)
     if code:
         raise typer.Exit(code)

@@ -62,7 +62,9 @@ def up(
             download(config.model)
     with ended_by_ctrl_c():
         from epd_serve.launch.engine_choice import choose_engine
+        from epd_serve.launch.layout_choice import choose_layout
 
+        config, layout = choose_layout(config)
         config, reason = choose_engine(config)
         if config.engine == "native" or not dry:  # vLLM's command lines may be for another machine
             from epd_serve.launch.preflight import check_deployment
@@ -76,7 +78,7 @@ def up(
         return
     with ended_by_ctrl_c():
         from epd_serve.launch.up import Terminal, run_up
-    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reason)))
+    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reason, layout)))
 
 
 def _up_on_ray(

@@ -73,11 +73,13 @@ class HealthConfig(Section):
 
     probe_interval_s: Hot[Seconds | None] = Field(
         default=3.0,
-        description="Each instance is made to compute something so often, where it does not anyway. "
+        description="How often each instance is asked whether it answers (GET /health). "
         "null: only those that have failed.",
     )
     probe_timeout_s: Hot[Seconds] = Field(
-        default=6.0, description="An instance that computes nothing for so long loses its requests to others."
+        default=6.0,
+        description="An instance whose process answers nothing for so long loses its requests to others. A step "
+        "may take as long as it takes.",
     )
     max_failures: Hot[int] = Field(
         default=5, ge=1, description="So many failed requests in a row take an instance out until a probe passes."
@@ -307,7 +309,11 @@ class AudioConfig(Section):
 class MediaConfig(Section):
     """The media that the gateway accepts and the places from which it may fetch them."""
 
-    max_pixels: Hot[int] = Field(default=32 * 1024**2, gt=0, description="Largest image, in pixels.")
+    max_pixels: Hot[int] = Field(
+        default=32 * 1024**2,
+        gt=0,
+        description="Largest image, in pixels; those of a request have at most four times as many together.",
+    )
     max_bytes: Hot[Bytes] = Field(default=32 * 1024**2, description="Largest image file.")
     max_items: Hot[int] = Field(default=64, ge=1, description="Most images, videos and sounds of a request.")
     fetch_timeout_s: Hot[Seconds] = Field(default=10.0, description="Longest download of a media URL.")
@@ -339,13 +345,6 @@ class GatewayConfig(Section):
         default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 is every interface."
     )
     port: Anew[Port] = Field(default=8000, description="0 chooses a free port.")
-    workers: Anew[int] = Field(
-        default=1,
-        ge=1,
-        le=256,
-        description="Processes that serve this port. max_in_flight and max_queue are divided among them; limits "
-        "of API keys, metrics and the admin plane are one.",
-    )
     max_body_bytes: Hot[Bytes] = Field(default=64 * 1024**2, description="Largest request body.")
     header_timeout_s: Anew[Seconds] = Field(
         default=20.0, description="Longest time for the request line and headers; then the connection is closed."
@@ -428,15 +427,6 @@ class GatewayConfig(Section):
         if self.port and self.admin.port == self.port:
             raise ValueError(
                 f"port and admin.port are both {self.port}; the admin plane is another server: give it a port"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _room_for_each_worker(self) -> GatewayConfig:
-        if self.max_in_flight < self.workers:
-            raise ValueError(
-                f"max_in_flight: {self.max_in_flight} requests cannot be divided among {self.workers} workers; "
-                "raise it, or lower workers"
             )
         return self
 

@@ -157,8 +157,6 @@ def _vllm_paths(vllm: VllmConfig, here: Path) -> dict[str, Any]:
         changes["python"] = {role: str(here / path.expanduser()) for role, path in vllm.python.items()}
     elif vllm.python is not None:
         changes["python"] = str(here / vllm.python.expanduser())
-    if vllm.feature_dir is not None:
-        changes["feature_dir"] = str(here / vllm.feature_dir.expanduser())
     return changes
 
 

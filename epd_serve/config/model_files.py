@@ -113,6 +113,15 @@ def check_model_files(path: Path) -> dict[str, int]:
     return counts
 
 
+def check_max_model_len(asked: int, max_positions: int) -> None:
+    """Raise ValueError where a context is asked for that the model was not made for."""
+    if asked > max_positions:
+        raise ValueError(
+            f"max_model_len: {asked} is beyond the model's {max_positions} tokens; write {max_positions} or less, "
+            "or leave it out"
+        )
+
+
 def chat_template(path: Path) -> str:
     """The text of a model's chat template; "" where it has none, or several by name."""
     if (file := path / "chat_template.jinja").is_file():

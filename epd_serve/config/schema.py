@@ -161,11 +161,19 @@ class DeploymentConfig(SharedConfig):
     )
     vllm: VllmConfig = VllmConfig()
     devices: Hot[
-        Annotated[tuple[Annotated[str, AfterValidator(_check_device)], ...], BeforeValidator(_read_devices)]
+        Annotated[
+            tuple[Annotated[str, AfterValidator(_check_device)], ...],
+            BeforeValidator(_read_devices),
+            WithJsonSchema(
+                {"anyOf": [{"const": "auto", "type": "string"}, {"items": {"type": "string"}, "type": "array"}]}
+            ),
+        ]
     ] = Field(
         default=("cpu",),
         validate_default=True,
-        description="cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
+        json_schema_extra={"default": "auto"},
+        description="auto: all GPUs or NPUs of this machine, else the CPU; the CPU for the built-in model and on "
+        "clusters. Else a list: cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
         "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 is this machine with the memory, the asynchrony "
         "and the speed of an accelerator, where its cores are not slower; emulated:FILE.json takes those of a "
         "device that 'epd-serve profile' measured, with a path relative to this file. "
@@ -209,6 +217,13 @@ class DeploymentConfig(SharedConfig):
         "it decides about shares that are auto.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_is_left_out(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("devices") == "auto":
+            return {key: value for key, value in values.items() if key != "devices"}
+        return values
+
     @field_validator("topology")
     @classmethod
     def _towers_are_whole(cls, topology: Topology) -> Topology:
@@ -250,8 +265,12 @@ class DeploymentConfig(SharedConfig):
             )
         if self.shape_of is not None and not emulated:
             raise ValueError("shape_of is for emulated devices; write devices: [emulated:h200:0], or leave it out")
-        if isinstance(self.model, ShapeConfig) and any(one.tensor_parallel > 1 for one in emulated):
-            raise ValueError("topology: emulated devices share no model without weights; leave @tp out")
+        wide = next((one for one in placement if one.tensor_parallel > 1), None)
+        if wide is not None and (self.engine == "native" or emulated):
+            raise ValueError(
+                f"topology: @tp{wide.tensor_parallel} needs engine: vllm; the native engine runs each instance on "
+                "one device"
+            )
         if self.engine == "vllm":
             check_vllm(placement, settings, self.vllm, self.model_fields_set)
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
@@ -358,12 +377,12 @@ class DeploymentConfig(SharedConfig):
         settings = [self.settings_for(str(instance.role)) for instance in self.placement()]
         return self.feature_store == "mooncake" or any(s.kv_transfer.transport == "mooncake" for s in settings)
 
-    @property
-    def keeps_other_roles(self) -> bool:
-        """Whether CPU instances keep weights of roles that they do not have."""
-        if self.engine == "vllm" or self.instances.keep_weights is not None:
-            return bool(self.instances.keep_weights)
-        return self.gateway.admin.port is not None or self.elastic.enabled
+    def resident(self, instance: InstancePlacement) -> Literal["role", "all"]:
+        """Return whose weights an instance keeps loaded: those of its role, or of all stages."""
+        if (chosen := self.settings_for(str(instance.role)).resident) is not None:
+            return chosen
+        may_switch = self.gateway.admin.port is not None or self.elastic.enabled
+        return "all" if may_switch and instance.devices[0] == "cpu" else "role"
 
     @property
     def starts_master(self) -> bool:
@@ -438,7 +457,7 @@ class DeploymentConfig(SharedConfig):
         device_board: str | None = None,
         switch_dir: Path | None = None,
     ) -> InstanceOptions:
-        """The options of one placed instance; ``device`` is what its devices are called in its process.
+        """The options of one placed instance; ``device`` is the name of its device in its process.
 
         ``placement`` has all instances of its place; None: of this deployment.
         ``master`` is the address of the mooncake_master where the deployment itself starts one; ``device_board``
@@ -447,7 +466,8 @@ class DeploymentConfig(SharedConfig):
         Raises ValueError where the model's directory is not one, and for a ``shape_of`` that cannot be read.
         """
         settings = self.settings_for(str(instance.role))
-        own = {name: getattr(settings, name) for name in InstanceSettings.model_fields} | {"threads": threads}
+        own = {name: getattr(settings, name) for name in InstanceSettings.model_fields}
+        own |= {"threads": threads, "resident": self.resident(instance)}
         others = self.placement() if placement is None else placement
         rivals = [one for one in others if one.role.has_language_model and {*one.devices} & {*instance.devices}]
         if instance.devices[0] != "cpu" and instance in rivals and len(rivals) > 1 and share is None:
@@ -494,7 +514,7 @@ class DeploymentConfig(SharedConfig):
         if self.feature_store == "mooncake" and self.mooncake.master is None:
             raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
         options = self.options_for(
-            InstancePlacement(name=name, role=role, devices=tuple(device.split(","))),
+            InstancePlacement(name=name, role=role, devices=(device,)),
             device=device,
             port=port,
             threads=settings.threads if threads is None else threads,

@@ -10,22 +10,19 @@ for each other at every barrier.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from device.base import BareDevice, Event, Stream
+from device.base import BareDevice, Stream
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.device_board import DeviceBoard, apply_share, rank_share
+from epd_serve.engine.device_board import DeviceBoard, apply_share
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.token_time import Slack, TokenTimeAccount, pause_s
 
-#: Of the language model's stream, with its decodes; ``stream_priority`` is the tower's.
+#: Of the language model's stream, with its decodes; the tower's has 0.
 _LANGUAGE_PRIORITY = -1
 _SMOOTHING = 0.3
-#: Of the layers on their way, so many are known.
-_MAX_LAUNCHED = 256
 #: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.
 _TOKENS_PER_LAYER = 2
 
@@ -64,8 +61,6 @@ class TowerStream:
         self._sleep = sleep
         self._resumed_s = self._paused_s = 0.0
         self._num_layers = 0
-        self._num_signs = 0
-        self._launched = deque[Event](maxlen=_MAX_LAUNCHED)  # layers that the device has not been seen to compute
         self._is_encoding = self._hurries = False
         self._pixel_bytes: float | None = None
         self.least_pixel_bytes = 0.0
@@ -106,7 +101,6 @@ class TowerStream:
         if not self._is_encoding:
             return
         self._num_layers += 1
-        self._launched.append(self._stream.record_event())
         self._part_threads()
         if self._board.slack() is None:
             self._resumed_s = self._clock()
@@ -120,7 +114,6 @@ class TowerStream:
         ):
             self._board.encode_ends()
             self._sleep(wait_s)
-            self._num_signs += 1
             now = self._clock()
         self._paused_s += now - begun
         self._resumed_s = now
@@ -136,16 +129,6 @@ class TowerStream:
             self._device.set_threads(self._threads[0 if self._is_busy() else 1])
 
     # ------------------------------------------------------------------ asked on the event loop
-
-    @property
-    def num_signs(self) -> int:
-        """Signs of life: grows with each layer that the device has computed, and with each pause before one."""
-        with suppress(RuntimeError):  # a device that is lost gives none
-            self._device.check()
-            while self._launched and self._launched[0].query():
-                self._launched.popleft()
-                self._num_signs += 1
-        return self._num_signs
 
     @property
     def paused_s(self) -> float:
@@ -267,7 +250,7 @@ class DualStream:
     """
 
     def __init__(self, options: InstanceOptions, device: BareDevice) -> None:
-        self.share = apply_share(device, rank_share(options, 0), options.memory_share, options.threads)
+        self.share = apply_share(options, device)
         threads = _parted(options.threads) if options.role.has_language_model else None
         limit_s = None if options.slo.tpot_ms is None else options.slo.tpot_ms / 1000
         board, slot = options.device_board.rsplit(":", 1) if options.device_board else (None, "0")
@@ -276,7 +259,6 @@ class DualStream:
         self.tower = TowerStream(
             device,
             self.board,
-            priority=options.stream_priority,
             share=options.tower_share if options.role.has_language_model else None,
             threads=threads,
             is_busy=lambda: self.language.is_busy,

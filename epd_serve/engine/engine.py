@@ -16,7 +16,7 @@ import msgspec
 
 from epd_serve.cache.block_pool import BlockPool, RequestBlocks
 from epd_serve.engine.computing import NO_TOKEN, SampledToken, StepResult
-from epd_serve.errors import ServeError
+from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.instance_state import Load
 from epd_serve.protocol.wire import TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
@@ -34,6 +34,11 @@ _NO_NUMBERS = (
     "no token can be chosen: the logits of this request are no numbers. The model's numbers are too large for its "
     "dtype (try dtype: float32), its weights are damaged, or something was read before the device had computed "
     "it, for want of an event"
+)
+
+_ALL_FORBIDDEN = (
+    "no token is allowed next: the request's structure, allowed_token_ids, bad_words and min_tokens contradict "
+    "each other"
 )
 
 
@@ -154,7 +159,6 @@ class Engine:
     Attributes:
         queues: what waits and what runs; whoever calls it from outside reads one number.
         transfers: targets of the KV of sequences that are handed on.
-        num_steps: steps that have ended and did not fail.
     """
 
     def __init__(
@@ -189,7 +193,7 @@ class Engine:
         self._leaving: dict[Sequence, None] = {}  # ABORTED, but a step or a copy may still use their blocks
         self.transfers: dict[Sequence, OutgoingTransfer] = {}
         self._stepping: frozenset[Sequence] = frozenset()
-        self.num_steps, self._closing = 0, False
+        self._closing = False
 
     def close(self) -> None:
         """Let no further step begin."""
@@ -245,12 +249,6 @@ class Engine:
         with self._changed:
             if self.queues.stop(sequence):
                 self._leave(sequence)
-
-    def hold(self, request_id: str, held: Callable[[Sequence], None]) -> bool:
-        """See :meth:`~epd_serve.sched.queues.Queues.hold`; tells ``held`` on its thread, after all tokens."""
-        with self._changed:
-            self._changed.notify_all()
-            return self.queues.hold(request_id, held)
 
     def transferred(self, sequence: Sequence) -> None:
         """Free a sequence's source blocks: the decode instance has confirmed, or the request is gone.
@@ -332,8 +330,6 @@ class Engine:
         """The next step, which may be empty; its sequences keep their blocks until it has ended."""
         stepping = in_flight.sequences if in_flight is not None else []
         with self._changed:
-            if self.queues.held:
-                self.queues.let_out(stepping)
             output = self.queues.plan(self._clock())
             self._stepping = frozenset(stepping if output is in_flight else (*output.sequences, *stepping))
             if output.admitted or output.preempted:
@@ -361,11 +357,9 @@ class Engine:
         """Take the tokens of a step; ``after`` is the step that was launched since."""
         with self._changed:
             self._stepping = frozenset(after.sequences if after else ())
-            lacking = [one for one, token in result.decoded if token.token_id == NO_TOKEN and one.goes_on]
-            lacking += [
-                one for one, tokens in result.first if one.goes_on and any(t.token_id == NO_TOKEN for t in tokens)
-            ]
-            events = self._fail_without_token(lacking) if lacking else []
+            chosen = [(one, [token]) for one, token in result.decoded] + result.first
+            without = {one: ids for one, tokens in chosen if one.goes_on and min(ids := _ids(tokens)) < 0}
+            events = self._fail_without_token(without) if without else []
             for sequence, _ in output.prefills:
                 # it may have lost its blocks to an older one since, or an earlier step of its own has failed
                 if sequence.blocks and sequence.goes_on:
@@ -394,11 +388,17 @@ class Engine:
             failure = ServeError(f"the engine failed in the middle of a step: {error}")
             return self._fail_requests(output.sequences, failure)
 
-    def _fail_without_token(self, lacking: list[Sequence]) -> list[EngineEvent]:
+    def _fail_without_token(self, without: Mapping[Sequence, list[int]]) -> list[EngineEvent]:
         """End requests for which no token can be chosen; those beside them go on."""
-        self._hooks.failed()
-        logger.error("the logits of %d requests are no numbers", len(lacking))
-        return self._fail_requests(lacking, ServeError(_NO_NUMBERS))
+        events: list[EngineEvent] = []
+        if lacking := [sequence for sequence, ids in without.items() if NO_TOKEN in ids]:
+            self._hooks.failed()
+            logger.error("the logits of %d requests are no numbers", len(lacking))
+            events += self._fail_requests(lacking, ServeError(_NO_NUMBERS))
+        for request_id in {one.request_id for one in without} - {one.request_id for one in lacking}:
+            self.abort(request_id)
+            events.append(FailureEvent(request_id, InvalidRequest(_ALL_FORBIDDEN, code="contradiction")))
+        return events
 
     def _fail_requests(self, sequences: Iterable[Sequence], failure: ServeError) -> list[EngineEvent]:
         """End the sequences' requests. Nobody else finds their KV, which may be why."""
@@ -473,3 +473,7 @@ class Engine:
     def _lose(self, request_id: str, error: Exception) -> None:
         self.abort(request_id)
         self._hooks.emit([FailureEvent(request_id, ServeError(f"the request's KV is lost: {error}"))])
+
+
+def _ids(tokens: list[SampledToken]) -> list[int]:
+    return [token.token_id for token in tokens]

@@ -14,6 +14,7 @@ from typing import Any
 from device.base import Event
 from epd_serve.engine.computing import LaunchedStep, Runner, StepResult
 from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks
+from epd_serve.engine.pace.step_watch import StepWatch
 from epd_serve.sched.schedule import ScheduleOutput, possible_prefills
 from epd_serve.sched.sequence import Sequence
 from epd_serve.transfer.grouping import group_ends
@@ -31,6 +32,7 @@ class StepLoop:
     Args:
         push: sends KV to decode instances while it is computed; None where no prompt is handed on.
         stream: takes the device's work of that thread; None: the default one.
+        watch: measures the steps, and tells whether one hangs.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class StepLoop:
         push: KVPush | None = None,
         stream: AbstractContextManager[object] | None = None,
         runs_ahead: bool = False,
+        watch: StepWatch | None = None,
     ) -> None:
         self._engine = engine
         self._runner = runner
@@ -49,6 +52,7 @@ class StepLoop:
         self._push = push
         self._stream = stream or nullcontext()
         self._runs_ahead = runs_ahead
+        self._watch = watch or StepWatch()
         self._in_flight: InFlightStep | None = None  # launched, its tokens unknown
         self._landed_s = 0.0
         self._events: list[EngineEvent] = []  # of steps that have ended, not yet emitted
@@ -78,7 +82,8 @@ class StepLoop:
                     in_flight = self._in_flight.output if self._in_flight else None
                     if (output := self._engine.next_step(in_flight)) is None:
                         return
-                    self._advance(output)
+                    with self._watch.step((_kind(in_flight), _kind(output))):
+                        self._advance(output)
         except BaseException:  # nothing would be computed any more, and nobody would know
             logger.critical("the engine's thread has ended", exc_info=True)
             self._hooks.died()
@@ -148,7 +153,6 @@ class StepLoop:
                     self._hooks.stepped(step.output, seconds)
             except Exception:  # must not take the step's tokens along
                 logger.exception("a step could not be accounted for")
-            self._engine.num_steps += 1  # one that failed is no sign of life
 
     @contextmanager
     def _failing(self, output: ScheduleOutput, other: InFlightStep | None) -> Iterator[None]:
@@ -160,6 +164,11 @@ class StepLoop:
             self._hooks.failed()
             self._hooks.idle()
             self._events += self._engine.fail(output, other.output if other else None, error)
+
+
+def _kind(output: ScheduleOutput | None) -> tuple[int, bool]:
+    """Return a step's kind for the watch: its tokens, to a power of two, and whether some are a prompt's."""
+    return (0, False) if output is None else (output.num_tokens.bit_length(), bool(output.prefills))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

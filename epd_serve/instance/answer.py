@@ -11,7 +11,7 @@ import msgspec
 
 from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, TokenEvent
 from epd_serve.engine.sampling.patterns import Patterns
-from epd_serve.errors import ServeError
+from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.instance.http import JSON, Header, Pieces, Reply
 from epd_serve.instance.text.tokenizer import Detokenizer, Vocabulary
 from epd_serve.protocol import frames
@@ -373,6 +373,6 @@ class Generation:
         return Reply(headers=(*frames.HEADERS, *headers), stream=self._pieces, on_close=on_close)
 
 
-def broken_structure(reason: str) -> ServeError:
-    """Return the error of an answer whose grammar could not be followed."""
-    return ServeError(f"the answer's structure could not be kept to: {reason}")
+def broken_structure(reason: str) -> InvalidRequest:
+    """Return the error of an answer whose grammar became too complex to be followed."""
+    return InvalidRequest(f"the answer's structure cannot be enforced: {reason}", code="structure_too_complex")

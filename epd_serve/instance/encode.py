@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import time
-import wave
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from epd_serve.engine.dual_stream import TowerStream
+from epd_serve.engine.pace.step_watch import StepWatch
 from epd_serve.errors import (
     NOT_MAPPED,
     PREPARATION_FULL,
-    PRODUCER_UNKNOWN,
-    WEDGED,
     InstanceFailed,
     InvalidRequest,
     ServeError,
 )
 from epd_serve.instance.http import Peers
-from epd_serve.instance.parity import fixed_inputs, sample_of
 from epd_serve.instance.text.request_processor import S_PER_PIXEL, RequestProcessor
-from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef, ParitySample
+from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.schedule import schedule_encodes
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
-from epd_serve.types import PLURALS, AudioFacts
+from epd_serve.types import PLURALS
 
 if TYPE_CHECKING:
     from epd_serve.instance.loading.model import InstanceModel, Tower
-    from epd_serve.models.family import Family
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +41,6 @@ _RETRY_ROOM_S = 0.02
 #: which the gateway takes an encoder for stalled; and where the consumer is this instance, as nobody else is left.
 _PART, _OWN_PART = 0.2, 0.8
 _ANNOUNCE_TIMEOUT_S = 60.0
-_PROBE_SIZE, _PROBE_SAMPLES = (56, 56), 8000
-_PROBE_TICK_S = 0.02
 
 
 @dataclass(eq=False, slots=True)
@@ -99,6 +92,7 @@ class EncodeService:
     Attributes:
         num_waiting_pixels: of distinct items that are not encoded yet.
         is_held: whether items wait for ``may_start``.
+        watch: of the batches.
     """
 
     def __init__(
@@ -120,7 +114,6 @@ class EncodeService:
         self._family = model.family
         self._peers = peers
         self._url = url
-        self._sample: ParitySample | None = None
         self._processor = processor
         self._feature_timeout_s = feature_timeout_s
         self._may_start = may_start
@@ -140,7 +133,7 @@ class EncodeService:
         self.is_held = False
         self._free_since_s = 0.0
         self._in_tower: frozenset[str] = frozenset()
-        self._num_batches = 0
+        self.watch = StepWatch()
         self._loop_task = asyncio.create_task(self._run())
 
     @property
@@ -183,35 +176,6 @@ class EncodeService:
         tower = await loop.run_in_executor(self._tower_thread, self._loaded_tower)
         if find_budget is not None:
             self._budget = await loop.run_in_executor(self._tower_thread, find_budget, tower)
-
-    async def probe(self, timeout_s: float) -> None:
-        """Have a small picture, or a short silence, prepared, and encoded once the tower is loaded.
-
-        Raises ServeError with code ``wedged`` where either does not come to pass in that time, nor to others.
-        """
-        if self._tower is None:
-            return
-        loop = asyncio.get_running_loop()
-        await asyncio.gather(
-            _prove(
-                asyncio.ensure_future(self._prepared(*_probe(self._family))),
-                lambda: self._processor.num_done["media"],
-                timeout_s,
-                "no item could be prepared",
-            ),
-            _prove(
-                loop.run_in_executor(self._tower_thread, self._encode_nothing, self._tower),
-                lambda: self._num_batches + self._stream.num_signs,
-                timeout_s,
-                "the tower computed nothing",
-            ),
-        )
-
-    def _encode_nothing(self, tower: Tower) -> None:
-        inputs = self._family.blank_inputs(_PROBE_SIZE)
-        num_pixels = _PROBE_SIZE[0] * _PROBE_SIZE[1]
-        with self._stream.encoding(num_pixels), self._model.encoding([num_pixels]):
-            tower.encode([inputs])
 
     def reconsider(self) -> None:
         """Ask ``may_start`` again, if items wait for it. Any thread, before the event loop is closed."""
@@ -268,12 +232,8 @@ class EncodeService:
         return EncodeReply(cached=cached, num_tokens=feature.shape[0]), batch
 
     async def _announce(self, request: EncodeRequest, feature: StoredFeature) -> None:
-        """Tell the consumer of a feature; where it does not reach this device, of a copy on the host.
-
-        Where it does not know what this encoder makes, show it first.
-        """
+        """Tell the consumer of a feature; where it does not reach this device, of a copy on the host."""
         consumer, mm_hash, owner = request.announce_to, request.ref.mm_hash, request.request_id
-        is_shown = False
         while True:
             here, is_on_host = feature, consumer in self._off_device
             if is_on_host:
@@ -287,30 +247,9 @@ class EncodeService:
                 await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
                 return
             except ServeError as error:
-                if error.code == NOT_MAPPED and not is_on_host:
-                    self._off_device.add(consumer)
-                elif error.code == PRODUCER_UNKNOWN and event.producer == self._model.producer and not is_shown:
-                    await self._show(consumer)
-                    is_shown = True
-                else:
+                if error.code != NOT_MAPPED or is_on_host:
                     raise
-
-    async def _show(self, consumer: str) -> None:
-        """Let the consumer judge what this encoder makes of the fixed picture."""
-        if self._sample is None:
-            feature = await self.parity_feature()
-            self._sample = sample_of(self._model.producer, feature, self._model.data_of(feature))
-        await self._peers.call(consumer, "/feature/parity", self._sample, _ANNOUNCE_TIMEOUT_S)
-
-    async def parity_feature(self) -> Any:
-        """The feature of the fixed picture. The tower is loaded where it is not."""
-        return await self._loop.run_in_executor(self._tower_thread, self._encode_fixed)
-
-    def _encode_fixed(self) -> Any:
-        inputs, num_pixels = fixed_inputs(self._family)
-        tower = self._loaded_tower()
-        with self._stream.encoding(num_pixels), self._model.encoding([num_pixels]):
-            return tower.encode([inputs])[0]
+                self._off_device.add(consumer)
 
     async def _encoded(self, request: EncodeRequest) -> _Encoded:
         """The item's feature; requests for one item share one encode, which ends when nobody wants it any more."""
@@ -408,11 +347,14 @@ class EncodeService:
         tower = self._loaded_tower()
         loaded = time.monotonic()
         pixels = [item.num_original_pixels for item in batch]
-        with self._stream.encoding(sum(item.num_pixels for item in batch)), self._model.encoding(pixels):
+        with (
+            self.watch.step(sum(pixels).bit_length()),
+            self._stream.encoding(sum(item.num_pixels for item in batch)),
+            self._model.encoding(pixels),
+        ):
             inputs = [item.inputs for item in batch]
             features = tower.encode(inputs, on_device=True) if self._store.on_device else tower.encode(inputs)
         end = time.monotonic()
-        self._num_batches += 1
         busy_s = end - loaded
         if not was_held:  # else the time before was somebody else's
             busy_s += start - max(self._free_since_s, min(item.begun_s for item in batch))
@@ -445,43 +387,3 @@ class EncodeService:
             if stored is not None:
                 return stored
             await asyncio.sleep(_RETRY_ROOM_S)  # what is held is being fetched, so room will come
-
-
-async def _prove(
-    proof: asyncio.Future[Any], num_done: Callable[[], int], timeout_s: float, otherwise: str
-) -> None:
-    """Raises ServeError with code ``wedged`` where ``proof`` fails, or neither it nor anything else gets done."""
-    loop, before = asyncio.get_running_loop(), num_done()
-    deadline = loop.time() + timeout_s
-    try:
-        while not proof.done() and num_done() == before:  # the work of others proves as much
-            if loop.time() >= deadline:
-                raise ServeError(f"{otherwise} in {timeout_s:g} s", code=WEDGED)
-            await asyncio.sleep(_PROBE_TICK_S)
-        if proof.done() and (error := proof.exception()) is not None:
-            raise ServeError(f"{otherwise}: {error}", code=WEDGED)
-    finally:
-        proof.cancel()
-
-
-def _probe(family: Family) -> tuple[bytes, MediaRef]:
-    """A file of the smallest size there is, and what it is."""
-    return _picture() if "image" in family.token_ids else _silence()
-
-
-@cache
-def _picture() -> tuple[bytes, MediaRef]:
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.new("RGB", _PROBE_SIZE).save(file, "PNG")
-    return file.getvalue(), MediaRef("", *_PROBE_SIZE)
-
-
-@cache
-def _silence() -> tuple[bytes, MediaRef]:
-    file, facts = io.BytesIO(), AudioFacts(_PROBE_SAMPLES, 16_000, 1)
-    with wave.open(file, "wb") as out:
-        out.setparams((1, 2, facts.rate, facts.num_samples, "NONE", ""))
-        out.writeframes(bytes(2 * facts.num_samples))
-    return file.getvalue(), MediaRef.of_audio(facts)

@@ -26,7 +26,7 @@ Send = Callable[[Event], Awaitable[None]]
 Header = tuple[bytes, bytes]
 
 JSON = (b"content-type", b"application/json")
-#: For whoever starts the instance, and for Prometheus.
+#: For whoever starts the instance, and for Prometheus. Bodies are not read: anybody could fill memory with one.
 _OPEN = frozenset({"/health", "/health/live", "/metrics"})
 #: As uvicorn hands them on, of up to 64 KiB each.
 _MANY_PIECES = 16
@@ -127,7 +127,7 @@ def control_server_app(
     ``own_address``: that the instance tells others (``host:port``).
     """
     app = ControlApp(routes, guarded=key is not None)
-    return app if key is None else ClusterLinks(app, key, own_address=own_address)
+    return app if key is None else ClusterLinks(app, key, "instance", own_address)
 
 
 class ControlApp:
@@ -159,7 +159,7 @@ class ControlApp:
         if handler is None:
             await _send_error(send, InvalidRequest(f"there is no {scope['method']} {scope['path']}"), status=404)
             return
-        body = await _read(receive)
+        body = b"" if scope["path"] in _OPEN else await _read(receive)
         if body is None:
             return
         write = scope.get("extensions", {}).get(WRITE)

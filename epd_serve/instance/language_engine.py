@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from epd_serve.cache.block_pool import BlockPool
 from epd_serve.engine.computing import Runner
-from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, FailureEvent, Listeners
+from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, Listeners
+from epd_serve.engine.pace.step_watch import StepWatch
 from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
-from epd_serve.errors import WEDGED, ServeError
 from epd_serve.factories import factory
+from epd_serve.instance.calls import moved
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.kv_delivery import PullDelivery, PushDelivery
 from epd_serve.instance.loading.model import Language
-from epd_serve.instance.migration import Migrations
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.protocol import instance_state
 from epd_serve.sched.schedule import ScheduleOutput
-from epd_serve.sched.sequence import Sequence, SequenceState
+from epd_serve.sched.sequence import Sequence
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.grouping import GroupSizer
 from epd_serve.transfer.kv_sender import KVSender
-from epd_serve.types import SamplingParams
 
 if TYPE_CHECKING:
     from epd_serve.instance.instance import Instance
@@ -48,6 +43,7 @@ class LanguageEngine(EngineHooks):
         self._instance = instance
         self.weights = weights
         self.listeners = Listeners()
+        self.watch = StepWatch()
         with instance.streams.language.loading():
             runner = weights.prepare(instance)
             self._memory, self._layout = weights.memory, weights.layout
@@ -101,7 +97,8 @@ class LanguageEngine(EngineHooks):
                 layer_groups=factory("layer groups", LayerGroups),
             ),
             stream=instance.streams.language.stream,
-            runs_ahead=options.runs_ahead,
+            runs_ahead=instance.device.type != "cpu",
+            watch=self.watch,
         )
 
     def _start_services(self) -> None:
@@ -123,15 +120,6 @@ class LanguageEngine(EngineHooks):
             refusals=instance.refusals,
             compile=compile_,
         )
-        self.migrations = Migrations(
-            options.name,
-            engine,
-            self.sender,
-            self._deliver,
-            loop=instance.loop,
-            spawn=instance.spawn,
-        )
-        self.probe = EngineProbe(engine, prompts.text_positions, self.listeners.listen)
         self.decode = DecodeService(
             engine,
             self._memory,
@@ -170,17 +158,17 @@ class LanguageEngine(EngineHooks):
         self._loop.close()
         self.sender.close()
 
-    def send_away(self, *, begun: bool, late: bool) -> None:
+    def send_away(self, *, begun: bool) -> None:
         """See :meth:`~epd_serve.instance.instance.Instance.send_away`."""
         self.decode.send_away()
         if begun:
-            self.migrations.send_away(self.decode.generations | self.prefill.generations, late=late)
+            for generation in (self.decode.generations | self.prefill.generations).values():
+                if generation.can_move:
+                    generation.fail(moved(self._instance.options.name))
 
     def expire(self) -> None:
         """End what has waited for too long; to be called now and then, on the event loop."""
         self.decode.expire()
-        if self.migrations.held:
-            self.migrations.expire()
         if self.receiver.early:
             self.receiver.expire()
 
@@ -203,9 +191,7 @@ class LanguageEngine(EngineHooks):
             "listeners": len(self.listeners),
         }
 
-    def _deliver(
-        self, sequence: Sequence, num_generated: int, decode_url: str, *, request_id: str = ""
-    ) -> PushDelivery:
+    def _deliver(self, sequence: Sequence, num_generated: int, decode_url: str) -> PushDelivery:
         instance, options = self._instance, self._instance.options
         delivery = PullDelivery if options.kv_transfer.mode == "pull" else PushDelivery
         return delivery(
@@ -218,7 +204,6 @@ class LanguageEngine(EngineHooks):
             lease_s=options.lease_s,
             abort=self.engine.abort,
             spawn=instance.spawn,
-            request_id=request_id,
         )
 
     # ------------------------------------------------------------------ for the engine
@@ -246,8 +231,7 @@ class LanguageEngine(EngineHooks):
         instance.spans.put(step_span(output, end_s - seconds, end_s))
         instance.rates.stepped(output, seconds)
         instance.streams.language.stepped(output, seconds, self.engine.queues.num_running)
-        if instance.limits.budget.pace is not None:
-            instance.limits.stepped(output, seconds)
+        instance.limits.stepped(output, seconds)
         if instance.encode.is_held:
             instance.encode.reconsider()
 
@@ -280,73 +264,3 @@ def step_span(output: ScheduleOutput, start_s: float, end_s: float) -> Span:
         "preempted": len(output.preempted),
     }
     return Span(kind, "", start_s, end_s, about)
-
-
-_LOOK_AGAIN_S = 0.05
-#: An engine with work of its own shows within so long that it steps; only an idle one is given a token to compute.
-_BUSY_S = 0.25
-_SAMPLING = SamplingParams(seed=0, max_tokens=1, temperature=0.0)
-
-
-class EngineProbe:
-    """Sees the engine step: through its own work where there is some, else by a prompt of one token.
-
-    Args:
-        positions: of a prompt of so many tokens of text.
-        listen: directs a request's engine events to a function; None ends that.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        positions: Callable[[int], Any],
-        listen: Callable[[str, Callable[[EngineEvent], None] | None], None],
-    ) -> None:
-        self._engine = engine
-        self._positions = positions
-        self._listen = listen
-        self._numbers = count()
-
-    async def check(self, timeout_s: float) -> None:
-        """Raises ServeError with code ``wedged`` where nothing was computed in that time, or a step failed."""
-        engine, loop = self._engine, asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        before = engine.num_steps
-        if engine.load().num_running and await self._steps(before, min(loop.time() + _BUSY_S, deadline)):
-            return
-        failures: list[ServeError] = []
-
-        def feed(event: EngineEvent) -> None:
-            if isinstance(event, FailureEvent):
-                failures.append(event.error)
-
-        name = f"probe-{next(self._numbers)}"
-        sequence = Sequence(
-            request_id=name,
-            prompt_ids=[0],
-            sampling=_SAMPLING,
-            max_tokens=1,
-            positions=self._positions(1),
-            arrival_s=-math.inf,  # before all that wait for more blocks than there are
-        )
-        self._listen(name, feed)
-        engine.submit(sequence)
-        try:
-            if not await self._steps(before, deadline, failures) and (
-                sequence.state is not SequenceState.WAITING or engine.load().free_blocks >= 2
-            ):  # else all blocks are another's, who waits for something itself: that is no fault of the engine
-                raise ServeError(f"the engine made no step in {timeout_s:g} s", code=WEDGED)
-            if failures:
-                raise ServeError(f"the engine cannot compute: {failures[0].message}", code=WEDGED)
-        finally:
-            engine.abort(name)
-            self._listen(name, None)
-
-    async def _steps(self, before: int, deadline: float, failures: list[ServeError] | None = None) -> bool:
-        """Whether there was a step, or a failed one, before the deadline."""
-        loop = asyncio.get_running_loop()
-        while self._engine.num_steps == before and not failures:
-            if loop.time() >= deadline:
-                return False
-            await asyncio.sleep(_LOOK_AGAIN_S)
-        return True

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from epd_serve.engine.engine import Engine, EngineEvent, FailureEvent, PromptEvent
 from epd_serve.errors import DECODE_DRAINING, DRAINING, PEER_UNREACHABLE, InvalidRequest, ServeError, StageTimeout
 from epd_serve.instance.answer import Answer, Generation, broken_structure
@@ -131,7 +133,9 @@ class PrefillService:
                 async with self._processor.place("text", S_PER_CHARACTER * num_characters) as place:
                     sequence, answer = await place.run(self._prepare, request, place.check)
                 if sequence.sampling.grammar is not None:
-                    sequence.constraint = await self._compile(sequence.sampling.grammar)
+                    constraint = sequence.constraint = await self._compile(sequence.sampling.grammar)
+                    # an instance that goes on with the answer follows the same, without parts left out here
+                    sequence.sampling = msgspec.structs.replace(sequence.sampling, grammar=constraint.grammar)
                 if answer.finished:  # the client lacks nothing but the end
                     reply = self._ended(sequence, answer, b"", partial(self._end, request_id))
                 else:
@@ -285,7 +289,9 @@ class PrefillService:
                 for index, (token, reason) in enumerate(tokens)
             )
         except BaseException as error:
-            self._give_up(work, error.message if isinstance(error, ServeError) else "")
+            # an error of the request itself is told here alone: no instance has failed
+            is_failure = isinstance(error, ServeError) and not isinstance(error, InvalidRequest)
+            self._give_up(work, str(error) if is_failure else "")
             raise
         if answer.finished:
             return self._ended(sequence, answer, body, partial(self._close_handover, work))

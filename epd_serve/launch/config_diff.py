@@ -41,8 +41,6 @@ def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
             f"({new.model}); start a deployment of its own for another model"
         )
     other = [path for path, how in changes(old, new) if how.how == "anew"]
-    if old.keeps_other_roles == new.keeps_other_roles:
-        other = [path for path in other if path != "instances.keep_weights"]
     if other:
         raise ValueError(
             f"a change of {', '.join(other)} needs another start: stop the deployment and start it from the "

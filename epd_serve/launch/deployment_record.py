@@ -16,13 +16,13 @@ from epd_serve.launch.commands import (
     check_mps,
     mps_spec,
     prepare_instances,
-    sharing_weights,
     with_mps,
 )
 from epd_serve.launch.engine_choice import choose_engine
+from epd_serve.launch.layout_choice import choose_layout
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
-from epd_serve.launch.vllm.probe import VllmFound
+from epd_serve.launch.vllm.installed import VllmFound
 from epd_serve.launch.vllm.process import VllmProcess, prepare_vllm
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.remembered import remember_role, remembered_role, role_file
@@ -52,7 +52,6 @@ class DeploymentRecord:
     directory: Path
     role_config: DeploymentConfig = field(init=False)
     live: dict[str, Prepared] = field(default_factory=dict)
-    weight_files: Mapping[str, int] = field(default_factory=dict)
     engines: dict[str, VllmFound] = field(default_factory=dict)
     admin: Path | None = None
     _of_roles: dict[str, InstanceSettings] = field(default_factory=dict)
@@ -103,8 +102,7 @@ class DeploymentRecord:
         return self.spec_of(self._started_again(name))
 
     def spec_of(self, instance: Prepared) -> ProcessSpec:
-        spec = instance.spec(self.config, self.environment)
-        return sharing_weights(spec, self.weight_files, copies=not self.config.instances.share_weights)
+        return instance.spec(self.config, self.environment)
 
     def starts(self, instance: Prepared) -> None:
         """An instance is about to be started, perhaps with a name that another had before."""
@@ -178,7 +176,7 @@ class DeploymentRecord:
 
 def resolved(config: DeploymentConfig) -> DeploymentConfig:
     """Return the config with its engine chosen and with absolute paths: the gateway reads it elsewhere."""
-    config = choose_engine(config).config
+    config = choose_engine(choose_layout(config).config).config
     changes: dict[str, Any] = {}
     if config.trace is not None:
         changes["trace"] = str(config.trace.absolute())

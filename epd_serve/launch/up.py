@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, ShapeConfig, model_path
-from epd_serve.config.model_files import read_model_config
+from epd_serve.config.model_files import chat_template, read_model_config
 from epd_serve.cost.shape import shape_of
 from epd_serve.launch.commands import mps_note
 from epd_serve.launch.deployment import LocalDeployment
@@ -33,12 +33,16 @@ from epd_serve.models.families import TEXT
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-async def run_up(config: DeploymentConfig, console: Console, engine_reason: str = "") -> int:
+async def run_up(
+    config: DeploymentConfig, console: Console, engine_reason: str = "", layout_reason: str = ""
+) -> int:
     """Start, show progress, say what to type next, and stay until a signal or a death.
 
     Returns the exit code: 0 after a signal, 1 when a process died for good. A second signal ends everything at
     once. Raises ValueError where a port is taken or the model is not there.
     """
+    if layout_reason:
+        _say(console, layout_reason)
     if engine_reason:
         _say(console, f"engine: {config.engine} ({engine_reason})")
     for note in _notes(config):
@@ -113,7 +117,7 @@ def _restart_text(death: ProcessDied, delay_s: float) -> str:
 
 def _ready_text(deployment: LocalDeployment) -> str:
     config, url = deployment.config, deployment.gateway_url
-    images = not config.topology.text_only and not _is_text_model(config)
+    images = not _is_text_model(config)
     picture = deployment.log_dir / "picture.png"
     questions = Questions(picture=drawn(picture) if images else None)
     if config.model == DEMO_MODEL:  # what it can answer
@@ -145,8 +149,12 @@ def _notes(config: DeploymentConfig) -> list[str]:
         notes.append("the model has no weights: answers are made of hashes, times are those of emulated devices")
     if note_on_mps := mps_note(config, os.environ):
         notes.append(note_on_mps)
-    if config.topology.text_only:
-        notes.append(f"topology {config.topology} has no E, so requests with images will be refused")
+    if (
+        isinstance(config.model, str)
+        and config.model != DEMO_MODEL
+        and not chat_template(model_path(config.model))
+    ):
+        notes.append("the model has no chat template: chats will be refused, /v1/completions works")
     return notes
 
 

@@ -22,9 +22,10 @@ import select
 import signal
 import socket
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import msgspec
 from PIL import Image
@@ -52,6 +53,10 @@ _AUDIO_ROOM_BYTES = 256 * 1024**2
 #: The same for a grammar.
 _BYTES_PER_CHARACTER = 1024
 _GRAMMAR_ROOM_BYTES = 256 * 1024**2
+#: How much of a text is tried, and the work that one byte of it may take: a tenth of a token's, which has several.
+_WALK_BYTES, _WALK_FUEL = 32, 20_000
+#: Problems whose messages have room in an answer.
+_MAX_PROBLEMS = 100
 #: Pixels are copied out so many at a time, through memory that the process has already.
 _STRIP_PIXELS = 1 << 15
 
@@ -69,7 +74,7 @@ class PictureJob(msgspec.Struct, frozen=True, kw_only=True, tag="picture"):
 
 
 class GrammarJob(msgspec.Struct, frozen=True, tag="grammar"):
-    """A grammar to compile, which takes as long for any tokenizer, and to forget."""
+    """Grammars to compile, which takes as long for any tokenizer, and to forget: a JSON list of texts."""
 
 
 class FactsJob(msgspec.Struct, frozen=True, tag="facts"):
@@ -124,10 +129,17 @@ class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
     """The pixels or samples are there."""
 
 
-class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
-    """The grammar is good; seconds of CPU time that it took."""
+class Problem(msgspec.Struct, frozen=True):
+    """Why a grammar cannot be followed. ``is_complex``: it can be read, and takes too much."""
 
-    cpu_s: float
+    message: str
+    is_complex: bool
+
+
+class Compiled(msgspec.Struct, frozen=True, tag="compiled"):
+    """The grammars were compiled, but for those that have a problem, by their places."""
+
+    problems: dict[int, Problem]
 
 
 class Facts(msgspec.Struct, frozen=True, tag="facts"):
@@ -258,7 +270,7 @@ def _work(connection: socket.socket, area: int) -> None:
                 load_pyav("media")  # takes as long as a small video
             signal.setitimer(signal.ITIMER_PROF, given.cpu_s)
             if isinstance(job, GrammarJob):
-                answer = _compile(data.decode())
+                answer = _compile(msgspec.json.decode(data, type=list[str]))
             elif isinstance(job, FactsJob):
                 _limit_memory(_video_bytes(data, job.limits.max_pixels))
                 answer = Facts(read_facts(data, job.limits))
@@ -334,18 +346,35 @@ def _video_bytes(data: bytes, num_pixels: int) -> int:
     return _VIDEO_ROOM_BYTES + 2 * len(data) + num_pixels * _BYTES_PER_FRAME_PIXEL
 
 
-def _compile(grammar: str) -> Compiled:
-    """Raises InvalidRequest. The first step's mask is part of it, as some grammars leave all work to that."""
+def _compile(texts: list[str]) -> Compiled:
+    """Raises InvalidRequest where many have a problem."""
     import llguidance  # the gateway has none, and compiles no grammar
 
-    start_s = time.process_time()
-    _limit_memory(_GRAMMAR_ROOM_BYTES + _BYTES_PER_CHARACTER * len(grammar))
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if matcher.is_error():
-        raise InvalidRequest(grammar_problem(matcher.get_error()))
-    return Compiled(time.process_time() - start_s)
+    _limit_memory(_GRAMMAR_ROOM_BYTES + _BYTES_PER_CHARACTER * sum(map(len, texts)))
+    tokenizer, limits = llguidance.LLTokenizer("byte"), llguidance.LLParserLimits(step_lexer_fuel=_WALK_FUEL)
+    problems: dict[int, Problem] = {}
+    for place, text in enumerate(texts):
+        matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
+        is_complex = not matcher.is_error()
+        if is_complex:
+            _walk(matcher, tokenizer)
+        if matcher.is_error():
+            problems[place] = Problem(grammar_problem(matcher.get_error()), is_complex)
+        if len(problems) > _MAX_PROBLEMS:
+            raise InvalidRequest(f"{len(problems)} schemas or patterns cannot be enforced", code="too_complex")
+    return Compiled(problems)
+
+
+def _walk(matcher: Any, tokenizer: Any) -> None:
+    """Write the beginning of a text: some grammars leave all work to that."""
+    random = Random(0)
+    for _ in range(_WALK_BYTES):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        mask &= ~(1 << tokenizer.eos_token)
+        allowed = [token for token in range(tokenizer.vocab_size) if mask >> token & 1]
+        if matcher.is_error() or not allowed:
+            return
+        matcher.consume_token(random.choice(allowed))
 
 
 def _limit_memory(num_bytes: int | None) -> None:

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -42,12 +43,13 @@ from epd_serve.media.decoder import (
     GrammarJob,
     HeardFacts,
     PictureJob,
+    Problem,
     Refused,
     Started,
     Told,
     VideoJob,
 )
-from epd_serve.media.picture import MediaLimits
+from epd_serve.media.picture import MediaLimits, plain_size
 from epd_serve.media.video import VideoLimits
 from epd_serve.types import AudioFacts, VideoFacts
 
@@ -62,14 +64,19 @@ _QUICK_S = 0.1
 #: A file that takes longer than its pixels explain goes on with what processor time nobody else wants.
 _FAIR_S, _S_PER_PIXEL = 0.5, 1e-7
 _NICENESS = 10
-#: Seconds of CPU time that a grammar may take to compile.
+#: Seconds of CPU time that the grammars of a request may take to compile.
 GRAMMAR_CPU_S = 0.5
 #: A worker that has had its CPU time for so many times as long stands still.
 _MAX_STRETCH = 15
 #: Memory that a worker keeps between two files.
 _KEPT_BYTES = 16 * 1024**2
+#: Pixels of the pictures that are decoded at once; Pillow takes up to 27 bytes for each (WebP). A larger picture
+#: is decoded alone; small ones are not counted, as their number is bounded by the places.
+_MAX_PIXELS, _SMALL_PIXELS = 1 << 25, 1 << 21
 #: Frames of a video that are handed over together.
 _FRAMES_BYTES = 32 * 1024**2
+#: The variables that workers inherit: those that Python and its libraries need, and no secret.
+_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TMPDIR")
 #: Of that, 16 MiB for Pillow: fresh pages for each picture take as long as a small picture's decoding.
 _PILLOW = {"PILLOW_BLOCKS_MAX": "1"}
 #: The gateway applies the operator's limits; this one guards the memory.
@@ -98,12 +105,14 @@ class DecoderPool:
     Args:
         num_kept: idle workers that are kept.
         cpu_s: seconds of CPU time that one file may take.
+        limits: of a picture.
     """
 
     def __init__(self, num_kept: int, *, cpu_s: float, limits: MediaLimits) -> None:
         self._num_kept = num_kept
         self._cpu_s = cpu_s
         self._limits = limits
+        self._room = _Room(_MAX_PIXELS)
         self._idle: list[_Worker] = []
         self._working: set[_Worker] = set()
         self._server: subprocess.Popen[bytes] | None = None
@@ -140,12 +149,18 @@ class DecoderPool:
             )
         job = PictureJob(width=size[0], height=size[1], low_detail=low_detail, limits=self._limits)
         num_pixels = size[0] * size[1]
+        found = (plain_size(data) or (_MAX_PIXELS, 1)) if low_detail else size
+        num_decoded = found[0] * found[1]
+        if num_decoded > _SMALL_PIXELS and not place.step_aside():
+            await place.wait_aside()  # who has room waits for no place
         fair_s = _FAIR_S + _S_PER_PIXEL * num_pixels
-        worker, _ = await self._run(_Task("image", data, CHANNELS * num_pixels, job, self._cpu_s, fair_s), place)
-        try:
-            yield worker.pixels(size)[0]
-        finally:
-            self._put_back(worker)
+        task = _Task("image", data, CHANNELS * num_pixels, job, self._cpu_s, fair_s)
+        async with self._room.taken(num_decoded if num_decoded > _SMALL_PIXELS else 0):
+            worker, _ = await self._run(task, place)
+            try:
+                yield worker.pixels(size)[0]
+            finally:
+                self._put_back(worker)
 
     async def facts(self, data: bytes, limits: VideoLimits, place: Place) -> VideoFacts:
         """The facts of a video's file (:func:`epd_serve.media.video.read_facts`). Raises as :meth:`decoded`."""
@@ -229,12 +244,13 @@ class DecoderPool:
             else:
                 self._drop(worker)
 
-    async def compiled(self, grammar: str, place: Place) -> float:
-        """Seconds of CPU time that a grammar takes to compile; it is good then. Raises as :meth:`decoded`."""
-        task = _Task("structure", grammar.encode(), 0, GrammarJob(), GRAMMAR_CPU_S, GRAMMAR_CPU_S)
+    async def compile(self, grammars: Sequence[str], place: Place) -> dict[int, Problem]:
+        """Compile grammars; return the problems that some of them have, by place. Raises as :meth:`decoded`."""
+        task = _Task("structure", msgspec.json.encode(grammars), 0, GrammarJob(), GRAMMAR_CPU_S, GRAMMAR_CPU_S)
         worker, told = await self._run(task, place)
         self._put_back(worker)
-        return told.cpu_s if isinstance(told, Compiled) else 0.0
+        assert isinstance(told, Compiled), told
+        return told.problems
 
     def close(self) -> None:
         """End all processes. Blocks for a moment."""
@@ -324,13 +340,52 @@ class DecoderPool:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             program = [sys.executable, "-P", "-m", "epd_serve.media.decoder"]
-            environment = {name: one for name, one in os.environ.items() if not name.startswith("EPD_SERVE_")}
+            environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
             self._server = subprocess.Popen(
                 [*program, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=environment | _PILLOW,
             )
+
+
+class _Room:
+    """Room for so much at once, taken in the order in which it is asked for."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._free = most
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def taken(self, amount: int) -> AsyncGenerator[None]:
+        """Hold ``amount`` within the context, or all of the room where that is less."""
+        amount = min(amount, self._most)
+        if amount and (self._waiting or amount > self._free):
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append((amount, turn))
+            try:
+                await turn
+            except BaseException:
+                if turn.done() and not turn.cancelled():
+                    self._give_back(amount)
+                else:
+                    self._waiting = deque(one for one in self._waiting if one[1] is not turn)
+                    self._give_back(0)  # those behind it may fit
+                raise
+        else:
+            self._free -= amount
+        try:
+            yield
+        finally:
+            self._give_back(amount)
+
+    def _give_back(self, amount: int) -> None:
+        self._free += amount
+        while self._waiting and self._waiting[0][0] <= self._free:
+            taken, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self._free -= taken
+                turn.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +418,11 @@ def _check_not_empty(data: bytes, what: str) -> None:
 
 def _checked(told: Told | None, task: _Task) -> Told:
     """The answer. Raises what became of the task, where it is not done."""
+    if told is None and task.what == "structure":  # it had time enough before it gave way: no other should try
+        raise InvalidRequest(
+            f"the structure was not compiled in {_MAX_STRETCH * task.cpu_s:g} s: {_REMEDIES[task.what]}",
+            code="structure_too_complex",
+        )
     if told is None:
         raise StageTimeout(
             f"the {task.who} did not come to an end in {_MAX_STRETCH * task.cpu_s:g} s", code=f"{task.who}_stalled"

@@ -41,6 +41,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+@lru_cache(maxsize=256)
+def is_loopback_name(host: bytes) -> bool:
+    """Whether the value of a ``Host`` header, with or without a port, is a loopback name."""
+    return is_loopback(re.sub(r":[0-9]*$", "", host.decode("latin-1").lower()).strip("[]"))
+
+
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 _Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -63,9 +69,9 @@ def cross_site(headers: Iterable[tuple[bytes, bytes]], *, is_local: bool) -> Cro
         if name == b"origin":
             return CrossSite("this server is not for web pages; send no Origin header")
         if name == b"host":
-            hosts.append(value.decode("latin-1").lower())
-    if is_local and not (hosts and all(is_loopback(re.sub(r":[0-9]*$", "", host).strip("[]")) for host in hosts)):
-        shown = ", ".join(hosts)[:100]
+            hosts.append(value)
+    if is_local and not (hosts and all(map(is_loopback_name, hosts))):
+        shown = b", ".join(hosts)[:100].decode("latin-1")
         return CrossSite(f"this server is at localhost; the request's Host is {shown!r}")
     return None
 

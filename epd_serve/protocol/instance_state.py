@@ -130,12 +130,6 @@ class InstanceInfo(Message, frozen=True):
     splits_videos: bool = False
 
 
-class ProbeRequest(Message, frozen=True):
-    """Asks for proof that the instance computes; a 500 within about ``timeout_s`` says that it does not."""
-
-    timeout_s: float
-
-
 class RoleOrder(Message, frozen=True):
     """Serve another role. While the instance drains, an order of its present role calls the order back.
 

@@ -69,7 +69,7 @@ class AdminClient:
         headers = f"{self._headers}content-type: application/json\r\n"
         try:
             own_path = Path(self.where) if on_socket else None
-            pool = HttpPool("admin", url, self._cluster_key, tls=self._tls or tls_files(), path=own_path)
+            pool = HttpPool("admin", url, self._cluster_key, "admin", tls=self._tls or tls_files(), path=own_path)
         except ValueError as error:
             raise AdminUnreachable(f"{url!r} is no URL of an admin API, as in http://127.0.0.1:9001") from error
         async with pool:

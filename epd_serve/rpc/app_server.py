@@ -8,14 +8,16 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from epd_serve.rpc.bounded import BoundedHttp
 from epd_serve.rpc.cluster import with_link
 from epd_serve.rpc.tls import TlsFiles
 
 
-class LinkedHttp(HttpToolsProtocol):
+class LinkedHttp(BoundedHttp):
     """Knows for each connection whether the cluster's key was proved on it; a base of other protocols, too."""
+
+    max_body_bytes = 4 << 20  # of JSON: orders, deployment files
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.app_state = with_link(self.app_state)

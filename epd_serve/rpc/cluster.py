@@ -2,13 +2,14 @@
 
 The key never travels. Over HTTP::
 
-    POST /cluster/hello     x-epd-nonce: C   x-epd-reached: 10.0.0.3:9000
+    POST /cluster/hello     x-epd-nonce: C   x-epd-reached: instance 10.0.0.3:9000
     204                     x-epd-nonce: S   x-epd-proof: HMAC(key, server, reached, C, S)
     the next request        ...              x-epd-proof: HMAC(key, client, reached, C, S)
 
-The server proves it first: who has not the key gets no request. ``reached`` is the address at the other end of the
-client's socket. The server says no where that is not its own: a process that passes the greeting on to another
-server proves nothing. Connections for KV and features (:mod:`epd_serve.transfer.tcp`) begin with the same proofs.
+The server proves it first: a peer without the key receives no request. ``reached`` is the :class:`Endpoint` that
+the client means: the service that it expects, and the address at the other end of its socket. A server signs its
+own endpoint alone, so a process that forwards a greeting to another server, or to another service, proves nothing.
+Connections for KV and features (:mod:`epd_serve.transfer.tcp`) begin with the same proofs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -36,7 +38,7 @@ HELLO = "/cluster/hello"
 NONCE_BYTES, PROOF_BYTES = 32, 64
 _NONCE, _REACHED, _PROOF = "x-epd-nonce", "x-epd-reached", "x-epd-proof"
 _NONCE_TEXT = re.compile(r"[0-9a-f]{32}")
-_REACHED_TEXT = re.compile(r"[0-9A-Za-z.:%\[\]-]{1,128}")
+_REACHED_TEXT = re.compile(r"[a-z]{1,16} [0-9A-Za-z.:%\[\]-]{1,128}")
 #: Where uvicorn's protocols keep the :class:`Link` of a connection, for the requests that come on it.
 _LINK = "cluster_link"
 
@@ -54,8 +56,25 @@ def cluster_key() -> str | None:
     return check_cluster_key(key, f"the environment variable {CLUSTER_KEY}") if key else None
 
 
-def _proof(key: str, side: Literal["server", "client"], reached: str, client_nonce: str, server_nonce: str) -> str:
-    text = f"epd-serve 1\n{side}\n{reached}\n{client_nonce}\n{server_nonce}"
+#: The services of a deployment that prove the cluster's key.
+Service = Literal["instance", "admin", "agent", "data"]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The service and the address of the server for which a proof is valid."""
+
+    service: Service
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.service} {self.address}"
+
+
+def _proof(
+    key: str, side: Literal["server", "client"], reached: Endpoint, client_nonce: str, server_nonce: str
+) -> str:
+    text = f"epd-serve 2\n{side}\n{reached}\n{client_nonce}\n{server_nonce}"
     return hmac.new(key.encode(), text.encode(), sha256).hexdigest()
 
 
@@ -74,8 +93,8 @@ class NotProved(Exception):
 class Greeting:
     """The client's side of one connection."""
 
-    def __init__(self, key: str, reached: str) -> None:
-        """``reached`` as :func:`address_text` spells it."""
+    def __init__(self, key: str, reached: Endpoint) -> None:
+        """``reached``: the server that the client means, its address as :func:`address_text` spells it."""
         self._key = key
         self._reached = reached
         self.nonce = secrets.token_hex(NONCE_BYTES // 2)
@@ -117,11 +136,11 @@ class Link:
         self._expected = ""
         self.proved = False
 
-    def greeted(self, key: str, reached: str, client_nonce: str) -> tuple[str, str]:
-        """Answer a greeting with the server's nonce and proof."""
+    def greeted(self, key: str, own: Endpoint, client_nonce: str) -> tuple[str, str]:
+        """Return the server's nonce and its proof to be ``own``, the answer to a greeting."""
         nonce = secrets.token_hex(NONCE_BYTES // 2)
-        self._expected = _proof(key, "client", reached, client_nonce, nonce)
-        return nonce, _proof(key, "server", reached, client_nonce, nonce)
+        self._expected = _proof(key, "client", own, client_nonce, nonce)
+        return nonce, _proof(key, "server", own, client_nonce, nonce)
 
     def prove(self, given: bytes) -> bool:
         """Check the client's proof; each greeting allows one try."""
@@ -142,14 +161,16 @@ def is_proved(scope: Scope) -> bool:
 
 
 class ClusterLinks:
-    """ASGI: answers greetings and takes proofs; what those may do who have not proved anything is for ``app`` to
-    say. Needs a protocol that keeps a link for each connection (:func:`with_link`)."""
+    """ASGI: answers greetings and checks proofs; ``app`` decides what a client without a proof may do.
 
-    def __init__(self, app: Any, key: str, *, own_address: Callable[[], str] | None = None) -> None:
-        """``own_address``: under which the server is reached beside that of its socket; None: it may be reached
-        under any, through balancers."""
+    Needs a protocol that keeps a link for each connection (:func:`with_link`).
+    """
+
+    def __init__(self, app: Any, key: str, service: Service, own_address: Callable[[], str]) -> None:
+        """``own_address``: the address that the server tells others; it is also reached at that of its socket."""
         self._app = app
         self._key = key
+        self._service = service
         self._own_address = own_address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,15 +190,19 @@ class ClusterLinks:
     async def _greet(self, scope: Scope, headers: Mapping[str, str], send: Send) -> None:
         nonce, reached = headers.get(_NONCE, ""), headers.get(_REACHED, "")
         if _NONCE_TEXT.fullmatch(nonce) is None or _REACHED_TEXT.fullmatch(reached) is None:
-            await _answer(send, 400, f"a greeting has {_NONCE}, 32 hex digits, and {_REACHED}, an address")
+            await _answer(
+                send, 400, f"a greeting has {_NONCE}, 32 hex digits, and {_REACHED}, a service and its address"
+            )
             return
-        if self._own_address is not None:
-            own = {address_text(*scope["server"]), self._own_address()}
-            if reached not in own:
-                names = " or ".join(sorted(own))
-                await _answer(send, 421, f"this is {names}, reached as {reached}: something lies in between")
-                return
-        server_nonce, proof = scope["state"][_LINK].greeted(self._key, reached, nonce)
+        addresses = {address_text(*scope["server"]), self._own_address()}
+        own = next((one for at in addresses if str(one := Endpoint(self._service, at)) == reached), None)
+        if own is None:
+            names = " or ".join(sorted(addresses))
+            await _answer(
+                send, 421, f"this is {self._service} {names}, reached as {reached}: something lies in between"
+            )
+            return
+        server_nonce, proof = scope["state"][_LINK].greeted(self._key, own, nonce)
         found = [(_NONCE.encode(), server_nonce.encode()), (_PROOF.encode(), proof.encode())]
         await send({"type": "http.response.start", "status": 204, "headers": found})
         await send({"type": "http.response.body", "body": b""})

@@ -18,7 +18,8 @@ import httptools
 
 from epd_serve.errors import InstanceLost, InstanceUnreachable, InstanceUntrusted, ServeError, error_from_response
 from epd_serve.rpc import sockets
-from epd_serve.rpc.cluster import HELLO, Greeting, NotProved, address_text
+from epd_serve.rpc.bounded import MAX_HEADER_BYTES
+from epd_serve.rpc.cluster import HELLO, Endpoint, Greeting, NotProved, Service, address_text
 from epd_serve.rpc.descriptors import shortage
 from epd_serve.rpc.tls import TlsFiles
 
@@ -298,9 +299,6 @@ class HttpCall(RemoteCall):
             self.connection.transport.resume_reading()
 
 
-MAX_HEAD_BYTES = 64 * 1024
-
-
 class Connection(asyncio.Protocol):
     """Parses answers; one call at a time."""
 
@@ -357,17 +355,18 @@ class Connection(asyncio.Protocol):
             self._pool.lost(self)
             call.upgraded(self.transport, data[agreed.args[0] :])
             return
-        if not self._begun:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._call = None
-                self.transport.abort()
-                call.cut(f"the head of its answer has more than {MAX_HEAD_BYTES} bytes")
-            return
         if pieces := self._pieces:
+            self._head_bytes = 0
             piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
             call.receive(piece)
+        elif not self._ended:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEADER_BYTES:
+                self._call = None
+                self.transport.abort()
+                call.cut(f"its answer has more than {MAX_HEADER_BYTES} bytes of headers")
+                return
         if self._ended and self._call is call:
             self._call = None
             # An answer before its request was out leaves the rest of the request on the connection.
@@ -418,15 +417,17 @@ class HttpPool:
         name: str,
         url: str,
         key: str | None = None,
+        service: Service = "instance",
         *,
         tls: TlsFiles | None = None,
         path: Path | None = None,
         address: str | None = None,
     ) -> None:
-        """``name`` is the instance's, for error messages; both ends of each connection prove to have the cluster's
-        ``key``, if there is one (:mod:`epd_serve.rpc.cluster`). With https both show a certificate of the CA in
-        ``tls``; None: the server one of a public CA. ``path`` is the Unix socket of a server that is reached at
-        one, ``address`` that of the URL's host which is meant, where it has several.
+        """``name`` is the instance's, for error messages. Both ends of each connection prove to have the cluster's
+        ``key``, if there is one, and the server proves to be this ``service`` (:mod:`epd_serve.rpc.cluster`). With
+        https both show a certificate of the CA in ``tls``; None: the server one of a public CA. ``path`` is the
+        Unix socket of a server that is reached at one, ``address`` that of the URL's host which is meant, where it
+        has several.
 
         Raises ValueError for a URL that is not http(s).
         """
@@ -442,6 +443,7 @@ class HttpPool:
         self.prefix = parts.path.rstrip("/")
         self.headers = f"host: {parts.netloc.rpartition('@')[2]}\r\n"
         self._key = key
+        self._service: Service = service
         self._path = path
         self._address = address or self._host
         context = tls.client_context() if tls is not None and self.is_tls else self.is_tls or None
@@ -537,7 +539,8 @@ class HttpPool:
 
         If not, the call fails unsent, with the reason.
         """
-        greeting = Greeting(key, address_text(*connection.transport.get_extra_info("peername")[:2]))
+        address = address_text(*connection.transport.get_extra_info("peername")[:2])
+        greeting = Greeting(key, Endpoint(self._service, address))
         hello = HttpCall(self, "POST", HELLO, greeting.headers)
         connection.is_greeting = True
         try:

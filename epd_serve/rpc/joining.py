@@ -91,7 +91,7 @@ class Joining:
         address: str | None = None,
         lease_s: float = 10.0,
     ) -> None:
-        self._gateway = HttpPool("gateway", admin_url, key, tls=tls, address=address)
+        self._gateway = HttpPool("gateway", admin_url, key, "admin", tls=tls, address=address)
         self._url = self._gateway.url + "/instances"
         incarnation = time.time_ns()
         body = {"name": name, "url": url, "lease_s": lease_s, "incarnation": incarnation}

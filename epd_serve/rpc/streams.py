@@ -22,9 +22,9 @@ from itertools import chain
 from typing import Any, cast
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from epd_serve.errors import InstanceUntrusted, ServeError, TooLarge, error_from_response
+from epd_serve.rpc.bounded import BoundedHttp
 from epd_serve.rpc.http import MAX_UNREAD_BYTES, HttpCall, HttpPool, RemoteCall
 from epd_serve.rpc.link import LinkClosed, Messages, pack
 
@@ -348,8 +348,10 @@ class BrokenStream(Exception):
     """An answer that has begun cannot be completed: it is to be cut off, not closed in order."""
 
 
-class UpgradableHttp(HttpToolsProtocol):
+class UpgradableHttp(BoundedHttp):
     """uvicorn's protocol, whose connection a request may take over for :class:`StreamServer`."""
+
+    max_body_bytes = MAX_CALL_BYTES
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.app_state = {**self.app_state, _CONNECTION: self}

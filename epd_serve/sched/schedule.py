@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Protocol, TypeVar
 
 from epd_serve.sched.sequence import Sequence
-from epd_serve.sched.step_cost import StepPace
+from epd_serve.sched.step_cost import ChunkMeter, ChunkPace, StepMeter, StepPace
 from epd_serve.types import MediaSpan
 
 
@@ -25,7 +25,7 @@ class Budget:
 
     max_num_tokens: int
     max_num_seqs: int
-    pace: StepPace | None = None
+    pace: StepPace | ChunkPace | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_tokens < 1 or self.max_num_seqs < 1:
@@ -86,7 +86,7 @@ def schedule(
     """
     tokens, seqs = budget.max_num_tokens, budget.max_num_seqs
     pace = budget.pace
-    meter = None if pace is None else pace.meter()
+    meter: StepMeter | ChunkMeter | None = None if pace is None else pace.meter()
     output = ScheduleOutput()
     unfinished: list[Sequence] = []
     last = chain(reversed(resting), reversed(running))

@@ -179,6 +179,68 @@ class StepPace:
             self._ratio += _GAIN * (ratio - self._ratio)
 
 
+#: A step's time where no SLO says another: decodes go on twice a second, however long the prompts beside them.
+TARGET_S = 0.5
+_MOST_CHANGE = 4
+
+
+class ChunkPace:
+    """The prompt tokens of a step that take about ``TARGET_S``, by the times of the steps before; decodes all go.
+
+    A chunk is made smaller at once where a step has taken longer, and larger where it was full and took less, in
+    each step by a factor of ``_MOST_CHANGE`` at most: one step may compile, or wait for a core.
+
+    Attributes:
+        num_tokens: of the next chunk, ``MIN_CHUNK`` or more.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._decode_s = 0.0
+
+    def meter(self) -> ChunkMeter:
+        """Return the meter of one step."""
+        return ChunkMeter(self.num_tokens)
+
+    def num_decodes(self, contexts: Iterable[int]) -> int:
+        """The number of decodes that may be in a step: all."""
+        return sum(1 for _ in contexts)
+
+    def has_room(self, num_decodes: int, context: int, num_tokens: int) -> bool:
+        """Whether one more sequence may join: always, within the budget's other limits."""
+        return True
+
+    def observe(self, num_prefill_tokens: int, seconds: float) -> None:
+        """Learn from a step with this number of prompt tokens."""
+        if not num_prefill_tokens:
+            self._decode_s = seconds
+            return
+        target_s = max(TARGET_S - self._decode_s, PREFILL_SHARE * TARGET_S)
+        chunk_s = max(seconds - self._decode_s, PREFILL_SHARE * seconds)
+        fitting = num_prefill_tokens * target_s / chunk_s
+        if chunk_s > target_s:
+            least = max(self.num_tokens // _MOST_CHANGE, MIN_CHUNK)
+            self.num_tokens = max(min(int(fitting), self.num_tokens), least)
+        elif num_prefill_tokens >= self.num_tokens:
+            self.num_tokens = max(min(int(fitting), _MOST_CHANGE * self.num_tokens), self.num_tokens)
+
+
+class ChunkMeter:
+    """The prompt tokens of one step."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._left = num_tokens
+
+    def take_decode(self, context: int) -> None:
+        """A decode takes no prompt token."""
+
+    def take_chunk(self, start: int, count: int) -> int:
+        """Take a chunk of up to ``count`` tokens from ``start`` on; return the number of tokens that had room."""
+        count = min(count, self._left)
+        self._left -= count
+        return count
+
+
 class StepMeter:
     """The seconds of one step. Decodes always fit; the first chunk gets its share even if they leave less."""
 

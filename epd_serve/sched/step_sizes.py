@@ -5,6 +5,7 @@ The instance times real steps and the simulator asks a profile; what follows fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -114,13 +115,14 @@ def size_steps(measure: Callable[[StepShape], float], limits: Limits) -> Sizes:
     measurements.
 
     Args:
-        measure: seconds of a step.
+        measure: seconds of a step; infinity where there is no time to measure it.
     """
     samples: dict[StepWork, float] = {}
 
     def seconds(shape: StepShape) -> float:
-        samples[shape.work] = measure(shape)
-        return samples[shape.work]
+        if (measured := measure(shape)) < math.inf:
+            samples[shape.work] = measured
+        return measured
 
     block, capacity, latency_s = limits.block_size, limits.capacity, limits.latency_s
     longest = max(min(limits.max_model_len, capacity) // block * block, block)

@@ -23,7 +23,7 @@ from epd_serve.cost.profile import Profile
 from epd_serve.sched.queues import Queues
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence, SequenceState
-from epd_serve.sched.step_cost import StepWork
+from epd_serve.sched.step_cost import StepPace, StepWork
 from epd_serve.sched.turns import order_of
 from epd_serve.sim.device import Activity, Clock, SimDevice
 from epd_serve.sim.spec import SimInstanceSpec, size_steps_of
@@ -311,7 +311,7 @@ class LanguageSide:
     def _observe(self, run: StepRun, activity: Activity) -> None:
         """As Batching.stepped does for each step; where some were taken together, all were slowed down alike."""
         pace = self.budget.pace
-        if pace is None or not (run.output.prefills or not self._spec.role.prefills):
+        if not isinstance(pace, StepPace) or not (run.output.prefills or not self._spec.role.prefills):
             return
         slowdown = (self._clock.now - activity.begun_s) / activity.work_s
         for work, seconds in run.steps():

@@ -91,8 +91,8 @@ def size_steps_of(spec: SimInstanceSpec) -> tuple[Budget, StepCost]:
         ),
     )
     budget = sizes.budget
-    if budget.pace is not None:  # what one instance learns is not another's
-        budget = replace(budget, pace=StepPace(sizes.cost, budget.pace.limit_s))
+    if spec.limit_s is not None:  # what one instance learns is not another's
+        budget = replace(budget, pace=StepPace(sizes.cost, spec.limit_s))
     return budget, sizes.cost
 
 

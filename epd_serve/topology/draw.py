@@ -82,7 +82,7 @@ def explain(topology: Topology) -> list[str]:
     if any(sends_kv(source, target) for source, target in pairs):
         sentences.append("The KV cache travels from the prefilling to the decoding instances.")
     if topology.text_only:
-        sentences.append("No instance encodes: this topology serves text only. Add E for images, as in 'E-P-D'.")
+        sentences.append("No instance is for encoding: those that prefill encode images themselves.")
     return sentences
 
 

@@ -92,7 +92,7 @@ class Topology:
 
     @property
     def text_only(self) -> bool:
-        """True where no instance encodes: requests with images cannot be served."""
+        """True where no instance has the stage E: those that prefill encode what images there are."""
         return Stage.ENCODE not in self.stages
 
     @property
@@ -123,7 +123,7 @@ def parse_topology(text: str) -> Topology:
 
     Raises:
         TopologyError: the line breaks the grammar, or no instance prefills or decodes. A line without E is
-            accepted and serves text only (``Topology.text_only``).
+            accepted (``Topology.text_only``).
     """
     return _Parser(text).parse()
 

@@ -35,7 +35,7 @@ from typing import NoReturn
 
 from epd_serve.protocol.wire import Region
 from epd_serve.rpc import sockets
-from epd_serve.rpc.cluster import NONCE_BYTES, PROOF_BYTES, Greeting, Link, NotProved
+from epd_serve.rpc.cluster import NONCE_BYTES, PROOF_BYTES, Endpoint, Greeting, Link, NotProved
 from epd_serve.transfer.transport import HostPiece, PeerGone, TransferError, WriteGate, check_bounds
 
 HEADER = struct.Struct("!BHII")
@@ -71,9 +71,9 @@ def receive_bytes(connection: socket.socket, count: int) -> bytearray:
     return data
 
 
-def opened_for(host: str, port: int) -> str:
-    """The text to which a connection's proofs are bound: the data port's address as its regions name it."""
-    return f"data {host}:{port}"
+def data_endpoint(host: str, port: int) -> Endpoint:
+    """Return the endpoint that a connection's proofs name: the data port's address as its regions name it."""
+    return Endpoint("data", f"{host}:{port}")
 
 
 class TcpPeers:
@@ -131,7 +131,7 @@ class TcpPeers:
         connection.settimeout(self._timeout_s)
         try:
             if self._key is not None:
-                _greet(connection, opened_for(region.host, region.port), self._key)
+                _greet(connection, data_endpoint(region.host, region.port), self._key)
             return self._exchange(connection, region, op, pieces, transfer_ids)
         except OSError as error:
             connection.close()
@@ -181,7 +181,7 @@ class TcpPeers:
             self._idle.setdefault((region.host, region.port), []).append(connection)
 
 
-def _greet(connection: socket.socket, reached: str, key: str) -> None:
+def _greet(connection: socket.socket, reached: Endpoint, key: str) -> None:
     """Prove the key to the other end, which proves it first. Raises NotProved where it does not, and OSError."""
     greeting = Greeting(key, reached)
     connection.sendall(bytes([GREET]) + greeting.nonce.encode())
@@ -235,17 +235,17 @@ class _Stranger:
     """A connection that has not named a region yet, and what it has sent: a header and a name at most.
 
     Args:
-        key: that it has to prove before, for a connection to ``reached``; None: none.
+        key: that it has to prove before, for a connection to ``own``; None: none.
     """
 
-    __slots__ = ("_key", "_link", "_reached", "connection", "data", "until_s")
+    __slots__ = ("_key", "_link", "_own", "connection", "data", "until_s")
 
-    def __init__(self, connection: socket.socket, key: str | None, reached: str) -> None:
+    def __init__(self, connection: socket.socket, key: str | None, own: Endpoint) -> None:
         self.connection = connection
         self.data = bytearray()
         self.until_s = time.monotonic() + STRANGER_S
         self._key = key
-        self._reached = reached
+        self._own = own
         self._link = Link()
 
     def read(self) -> bool:
@@ -268,7 +268,7 @@ class _Stranger:
         if len(self.data) < hello_bytes:
             if not self._fill(hello_bytes):
                 return False
-            nonce, proof = self._link.greeted(key, self._reached, self.data[1:].decode("latin-1"))
+            nonce, proof = self._link.greeted(key, self._own, self.data[1:].decode("latin-1"))
             self.connection.sendall(nonce.encode() + proof.encode())
         if not self._fill(hello_bytes + PROOF_BYTES):
             return False
@@ -383,7 +383,8 @@ class TcpServer:
         connection.setblocking(False)
         if len(self._strangers) >= MAX_STRANGERS:
             self._turn_away(selector, next(iter(self._strangers.values())))
-        stranger = self._strangers[connection] = _Stranger(connection, self._key, opened_for(self.host, self.port))
+        own = data_endpoint(self.host, self.port)
+        stranger = self._strangers[connection] = _Stranger(connection, self._key, own)
         selector.register(connection, selectors.EVENT_READ, stranger)
         self._hear(selector, stranger)  # who means well has sent it by now
 

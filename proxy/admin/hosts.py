@@ -93,7 +93,7 @@ def hosts_router(settings: Current, files: Callable[[], GatewayFiles | None]) ->
         now = settings.now
         url = url_of(now.config.hosts[host].address, now.config.agent_port, tls=now.tls is not None)
         async with (
-            HttpPool(f"agent on {host}", url, now.cluster_key, tls=now.tls) as pool,
+            HttpPool(f"agent on {host}", url, now.cluster_key, "agent", tls=now.tls) as pool,
             asyncio.timeout(_LOGS_S),
         ):
             return await HttpCall(pool, "GET", path).ask()

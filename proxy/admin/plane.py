@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Request
@@ -21,15 +22,13 @@ from epd_serve.protocol.addresses import NoBrowsers, url_of
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.rpc.app_server import LinkedHttp, serving
 from epd_serve.rpc.cluster import CLUSTER_KEY, ClusterLinks, is_proved
+from epd_serve.rpc.sockets import watch_accepted
 from epd_serve.rpc.tls import TlsFiles
-from proxy.admin.shared_state import in_flight_everywhere, requests_everywhere, workers_everywhere
 from proxy.admission.control import AdmissionControl
 from proxy.admission.keys import Authenticator, Client
 from proxy.api.views import key_required
 from proxy.http.asgi import install_error_handlers
-from proxy.http.http1 import BoundedHttp
-from proxy.workers.crew import Crew
-from proxy.workers.sockets import admin_socket
+from proxy.http.http1 import StrictHttp
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +37,6 @@ def create_admin_app(
     table: InstanceTable,
     admission: AdmissionControl,
     key: str | None,
-    crew: Crew,
     routers: Sequence[APIRouter] = (),
     joining: APIRouter | None = None,
     *,
@@ -46,7 +44,7 @@ def create_admin_app(
     engine: str = "native",
     join_key: str | None = None,
 ) -> FastAPI:
-    """``GET /instances``, ``/requests`` and ``/workers`` of all the crew, and ``routers``, all behind ``key``.
+    """``GET /instances`` and ``/requests``, and ``routers``, all behind ``key``.
 
     ``orders`` and ``joining`` are for those that have proved the cluster's key, too: they could give these orders
     to the instances themselves. ``joining`` is also for those with ``join_key``, and for nobody who has none
@@ -58,19 +56,18 @@ def create_admin_app(
     @router.get("/instances")
     async def instances() -> JSONResponse:
         """Every instance as the gateway sees it."""
-        calls = await in_flight_everywhere(crew, table)
-        instances = [_describe(record, calls.get(record.name, {})) for record in table]
-        return JSONResponse({"engine": engine, "instances": instances})
+        return JSONResponse({"engine": engine, "instances": [_describe(record) for record in table]})
 
     @router.get("/requests")
     async def requests() -> JSONResponse:
         """Count who runs and who waits, in all and for each API key."""
-        return JSONResponse(await requests_everywhere(crew, admission))
-
-    @router.get("/workers")
-    async def workers() -> JSONResponse:
-        """The processes of this gateway."""
-        return JSONResponse({"workers": await workers_everywhere(crew, admission)})
+        queue = admission.queue
+        keys = [
+            {"key": client.name, "active": client.num_active, "refused": client.num_refused}
+            for client in admission.authenticator.clients
+        ]
+        shown = {"running": queue.num_running, "waiting": queue.num_waiting}
+        return JSONResponse({**shown, "estimated_wait_s": queue.estimated_wait_s(), "keys": keys})
 
     app = FastAPI(title="epd-serve admin", openapi_url=None)
     for one in (router, *routers):
@@ -116,14 +113,14 @@ def _secret_required(authenticator: Authenticator, has_key: bool) -> Callable[[R
     return check
 
 
-def _describe(record: InstanceRecord, in_flight: Mapping[str, int]) -> dict[str, Any]:
+def _describe(record: InstanceRecord) -> dict[str, Any]:
     info = record.info
     return {
         "name": record.name,
         "url": record.url,
         "role": str(record.role) if record.role else None,
         "ready": record.ready,
-        "in_flight": in_flight,
+        "in_flight": {stage.value: count for stage, count in record.in_flight.items() if count},
         "device": info.device if info else None,
         "budgets": info.budgets if info else {},
         "load": msgspec.to_builtins(info.load) if info else None,
@@ -134,18 +131,25 @@ def _describe(record: InstanceRecord, in_flight: Mapping[str, int]) -> dict[str,
 async def running_admin(
     app: FastAPI,
     place: AdminConfig,
-    listener: socket.socket | None = None,
     cluster_key: str | None = None,
     tls: TlsFiles | None = None,
 ) -> AsyncIterator[str]:
-    """Serve ``app`` while the context lasts, on ``listener`` if there is one; yields its URL. Callers may prove
-    ``cluster_key`` there; with ``tls`` they show a certificate.
+    """Serve ``app`` while the context lasts; yields its URL. Callers may prove ``cluster_key`` there; with ``tls``
+    they show a certificate.
 
     Raises ValueError where the port is taken.
     """
-    listener = listener or admin_socket(place.host, place.port or 0)
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    try:
+        listener = socket.create_server((place.host, place.port or 0), family=family)
+    except OSError as error:
+        raise ValueError(
+            f"gateway.admin: cannot listen on {place.host}:{place.port}: {error.strerror or error}"
+        ) from error
+    watch_accepted(listener)
     url = url_of(place.host, listener.getsockname()[1], tls=tls is not None)
-    linked = app if cluster_key is None else ClusterLinks(app, cluster_key)
+    own_address = urlsplit(url).netloc
+    linked = app if cluster_key is None else ClusterLinks(app, cluster_key, "admin", lambda: own_address)
     async with serving(NoBrowsers(linked, place.host), listener, _AdminHttp, tls):
         logger.info("the admin plane is at %s", url)
         yield url
@@ -173,5 +177,5 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
-class _AdminHttp(LinkedHttp, BoundedHttp):
+class _AdminHttp(LinkedHttp, StrictHttp):
     """Also knows whose connection it is."""

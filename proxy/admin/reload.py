@@ -14,7 +14,6 @@ from pathlib import Path
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.applied import changes, taken_over
 from proxy.admission.control import AdmissionControl, key_holders
-from proxy.admission.ledger import Ledger
 from proxy.fleet.members import Members
 from proxy.settings import Current, GatewaySettings
 
@@ -93,13 +92,10 @@ class ConfigReload:
         settings: where its parts read them.
     """
 
-    def __init__(
-        self, settings: Current, members: Members, admission: AdmissionControl, ledger: Ledger | None = None
-    ) -> None:
+    def __init__(self, settings: Current, members: Members, admission: AdmissionControl) -> None:
         self.settings = settings
         self._members = members
         self._admission = admission
-        self._ledger = ledger
 
     def left_by(self, settings: GatewaySettings) -> list[str]:
         """The options that differ in other settings and are not taken over by this gateway while it runs."""
@@ -126,8 +122,8 @@ class ConfigReload:
         if shown := [_shown(now.config, path) for path in hot if path != "gateway.instances"]:
             logger.info("changed: %s", ", ".join(shown))
         if (old.api_key, old.gateway.api_keys) != (now.api_key, now.gateway.api_keys):
-            self._admission.authenticator.replace(key_holders(now, self._ledger))
-        self._admission.queue.resize(now.max_in_flight, now.max_queue, time.monotonic())
+            self._admission.authenticator.replace(key_holders(now))
+        self._admission.queue.resize(now.gateway.max_in_flight, now.gateway.max_queue, time.monotonic())
 
 
 def _merged(old: DeploymentConfig, new: DeploymentConfig) -> DeploymentConfig:

@@ -17,7 +17,6 @@ from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.instance_state import LeaveOrder
 from epd_serve.routing.table import InstanceTable
 from proxy.admin.switches import Hold, Switches, decoded
-from proxy.workers.crew import Crew
 
 
 async def _while_asked(request: Request, work: Coroutine[Any, Any, float]) -> float | None:
@@ -63,25 +62,14 @@ class GatewayFiles:
     left_by: Callable[[DeploymentConfig], list[str]]
 
 
-def show_ready(crew: Crew, table: InstanceTable) -> None:
-    """Show, for each worker, the instances that it gives work; for :func:`rollout_router`."""
-    crew.shown["ready"] = lambda: _ready(table)
-
-
-def _ready(table: InstanceTable) -> list[str]:
-    return [record.name for record in table if record.ready and record.accepting]
-
-
-def rollout_router(table: InstanceTable, switches: Switches, hold: Hold, crew: Crew) -> APIRouter:
+def rollout_router(table: InstanceTable, switches: Switches, hold: Hold) -> APIRouter:
     """``GET /ready``, ``POST /instances/{name}/leave`` and ``/hold``."""
     router = APIRouter()
 
     @router.get("/ready")
     async def ready() -> JSONResponse:
-        """The instances to which each worker of the gateway gives work; none while one of them does not answer."""
-        others = await crew.ask_all("ready", list[str])
-        found = [] if others is None else sorted(set(_ready(table)).intersection(*others))
-        return JSONResponse({"ready": found})
+        """The instances to which the gateway gives work."""
+        return JSONResponse({"ready": sorted(one.name for one in table if one.ready and one.accepting)})
 
     @router.post("/instances/{name}/leave")
     async def leave(name: str, request: Request) -> JSONResponse:

@@ -17,10 +17,8 @@ from epd_serve.errors import Conflict, InstanceLost, InvalidRequest, ServeError,
 from epd_serve.protocol.instance_state import LeaveOrder, RoleChanged, RoleOrder
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Role, Stage
-from proxy.admin.shared_state import InFlight, in_flight_everywhere
 from proxy.fleet.health import Health
 from proxy.fleet.members import NoSuchInstance
-from proxy.workers.crew import Crew, Drained, Switched
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +61,10 @@ class Hold:
 class Switches:
     """Has instances change their roles or leave; one that is ready is left for each stage that requests need."""
 
-    def __init__(self, table: InstanceTable, calls: Mapping[str, StageCalls], health: Health, crew: Crew) -> None:
+    def __init__(self, table: InstanceTable, calls: Mapping[str, StageCalls], health: Health) -> None:
         self._table = table
         self._calls = calls
         self._health = health
-        self._crew = crew
         self._ordered: dict[str, Role] = {}
         self._leaving: set[str] = set()
 
@@ -106,13 +103,9 @@ class Switches:
         self._ordered[name] = role
         self._health.hold(name, drains)
         try:
-            if drains and isinstance(calls, VllmInstance):
-                await self._crew.share(Switched(name, record.url, order.role, order.deadline_s))
             return await self._ask(name, calls, order)
         finally:
             del self._ordered[name]
-            if isinstance(calls, VllmInstance):
-                await self._crew.share(Switched(name, record.url, str(calls.target.role)))
             if self._table.get(name) is record:
                 await self._look(record, calls)
                 if self._table.get(name) is record:  # it may have left meanwhile
@@ -185,19 +178,16 @@ class Switches:
                 )
 
 
-def operations_router(table: InstanceTable, health: Health, switches: Switches, crew: Crew) -> APIRouter:
-    """``GET /admin/instances``, ``POST /admin/instances/{name}/drain`` and ``/undrain``, which answer with the
-    workers that have not said in time that they know it, too."""
+def operations_router(table: InstanceTable, health: Health, switches: Switches) -> APIRouter:
+    """``GET /admin/instances``, ``POST /admin/instances/{name}/drain`` and ``/undrain``."""
     router = APIRouter()
 
     async def order(name: str, *, drain: bool) -> JSONResponse:
         switches.find(name)
         health.drain(name, drain)
-        unconfirmed = await crew.share(Drained(name, switches.find(name).url, drain))
-        now = describe(name, await in_flight_everywhere(crew, table))
-        return JSONResponse({**now, "unconfirmed": unconfirmed})
+        return JSONResponse(describe(name))
 
-    def describe(name: str, in_flight: InFlight) -> dict[str, object]:
+    def describe(name: str) -> dict[str, object]:
         record = switches.find(name)
         return {
             "name": name,
@@ -205,14 +195,13 @@ def operations_router(table: InstanceTable, health: Health, switches: Switches, 
             "role": str(record.role) if record.role else None,
             "ready": record.ready,
             **health.describe(name),
-            "in_flight": sum(in_flight.get(name, {}).values()),
+            "in_flight": sum(record.in_flight.values()),
         }
 
     @router.get("/admin/instances")
     async def instances() -> JSONResponse:
         """Every instance with what this gateway thinks of it."""
-        in_flight = await in_flight_everywhere(crew, table)
-        return JSONResponse({"instances": [describe(record.name, in_flight) for record in table]})
+        return JSONResponse({"instances": [describe(record.name) for record in table]})
 
     @router.post("/admin/instances/{name}/drain")
     async def drain(name: str) -> JSONResponse:

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from epd_serve.config.gateway import ApiKeyConfig
 from epd_serve.config.keys import hash_key
 from epd_serve.errors import InvalidRequest, Overloaded
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Stage
 from proxy.admission.keys import Authenticator, Client
-from proxy.admission.ledger import Ledger
 from proxy.admission.queue import AdmissionQueue, Ticket, TicketState
 from proxy.observe.metrics import GatewayMetrics
 from proxy.settings import Current, GatewaySettings
@@ -270,16 +268,13 @@ class Visit(msgspec.Struct, eq=False):
             self._waiting.set_exception(error)
 
 
-def new_admission(
-    current: Current, table: InstanceTable, metrics: GatewayMetrics, ledger: Ledger | None = None
-) -> AdmissionControl:
-    """Admission to the instances of ``table``, as the gateway's settings have it; ``metrics`` show what it does.
-    ``ledger``: where several workers count what keys have used."""
+def new_admission(current: Current, table: InstanceTable, metrics: GatewayMetrics) -> AdmissionControl:
+    """Return admission to the instances of ``table`` by the gateway's settings; ``metrics`` show what it does."""
     settings = current.now
-    queue = AdmissionQueue(settings.max_in_flight, settings.max_queue)
+    queue = AdmissionQueue(settings.gateway.max_in_flight, settings.gateway.max_queue)
     metrics.watch_admission(lambda: queue.num_running, lambda: queue.num_waiting)
     return AdmissionControl(
-        Authenticator(key_holders(settings, ledger)),
+        Authenticator(key_holders(settings)),
         queue,
         settings=current,
         shedding=_shedding(settings, table),
@@ -288,13 +283,9 @@ def new_admission(
     )
 
 
-def key_holders(settings: GatewaySettings, ledger: Ledger | None = None) -> list[tuple[str, Client]]:
-    """(hash, holder) of all API keys."""
-
-    def holder(key: ApiKeyConfig) -> Client:
-        return Client(key.name, key) if ledger is None else ledger.client(key.name, key.hash, key)
-
-    keys = [(key.hash, holder(key)) for key in settings.gateway.api_keys]
+def key_holders(settings: GatewaySettings) -> list[tuple[str, Client]]:
+    """Return (hash, holder) of all API keys."""
+    keys = [(key.hash, Client(key.name, key)) for key in settings.gateway.api_keys]
     if settings.api_key is not None:
         keys.append((hash_key(settings.api_key), Client("default")))
     return keys

@@ -82,7 +82,7 @@ class Client:
     def enter(self, now_s: float) -> None:
         """Count a request in; :meth:`leave` counts it out. Raises Overloaded over a limit."""
         limits = self.limits
-        if limits.max_concurrent is not None and (active := self.num_everywhere()) >= limits.max_concurrent:
+        if limits.max_concurrent is not None and (active := self.num_active) >= limits.max_concurrent:
             self.num_refused += 1
             raise Overloaded(
                 f"this API key has {active} requests in progress (each choice counts as one), which is its limit",
@@ -110,7 +110,7 @@ class Client:
                 f"this API key may have {most} choices in progress at once, and this request is for {num_choices}",
                 param="n",
             )
-        if most is not None and (others := self.num_everywhere() - 1) + num_choices > most:
+        if most is not None and (others := self.num_active - 1) + num_choices > most:
             self.num_refused += 1
             raise Overloaded(
                 f"this API key has {others} requests in progress (each choice counts as one); "
@@ -118,10 +118,6 @@ class Client:
                 code="rate_limit_exceeded",
             )
         self.num_active += num_choices - 1
-
-    def num_everywhere(self) -> int:
-        """Choices that count against ``max_concurrent``."""
-        return self.num_active
 
     def leave(self, num_choices: int = 1) -> None:
         assert self.num_active >= num_choices

@@ -26,11 +26,10 @@ from epd_serve.types import Stage
 from proxy.admission.control import AdmissionControl
 from proxy.api.views import key_required
 from proxy.observe.access_log import stages
-from proxy.observe.figures import RANGES_S, Slot, joined, series, window
+from proxy.observe.figures import RANGES_S, series, window
 from proxy.observe.metrics import kv_usage, pending_s
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
-from proxy.workers.crew import Crew
 
 _NUM_REQUESTS = 30
 #: A stage that is used beyond this part holds up the others.
@@ -58,7 +57,6 @@ def dashboard_router(
     table: InstanceTable,
     observer: Observer,
     admission: AdmissionControl,
-    crew: Crew,
     topology: Callable[[], Topology | None] = lambda: None,
     *,
     slo: SLOConfig | None = None,
@@ -71,7 +69,6 @@ def dashboard_router(
     The page asks its user for the key then, and keeps it for as long as the tab is open (sessionStorage).
     """
     router = APIRouter(include_in_schema=False)
-    crew.shown["dashboard"] = lambda: part_of(table, observer, admission)
     check_key = key_required(admission.authenticator)
 
     async def guard(request: Request) -> None:
@@ -94,8 +91,7 @@ def dashboard_router(
 
     @router.get("/dashboard/data", dependencies=[Depends(guard)])
     async def data(range_s: int = 60) -> Response:
-        others = await crew.ask("dashboard", Part)
-        shown = snapshot(table, observer, admission, topology(), others, slo=slo, range_s=range_s)
+        shown = snapshot(table, observer, admission, topology(), slo=slo, range_s=range_s)
         shown["engine"] = engine
         return Response(
             msgspec.json.encode(shown), media_type="application/json", headers={"cache-control": "no-store"}
@@ -104,40 +100,16 @@ def dashboard_router(
     return router
 
 
-class Part(msgspec.Struct, kw_only=True):
-    """The part of the page that one worker knows."""
-
-    running: int
-    waiting: int
-    in_flight: dict[str, int]
-    slots: dict[int, list[Slot]]
-    requests: list[dict[str, Any]]
-
-
-def part_of(table: InstanceTable, observer: Observer, admission: AdmissionControl) -> Part:
-    """As of now."""
-    now_s, figures = time.monotonic(), observer.figures
-    return Part(
-        running=admission.queue.num_running,
-        waiting=admission.queue.num_waiting,
-        in_flight={record.name: sum(record.in_flight.values()) for record in table},
-        slots=figures.slots(),
-        requests=[_request(record, now_s) for record in figures.latest(_NUM_REQUESTS)],
-    )
-
-
 def snapshot(
     table: InstanceTable,
     observer: Observer,
     admission: AdmissionControl,
     topology: Topology | None = None,
-    others: Sequence[Part] = (),
     *,
     slo: SLOConfig | None = None,
     range_s: int = 60,
 ) -> dict[str, Any]:
-    """Everything that the page shows, as of now, with the parts of ``others``. Times of requests count back from
-    now, in milliseconds.
+    """Everything that the page shows, as of now. Times of requests count back from now, in milliseconds.
 
     Args:
         range_s: the seconds that are looked back, one of :data:`~proxy.observe.figures.RANGES_S`; else the least.
@@ -146,26 +118,22 @@ def snapshot(
     range_s = range_s if range_s in RANGES_S else min(RANGES_S)
     width, limits = RANGES_S[range_s], slo or SLOConfig()
     records = list(table)
-    parts = [part_of(table, observer, admission), *others]
-    slots = joined(part.slots[width] for part in parts)
-    requests = sorted((one for part in parts for one in part.requests), key=lambda one: float(one["ended_ms_ago"]))
+    slots = observer.figures.slots()[width]
     return {
         "version": version("epd-serve"),
         "uptime_s": round(now_s - observer.started_s, 1),
         "topology": None if topology is None else str(topology),
         "models": list(table.models()),
         "missing": [stage.value for stage in table.missing_stages()],
-        "running": sum(part.running for part in parts),
-        "waiting": sum(part.waiting for part in parts),
+        "running": admission.queue.num_running,
+        "waiting": admission.queue.num_waiting,
         "slo": {"ttft_ms": limits.ttft_ms, "tpot_ms": limits.tpot_ms},
         "range_s": range_s,
         "series": series(slots, width, now_s),
         "window": window(slots, width, now_s, min(range_s, max(1, round(now_s - observer.started_s)))),
         "bottleneck": bottleneck(records),
         "units": _units(table, topology),
-        "instances": [
-            _instance(record, sum(part.in_flight.get(record.name, 0) for part in parts)) for record in records
-        ],
+        "instances": [_instance(record) for record in records],
         "links": [
             {"kind": kind, "source": source.name, "target": target.name}
             for source in records
@@ -174,7 +142,7 @@ def snapshot(
             for kind, sends in (("features", sends_features), ("kv", sends_kv))
             if sends(source.role, target.role)
         ],
-        "requests": requests[:_NUM_REQUESTS],
+        "requests": [_request(record, now_s) for record in observer.figures.latest(_NUM_REQUESTS)],
     }
 
 
@@ -224,7 +192,7 @@ def _spent(record: InstanceRecord, seconds: Callable[[Usage], float]) -> float |
     return max(0.0, seconds(now) - seconds(before)) / (now.at_s - before.at_s)
 
 
-def _instance(record: InstanceRecord, in_flight: int) -> dict[str, Any]:
+def _instance(record: InstanceRecord) -> dict[str, Any]:
     info, load = record.info, record.load
     usage = None if info is None else info.usage
     return {
@@ -235,7 +203,7 @@ def _instance(record: InstanceRecord, in_flight: int) -> dict[str, Any]:
         "device": None if info is None else info.device,
         "running": load.num_running,
         "waiting": load.num_waiting + load.num_waiting_encodes,
-        "in_flight": in_flight,
+        "in_flight": sum(record.in_flight.values()),
         "pending_ms": {stage.value: round(1e3 * seconds, 2) for stage, seconds in pending_s(record).items()},
         "kv_usage": kv_usage(record),
         "restarts": record.num_restarts,

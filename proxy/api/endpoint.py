@@ -45,6 +45,7 @@ from proxy.http.client import (
 )
 from proxy.media.fetch import FetchPlace
 from proxy.media.loader import MediaItem, MediaLoader
+from proxy.observe.log_filters import Episodes
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
 from proxy.settings import Current
@@ -72,6 +73,7 @@ class Endpoint:
     loader: MediaLoader
     admission: AdmissionControl
     observer: Observer
+    episodes: Episodes
     arrival: ArrivalLimits
     settings: Current
 
@@ -121,7 +123,8 @@ class Endpoint:
             status, exchange.answered = CLIENT_LEFT, True
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error
-            if error.status >= 500:
+            is_told = isinstance(error, Unavailable) and not self.episodes.is_new(error.message)
+            if error.status >= 500 and not is_told:
                 logger.warning("request %s: %s", record.request_id, error.message)
             was_answered, exchange.answered = exchange.answered, True
             if was_answered or sink.ended:  # by now an error would be read as the next answer

@@ -19,7 +19,6 @@ from proxy.admission.keys import Authenticator, Unauthorized
 from proxy.fleet.health import Health
 from proxy.fleet.poller import Poller
 from proxy.observe.metrics import CONTENT_TYPE, GatewayMetrics
-from proxy.workers.crew import Crew
 
 _READ = ["GET", "HEAD"]
 
@@ -97,7 +96,6 @@ def health_router(
     metrics: GatewayMetrics,
     authenticator: Authenticator,
     gateway: GatewayConfig,
-    crew: Crew,
     health: Health,
 ) -> APIRouter:
     """``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``.
@@ -106,10 +104,9 @@ def health_router(
     also while requests wait for P and D to come back, as another gateway has lost the same.
 
     With ``guard_health`` only holders of an API key see the instances; the status is open to all, for
-    load balancers and supervisors. With ``guard_metrics`` /metrics asks for a key; it shows all the crew.
+    load balancers and supervisors. With ``guard_metrics`` /metrics asks for a key.
     """
     router = APIRouter()
-    crew.shown["metrics"] = lambda: metrics.families(table)
     guard = [Depends(key_required(authenticator))]
 
     def may_see(request: Request) -> bool:
@@ -156,7 +153,6 @@ def health_router(
 
     @router.get("/metrics", dependencies=guard if gateway.guard_metrics else [])
     async def exposition() -> Response:
-        text = metrics.render(table) if crew.setup is None else await crew.metrics()
-        return Response(text, media_type=CONTENT_TYPE)
+        return Response(metrics.render(table), media_type=CONTENT_TYPE)
 
     return router

@@ -14,6 +14,7 @@ from epd_serve.errors import (
     ErrorEnvelope,
     InstanceFailed,
     InstanceLost,
+    InvalidRequest,
     ServeError,
     error_from_response,
 )
@@ -131,7 +132,7 @@ class Streamed(msgspec.Struct, eq=False):
         else:
             self.known, reader = False, _PlainEvents()
         read, write, noted = reader.read, sink.outlet.write, self.job.record.forwarded
-        failure: InstanceFailed | None = None
+        failure: ServeError | None = None
         room, has_begun = _most_bytes(self.job, route), sink.started
 
         def relay(chunk: bytes) -> bool:
@@ -155,7 +156,7 @@ class Streamed(msgspec.Struct, eq=False):
             nonlocal failure, has_begun
             ended = self.complete = reader.ended
             if reader.error is not None and not ended:
-                failure = InstanceBroke.of(reader.error)
+                failure = _error_of(reader.error)
             if not events:
                 return failure is None
             noted(events)
@@ -240,17 +241,19 @@ class InstanceBroke(InstanceFailed):
         super().__init__(error.message, param=error.param, code=error.code)
         self._error = error
 
-    @classmethod
-    def of(cls, event: bytes) -> InstanceBroke:
-        """The error for which :attr:`FrameReader.error` stands."""
-        try:
-            error = msgspec.json.decode(event.removeprefix(b"data:"), type=ErrorEnvelope).error
-        except msgspec.MsgspecError:
-            error = ErrorBody(message="the instance broke off its answer", type=InstanceFailed.type)
-        return cls(error)
-
     def body(self) -> dict[str, Any]:
         return {"error": msgspec.structs.asdict(self._error)}
+
+
+def _error_of(event: bytes) -> ServeError:
+    """The error for which :attr:`FrameReader.error` stands: the request's own, or the instance's."""
+    try:
+        error = msgspec.json.decode(event.removeprefix(b"data:"), type=ErrorEnvelope).error
+    except msgspec.MsgspecError:
+        return InstanceBroke(ErrorBody(message="the instance broke off its answer", type=InstanceFailed.type))
+    if error.type == InvalidRequest.type:
+        return InvalidRequest(error.message, param=error.param, code=error.code)
+    return InstanceBroke(error)
 
 
 class _PlainEvents:

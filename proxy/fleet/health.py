@@ -287,7 +287,7 @@ class Health:
     # ------------------------------------------------------------------ from the poller
 
     def met(self, name: str, pid: int) -> None:
-        """The instance is this process. Another one than before gets no work until it has computed something."""
+        """The instance is this process. Another one than before gets no work until it has answered."""
         watched = self._of(name)
         if watched.pid not in (None, pid):
             watched.breaker.restarted()
@@ -329,11 +329,11 @@ class Health:
     # ------------------------------------------------------------------ probes
 
     def probe_now(self, name: str) -> None:
-        """There is reason to doubt that the instance computes."""
+        """There is reason to doubt that the instance answers."""
         self._of(name).probe_at = 0.0
 
     def probe_last(self, name: str, calls: StageCalls) -> None:
-        """The instance leaves the table without a word: its requests go on there if it computes."""
+        """The instance leaves the table without a word: its requests go on there if it answers."""
 
         async def probe() -> None:
             try:
@@ -377,10 +377,10 @@ class Health:
                 await asyncio.sleep(_TICK_S)
 
     async def _probe(self, record: InstanceRecord, watched: _Watched) -> None:
-        name, was_closed = record.name, watched.breaker.state is BreakerState.CLOSED
+        name = record.name
         began = self._clock()
         try:
-            passed = await self._passes(name, doubted=not was_closed)
+            passed = await self._passes(name)
         finally:
             watched.probing = False
             interval_s = self._settings.now.gateway.health.probe_interval_s or _ASK_AGAIN_S
@@ -396,15 +396,15 @@ class Health:
             watched.breaker.state is BreakerState.CLOSED and watched.breaker.is_new and name not in self.returning
         ):
             self.returning.add(name)
-            logger.info("instance %s computes again; it gets its share of work bit by bit", name)
+            logger.info("instance %s answers again; it gets its share of work bit by bit", name)
 
-    async def _passes(self, name: str, *, doubted: bool) -> bool | None:
+    async def _passes(self, name: str) -> bool | None:
         """None where the probe says nothing: the instance is gone, which others notice, or not ready."""
         calls = self._calls.get(name)
         if calls is None:
             return None
         try:
-            await calls.probe(self._settings.now.gateway.health.probe_timeout_s, doubted=doubted)
+            await calls.probe(self._settings.now.gateway.health.probe_timeout_s)
         except (InstanceLost, Unavailable):
             return None
         except ServeError as error:

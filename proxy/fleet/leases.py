@@ -16,7 +16,6 @@ from epd_serve.config.elastic import RoleName
 from epd_serve.config.gateway import InstanceName, InstanceUrl
 from epd_serve.errors import Conflict, InvalidRequest
 from proxy.fleet.members import Members, NoSuchInstance
-from proxy.workers.crew import Crew, Joined, Left
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +64,9 @@ class Leases:
         *,
         role: str | None = None,
         incarnation: int = 0,
-        is_settled: bool = False,
     ) -> bool:
         """Whether it is new; else its lease is renewed. It takes the place of one of its name that is older by its
-        incarnation or does not answer any more, or of any where that is settled elsewhere.
+        incarnation or does not answer any more.
 
         Raises Conflict for a name that the deployment has, or that another instance has joined under.
         """
@@ -77,7 +75,7 @@ class Leases:
             numbered = bool(incarnation and lease.incarnation)
             is_newer = numbered and incarnation > lease.incarnation
             is_older = numbered and not is_newer
-            if not (is_settled or is_newer) and (is_older or self._members.answers(name)):
+            if not is_newer and (is_older or self._members.answers(name)):
                 raise Conflict(
                     f"an instance {name} at {lease.url} has joined; take another name, or wait for its end"
                 )
@@ -130,9 +128,8 @@ class Leases:
             self.expire()
 
 
-def leases_router(leases: Leases, crew: Crew, *, needs_tls: bool = False) -> APIRouter:
-    """``POST /instances`` and ``DELETE /instances/{name}``; ``unconfirmed``: workers that have not said in
-    time that they know it. ``needs_tls``: who joins is called over TLS alone."""
+def leases_router(leases: Leases, *, needs_tls: bool = False) -> APIRouter:
+    """``POST /instances`` and ``DELETE /instances/{name}``. ``needs_tls``: who joins is called over TLS alone."""
     router = APIRouter()
 
     @router.post("/instances")
@@ -145,17 +142,14 @@ def leases_router(leases: Leases, crew: Crew, *, needs_tls: bool = False) -> API
                 param="url",
             )
         is_new = leases.join(body.name, body.url, body.lease_s, role=body.role, incarnation=body.incarnation)
-        unconfirmed = await crew.share(
-            Joined(body.name, body.url, time.monotonic() + body.lease_s, body.role, body.incarnation)
-        )
-        answer = {"name": body.name, "lease_s": body.lease_s, "unconfirmed": unconfirmed}
+        answer = {"name": body.name, "lease_s": body.lease_s}
         return JSONResponse(answer, status_code=201 if is_new else 200)
 
     @router.delete("/instances/{name}")
     async def leave(name: str, incarnation: int = 0) -> JSONResponse:
         """Leave; with ``incarnation`` that one alone, and not another that has the name by now."""
         leases.leave(name, incarnation)
-        return JSONResponse({"name": name, "unconfirmed": await crew.share(Left(name))})
+        return JSONResponse({"name": name})
 
     return router
 

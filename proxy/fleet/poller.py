@@ -223,7 +223,7 @@ class Poller:
 
     def _lost(self, name: str, error: Exception) -> None:
         untrusted = isinstance(error, InstanceUntrusted)
-        if self._table[name].ready or untrusted:
+        if self._table[name].ready or (untrusted and name not in self._distrust_s):
             logger.warning("instance %s lost: %s", name, error)
         if untrusted:
             before_s = self._distrust_s.get(name, _DISTRUST_S / 2)

@@ -23,9 +23,7 @@ import msgspec
 
 from epd_serve.config import GatewayConfig
 from epd_serve.errors import InvalidRequest
-
-#: What every body may take besides the time that its length allows.
-GRACE_S = 10.0
+from epd_serve.rpc.bounded import GRACE_S
 
 
 class TooSlow(InvalidRequest):
@@ -50,50 +48,11 @@ class ArrivalLimits:
         )
 
     def time_for_body(self, declared: int | None) -> float:
-        """Seconds within which a body must be here; ``declared`` is its Content-Length, None where it has none."""
+        """Return the seconds for a body: ``GRACE_S`` and what its Content-Length, ``declared``, allows."""
         return self.body_s if declared is None else min(self.body_s, GRACE_S + declared / self.min_body_rate)
 
     def too_slow(self, declared: int | None) -> TooSlow:
         return TooSlow(f"the body did not arrive within {self.time_for_body(declared):.3g} s; send it faster")
-
-
-class HeadWatch(msgspec.Struct, eq=False):
-    """Calls ``on_late`` when the head of a request is not complete in time.
-
-    One timer per connection, set anew at most once per ``header_s``.
-
-    Attributes:
-        since_s: when the head began; None: it is complete, which is for the connection to say.
-    """
-
-    _loop: asyncio.AbstractEventLoop
-    _header_s: float
-    _on_late: Callable[[], None]
-    since_s: float | None = None
-    _timer: asyncio.TimerHandle | None = None
-
-    def begin(self) -> None:
-        """A connection was made, or the first byte of its next request has come."""
-        self.since_s = self._loop.time()
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._header_s, self._look)
-
-    def stop(self) -> None:
-        """The connection is gone."""
-        self.since_s = None
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _look(self) -> None:
-        self._timer = None
-        if self.since_s is None:
-            return
-        left_s = self.since_s + self._header_s - self._loop.time()
-        if left_s <= 0:
-            self._on_late()
-        else:
-            self._timer = self._loop.call_later(left_s, self._look)
 
 
 #: Smaller ones are read as they come.

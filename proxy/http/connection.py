@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import msgspec
 
 from epd_serve.errors import ServeError, Unavailable
-from proxy.http.arrival import LARGE_BYTES, HeadWatch, LowWater, Turn, Turns, buffer
+from epd_serve.rpc.bounded import MAX_HEADER_BYTES, HeadWatch
+from proxy.http.arrival import LARGE_BYTES, LowWater, Turn, Turns, buffer
 from proxy.http.client import Client, ClientLeft, Header, ResponseAborted, too_large
-from proxy.http.http1 import MAX_HEADER_BYTES, PLAIN_HEAD, PLAIN_START, HalfClosed, ReturningHttp, arrival_limits
+from proxy.http.http1 import PLAIN_HEAD, PLAIN_START, HalfClosed, ReturningHttp, arrival_limits
 from proxy.settings import Current
 
 if TYPE_CHECKING:
@@ -67,6 +68,10 @@ class Cors:
 
     def __init__(self, origins: tuple[str, ...] = ()) -> None:
         self._origins = frozenset(origin.encode() for origin in origins)
+
+    def allows(self, origin: bytes) -> bool:
+        """Whether pages of that origin may send requests."""
+        return b"*" in self._origins or origin in self._origins
 
     def headers(self, request: Mapping[bytes, bytes]) -> list[Header]:
         """Return headers of an answer on the server's short way; the request's come with names in lower case."""
@@ -133,6 +138,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
         self._turns: Turns = getattr(state, "turns", None) or Turns()
         self._starts: Starts = getattr(state, "starts", None) or Starts()
         self._cors: Cors = getattr(state, "cors", None) or Cors()
+        self._guard: Guard | None = getattr(state, "guard", None)
         self._transport: asyncio.Transport
         #: Of the other end, without its port; "" where there is none.
         self._address: str
@@ -259,6 +265,7 @@ class GatewayConnection(asyncio.BufferedProtocol):
             or _LENGTH.fullmatch(length) is None
             or connection not in (b"keep-alive", b"close")
             or is_doubtful
+            or (self._guard is not None and self._guard.problem(b"POST", head[1], headers) is not None)
         ):
             self._hand_over()
             return
@@ -396,6 +403,12 @@ def _is_one_too_many(transport: asyncio.BaseTransport) -> bool:
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _LAST_CHUNK = b"0\r\n\r\n"
 _CHUNKED = (b"transfer-encoding", b"chunked")
+
+
+class Guard(Protocol):
+    """Says why a request is refused, which uvicorn's way answers."""
+
+    def problem(self, method: bytes, path: bytes, headers: Mapping[bytes, bytes]) -> ServeError | None: ...
 
 
 class RawEndpoint(Protocol):

@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from epd_serve.config import GatewayConfig
-from proxy.http.arrival import GRACE_S, ArrivalLimits, HeadWatch
+from epd_serve.rpc.bounded import BoundedHttp
+from proxy.http.arrival import ArrivalLimits
 
-#: What a client may send ahead of or behind its body: request line, headers, trailers.
-MAX_HEADER_BYTES = 64 * 1024
 #: The plainest request with a body: its beginning; its head, with path and header lines.
 PLAIN_START = b"POST /"
 PLAIN_HEAD = re.compile(
@@ -48,61 +46,29 @@ def head_problem(version: str, headers: Sequence[tuple[bytes, bytes]]) -> str | 
     return None
 
 
-class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol with an end to headers and trailers: in bytes, which httptools would collect without
-    limit, and in time. What can be read in two ways is refused."""
+class StrictHttp(BoundedHttp):
+    """Refuses what two servers can read in two ways, and takes no offer of another protocol."""
 
-    #: Received since the last piece of a body or the end of a request.
-    _collected_bytes = 0
-    #: The request whose body still comes behind its answer.
-    _refused: RequestResponseCycle | None = None
     _problem: str | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._head = HeadWatch(self.loop, arrival_limits(self.config.app).header_s, self._head_is_late)
-        self._head.begin()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head.stop()
-        super().connection_lost(exc)
+    @property
+    def header_s(self) -> float:
+        return arrival_limits(self.config.app).header_s
 
     def data_received(self, data: bytes) -> None:
-        self._collected_bytes += len(data)
         self._unread = data
         while self._unread:
             self._data, self._unread = self._unread, b""
             super().data_received(self._data)
-        if self._collected_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The headers have more than {MAX_HEADER_BYTES} bytes.")
-
-    def on_message_begin(self) -> None:
-        self._head.begin()
-        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._head.since_s = None
         self._problem = head_problem(self.parser.get_http_version(), self.headers)
         if self._problem is not None:
             raise ValueError(self._problem)  # the parser stops, and uvicorn answers with a 400
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 
-    def on_body(self, body: bytes) -> None:
-        self._collected_bytes = 0
-        if self.cycle.response_complete and self._refused is not self.cycle:
-            # The rest of a body that was refused is read and forgotten for a while, so that its sender sees why.
-            self._refused = self.cycle
-            self.loop.call_later(GRACE_S, self._close_if_refused, self.cycle)
-        super().on_body(body)
-
-    def _close_if_refused(self, cycle: RequestResponseCycle) -> None:
-        if self._refused is cycle and not self.transport.is_closing():
-            self.transport.close()
-
     def on_message_complete(self) -> None:
-        self._collected_bytes = 0
-        self._refused = None
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
@@ -139,14 +105,11 @@ class BoundedHttp(HttpToolsProtocol):
                 head.append(b"%b: %b\r\n" % (name, value))
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._collected_bytes = 0
         self._unread = b"".join((*head, b"\r\n", self._data[offered.args[0] :]))
 
     def send_400_response(self, msg: str) -> None:
         super().send_400_response(self._problem or msg)
-
-    def _head_is_late(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.close()
 
 
 class HalfClosed:
@@ -173,7 +136,7 @@ class HalfClosed:
             self._loop.call_later(next_s, self._ask, self._LATER_S)
 
 
-class ReturningHttp(BoundedHttp):
+class ReturningHttp(StrictHttp):
     """Gives the connection back to the owner that had it before, where a plain POST begins.
 
     Attributes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -41,9 +40,9 @@ class GatewayServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        if self.started and sockets is None:  # else the parent of the workers says it
+        if self.started:
             [port, *_] = (one.getsockname()[1] for server in self.servers for one in server.sockets)
-            print(ready_text(self.config.host, port), flush=True)
+            print(f"Ready: {url_of(self.config.host, port)}/v1; Ctrl-C stops.", flush=True)
 
     def give_up(self) -> None:
         """End as after a signal: what is in progress is finished, :attr:`has_failed` says that it was a fault."""
@@ -67,31 +66,6 @@ class GatewayServer(uvicorn.Server):
 
     def _stop(self) -> None:
         self.should_exit = True
-
-
-def ready_text(host: str, port: int) -> str:
-    """The line that says where a gateway listens."""
-    return f"Ready: {url_of(host, port)}/v1; Ctrl-C stops."
-
-
-class WorkerServer(GatewayServer):
-    """The server of one of several workers. Its parent says when it ends; signals, which a service manager sends
-    to all processes at once, say it once only."""
-
-    _told = False
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self._told:
-            self._told = True
-            super().handle_exit(sig, frame)
-
-    def stop(self) -> None:
-        """As one signal."""
-        self.handle_exit(signal.SIGTERM, None)
-
-    def end(self) -> None:
-        """Leave what is in progress."""
-        self.should_exit = self.force_exit = True
 
 
 def mark_stopping(state: Any) -> Callable[[], None]:

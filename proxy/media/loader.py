@@ -26,6 +26,8 @@ from proxy.settings import Current
 
 #: Items of a request that are fetched at a time.
 MAX_FETCHES = 8
+#: The images of a request have at most as many pixels together as so many of the largest.
+MAX_LARGEST = 4
 #: Larger items are decoded and hashed in a thread; a smaller one takes less time than the thread switch is worth.
 INLINE_BYTES = 512 * 1024
 _NUM_THREADS = 4
@@ -40,13 +42,14 @@ _threads = FairThreads("media", _NUM_THREADS)
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     """A checked media item; ``param`` is its place in the request.
 
-    ``ref`` is the item as P knows it; its name is that under ``fingerprint`` and with the request's ``salt``, or
-    "" where it has none yet.
+    ``num_pixels`` are those that an image is decoded to. ``ref`` is the item as P knows it; its name is that under
+    ``fingerprint`` and with the request's ``salt``, or "" where it has none yet.
     """
 
     data: bytes
     ref: MediaRef
     param: str
+    num_pixels: int = 0
     fingerprint: str = ""
     salt: str = ""
 
@@ -97,6 +100,8 @@ class MediaLoader:
             read = self._read(source, fingerprint, salt) if is_here else None
             here.append(read if isinstance(read, MediaItem) else None)
         loaded = [item for item in here if item is not None]
+        max_pixels = MAX_LARGEST * gateway.media.max_pixels
+        _check_pixels(loaded, max_pixels)
         if len(loaded) == len(sources):
             return loaded
         fetches = asyncio.Semaphore(MAX_FETCHES)
@@ -105,6 +110,7 @@ class MediaLoader:
             item = await self._load(source, fingerprint, salt, asker, fetches)
             loaded.append(item)
             _check_total(loaded, gateway.max_body_bytes)
+            _check_pixels(loaded, max_pixels)
             return item
 
         try:
@@ -204,12 +210,27 @@ def _check_total(items: Sequence[MediaItem], max_bytes: int) -> None:
             )
 
 
+def _check_pixels(items: Sequence[MediaItem], most: int) -> None:
+    total = 0
+    for item in items:
+        total += item.num_pixels
+        if total > most:
+            raise InvalidRequest(
+                f"the images of the request have more than {most} pixels together; send fewer or smaller ones",
+                param=item.param,
+                code="too_many_pixels",
+            )
+
+
 def _item(source: MediaSource, data: bytes, size: tuple[int, int], fingerprint: str, salt: str) -> MediaItem:
     width, height = low_detail_size(size) if source.low_detail else size
     ref = MediaRef("", width, height, low_detail=(width, height) != size, processing=source.processing)
     if fingerprint:
         ref = msgspec.structs.replace(ref, mm_hash=mm_hash(data, _kind(ref), fingerprint, salt))
-    return MediaItem(data=data, ref=ref, param=source.param, fingerprint=fingerprint, salt=salt)
+    num_pixels = size[0] * size[1]
+    return MediaItem(
+        data=data, ref=ref, param=source.param, num_pixels=num_pixels, fingerprint=fingerprint, salt=salt
+    )
 
 
 def _kind(ref: MediaRef) -> str:

@@ -8,8 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -89,14 +88,11 @@ class AccessLog:
         target: str | Path,
         *,
         max_waiting: int = MAX_WAITING,
-        writing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """``target``: a file, or "-" for the standard output. ``writing`` is entered for each write: where several
-        processes write there, so that no line gets into another.
+        """``target``: a file, or "-" for the standard output.
 
         Raises ValueError where it cannot be written.
         """
-        self._writing = writing
         self._path = None if str(target) == STDOUT else Path(target)
         self._max_waiting = max_waiting
         self._waiting: deque[bytes] = deque()
@@ -140,8 +136,7 @@ class AccessLog:
         while self._waiting:
             batch = [self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))]
             try:
-                with self._writing():
-                    self._write(b"".join(batch))
+                self._write(b"".join(batch))
             except OSError as error:
                 self.num_dropped += len(batch)
                 if not self._is_failing:

@@ -161,15 +161,6 @@ def _sample(times: list[float], seconds: float, number: int) -> None:
         times[place] = seconds
 
 
-def joined(parts: Iterable[Iterable[Slot]]) -> list[Slot]:
-    """The slots of several processes of this machine, all of one width, together."""
-    together: dict[int, Slot] = {}
-    for part in parts:
-        for one in part:
-            together.setdefault(one.number, Slot(one.number)).add(one)
-    return [together[number] for number in sorted(together)]
-
-
 def series(slots: Iterable[Slot], width: int, now_s: float) -> dict[str, list[float | None]]:
     """Rates and times in ms of the last :data:`NUM_SLOTS` whole slots, oldest first; None: there were none."""
     last = int(now_s) // width - 1

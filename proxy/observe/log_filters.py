@@ -86,3 +86,20 @@ class Sparing(logging.Filter):
             since_s, number = now_s, 0
         self._seen[text] = since_s, number + 1
         return number < self._most
+
+
+class Episodes:
+    """Failures that many requests have, each told once for as long as it lasts: until ``quiet_s`` without it."""
+
+    def __init__(self, quiet_s: float = 60.0, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._quiet_s = quiet_s
+        self._clock = clock
+        self._last_s: dict[str, float] = {}
+
+    def is_new(self, failure: str) -> bool:
+        """Return whether an episode of the failure begins; either way it lasts from now on."""
+        now_s = self._clock()
+        self._last_s = {text: at for text, at in self._last_s.items() if now_s - at < self._quiet_s}
+        begins = failure not in self._last_s
+        self._last_s[failure] = now_s
+        return begins

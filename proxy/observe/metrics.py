@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from epd_serve.routing.table import InstanceRecord
-from epd_serve.telemetry.metrics import Counter, Family, Histogram, VllmNames, families_of
+from epd_serve.telemetry.metrics import Counter, Histogram, VllmNames
 from epd_serve.types import Stage
 from proxy.observe.record import SOURCES, STAGES, RequestRecord
 
@@ -23,16 +23,6 @@ _BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 6
 _TOKEN_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 _REASONS = ("stop", "length", "tool_calls", "abort", "error")
-#: Gauges that only grow: those of a process that has ended stay in the sum.
-GROWING_GAUGES = frozenset({"epd_serve_access_log_lines", "epd_serve_access_log_dropped_lines"})
-#: Gauges of which each process of a gateway has its part; others say of instances what all processes see.
-SUMMED_GAUGES = GROWING_GAUGES | frozenset(
-    f"epd_serve_{name}"
-    for name in (
-        *(f"{kind}_{state}" for kind in ("num_requests", "requests") for state in ("running", "waiting")),
-        "in_flight_calls",
-    )
-)
 #: Of the client that left (proxy/api/endpoint.py).
 _CLIENT_LEFT = 499
 
@@ -130,12 +120,6 @@ class GatewayMetrics:
             "request_continuations",
             "Streamed answers that went on at other instances after a failure",
         )
-        self.migrations = self._counter(
-            "migrations",
-            "Answers whose decode instance left: moved to another with their KV, or fallen_back to prefill",
-            ("outcome",),
-            [("moved",), ("fallen_back",)],
-        )
         self.media_bytes = self._counter(
             "media_bytes", "Bytes of decoded media received or fetched", ("modality",)
         )
@@ -209,11 +193,6 @@ class GatewayMetrics:
         """The exposition text with ``instances`` as of now."""
         self._look_at(instances)
         return generate_latest(self.registry)
-
-    def families(self, instances: Iterable[InstanceRecord]) -> list[Family]:
-        """The same figures as families, for :func:`epd_serve.telemetry.metrics.merge`."""
-        self._look_at(instances)
-        return families_of(self.registry)
 
     def _look_at(self, instances: Iterable[InstanceRecord]) -> None:
         self.before_render()

@@ -6,7 +6,6 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from msgspec.structs import replace
@@ -139,19 +138,12 @@ class Observer:
                 subscriber.close()
 
 
-def new_observer(
-    config: DeploymentConfig,
-    metrics: GatewayMetrics,
-    writing: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Observer:
-    """As the configuration, and for spans the environment (:mod:`epd_serve.telemetry.otel`), have it.
-
-    ``writing``: held for a line of the access log, which several workers may write.
-    """
+def new_observer(config: DeploymentConfig, metrics: GatewayMetrics) -> Observer:
+    """As the configuration, and for spans the environment (:mod:`epd_serve.telemetry.otel`), have it."""
     target, export = config.gateway.access_log, span_export("gateway")
     return Observer(
         metrics,
-        access_log=AccessLog(target, writing=writing) if target else None,
+        access_log=AccessLog(target) if target else None,
         export=None if export is None else RequestExport(export),
         trace=TraceWriter(config.trace, "gateway") if config.trace else None,
         slo=config.slo,

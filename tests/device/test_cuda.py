@@ -164,9 +164,35 @@ def test_a_share_that_nothing_can_give_is_refused(monkeypatch: pytest.MonkeyPatc
     mps.pid_file({mps.PIPES: str(tmp_path)}).touch()
     with pytest.raises(ValueError, match="CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is not set"):
         device.apply_share(0.5)
-    if not torch.cuda.green_contexts.SUPPORTED:
-        with pytest.raises(ValueError, match=r"makes no streams of green contexts.* leave tower_share out"):
-            device.stream(share=0.5)
+
+
+def test_a_stream_with_a_share_asks_for_a_green_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``SUPPORTED`` of torch 2.13 is not there any more in 2.14, which raises where it makes the context."""
+    device = CudaDevice.__new__(CudaDevice)
+    device.name, device.index, device.cores, device._green_contexts = "cuda:0", 0, 132, []
+    monkeypatch.setattr(device, "activate", lambda: None)
+    monkeypatch.delattr(torch.cuda.green_contexts, "SUPPORTED", raising=False)
+    made: list[dict[str, int]] = []
+
+    class GreenContext:
+        def __init__(self, **sizes: int) -> None:
+            made.append(sizes)
+
+        create = classmethod(lambda cls, **sizes: cls(**sizes))
+
+        def Stream(self) -> str:
+            return "its stream"
+
+    monkeypatch.setattr(torch.cuda.green_contexts, "GreenContext", GreenContext)
+    assert device.stream(share=0.5) == "its stream"
+    assert made == [{"num_sms": 66, "device_id": 0}]
+
+    def refuse(**sizes: int) -> None:
+        raise RuntimeError("Green Context requires user mode driver 12.8+")
+
+    monkeypatch.setattr(GreenContext, "create", refuse)
+    with pytest.raises(ValueError, match=r"cuda:0 has no green context of share 0\.5 .*leave tower_share out"):
+        device.stream(share=0.5)
 
 
 @ON_GPU

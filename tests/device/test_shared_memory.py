@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,33 @@ def test_a_cpu_s_memory_is_no_device_s() -> None:
         get_device("cpu").map_memory(b"")
 
 
+_CONTEXT, _INVALID_CONTEXT = 4711, 201
+
+
 class Driver:
     """The driver's calls over memory of this process, which takes itself for another one."""
 
     def __init__(self, memory: torch.Tensor, offset: int) -> None:
         self.base, self.nbytes = memory.data_ptr() - offset, memory.nbytes + offset
         self.opened: list[int] = []
+        self.current: dict[int, list[int]] = {threading.get_ident(): [_CONTEXT]}  # contexts by thread
         self.error = 0
+
+    def cuCtxGetCurrent(self, context: Any) -> int:
+        context._obj.value = self._contexts()[-1]
+        return self.error
+
+    def cuCtxPushCurrent_v2(self, context: ctypes.c_void_p) -> int:
+        assert context.value is not None
+        self._contexts().append(context.value)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: Any) -> int:
+        context._obj.value = self._contexts().pop()
+        return 0
+
+    def _contexts(self) -> list[int]:
+        return self.current.setdefault(threading.get_ident(), [])
 
     def cuMemGetAddressRange_v2(self, base: Any, size: Any, address: ctypes.c_uint64) -> int:
         assert self.base <= address.value < self.base + self.nbytes
@@ -134,6 +155,8 @@ class Driver:
         return self.error
 
     def cuIpcCloseMemHandle(self, address: ctypes.c_uint64) -> int:
+        if self._contexts()[-1:] != [_CONTEXT]:
+            return _INVALID_CONTEXT
         self.opened.remove(address.value)
         return 0
 
@@ -168,3 +191,15 @@ def test_the_driver_is_called_as_its_documentation_says(monkeypatch: pytest.Monk
         cuda_ipc.export_memory(memory)
     with pytest.raises(ValueError, match="cuFlushGPUDirectRDMAWrites: invalid argument"):
         cuda_ipc.settle_arrivals()
+
+
+def test_a_mapping_may_close_on_a_thread_without_a_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.arange(32, dtype=torch.uint8)
+    driver = Driver(memory, offset=0)
+    monkeypatch.setattr(cuda_ipc, "_driver", lambda: driver)
+    mapping = cuda_ipc.mapped_memory(cuda_ipc.export_memory(memory), torch.device("cpu"))
+    mapping.__enter__()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(mapping.__exit__, None, None, None).result()
+    assert driver.opened == []
+    assert sorted(driver.current.values()) == [[], [_CONTEXT]], "each thread has the contexts that it had"

@@ -142,7 +142,8 @@ async def test_a_failed_start_changes_nothing_and_the_next_file_is_taken(deploym
     assert isinstance(second, ValueError) and "another apply is under way" in str(second)
     assert roles(deployment) == ["D", "E", "P", "P"] and await serves(deployment)
     async with httpx.AsyncClient(timeout=60) as client:
-        answer = await client.post(f"{deployment.gateway_url}/v1/completions", content=b"x" * 3000)
+        url, headers = f"{deployment.gateway_url}/v1/completions", {"content-type": "application/json"}
+        answer = await client.post(url, content=b"x" * 3000, headers=headers)
     assert answer.status_code == 413, "a setting of the gateway came with the file"
 
 

@@ -76,7 +76,8 @@ async def test_is_refused_with_a_sentence(deployment: LocalDeployment, case: str
     async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
         neighbour = asyncio.create_task(client.post("/v1/chat/completions", json=chat("Count to 9.")))
         if isinstance(body, bytes):
-            answer = await client.post("/v1/chat/completions", content=body)
+            headers = {"content-type": "application/json"}
+            answer = await client.post("/v1/chat/completions", content=body, headers=headers)
         else:
             answer = await client.post("/v1/chat/completions", json=body | {"stream": stream})
         assert answer.status_code == status, answer.text
@@ -127,7 +128,7 @@ async def test_no_web_page_gives_orders_to_an_instance(
     """One byte is a whole order to leave: a page could have a browser send it."""
     async with httpx.AsyncClient(timeout=150) as client:
         for handle in deployment.instances.values():
-            for path in ("/leave", "/role", "/probe"):
+            for path in ("/leave", "/role"):
                 answer = await client.post(handle.url + path, content=b"\x80", headers=headers)
                 assert answer.status_code == 403 and answer.json()["error"]["code"] == "cross_site"
             assert (await client.get(f"{handle.url}/info", headers=headers)).status_code == 403

@@ -1,4 +1,4 @@
-"""A deployment whose instances ask for a key, behind a gateway of two processes, as 'epd-serve up' runs it."""
+"""A deployment whose instances ask for a key, as 'epd-serve up' runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = "only-this-cluster-knows"
 async def test_instances_serve_their_deployment_alone() -> None:
     config = DeploymentConfig(
         topology="E-P-D",
-        gateway={"port": 0, "workers": 2},
+        gateway={"port": 0},
         instances={"base_port": 0, "threads": 1},
         cluster_key=KEY,
     )

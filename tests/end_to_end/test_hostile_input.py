@@ -152,7 +152,9 @@ async def test_a_prompt_of_megabytes_is_refused_unread(deployment: LocalDeployme
     before, spent_s = peak_bytes(p0), cpu_s(p0)
     async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
         hostile, others = await answers_beside(
-            client, lambda: chat("Count to 9.", max_tokens=3), client.post(path, content=data)
+            client,
+            lambda: chat("Count to 9.", max_tokens=3),
+            client.post(path, content=data, headers={"content-type": "application/json"}),
         )
         error = hostile.json()["error"]
         assert hostile.status_code == 400 and error["code"] == "context_length_exceeded", error

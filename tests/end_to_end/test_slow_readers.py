@@ -32,7 +32,8 @@ async def unread(url: str, body: dict[str, Any]) -> socket.socket:
     address = httpx.URL(url)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(one, (address.host, address.port))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: {len(text)}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"Content-Length: {len(text)}\r\n\r\n"
     await loop.sock_sendall(one, head.encode() + text)
     return one
 

@@ -1,11 +1,10 @@
-"""A tower beside decodes on emulated devices, by a virtual clock, and the measurement that a GPU is for."""
+"""A tower beside decodes on emulated devices, by a virtual clock."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.colocation import MODES, emulate, measure
-from device.registry import get_device
+from benchmarks.colocation import MODES, emulate
 
 
 @pytest.mark.parametrize("kind", ["h100", "a100", "ascend-910b3"])
@@ -15,12 +14,3 @@ def test_decodes_before_the_tower_keep_their_time_per_token(kind: str) -> None:
     assert priority["tpot_ms"] < 1.03 * alone["tpot_ms"], "what is left of the slowdown is the memory's"
     assert share["tpot_ms"] == pytest.approx(alone["tpot_ms"])
     assert none["encodes_s"] > priority["encodes_s"] > share["encodes_s"] > 0.5 * none["encodes_s"]
-
-
-@pytest.mark.slow
-def test_the_measurement_runs_where_there_is_no_gpu() -> None:
-    rows = measure(get_device("cpu"), {}, tiny=True)
-    for mode in ("alone", "none", "priority", "processes"):
-        assert rows[mode]["tpot_ms"] > 0 and (rows[mode].get("encodes_s", 0) > 0) == (mode != "alone")
-    assert rows["tower_share"].startswith("not run: a CPU limits no stream to a share")
-    assert rows["mps"] == "not run: no NVIDIA GPU"

@@ -7,7 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import tiny_models
 import torch
@@ -176,6 +178,34 @@ def test_a_failing_step_fails_its_requests_and_nothing_else(bench: Bench, tiny_m
     bench.check_idle()
     bench.engine.submit(bench.sequence("fine", "Say apple", []))
     assert bench.collect(1)["fine", 0] == Reference(tiny_model).generate("Say apple", max_tokens=12)
+
+
+@pytest.mark.parametrize(
+    "contradiction",
+    [
+        {"allowed_token_ids": (7,), "bad_word_ids": ((7,),)},
+        {"allowed_token_ids": (7, 9), "bad_word_ids": ((7,), (7, 9), (9,))},
+        {"allowed_token_ids": (7,), "bad_word_ids": ((7, 7),)},
+    ],
+)
+def test_a_request_that_forbids_every_token_fails_alone_and_by_its_own_fault(
+    bench: Bench, tiny_model: Path, contradiction: dict[str, Any]
+) -> None:
+    wrong = bench.sequence("wrong", "Say apple", [])
+    wrong.sampling = msgspec.structs.replace(wrong.sampling, **contradiction)
+    bench.engine.submit(wrong)
+    bench.engine.submit(bench.sequence("fine", "Say apple", []))
+    answer, failures, is_over = [], [], False
+    while not (is_over and failures):
+        match bench.events.get(timeout=300):
+            case FailureEvent(request_id, error):
+                failures.append((request_id, type(error), error.code))
+            case TokenEvent() as event if event.sequence.request_id == "fine":
+                answer.append(event.token.token_id)
+                is_over = event.finish_reason is not None
+    assert failures == [("wrong", InvalidRequest, "contradiction")]
+    assert answer == Reference(tiny_model).generate("Say apple", max_tokens=12)
+    bench.check_idle()
 
 
 @WITH_STATES

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from device.emulated.chip import never_waiting
 from device.registry import get_device
-from epd_serve.engine.computing import NO_TOKEN, SampledToken
+from epd_serve.engine.computing import ALL_FORBIDDEN, NO_TOKEN, SampledToken
 from epd_serve.engine.sampling.sampler import DrawNumbers, Row, RowDrawer, Sampler, draw_from_largest, largest
 from epd_serve.engine.sampling.sampler import draw as draw_sorted
 from epd_serve.sched.sequence import Sequence
@@ -195,11 +195,15 @@ def test_logits_that_are_no_numbers_name_no_token(logits: torch.Tensor, way: dic
     assert tokens == [NO_TOKEN, int(logits.argmax())]
 
 
-def test_a_request_that_forbids_all_tokens_leaves_its_batch_alone(logits: torch.Tensor) -> None:
-    contradictory = sequence(temperature=1.0, allowed_token_ids=(3,), bad_word_ids=((3,),), top_p=0.9)
-    drawn = sequence(temperature=1.0)
-    token, other = draw(logits, contradictory, drawn)
-    assert 0 <= token < VOCAB and [other] == draw(logits, drawn)
+@pytest.mark.parametrize("way", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 3}, {"logprobs": 2}], ids=str)
+def test_a_request_that_forbids_all_tokens_leaves_its_batch_alone(
+    logits: torch.Tensor, way: dict[str, Any]
+) -> None:
+    banned = {"allowed_token_ids": (3,), "bad_word_ids": ((3,),)}
+    contradictory = sequence(**{"temperature": 1.0, **banned, **way})
+    drawn, bound = sequence(temperature=1.0), sequence(temperature=0.0, allowed_token_ids=(3,))
+    token, other, allowed = draw(logits, contradictory, drawn, bound)
+    assert (token, allowed) == (ALL_FORBIDDEN, 3) and [other] == draw(logits, drawn)
 
 
 def test_penalties_as_the_apis_define_them() -> None:

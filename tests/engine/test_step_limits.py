@@ -18,10 +18,12 @@ from benchmarks.ablations.encodes import EncodeGate, PrefillMarkingEngine, may_e
 from epd_serve import factories
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sections import BatchingConfig, SLOConfig
-from epd_serve.engine.pace import step_timer
+from epd_serve.engine.pace import step_limits, step_timer
 from epd_serve.engine.pace.measurements import Measurements, cache_dir
+from epd_serve.engine.pace.step_limits import StepLimits
 from epd_serve.instance.instance import Instance
 from epd_serve.protocol import wire
+from epd_serve.sched.step_sizes import StepShape
 from epd_serve.types import Role, SamplingParams
 
 
@@ -204,6 +206,42 @@ async def test_encodes_can_wait_for_prefills(model: Path, monkeypatch: pytest.Mo
         assert (await asyncio.wait_for(encode, 300)).feature.shape[0] > 0
         assert b'"completion_tokens":6' in await answer(instance, "b", 40)
         assert not engine.is_prefilling
+
+
+def limits_of(cache: Path, clock: Callable[[], float], others_s: Callable[[], float]) -> StepLimits:
+    chosen = options(Path("model"), "P", slo=SLOConfig(ttft_ms=2000), max_num_batched_tokens=4096)
+    return StepLimits(chosen, Measurements(cache, {"model": "a"}), clock=clock, others_s=others_s)
+
+
+@pytest.mark.parametrize("step_s", [0.3, 1.0, 4.0])
+def test_a_start_measures_for_seconds_and_says_where_it_keeps_them(
+    cache: Path, caplog: pytest.LogCaptureFixture, step_s: float
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+
+    def measure(shape: StepShape) -> float:
+        now[0] += step_s
+        return 0.001 * shape.work.num_tokens
+
+    budget = limits_of(cache, lambda: now[0], lambda: 0.0).find_budget(
+        measure, num_blocks=1000, max_model_len=4000
+    )
+    assert now[0] <= step_limits.MEASURE_S + step_s and budget.pace is not None
+    [file] = (cache / "profiles").iterdir()
+    assert str(file) in caplog.text
+
+
+@pytest.mark.parametrize(("busy", "is_kept"), [(0.0, True), (0.1, True), (0.9, False), (2.0, False)])
+def test_what_was_measured_under_load_is_measured_again(cache: Path, busy: float, is_kept: bool) -> None:
+    now = [0.0]
+
+    def measure(count: int) -> float:
+        now[0] += 0.1
+        return 0.1
+
+    limits_of(cache, lambda: now[0], lambda: busy * now[0]).find_image_budget(1, measure)
+    assert (cache / "profiles").is_dir() is is_kept
 
 
 # ---------------------------------------------------------------------- the file

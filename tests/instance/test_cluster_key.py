@@ -18,7 +18,16 @@ from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.errors import InstanceFailed, InstanceLost, InstanceUntrusted, ServeError
 from epd_serve.instance.http import ControlHttp, Peers, Reply, control_server_app
 from epd_serve.protocol import wire
-from epd_serve.rpc.cluster import CLUSTER_KEY, HELLO, ClusterLinks, Greeting, NotProved, address_text, with_link
+from epd_serve.rpc.cluster import (
+    CLUSTER_KEY,
+    HELLO,
+    ClusterLinks,
+    Endpoint,
+    Greeting,
+    NotProved,
+    address_text,
+    with_link,
+)
 from epd_serve.rpc.http import HttpCall, HttpPool
 
 KEY = "0123456789abcdef-"
@@ -124,7 +133,6 @@ async def test_gateways_and_other_instances_prove_it(monkeypatch):
                         for call in (
                             peers.call(url, "/kv/renew", ref),
                             instance.detokenize(ref, trace_id="t"),
-                            instance.probe(60),
                         ):
                             with pytest.raises(ServeError, match="cluster_key: set EPD_SERVE_") as caught:
                                 await call
@@ -202,7 +210,7 @@ async def test_a_proof_holds_on_its_own_connection_and_once():
         between._target = url.removeprefix("http://").split(":")
         await asked(through)
         [proof] = [line for line in between.heard.split(b"\r\n") if line.startswith(b"x-epd-proof: ")]
-        greeting = Greeting(KEY, url.removeprefix("http://")).headers.encode()
+        greeting = Greeting(KEY, Endpoint("instance", url.removeprefix("http://"))).headers.encode()
         host, port = url.removeprefix("http://").split(":")
         for hello in (
             b"",
@@ -253,7 +261,7 @@ def test_whatever_headers_come_nobody_is_let_in(headers: list[tuple[str, str]], 
     state = with_link({})
     scope = {"type": "http", "method": "POST", "path": path, "headers": raw, "state": state}
     scope["server"] = ("127.0.0.1", 9000)
-    asyncio.run(ClusterLinks(app, KEY, own_address=lambda: "")(scope, receive, send))
+    asyncio.run(ClusterLinks(app, KEY, "instance", lambda: "")(scope, receive, send))
     assert len(statuses) == 1
     assert statuses[0] in ((400, 421) if path == HELLO else (200, 401))
     assert not next(iter(state.values())).proved
@@ -262,7 +270,7 @@ def test_whatever_headers_come_nobody_is_let_in(headers: list[tuple[str, str]], 
 @given(st.dictionaries(st.sampled_from([b"x-epd-nonce", b"x-epd-proof"]), st.binary(max_size=80)))
 def test_whatever_a_server_answers_it_proves_nothing(headers: dict[bytes, bytes]) -> None:
     with pytest.raises(NotProved):
-        Greeting(KEY, "127.0.0.1:9000").answer(headers)
+        Greeting(KEY, Endpoint("instance", "127.0.0.1:9000")).answer(headers)
 
 
 def test_an_address_has_one_spelling() -> None:

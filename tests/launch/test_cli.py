@@ -56,7 +56,7 @@ def test_an_instance_is_what_its_flags_and_its_file_say(monkeypatch: pytest.Monk
     assert (chosen.port, chosen.device, chosen.join) == (9000, "npu:1", ("http://127.0.0.1:8001",))
     assert (chosen.host, chosen.threads, chosen.served_model_name) == ("10.0.0.1", 2, "tiny")
     assert (chosen.feature_store_bytes, chosen.media_cpu_s, chosen.slo.tpot_ms) == (1 << 20, 2.5, 50)
-    assert (chosen.device_share, chosen.dtype) == (DeviceShare(share=0.5, start=0.0), "float32")
+    assert (chosen.device_share, chosen.dtype) == (DeviceShare(share=0.5, start=0.0), "auto")
     assert run(monkeypatch, *bare, *flags, "--host", "10.0.0.2", "--threads", "7", "--model", "demo") == 0
     [chosen] = calls.pop()
     assert (chosen.host, chosen.threads, chosen.served_model_name) == ("10.0.0.2", 7, "tiny")

@@ -16,7 +16,7 @@ from epd_serve.launch.commands import hccl_variables
 from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.processes.ports import Ports
-from epd_serve.launch.vllm.probe import VllmFound
+from epd_serve.launch.vllm.installed import VllmFound
 from epd_serve.topology.change import ChangeImpossible
 from epd_serve.topology.remembered import remembered_role
 from epd_serve.types import Role
@@ -174,18 +174,16 @@ def test_threads_that_were_divided_stay_and_that_is_said(tmp_path: Path, monkeyp
     [
         ("served_model_name: other", "start a deployment of its own for another model"),
         ("dtype: bfloat16", "a change of dtype needs another start"),
-        ("instances: {share_weights: true, host: 127.0.0.2}", "instances.host, instances.share_weights"),
+        ("instances: {host: 127.0.0.2}", "a change of instances.host"),
         ("feature_store: mooncake", "feature_store"),
-        ("gateway: {workers: 2}", "a change of gateway.workers"),
         (
             "gateway: {shutdown_delay_s: 7, shutdown_grace_s: 8}",
             "gateway.shutdown_delay_s, gateway.shutdown_grace_s",
         ),
-        ("instances: {keep_weights: true}", "a change of instances.keep_weights"),
         ("slo: {ttft_ms: 9, tpot_ms: 9}\nelastic: {enabled: true}", "a change of elastic.enabled"),
         ("elastic: {drift: {enabled: true}}", "a change of elastic.drift.enabled"),
         ("cluster_key: a-key-of-many-letters", "a change of cluster_key"),
-        ("engine: vllm\nvllm: {feature_dir: /tmp}", "a change of engine, vllm.feature_dir"),
+        ("engine: vllm\nvllm: {kv: nixl}", "a change of engine, vllm.kv"),
     ],
 )
 def test_what_all_processes_have_in_common_needs_another_start(text: str, message: str) -> None:
@@ -199,12 +197,11 @@ VLLM = f"engine: vllm\n{FREE}"
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], DeploymentRecord]:
     """Makes the record of a deployment of vLLM instances."""
-    engine = VllmFound(
-        vllm="0.32.0", vllm_ascend="", mooncake=True, nixl=True, epd_serve=True, python="3", flags=["max_num_seqs"]
-    )
+    engine = VllmFound(vllm="0.32.0", vllm_ascend="", mooncake=True, nixl=True, epd_serve=True, python="3")
     monkeypatch.setattr(
         "epd_serve.launch.vllm.process.check_engines", lambda config, known=None: {sys.executable: engine}
     )
+    monkeypatch.setattr("epd_serve.launch.vllm.process.check_models", lambda config, engines: None)
 
     def make(text: str) -> DeploymentRecord:
         config = resolved(parse_config(text))
@@ -246,5 +243,5 @@ def test_other_vllm_instances_start_before_those_of_before_stop(vllm: Callable[[
     own = vllm(seqs)
     mixed = seqs.replace("E-2P-D", "E-P-2D")
     assert in_turn(own, mixed) == ["start", "stop"], "P and D have other settings"
-    with pytest.raises(ValueError, match=r"hand on features by store and KV by None; the file's .* and grouped"):
+    with pytest.raises(ValueError, match=r"hand on features by store and KV by None; the file's .* and mooncake"):
         check_same_deployment(parse_config(f"topology: E-PD\n{VLLM}"), held.config)

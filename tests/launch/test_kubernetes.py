@@ -170,12 +170,12 @@ def test_what_is_tied_to_a_machine_is_refused(tmp_path: Path, text: str, sentenc
 
 def test_devices_rollouts_and_roles(tmp_path: Path) -> None:
     file = tmp_path / "file.yaml"
-    file.write_text("{topology: 2(E-P)-3D@tp2, engine: native, model: org/name, devices: ['npu x 8']}")
+    file.write_text("{topology: 2(E-P)-3D, engine: native, model: org/name, devices: ['npu x 5']}")
     docs = {one["metadata"]["name"]: one for one in manifests(file, Values()) if one["kind"] == "Deployment"}
     pairs, decodes = docs["epd-e-p"]["spec"], docs["epd-d"]["spec"]
     assert (pairs["replicas"], decodes["replicas"]) == (2, 3)
     limits = [one["template"]["spec"]["containers"][0]["resources"]["limits"] for one in (pairs, decodes)]
-    assert [one["huawei.com/Ascend910"] for one in limits] == ["1", "2"]
+    assert [one["huawei.com/Ascend910"] for one in limits] == ["1", "1"]
     roles = [one["template"]["metadata"]["labels"]["llm-d.ai/role"] for one in (pairs, decodes)]
     assert roles == ["encode-prefill", "decode"]
     assert decodes["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}

@@ -38,10 +38,10 @@ TUNED = {"initial_delay_ms": "0", "period_ms": "1000", "timeout_ms": "2000", "fa
 
 def test_groups_take_what_they_share_once() -> None:
     config = parse_config(
-        "{topology: 2(E-P)-D@tp2, engine: native, devices: ['npu x 4'], instances: {base_port: 9000}}"
+        "{topology: 2(E-P)-D@tp2, engine: vllm, model: m, devices: ['cuda x 4'], instances: {base_port: 9000}}"
     )
     found = [(one.name, one.resource, one.amount, one.base_port) for one in on_ray.groups(config)]
-    assert found == [("e0-p0", "NPU", 1, 9000), ("e1-p1", "NPU", 1, 9002), ("d0", "NPU", 2, 9004)]
+    assert found == [("e0-p0", "GPU", 1, 9000), ("e1-p1", "GPU", 1, 9032), ("d0", "GPU", 2, 9064)]
     emulated = parse_config("{topology: E-D-P, devices: ['emulated:h200:0', 'emulated:ascend-910b3 x 2']}")
     assert [one.resource for one in on_ray.groups(emulated)] == ["GPU", "NPU", "NPU"]
     cpus = parse_config("{topology: EP-D, roles: {D: {threads: 4}}}")

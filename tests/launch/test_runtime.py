@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from epd_serve.cli.chat import _running
-from epd_serve.launch.processes.runtime import AddressTaken, RuntimeDirectory, find_deployment, running_deployments
+from epd_serve.launch.processes.runtime import (
+    AddressTaken,
+    RuntimeDirectory,
+    find_deployment,
+    running_deployments,
+    runtime_root,
+)
 
 
 @pytest.fixture
@@ -88,3 +94,9 @@ def test_no_directory_that_others_can_enter(root: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", str(root / ("x" * 100)))
     with pytest.raises(ValueError, match="shorter directory"):
         RuntimeDirectory.make("127.0.0.1", 8000)
+
+
+def test_the_suite_meets_no_deployment_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = runtime_root()
+    monkeypatch.delenv("EPD_SERVE_RUNTIME_DIR")
+    assert here != runtime_root()

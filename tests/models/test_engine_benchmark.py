@@ -1,4 +1,4 @@
-"""The engine benchmark's code: its GPU part on the CPU with tiny sizes, and a worker's protocol."""
+"""The engine benchmark's code: a worker's protocol, and its rooflines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -14,25 +13,7 @@ sys.path.insert(0, str(ROOT))
 from transformers import AutoConfig  # noqa: E402
 
 from benchmarks.engine import Worker, floors, table  # noqa: E402
-from benchmarks.engine_gpu import measure_engine, run  # noqa: E402
-from device.registry import get_device  # noqa: E402
 from epd_serve.demo import weights_dir  # noqa: E402
-
-
-def test_the_gpu_part_runs_with_tiny_sizes() -> None:
-    limits = {"copy_gb_s": 10.0, "bf16_matmul_tflop_s": 1.0}
-    tiny = measure_engine(get_device("cpu"), limits, tiny=True)["tiny"]
-    assert list(tiny["prefill"]) == ["64 tokens", "128 tokens"]
-    assert set(tiny["decode"]) == set(tiny["dual_stream"]) == {"batch 1", "batch 4"}
-    assert all(row["ms"] > 0 and row["mfu"] > 0 for row in (*tiny["encode"].values(), *tiny["prefill"].values()))
-    assert tiny["decode"]["batch 4"]["graph"]["bandwidth"] > 0
-    assert {row["graph"]["launches"] for part in ("tower", "mixed") for row in tiny[part].values()} == {None}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU")
-def test_the_gpu_part_says_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("cuda:0", tiny=True, output=None) == 2
-    assert "sees none here" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from epd_serve.protocol.instance_state import Load, Usage
 from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.span import join
 from proxy.api.dashboard import bottleneck
-from proxy.observe.figures import RANGES_S, Figures, Slot, joined, series, window
+from proxy.observe.figures import RANGES_S, Figures, Slot, series, window
 from proxy.observe.record import RequestRecord
 
 
@@ -36,8 +36,6 @@ def test_figures_of_each_range() -> None:
         assert shown["ttft_ms"]["p50"] == pytest.approx(100) and shown["ttft_ms"]["p99"] == pytest.approx(300)
         rates = series(slots[width], width, now_s)["requests"]
         assert len(rates) == 60 and rates[-2] == 1
-    two = joined([slots[5], slots[5]])
-    assert sum(one.num_requests for one in two) == 2 * sum(one.num_requests for one in slots[5])
 
 
 def test_the_slots_of_a_busy_gateway_stay_small() -> None:

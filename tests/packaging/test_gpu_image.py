@@ -56,14 +56,17 @@ def run(code: str, *, hidden: tuple[str, ...] = ()) -> subprocess.CompletedProce
 
 
 def test_it_says_which_wheels_it_lacks() -> None:
-    done = run("sys.argv[1:] = []\nfrom benchmarks.gpu import main\nsys.exit(main())", hidden=WHEELS)
+    done = run(
+        "sys.argv[1:] = ['--output', 'none.json']\nfrom benchmarks.gpu import main\nsys.exit(main())",
+        hidden=WHEELS,
+    )
     assert done.returncode == 2, done.stderr
     assert f"lacks {', '.join(WHEELS)}. Where there is a network: pip download -d wheels blake3" in done.stderr
 
 
 @pytest.mark.slow
 def test_with_them_all_of_it_runs() -> None:
-    parts = "colocation, engine_gpu, gpu_attention, gpu_memory, gpu_model, gpu_sampling, gpu_timing, handoff"
+    parts = "colocation, engine_gpu, gpu, gpu_attention, gpu_layers, gpu_memory, gpu_sampling, gpu_timing, handoff"
     done = run(f"from benchmarks import accelerator, {parts}")
     assert done.returncode == 0, done.stderr
     options = ["tests/device", *PYTEST, "-m", "not slow", "-k", "registry"]

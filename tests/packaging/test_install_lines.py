@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import subprocess
+import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -31,19 +35,67 @@ def texts() -> dict[str, str]:
     }
 
 
-def test_readme_has_a_line_for_users_and_one_for_development() -> None:
-    lines = resolve.install_lines(README)
-    assert ["-c", "constraints.txt", ".[native]"] in lines
-    assert ["-c", "constraints.txt", "-e", ".[native,dev]"] in lines
+CPU_BUILDS = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
 
 
-def test_the_line_for_a_cpu_comes_before_the_first_install() -> None:
-    commands = re.findall(r"\.venv/bin/pip install .*", README)
-    assert commands[0].endswith("torch --index-url https://download.pytorch.org/whl/cpu")
+def test_readme_has_a_command_for_users_and_one_for_development() -> None:
+    """Each is one line that can be copied: the environment, the packages, what they are for."""
+    run, test = re.findall(r"^python3 -m venv .*$", README, re.MULTILINE)
+    assert run.endswith(" && epd-serve up") and test.endswith(" && pytest")
+    assert resolve.install_lines(README) == [
+        [*CPU_BUILDS, "-c", "constraints.txt", ".[native]"],
+        [*CPU_BUILDS, "-c", "constraints.txt", "-e", ".[native,dev]"],
+    ]
+
+
+def requirements(*extras: str) -> set[str]:
+    """Names of the distributions that the base and these extras ask for."""
+    found = {Requirement(line) for line in PROJECT["dependencies"]}
+    for extra in extras:
+        found |= {Requirement(line) for line in PROJECT["optional-dependencies"][extra]}
+    own = [one for one in found if one.name == "epd-serve"]
+    return {one.name for one in found} - {"epd-serve"} | {
+        name for one in own for name in requirements(*one.extras)
+    }
+
+
+#: Of extras that name other machines' packages; what imports them runs there.
+ELSEWHERE = {"ray", "torch_npu", "vllm", "vllm_ascend"}
+#: Come with transformers, each version with its own.
+OF_TRANSFORMERS = {"huggingface_hub", "tokenizers"}
+DISTRIBUTIONS = {"PIL": "pillow", "ruamel": "ruamel.yaml", "opentelemetry": "opentelemetry-sdk"}
+DISTRIBUTIONS |= {"mooncake": "mooncake-transfer-engine-non-cuda"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Top-level names of the modules that a file imports or skips without."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            names = [node.module]
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "importorskip"
+        ):
+            names = [node.args[0].value] if isinstance(node.args[0], ast.Constant) else []
+        yield from (name.partition(".")[0] for name in names)
+
+
+def test_the_extras_of_the_test_command_bring_all_that_tests_and_benchmarks_import() -> None:
+    files = [path for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    ours = {"epd_serve", "device", "proxy", "tests", "benchmarks", *(path.stem for path in files)}
+    ours |= {path.parent.name for path in files}
+    foreign = {name for path in files for name in imported(path)} - ours - {*sys.stdlib_module_names}
+    brought = {canonicalize_name(name) for name in requirements("native", "dev")}
+    lacking = foreign - ELSEWHERE - OF_TRANSFORMERS
+    assert {name for name in lacking if canonicalize_name(DISTRIBUTIONS.get(name, name)) not in brought} == set()
 
 
 def test_no_hint_takes_this_project_from_an_index() -> None:
-    from_an_index = re.compile(r"pip install[^\n`]*(?<!bin/)\bepd-serve\b(?!')")
+    from_an_index = re.compile(r"pip install[^\n`&]*(?<!bin/)\bepd-serve\b(?!')")
     found = {path for path, text in texts().items() if from_an_index.search(text) and "packaging" not in path}
     assert found == set()
 
@@ -54,16 +106,21 @@ def test_each_extra_that_is_named_is_there() -> None:
             assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"]), path
 
 
-def test_a_torch_that_is_there_fits_the_pins() -> None:
-    """Torch is not pinned, nor is what it pins itself: torch 2.13 wants triton 3.7.1, 2.15 wants 3.9.0."""
-    pinned = {
-        Requirement(line).name for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"
-    }
-    assert not {
-        name
-        for name in pinned
-        if re.match(r"(torch|torchvision|torch_npu|triton|setuptools|nvidia-.*|cuda-.*)$", name)
-    }
+def test_the_pins_have_the_torch_that_is_tested_and_not_what_it_pins_itself() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    pinned = {Requirement(line).name for line in lines}
+    assert {"torch", "torchvision"} <= pinned
+    assert not {name for name in pinned if re.match(r"(torch_npu|triton|setuptools|nvidia-.*|cuda-.*)$", name)}
+
+
+def test_every_pin_is_one_that_the_requirements_admit() -> None:
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#")
+    versions = {canonicalize_name(name): version for name, version in pins.items()}
+    extras = PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *extras["native"], *extras["dev"], *extras["media"]]
+    for requirement in map(Requirement, wanted):
+        if (version := versions.get(canonicalize_name(requirement.name))) is not None:
+            assert version in requirement.specifier, requirement
 
 
 def test_a_bare_pip_keeps_the_way_to_the_index_and_nothing_else() -> None:

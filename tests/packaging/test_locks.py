@@ -11,14 +11,14 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = {"base": (), "full": ("native", "dev", "mooncake-cpu", "otel", "bench"), "docs": ("docs",)}
+EXTRAS = {"base": (), "docs": ("docs",)}
 STALE = "run: python requirements/lock.py (see CONTRIBUTING.md)"
 
 
 def pins(text: str) -> dict[str, str]:
-    """Canonical name → version of the lines ``name==version``, without local parts as in 2.13.0+cpu."""
+    """Canonical name → version of the lines ``name==version``."""
     return {
-        canonicalize_name(name): version.partition("+")[0]
+        canonicalize_name(name): version
         for name, version in re.findall(r"^([A-Za-z0-9][\w.-]*)==([^\s;\\]+)", text, re.MULTILINE)
     }
 

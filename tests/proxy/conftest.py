@@ -109,7 +109,7 @@ class FakeInstance:
             loading = fail(503, "the instance is loading its model")
             await self._play(loading if self.loading else [(200, {}), msgspec.json.encode(self._info())], send)
             return
-        if path == "/probe":
+        if path == "/health":
             self.num_probes += 1
             script = self.scripts.get(path, lambda _: [(204, {})])(None)
             with contextlib.suppress(Exception):  # the gateway may have left
@@ -249,9 +249,8 @@ class Gateway:
 
     def post(self, body: Any, path: str = "/v1/chat/completions", **more: Any) -> Any:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return self.session.post(
-            self.url + path, data=io.BytesIO(data) if isinstance(data, bytes) else data, **more
-        )
+        headers = {"content-type": "application/json"} | dict(more.pop("headers", None) or {})
+        return self.session.post(self.url + path, data=io.BytesIO(data), headers=headers, **more)
 
     async def answer(self, body: Any, path: str = "/v1/chat/completions", **more: Any) -> tuple[int, bytes]:
         async with self.post(body, path, **more) as response:
@@ -272,7 +271,10 @@ class Gateway:
         data = json.dumps(body).encode()
         host, port = self.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST {path} HTTP/1.1\r\nhost: test\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            f"connection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
         writer.write(head.encode() + data)
         answer = await reader.read()
         writer.close()

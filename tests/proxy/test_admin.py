@@ -15,7 +15,6 @@ from proxy.admin.plane import create_admin_app, running_admin
 from proxy.admin.scaling import ServedRequests
 from proxy.observe.record import RequestRecord
 from proxy.settings import GatewaySettings
-from proxy.workers.crew import Crew
 
 KEY = {"authorization": "Bearer admin-secret"}
 
@@ -103,7 +102,7 @@ async def test_routes_of_others_are_behind_the_same_key(start):
     async def drain(name: str) -> dict[str, str]:
         return {"draining": name}
 
-    app = create_admin_app(gateway.table, gateway.admission, "admin-secret", Crew(), [router])
+    app = create_admin_app(gateway.table, gateway.admission, "admin-secret", [router])
     async with running_admin(app, admin_plane()) as url:
         async with gateway.session.post(f"{url}/instances/pd0/drain") as response:
             assert response.status == 401

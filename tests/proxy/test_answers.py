@@ -117,7 +117,9 @@ async def test_nothing_is_sent_to_the_client_before_the_first_token(start, kit):
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(
-        f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n".encode()
+        + body
     )
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(reader.read(1), 0.1)

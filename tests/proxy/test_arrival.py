@@ -8,8 +8,11 @@ import pytest
 
 from proxy.http.arrival import ArrivalLimits
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
-FORM = b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+FORM = (
+    b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\n"
+    b"content-type: multipart/form-data; boundary=b\r\n"
+)
 
 
 async def trickle(url: str, begin: bytes, drop: bytes, limit_s: float = 30.0) -> tuple[bytes, float]:
@@ -44,7 +47,12 @@ async def trickle(url: str, begin: bytes, drop: bytes, limit_s: float = 30.0) ->
 
 @pytest.mark.parametrize(
     ("begin", "drop"),
-    [(b"", b""), (b"GE", b""), (HEAD, b"x: y\r\n"), (b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\nGET", b"")],
+    [
+        (b"", b""),
+        (b"GE", b""),
+        (HEAD, b"x: y\r\n"),
+        (b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\nGET", b""),
+    ],
     ids=["nothing", "cut", "trickling", "second"],
 )
 async def test_a_head_that_does_not_come_ends_its_connection(start, kit, begin, drop):

@@ -102,7 +102,8 @@ async def test_a_large_body_is_a_413(start, kit):
         for _ in range(10):
             yield b" " * 500
 
-    async with gateway.session.post(f"{gateway.url}/v1/chat/completions", data=chunks()) as response:
+    url, headers = f"{gateway.url}/v1/chat/completions", {"content-type": "application/json"}
+    async with gateway.session.post(url, data=chunks(), headers=headers) as response:
         assert response.status == 413
     assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
 
@@ -204,6 +205,15 @@ async def test_a_request_has_so_many_images_at_most(start, kit):
     assert "at most 2" in error["message"]
 
 
+async def test_the_images_of_a_request_have_so_many_pixels_at_most(start, kit):
+    gateway = await start("pd0:PD", media={"max_pixels": 24})
+    for kind in ("PNG", "WEBP"):
+        picture = kit.data_url(kit.picture(6, 4, kind=kind))
+        assert await gateway.answer(kit.chat(*[picture] * 4)) == (200, kit.WHOLE)
+        status, error = await gateway.error(kit.chat(*[picture] * 5))
+        assert (status, error["code"]) == (400, "too_many_pixels")
+
+
 async def test_slow_headers_do_not_stop_the_other_requests(gateway, kit):
     """A few kilobytes of compressed text that take a second to read are read beside the event loop."""
 
@@ -240,7 +250,10 @@ async def test_a_missing_or_wrong_api_key_is_a_401(start, kit, header):
 
 async def test_an_api_key_may_hold_any_character(start, kit):
     gateway = await start("pd0:PD", api_key="schlüssel-à")
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nauthorization: Bearer schlüssel-à\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        "content-length: 2\r\nauthorization: Bearer schlüssel-à\r\n"
+    )
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"{head}\r\n{{}}".encode())
@@ -254,7 +267,8 @@ async def test_an_api_key_may_hold_any_character(start, kit):
     [
         b"GET /health HTTP/1.1\r\nx: ",
         b"GET /",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: ",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: ",
     ],
     ids=["header", "path", "trailer"],
 )
@@ -281,11 +295,11 @@ async def test_headers_without_end_are_cut_off(gateway, kit, head):
 )
 async def test_a_body_without_end_is_refused_and_then_cut_off(start, kit, monkeypatch, path, kind):
     """Its sender has the time to see the 413, and no more."""
-    monkeypatch.setattr("proxy.http.http1.GRACE_S", 0.3)
+    monkeypatch.setattr("epd_serve.rpc.bounded.GRACE_S", 0.3)
     gateway = await start("e0:E", "p0:P", "d0:D", max_body_bytes=50_000)
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: %b\r\n" % (path.encode(), kind))
+    writer.write(b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: %b\r\n" % (path.encode(), kind))
     writer.write(b"transfer-encoding: chunked\r\n\r\n")
 
     async def send():

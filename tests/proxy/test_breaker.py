@@ -103,17 +103,17 @@ def health(**more) -> dict[str, float]:
     return {"probe_interval_s": 0.1, "probe_timeout_s": 0.3, "slow_start_s": 0} | more
 
 
-async def test_a_wedged_instance_loses_its_requests_to_another(start, kit):
-    """It answers /info and keeps its connections; only the probe tells."""
+async def test_a_silent_instance_loses_its_requests_to_another(start, kit):
+    """It answers /info and keeps its connections; only /health tells."""
     gateway = await start("a0:EPD", "a1:EPD", health=health())
     wedged = [kit.FOREVER]
-    gateway["a0"].scripts |= {"/probe": lambda _: wedged, "/stage/prefill": lambda _: [kit.FOREVER]}
+    gateway["a0"].scripts |= {"/health": lambda _: wedged, "/stage/prefill": lambda _: [kit.FOREVER]}
     started = time.monotonic()
     answers = await asyncio.gather(*(gateway.answer(kit.chat()) for _ in range(4)))
     assert answers == [(200, kit.WHOLE)] * 4
     assert time.monotonic() - started < 30, "not the request's own time limit"
     assert gateway.table["a0"].ready and not gateway.table["a0"].accepting
-    del gateway["a0"].scripts["/probe"], gateway["a0"].scripts["/stage/prefill"]
+    del gateway["a0"].scripts["/health"], gateway["a0"].scripts["/stage/prefill"]
     await gateway.until(lambda: gateway.table["a0"].accepting)
     await gateway.settle()
 
@@ -129,7 +129,7 @@ async def test_a_stream_leaves_a_stopped_instance(start, kit):
     asking = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
     await gateway.until(lambda: any(gateway[name].got("/stage/prefill") for name in ("a0", "a1")))
     [stopped] = [name for name in ("a0", "a1") if gateway[name].got("/stage/prefill")]
-    gateway[stopped].scripts["/probe"] = lambda _: [kit.FOREVER]
+    gateway[stopped].scripts["/health"] = lambda _: [kit.FOREVER]
     assert await asking == (200, kit.events_of(kit.frame(1) + kit.frame(2)) + kit.DONE)
     await gateway.settle()
 
@@ -137,7 +137,7 @@ async def test_a_stream_leaves_a_stopped_instance(start, kit):
 async def test_failures_in_a_row_open_it_and_a_probe_closes_it(start, kit):
     gateway = await start("a0:EPD", "a1:EPD", health=health(probe_interval_s=None))
     gateway["a0"].scripts["/stage/prefill"] = lambda _: kit.fail(500, "out of memory")
-    gateway["a0"].scripts["/probe"] = lambda _: kit.fail(500, "wedged too")
+    gateway["a0"].scripts["/health"] = lambda _: kit.fail(500, "failing too")
     while gateway.table["a0"].accepting:
         assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     assert len(gateway["a0"].got("/stage/prefill")) == 5
@@ -153,12 +153,26 @@ async def test_failures_in_a_row_open_it_and_a_probe_closes_it(start, kit):
     await gateway.until(lambda: gateway.table["a0"].accepting)
 
 
-async def test_a_restarted_instance_gets_no_work_before_it_has_computed(start, kit, monkeypatch):
+@pytest.mark.parametrize("status", [400, 404, 413])
+async def test_what_a_request_causes_is_not_tried_again_and_speaks_against_nobody(start, kit, status):
+    gateway = await start("p0:P", "d0:D", health=health(probe_interval_s=None, max_failures=1))
+    for name, call in (("p0", "/stage/prefill"), ("d0", "/stage/decode")):
+        gateway[name].scripts[call] = lambda _: kit.fail(status, "the request is wrong")
+        before = len(gateway[name].got(call))
+        for number in range(1, 4):
+            assert (await gateway.answer(kit.chat()))[0] == status
+            assert len(gateway[name].got(call)) == before + number
+        gateway[name].scripts.clear()
+        assert gateway.table["p0"].accepting and gateway.table["d0"].accepting
+    assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
+
+
+async def test_a_restarted_instance_gets_no_work_before_it_has_answered(start, kit, monkeypatch):
     """Nor is it shown as ready for a moment: whoever waits for that would be refused in the next."""
     monkeypatch.setattr("proxy.fleet.health._TICK_S", 1.0)
     gateway = await start("a0:EPD", health=health(probe_interval_s=None, probe_timeout_s=300))
     computed = asyncio.Event()
-    gateway["a0"].scripts["/probe"] = lambda _: [computed.wait, (204, {})]
+    gateway["a0"].scripts["/health"] = lambda _: [computed.wait, (204, {})]
     gateway["a0"].info["pid"] = 2
     await gateway.until(lambda: gateway.table["a0"].info.pid == 2)
     assert not gateway.table["a0"].accepting

@@ -9,7 +9,7 @@ import logging
 import pytest
 
 from proxy.http.arrival import MARK_BYTES, LowWater
-from proxy.observe.log_filters import Sparing
+from proxy.observe.log_filters import Episodes, Sparing
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 
@@ -17,7 +17,7 @@ BODY = json.dumps({"messages": [{"role": "user", "content": "hello"}]}).encode()
 def post(
     body: bytes = BODY, *headers: str, path: str = "/v1/chat/completions", length: int | None = None
 ) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: test", *headers]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     if length != -1:
         lines.append(f"Content-Length: {len(body) if length is None else length}")
     return "\r\n".join([*lines, "", ""]).encode() + body
@@ -80,7 +80,7 @@ async def connect():
         (b"GET /health/live HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"exactly one Host"),
         (b"GET /health/live HTTP/1.0\r\nHost: a\r\nHost: a\r\n\r\n", b"exactly one Host"),
         (b"GET /health/live\r\n\r\n", b"HTTP/1.1"),
-        (post().replace(b"Host: test\r\n", b""), b"exactly one Host"),
+        (post().replace(b"Host: localhost\r\n", b""), b"exactly one Host"),
         (post(BODY, "Host: other"), b"exactly one Host"),
         (post(BODY, "Authorization: Bearer a", "Authorization: Bearer b"), b"one Authorization"),
         (post(BODY, "TE: gzip, chunked"), b"TE must not name chunked"),
@@ -139,11 +139,30 @@ def test_what_was_left_out_of_a_log_is_counted():
     assert sparing.filter(record("a")) and not sparing.filter(record("a"))
 
 
+def test_a_failure_of_many_requests_is_told_once_for_as_long_as_it_lasts():
+    now_s = 0.0
+    episodes = Episodes(60.0, clock=lambda: now_s)
+    assert episodes.is_new("waiting for d0") and episodes.is_new("waiting for p0")
+    now_s = 50.0
+    assert not episodes.is_new("waiting for d0")
+    now_s = 100.0
+    assert not episodes.is_new("waiting for d0") and episodes.is_new("waiting for p0")
+    now_s = 161.0
+    assert episodes.is_new("waiting for d0")
+
+
+async def test_an_outage_is_logged_once(start, kit, caplog):
+    gateway = await start("p0:P", failover={"wait_s": 0})
+    for _ in range(5):
+        assert (await gateway.error(kit.chat()))[0] == 503
+    assert sum("no instance for decode" in line for line in caplog.messages) == 1
+
+
 async def test_one_connection_serves_all_kinds_of_requests(start, kit, connect):
     gateway = await start("pd0:PD")
     peer = await connect(gateway)
     stream = json.dumps({**json.loads(BODY), "stream": True}).encode()
-    get = b"GET /health/live HTTP/1.1\r\nHost: test\r\n\r\n"
+    get = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for _ in range(2):
         assert (await peer.ask(post()))[::2] == (200, kit.WHOLE)
         assert (await peer.ask(get))[0] == 200
@@ -185,7 +204,7 @@ async def test_heads_and_bodies_may_come_in_pieces(start, kit, connect):
 async def test_requests_sent_ahead_are_answered_in_order(start, kit, connect):
     gateway = await start("pd0:PD")
     peer = await connect(gateway)
-    peer.writer.write(post() + post(b"[]") + b"GET /health/live HTTP/1.1\r\nHost: test\r\n\r\n" + post())
+    peer.writer.write(post() + post(b"[]") + b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n" + post())
     assert [(await peer.answer())[0] for _ in range(4)] == [200, 400, 200, 200]
 
 
@@ -240,7 +259,7 @@ async def test_an_offer_of_another_protocol_is_ignored(start, kit, connect, num_
 async def test_what_follows_an_offer_of_another_protocol_is_read(start, kit, connect):
     gateway = await start("pd0:PD")
     peer = await connect(gateway)
-    get = b"GET /health/live HTTP/1.1\r\nHost: test\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
+    get = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
     assert (await peer.ask(get + get))[0] == 200
     assert (await peer.answer())[0] == 200
     assert (await peer.ask(post(BODY, *UPGRADE)))[::2] == (200, kit.WHOLE)

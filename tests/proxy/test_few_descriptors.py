@@ -34,7 +34,7 @@ def connect(port: int) -> socket.socket:
 
 def status(one: socket.socket, path: bytes = b"/health/live") -> int:
     """0: it was closed without a word."""
-    one.sendall(b"GET %b HTTP/1.1\r\nHost: test\r\n\r\n" % path)
+    one.sendall(b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path)
     try:
         answer = one.recv(65536)
     except ConnectionError:

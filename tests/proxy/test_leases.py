@@ -157,7 +157,7 @@ KEY = "0123456789abcdef-"
 @contextlib.asynccontextmanager
 async def linked(fake: Any, key: str) -> AsyncIterator[str]:
     """URL under which a fake instance proves that it has ``key``."""
-    app = ClusterLinks(fake, key, own_address=lambda: "")
+    app = ClusterLinks(fake, key, "instance", lambda: "")
     async with served(
         uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http=ControlHttp))
     ) as url:
@@ -224,7 +224,7 @@ async def test_what_computes_nothing_when_its_lease_ends_loses_its_stream(start:
     control.apply(control.settings.now, [])
     late.scripts |= {
         "/stage/prefill": lambda _: [kit.FRAMES, kit.frame(1), kit.FOREVER],
-        "/probe": lambda _: [kit.FOREVER],
+        "/health": lambda _: [kit.FOREVER],
     }
     gateway["a0"].scripts["/stage/prefill"] = lambda message: [kit.FRAMES, kit.frame(2), kit.frame(0, end=True)]
     lease = {"name": "late", "url": late.url, "lease_s": 3}
@@ -252,7 +252,6 @@ async def test_the_join_key_joins_and_leaves_and_allows_nothing_else(
     for method, path in (
         ("GET", "/instances"),
         ("GET", "/requests"),
-        ("GET", "/workers"),
         ("POST", "/instances/a0/role"),
         ("POST", "/instances/a0/drain"),
     ):

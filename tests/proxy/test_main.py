@@ -53,6 +53,27 @@ def test_sigterm_ends_it_cleanly():
     assert (process.returncode, out, err) == (0, f"Ready: http://127.0.0.1:{port}/v1; Ctrl-C stops.\nended\n", "")
 
 
+def test_gateways_share_a_port_where_all_of_them_say_so():
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "epd_serve.cli", "proxy", "--instance", "epd0=http://127.0.0.1:1"]
+    command += ["--port", str(port)]
+    gateways = [subprocess.Popen([*command, "--reuse-port"], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        for gateway in gateways:
+            assert gateway.stdout is not None
+            assert gateway.stdout.readline().startswith("Ready: ")
+        alone = subprocess.run(command, capture_output=True, text=True, timeout=150)
+        assert alone.returncode != 0 and "address already in use" in alone.stderr
+        gateways[0].send_signal(signal.SIGTERM)
+        assert gateways[0].wait(300) == 0
+        for _ in range(8):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health/live", timeout=60).close()
+    finally:
+        for gateway in gateways:
+            gateway.kill()
+            gateway.communicate()
+
+
 def test_a_gateway_of_which_a_part_fails_ends_so_that_it_is_started_again():
     code = """
 import asyncio

@@ -19,7 +19,6 @@ from epd_serve.types import Stage
 from proxy.admin.plane import create_admin_app, running_on_path
 from proxy.admin.rollout import GatewayFiles, files_router, rollout_router
 from proxy.admin.switches import Hold, switches_router
-from proxy.workers.crew import Crew
 
 
 class Launched:
@@ -39,11 +38,11 @@ class Launched:
         self.reloads += 1
 
     def app(self) -> Any:
-        state, crew = self.gateway.app.state, Crew()
+        state = self.gateway.app.state
         files = GatewayFiles(self.path, self.reload, lambda config: [config.model_name])
-        router = rollout_router(state.table, state.switches, self.hold, crew)
+        router = rollout_router(state.table, state.switches, self.hold)
         roles = switches_router(state.switches, self.hold)
-        return create_admin_app(state.table, state.admission, None, crew, [roles, router, files_router(files)])
+        return create_admin_app(state.table, state.admission, None, [roles, router, files_router(files)])
 
 
 def leaves(instance: Any, when: asyncio.Event | None = None) -> None:

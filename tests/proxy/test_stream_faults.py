@@ -67,7 +67,10 @@ async def test_a_client_that_does_not_read_stops_its_own_stream_alone(start, kit
         unread.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(unread, (host, int(port)))
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(body)
+        )
         await loop.sock_sendall(unread, head + body)
         await gateway.until(lambda: len(sent) > 5)
         await asyncio.sleep(0.3)

@@ -17,7 +17,13 @@ LARGE = json.dumps({"messages": [{"role": "user", "content": "a" * 5 * LARGE_BYT
 
 
 def post(body: bytes, *headers: str) -> bytes:
-    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: test", *headers, f"Content-Length: {len(body)}"]
+    lines = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        *headers,
+        f"Content-Length: {len(body)}",
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 

@@ -15,7 +15,10 @@ BODY = {"messages": [{"role": "user", "content": "hello"}]}
 
 def post(stream=False, **fields):
     body = json.dumps({**BODY, **fields, "stream": stream}).encode()
-    return b"POST /v1/chat/completions HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    return (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    )
 
 
 @pytest.fixture

@@ -69,4 +69,4 @@ def test_plain_words_for_each_device() -> None:
         "device 2…3: pd0 prefills prompts and decodes tokens, each on 2 devices.",
         "Features (encoder output) travel from the encoding to the prefilling instances.",
     ]
-    assert explain(parse_topology("P-D"))[-1].startswith("No instance encodes: this topology serves text only.")
+    assert explain(parse_topology("P-D"))[-1].startswith("No instance is for encoding")

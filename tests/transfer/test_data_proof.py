@@ -14,7 +14,7 @@ import pytest
 from epd_serve.protocol.wire import Region
 from epd_serve.rpc.cluster import Greeting
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.tcp import HEADER, PIECE, READ, STATUS, WRITE, opened_for, receive_bytes
+from epd_serve.transfer.tcp import HEADER, PIECE, READ, STATUS, WRITE, data_endpoint, receive_bytes
 from epd_serve.transfer.transport import PeerGone, TransferError
 
 KEY, OTHER = "only-this-cluster-knows", "another-cluster's-key"
@@ -149,7 +149,7 @@ def test_a_proof_that_was_overheard_opens_no_other_connection(guarded: Guarded) 
     """The address that the region names is that of somebody who passes all on; he hears all of it."""
     region, port = guarded.region, guarded.region.port
     with guarded.connection() as ours:
-        greeting = Greeting(KEY, opened_for(region.host, port))
+        greeting = Greeting(KEY, data_endpoint(region.host, port))
         hello = b"\x03" + greeting.nonce.encode()
         ours.sendall(hello)
         answer = bytes(receive_bytes(ours, 96))

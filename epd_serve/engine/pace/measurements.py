@@ -59,6 +59,9 @@ class Measurements:
             raise ValueError("it holds something other than seconds")
         return seconds
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._seconds
+
     def get(self, key: str, measure: Callable[[], float]) -> float:
         """The known seconds of ``key``; else those that ``measure`` returns, which are then known."""
         if key not in self._seconds:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import time
 from collections.abc import Callable
+from dataclasses import replace
+
+import psutil
 
 from device.base import BareDevice
 from epd_serve import __version__
@@ -12,15 +17,30 @@ from epd_serve.cache.block_pool import BlockPool
 from epd_serve.config import InstanceOptions
 from epd_serve.engine.pace.measurements import IMAGE_SIDE, Measurements, cache_dir
 from epd_serve.sched.schedule import Budget, ScheduleOutput
-from epd_serve.sched.step_cost import Found, StepCost, latency_limit_s, search_budget, work_done
+from epd_serve.sched.step_cost import (
+    ChunkPace,
+    Found,
+    StepCost,
+    StepPace,
+    latency_limit_s,
+    search_budget,
+    work_done,
+)
 from epd_serve.sched.step_sizes import Limits, StepShape, size_steps
 from epd_serve.sched.turns import Order, order_of
 
 logger = logging.getLogger(__name__)
 
+_FIRST_CHUNK_ON_CPU = 256
+#: For encodes, and for steps: a start with an SLO takes 10 s longer at most, but for the last of each.
+MEASURE_S = 5.0
+#: Cores that others may use while measurements are made that are kept.
+_MOST_OTHERS = 0.25
+
 
 class StepLimits:
-    """Finds the budgets of an instance at its start. Without a limit they are those of its options, unmeasured.
+    """Finds the budgets of an instance at its start. Without a limit they are those of its options, and the chunks
+    of a step follow from the times of the steps before (:class:`~epd_serve.sched.step_cost.ChunkPace`).
 
     Attributes:
         limit_s: LATENCY_max of steps and encodes; None: no limit.
@@ -28,8 +48,18 @@ class StepLimits:
         budget: limits of a step.
     """
 
-    def __init__(self, options: InstanceOptions, measurements: Measurements) -> None:
+    def __init__(
+        self,
+        options: InstanceOptions,
+        measurements: Measurements,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        others_s: Callable[[], float] | None = None,
+    ) -> None:
+        """``others_s``: CPU seconds that others have used on this machine, by default on a CPU alone."""
         self._options = options
+        self._clock = clock
+        self._others_s = others_s or (cpu_seconds_of_others if options.device == "cpu" else lambda: 0.0)
         self._known = measurements
         self._cost = StepCost()
         self._ttft_s, tpot_s = (
@@ -54,13 +84,14 @@ class StepLimits:
             seconds: the time to encode so many of these.
         """
         if self.limit_s is not None:
+            measuring = _Measuring(self._known, "encodes", self._clock, self._others_s)
             found = search_budget(
-                lambda count: self._known.get(f"encode {count}", lambda: seconds(count)),
+                lambda count: measuring.seconds(f"encode {count}", lambda: seconds(count)),
                 self.limit_s,
                 1,
                 max(1, self.image_budget_pixels // area),
             )
-            self._known.save()
+            measuring.save()
             self._report(f"encodes of images of {IMAGE_SIDE}x{IMAGE_SIDE} pixels", found, self.limit_s)
             self.image_budget_pixels = found.size * area
         return self.image_budget_pixels
@@ -71,8 +102,10 @@ class StepLimits:
         What a step of many kinds takes follows from a fit of all that was measured: it bounds the chunks of a step
         and the sequences that are let in.
         """
-        if self.limit_s is None and self._options.batching.order != "slack":
-            return self.budget
+        if self.limit_s is None:
+            self.budget = replace(self.budget, pace=ChunkPace(self._first_chunk()))
+            if self._options.batching.order != "slack":
+                return self.budget
         block = self._options.tokens_per_block
         limits = Limits(
             latency_s=self.limit_s,
@@ -83,16 +116,24 @@ class StepLimits:
             block_size=block,
             max_model_len=max_model_len,
         )
-        sizes = size_steps(lambda shape: self._known.get(f"step {shape}", lambda: seconds(shape)), limits)
-        self._known.save()
+        measuring = _Measuring(self._known, "steps", self._clock, self._others_s)
+        sizes = size_steps(lambda shape: measuring.seconds(f"step {shape}", lambda: seconds(shape)), limits)
+        measuring.save()
         if limits.decode_s is not None and sizes.decodes is not None:
             self._report("decodes", sizes.decodes, limits.decode_s)
         if self.limit_s is not None and sizes.prefills is not None:
             self._report(f"prefills of {limits.chunk} tokens", sizes.prefills, self.limit_s)
-        self._cost, self.budget = sizes.cost, sizes.budget
+        self._cost = sizes.cost
+        if self.limit_s is not None:
+            self.budget = sizes.budget
         median = sizes.errors[len(sizes.errors) // 2]
         logger.info("steps: %s, off by %.0f %% (median)", self._cost, 100 * median)
         return self.budget
+
+    def _first_chunk(self) -> int:
+        """Prompt tokens of the first step: few on a CPU, where thousands may take a minute."""
+        is_cpu = self._options.device == "cpu"
+        return min(_FIRST_CHUNK_ON_CPU, self.budget.max_num_tokens) if is_cpu else self.budget.max_num_tokens
 
     def _report(self, what: str, found: Found, limit_s: float) -> None:
         slo = "slo.tpot_ms" if self._options.role.decodes else "slo.ttft_ms times batching.alpha"
@@ -121,9 +162,11 @@ class StepLimits:
 
     def stepped(self, output: ScheduleOutput, seconds: float) -> None:
         """Correct the pace of a budget that has one by a step that has just ended."""
-        assert self.budget.pace is not None
-        if output.prefills or not self._options.role.prefills:
-            self.budget.pace.observe(work_done(output.decodes, output.prefills), seconds)
+        pace = self.budget.pace
+        if isinstance(pace, ChunkPace):
+            pace.observe(output.num_tokens - len(output.decodes), seconds)
+        elif pace is not None and (output.prefills or not self._options.role.prefills):
+            pace.observe(work_done(output.decodes, output.prefills), seconds)
 
     def summary(self) -> dict[str, float]:
         """The budgets for ``/info``."""
@@ -135,8 +178,55 @@ class StepLimits:
             "feature_store_bytes": self._options.sizes.feature_store_bytes,
             "feature_cache_bytes": self._options.sizes.feature_cache_bytes,
             **({} if self.limit_s is None else {"limit_ms": 1000 * self.limit_s}),
-            **({} if pace is None else {"correction": pace.correction}),
+            **({"correction": pace.correction} if isinstance(pace, StepPace) else {}),
+            **({"chunk_tokens": pace.num_tokens} if isinstance(pace, ChunkPace) else {}),
         }
+
+
+class _Measuring:
+    """The measurements of one kind at a start: they take so long and no longer, and are kept if they are sound.
+
+    A step is not measured once the time is up, and counts as beyond any limit. What was measured while others used
+    the cores is used until the end of the process, and measured again at the next start.
+    """
+
+    def __init__(
+        self, known: Measurements, what: str, clock: Callable[[], float], others_s: Callable[[], float]
+    ) -> None:
+        self._known, self._what, self._clock, self._others_s = known, what, clock, others_s
+        self._begun: tuple[float, float] | None = None
+
+    def seconds(self, key: str, measure: Callable[[], float]) -> float:
+        """Return the seconds that are known, else measured, else infinity."""
+        if key in self._known:
+            return self._known.get(key, measure)
+        if self._begun is None:
+            logger.info(
+                "measuring %s for the SLO, for %g s at most; kept in %s: remove it to measure again",
+                self._what,
+                MEASURE_S,
+                self._known.file or "no file",
+            )
+            self._begun = self._clock(), self._others_s()
+        elif self._clock() - self._begun[0] > MEASURE_S:
+            return math.inf
+        return self._known.get(key, measure)
+
+    def save(self) -> None:
+        """Keep new measurements where others left the cores alone."""
+        if self._begun is None:
+            return
+        took_s, others_s = self._clock() - self._begun[0], self._others_s() - self._begun[1]
+        if others_s > _MOST_OTHERS * took_s:
+            logger.warning("%s were measured beside other work, and are not kept for the next start", self._what)
+            return
+        self._known.save()
+
+
+def cpu_seconds_of_others() -> float:
+    """Return the CPU seconds that other processes have used on this machine since it started."""
+    times, own = psutil.cpu_times(), os.times()
+    return times.user + times.system - own.user - own.system
 
 
 def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str, torch: str = "") -> Measurements:
@@ -150,7 +240,6 @@ def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str,
         "role": str(options.role),  # instances of different roles start at once and measure different things
         "model": fingerprint,
         "device": f"{device.type} {device.description}",
-        "ranks": len(options.devices),
         "threads": options.threads,
         "cores": device.cores,
         "share": None if options.device_share is None else f"{options.device_share.share:g}",

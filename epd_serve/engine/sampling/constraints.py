@@ -15,7 +15,7 @@ from device.copies import to_device
 from epd_serve.engine.sampling.patterns import Node, Patterns
 from epd_serve.engine.step_inputs import on_device
 from epd_serve.sched.sequence import Sequence
-from epd_serve.types import SamplingParams
+from epd_serve.types import Grammar, SamplingParams
 
 _MASKED = float("-inf")
 _BITS = 32
@@ -25,6 +25,7 @@ class Constraint(Protocol):
     """A grammar, and one choice's position in it. Used by one thread at a time."""
 
     error: str
+    grammar: Grammar
 
     def allowed(self, output_ids: AbstractSequence[int]) -> NDArray[np.int32]:
         """The tokens that may follow: one bit each, [vocab / 32]. ``output_ids`` only grow from call to call."""

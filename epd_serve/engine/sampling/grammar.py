@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from epd_serve.engine.sampling.json_schema import close_objects
 from epd_serve.errors import InvalidRequest
 from epd_serve.protocol.openai.tool_format import CALL_END, CALL_START
 from epd_serve.types import Grammar, ToolSchema, grammar_problem
@@ -35,12 +36,17 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 class MatcherConstraint:
     """:class:`epd_serve.engine.sampling.constraints.Constraint` over a matcher.
 
-    ``error`` is set when the grammar became too complex for its limits; then only the end is allowed.
+    Attributes:
+        grammar: that it follows.
+        error: set when the grammar became too complex for its limits; then only the end is allowed.
     """
 
-    __slots__ = ("_ends", "_matcher", "_num_consumed", "_num_tokens", "error")
+    __slots__ = ("_ends", "_matcher", "_num_consumed", "_num_tokens", "error", "grammar")
 
-    def __init__(self, matcher: Any, num_tokens: int, ends: frozenset[int], num_consumed: int = 0) -> None:
+    def __init__(
+        self, grammar: Grammar, matcher: Any, num_tokens: int, ends: frozenset[int], num_consumed: int = 0
+    ) -> None:
+        self.grammar = grammar
         self._matcher = matcher
         self._num_tokens = num_tokens
         self._ends = ends
@@ -64,7 +70,8 @@ class MatcherConstraint:
         return row
 
     def fork(self) -> MatcherConstraint:
-        return MatcherConstraint(self._matcher.deep_copy(), self._num_tokens, self._ends, self._num_consumed)
+        copy = self._matcher.deep_copy()
+        return MatcherConstraint(self.grammar, copy, self._num_tokens, self._ends, self._num_consumed)
 
 
 class Grammars:
@@ -100,7 +107,7 @@ class Grammars:
             if len(self._cache) > _MAX_CACHED:
                 self._cache.popitem(last=False)
             copy = matcher.deep_copy()
-        return MatcherConstraint(copy, vocabulary.vocab_size, self._ends | {self.end_token_id})
+        return MatcherConstraint(grammar, copy, vocabulary.vocab_size, self._ends | {self.end_token_id})
 
     def _vocabulary_of(self, grammar: Grammar) -> Any:
         if self._vocabulary is None:
@@ -119,7 +126,7 @@ def _compile(grammar: Grammar, vocabulary: Any) -> Any:
     matcher = llguidance.LLMatcher(vocabulary, as_lark(grammar), log_level=0)
     if matcher.is_error():
         raise InvalidRequest(
-            f"{grammar.param}: this structure is not supported: {grammar_problem(matcher.get_error())}",
+            f"{grammar.param}: this structure cannot be enforced: {grammar_problem(matcher.get_error())}",
             param=grammar.param,
         )
     return matcher
@@ -150,22 +157,25 @@ def _call_rules(tools: Sequence[ToolSchema]) -> list[str]:
     for i, tool in enumerate(tools):
         head = _text(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
         rules.append(f'call_{i}: {head} arguments_{i} "}}"')
-        rules.append(f"arguments_{i}: {_json(json.loads(tool.parameters), objects_only=True)}")
+        schema = json.loads(tool.parameters)
+        rules.append(f"arguments_{i}: {_json(schema, is_strict=tool.strict, objects_only=True)}")
     return rules
 
 
 def _content(grammar: Grammar) -> str:
     if grammar.kind == "json":
-        return _json(json.loads(grammar.text))
+        return _json(json.loads(grammar.text), is_strict=grammar.strict)
     if grammar.kind == "regex":
         return "/" + _escape_slashes(grammar.text) + "/"
     return " | ".join(_text(choice) for choice in json.loads(grammar.text))
 
 
-def _json(schema: dict[str, Any], *, objects_only: bool = False) -> str:
+def _json(schema: dict[str, Any], *, is_strict: bool, objects_only: bool = False) -> str:
+    """Unless strict, keywords that the engine lacks are not enforced."""
     if objects_only and "type" not in schema and not {"$ref", "anyOf", "allOf", "oneOf"} & set(schema):
         schema = {"type": "object", **schema}
-    return "%json " + json.dumps({**schema, "x-guidance": _SPACING}, ensure_ascii=False)
+    options = {**_SPACING, "lenient": not is_strict}
+    return "%json " + json.dumps({**close_objects(schema), "x-guidance": options}, ensure_ascii=False)
 
 
 def _text(text: str) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from device.base import AttentionOps
 from device.copies import Readback, to_device
-from epd_serve.engine.computing import NO_TOKEN, SampledToken
+from epd_serve.engine.computing import ALL_FORBIDDEN, NO_TOKEN, SampledToken
 from epd_serve.engine.sampling.constraints import mask_ends, restrict
 from epd_serve.engine.step_inputs import StepInputs, on_device
 from epd_serve.protocol.wire import TokenLogprob
@@ -256,6 +256,7 @@ class Sampler:
         self._scores = torch.empty(0, 0)
         self._drawer: RowDrawer | None = None
         self._ends: Tensor | None = None
+        self._forbidden: tuple[Tensor, Tensor] | None = None  # rows, and whether all is forbidden there
         self._rows: AbstractSequence[Row] = ()
         self._asking: list[int] = []  # rows that may be more than greedy
         self._bound: set[int] = set()  # rows of which something may be required or forbidden
@@ -279,10 +280,12 @@ class Sampler:
         worked = [
             i for i in ruled if i not in self._bound or not rows[i].sampling.greedy or _is_constrained(rows[i])
         ]
+        self._forbidden = None
         tokens = self._work(logits, rows, worked) if worked else self._ops.argmax(logits)
+        marked = _marked(logits, tokens, self._forbidden)
         if self._counts:
-            return _with_logprobs(logits, tokens, self._counts)
-        ids = Readback(_marked(logits, tokens))
+            return _with_logprobs(logits, tokens, marked, self._counts)
+        ids = Readback(marked)
         return Sampling(tokens, lambda: _sampled(ids.wait().tolist()))
 
     def _work(self, logits: Tensor, rows: AbstractSequence[Row], worked: list[int]) -> Tensor:
@@ -338,6 +341,7 @@ class Sampler:
             if len(row.sequence.output_ids) < row.sampling.min_tokens:
                 mask_ends(values, row.sequence, self._ends_on(values))
         restrict(scores, [row.sequence for row in some])
+        self._forbidden = on_device(which, scores.device), scores.amax(dim=-1) == _MASKED
         return scores
 
     def _ends_on(self, scores: Tensor) -> Tensor:
@@ -368,15 +372,23 @@ def _is_constrained(row: Row) -> bool:
     return is_restricted or sampling.penalised or len(sequence.output_ids) < sampling.min_tokens
 
 
-def _marked(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Tokens [rows] with NO_TOKEN in place of those whose logits [rows, vocab] are no numbers."""
+def _marked(logits: Tensor, tokens: Tensor, forbidden: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Tokens [rows] with NO_TOKEN in place of those whose logits [rows, vocab] are no numbers.
+
+    Args:
+        forbidden: some rows, and those of them for which ALL_FORBIDDEN stands.
+    """
     chosen = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    return torch.where(chosen.isnan(), NO_TOKEN, tokens)
+    marked = torch.where(chosen.isnan(), NO_TOKEN, tokens)
+    if forbidden is None:
+        return marked
+    rows, is_forbidden = forbidden
+    return marked.index_copy(0, rows, torch.where(is_forbidden, ALL_FORBIDDEN, marked[rows]))
 
 
 def _sampled(tokens: list[int]) -> list[SampledToken]:
     """Tokens as they are on the host. Raises FloatingPointError where one is not chosen yet."""
-    if min(tokens) < NO_TOKEN:
+    if min(tokens) < ALL_FORBIDDEN:
         raise FloatingPointError("tokens were read before the device had chosen them, for want of an event")
     return [SampledToken(token) for token in tokens]
 
@@ -393,10 +405,11 @@ def log_probabilities(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Ten
     return torch.cat([chosen, best], dim=1) - scores.logsumexp(dim=-1, keepdim=True), indices
 
 
-def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> Sampling:
+def _with_logprobs(logits: Tensor, tokens: Tensor, marked: Tensor, counts: dict[int, int]) -> Sampling:
     """Log-probabilities before temperature and penalties, as OpenAI and vLLM report them.
 
     Args:
+        marked: tokens as :func:`_marked` returns them.
         counts: number of the best ones that each row wants, by row.
     """
     rows = on_device(list(counts), logits.device)
@@ -404,7 +417,7 @@ def _with_logprobs(logits: Tensor, tokens: Tensor, counts: dict[int, int]) -> Sa
     values, indices = log_probabilities(some, tokens[rows], max(counts.values()))
     # one copy for all: float32 as it is, in the bits of int32
     floats = values.view(torch.int32)
-    readback = Readback(torch.cat([_marked(logits, tokens).int(), indices.int().flatten(), floats.flatten()]))
+    readback = Readback(torch.cat([marked.int(), indices.int().flatten(), floats.flatten()]))
     count_ids, count_top = len(tokens), indices.numel()
 
     def read() -> list[SampledToken]:

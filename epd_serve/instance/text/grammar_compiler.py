@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict
+from collections.abc import Container, Sequence
 
+import msgspec
 from blake3 import blake3
+from msgspec.structs import replace
 
 from epd_serve.engine.sampling.grammar import Grammars, MatcherConstraint, as_lark
+from epd_serve.engine.sampling.json_schema import drop_patterns, patterns_of
 from epd_serve.errors import InvalidRequest
 from epd_serve.instance.text.request_processor import Place, RequestProcessor
+from epd_serve.media.decoder import Problem
 from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.types import Grammar
 
@@ -18,55 +24,128 @@ _S_PER_CHARACTER = 1e-5
 #: A grammar that is no longer, and joins nothing, takes some milliseconds.
 _SHORT_CHARACTERS = 4096
 _JOINS = re.compile(r'"(?:allOf|anyOf|oneOf|\$ref|multipleOf|pattern|patternProperties)"')
+_TOO_COMPLEX = "structure_too_complex"
 #: Verdicts that are kept.
 _MAX_VERDICTS = 1024
+_Verdict = Grammar | InvalidRequest | None
 
 
 class GrammarCompiler:
     """Compiles a long grammar in a process that may be ended first, and then for the requests' tokenizer.
 
-    What is compiled cannot be handed from one process to another. A grammar that takes too long there is refused
-    here without being tried again.
+    Compiled grammars cannot be handed from one process to another. A grammar that takes too long there is refused
+    here without being tried again. Unless a schema is strict, keywords and patterns that the engine lacks are left
+    out of it; a tool that may be called, and whose schema cannot be enforced at all, takes any object.
     """
 
     def __init__(self, grammars: Grammars, processor: RequestProcessor, decoders: DecoderPool) -> None:
         self._grammars = grammars
         self._processor = processor
         self._decoders = decoders
-        self._verdicts: OrderedDict[bytes, tuple[str, str | None]] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
 
     async def compile(self, grammar: Grammar, *, is_tried: bool = False) -> MatcherConstraint:
-        """Raises InvalidRequest for a grammar that takes too much, or says what in it cannot be had.
+        """Compile as much of a grammar as can be enforced, which the constraint names.
 
         Args:
             is_tried: another instance has compiled it; one that just passed there must not fail here.
+
+        Raises InvalidRequest for a grammar that takes too much, or names the part that cannot be enforced.
         """
-        texts = (grammar.text, *(tool.parameters for tool in grammar.tools))
-        num_characters = sum(map(len, texts))
+        num_characters = len(grammar.text) + sum(len(tool.parameters) for tool in grammar.tools)
         async with self._processor.place("grammar", _S_PER_CHARACTER * num_characters) as place:
-            if not is_tried and (num_characters > _SHORT_CHARACTERS or any(map(_JOINS.search, texts))):
-                await self._try(grammar, place)
+            if not is_tried:
+                key = blake3(msgspec.msgpack.encode(grammar)).digest()
+                if key not in self._verdicts:
+                    self._verdicts[key] = await self._judge(grammar, place)
+                    if len(self._verdicts) > _MAX_VERDICTS:
+                        self._verdicts.popitem(last=False)
+                verdict = self._verdicts[key]
+                if isinstance(verdict, InvalidRequest):
+                    raise InvalidRequest(verdict.message, param=verdict.param, code=verdict.code)
+                grammar = verdict or grammar
             return await place.run(self._grammars.constraint, grammar)
 
-    async def _try(self, grammar: Grammar, place: Place) -> None:
-        """Raises InvalidRequest for a grammar that another process refuses, or has refused."""
-        key, text = await place.run(_keyed, grammar)
-        if key not in self._verdicts:
-            verdict: tuple[str, str | None] = ("", None)
-            try:
-                await self._decoders.compiled(text, place)
-            except InvalidRequest as error:
-                verdict = (error.message, error.code)
-            self._verdicts[key] = verdict
-            if len(self._verdicts) > _MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
-        message, code = self._verdicts[key]
-        if message:
-            raise InvalidRequest(
-                f"{grammar.param}: this structure is not supported: {message}", param=grammar.param, code=code
-            )
+    async def _judge(self, grammar: Grammar, place: Place) -> _Verdict:
+        """Return what to follow in place of the grammar, None for the grammar itself, or the refusal."""
+        parts = _parts(grammar)
+        risky = [part for part in parts if part.kind == "regex" or _JOINS.search(part.text)]
+        try:
+            if not risky and sum(len(part.text) for part in parts) <= _SHORT_CHARACTERS:
+                try:
+                    await place.run(self._grammars.constraint, grammar)
+                except InvalidRequest:
+                    return await self._relax(grammar, parts, place)
+                return None
+            return await self._relax(grammar, parts, place) if await self._try([grammar, *risky], place) else None
+        except InvalidRequest as error:
+            if error.code == _TOO_COMPLEX and _may_be_free(grammar):
+                return _free(grammar, range(len(grammar.tools)))
+            message = error.message if error.param else f"{grammar.param}: {error.message}"
+            return InvalidRequest(message, param=error.param or grammar.param, code=error.code)
+
+    async def _try(self, grammars: Sequence[Grammar], place: Place) -> dict[int, Problem]:
+        """Compile grammars elsewhere; return their problems. Raises InvalidRequest where they take too much."""
+        if not grammars:
+            return {}
+        return await self._decoders.compile(await place.run(lambda: list(map(as_lark, grammars))), place)
+
+    async def _relax(self, grammar: Grammar, parts: list[Grammar], place: Place) -> Grammar:
+        """Return a grammar without what cannot be enforced. Raises InvalidRequest where it must be."""
+        problems = await self._try(parts, place)
+        for number, problem in problems.items():
+            if parts[number].strict:
+                raise _refusal(grammar, parts, number, problem)
+        schemas = {number: json.loads(parts[number].text) for number in problems if parts[number].kind == "json"}
+        patterns = list({pattern: None for schema in schemas.values() for pattern in patterns_of(schema)})
+        wrong = await self._try([_of_pattern(pattern) for pattern in patterns], place)
+        unknown = [patterns[number] for number, problem in wrong.items() if not problem.is_complex]
+        for number, schema in schemas.items():
+            parts[number] = replace(parts[number], text=json.dumps(drop_patterns(schema, unknown)))
+        numbers = list(problems)
+        again = await self._try([parts[number] for number in numbers], place)
+        problems = {numbers[position]: problem for position, problem in again.items()}
+        for number, problem in problems.items():
+            if grammar.must_call or number >= len(grammar.tools):
+                raise _refusal(grammar, parts, number, problem)
+        tools = [replace(tool, parameters=parts[i].text) for i, tool in enumerate(grammar.tools)]
+        text = parts[-1].text if len(parts) > len(tools) else grammar.text
+        relaxed = _free(replace(grammar, tools=tools, text=text), problems)
+        for problem in (await self._try([relaxed], place)).values():
+            raise InvalidRequest(f"together they are too complex: {problem.message}", code=_TOO_COMPLEX)
+        return relaxed
 
 
-def _keyed(grammar: Grammar) -> tuple[bytes, str]:
-    text = as_lark(grammar)
-    return blake3(text.encode()).digest(), text
+def _parts(grammar: Grammar) -> list[Grammar]:
+    """The schema of each tool, then the content where there may be some."""
+    parts = [Grammar(kind="json", text=t.parameters, strict=t.strict, param="tools") for t in grammar.tools]
+    if grammar.kind and not grammar.must_call:
+        parts.append(replace(grammar, tools=[]))
+    return parts
+
+
+def _may_be_free(grammar: Grammar) -> bool:
+    """Whether nothing but schemas of tools that may be called, and are not strict, is to be enforced."""
+    return not grammar.kind and not grammar.must_call and not any(tool.strict for tool in grammar.tools)
+
+
+def _free(grammar: Grammar, numbers: Container[int]) -> Grammar:
+    """Let some of the tools take any object."""
+    tools = [replace(tool, parameters="{}") if i in numbers else tool for i, tool in enumerate(grammar.tools)]
+    return replace(grammar, tools=tools)
+
+
+def _of_pattern(pattern: str) -> Grammar:
+    return Grammar(kind="json", text=json.dumps({"type": "string", "pattern": pattern}))
+
+
+def _refusal(grammar: Grammar, parts: list[Grammar], number: int, problem: Problem) -> InvalidRequest:
+    part = parts[number]
+    is_tool = number < len(grammar.tools)
+    what = f"tools: the schema of {grammar.tools[number].name!r}" if is_tool else f"{part.param}: this structure"
+    advice = "; leave that out, or strict" if part.strict and not problem.is_complex else ""
+    return InvalidRequest(
+        f"{what} cannot be enforced: {problem.message}{advice}",
+        param=part.param,
+        code=_TOO_COMPLEX if problem.is_complex else "unsupported_structure",
+    )

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Literal, ParamSpec, TypeVar
 
 from device.present import num_cores
-from epd_serve.errors import PREPARATION_FULL, Unavailable
+from epd_serve.errors import PREPARATION_FULL, Overloaded
 from epd_serve.telemetry.span import Span, Value
 
 #: An item is overtaken by shorter ones that come at most so many times its own length after it.
@@ -64,10 +64,10 @@ class Turns:
             cost_s: seconds, about, for which the place will be needed.
             timeout_s: how long this wait may be, where that is less than any may.
 
-        Raises Unavailable where too many wait already, or for too long.
+        Raises Overloaded where too many wait already, or for too long.
         """
         if len(self._waiting) >= self._max_waiting:
-            raise Unavailable(
+            raise Overloaded(
                 f"{self._max_waiting} requests wait to have their {self.what} prepared; try again later",
                 code=PREPARATION_FULL,
             )
@@ -78,7 +78,7 @@ class Turns:
             async with asyncio.timeout(timeout_s):
                 await self._wait(self._clock() + _PATIENCE * cost_s)
         except TimeoutError as error:
-            raise Unavailable(
+            raise Overloaded(
                 f"no place was free to prepare the request's {self.what} within {timeout_s:g} s; try again later",
                 code=PREPARATION_FULL,
             ) from error
@@ -136,9 +136,6 @@ class RequestProcessor:
         max_waiting: items of one kind that may wait; more are refused.
         queue_timeout_s: how long an item may wait for its turn.
         put: takes a span for each item that was processed.
-
-    Attributes:
-        num_done: of each kind.
     """
 
     def __init__(
@@ -159,7 +156,6 @@ class RequestProcessor:
         }
         self._clock = clock
         self._put = put
-        self.num_done: dict[Kind, int] = {"text": 0, "media": 0, "grammar": 0}
 
     @property
     def num_waiting(self) -> int:
@@ -173,7 +169,7 @@ class RequestProcessor:
         Args:
             cost_s: about how long it takes.
 
-        Raises Unavailable where too many wait already, or for too long.
+        Raises Overloaded where too many wait already, or for too long.
         """
         async with self.place(kind, cost_s) as place:
             return await place.run(function, *args, **kwargs)
@@ -193,7 +189,6 @@ class RequestProcessor:
             yield place
         finally:
             place.leave()
-            self.num_done[kind] += 1
             about: dict[str, Value] = {"track": place.name, "waited_s": started_at - queued_at}
             self._put(Span(kind, "", started_at, self._clock(), about))
 
@@ -264,7 +259,7 @@ class Place:
         return self.is_aside
 
     async def wait_aside(self) -> None:
-        """Leave the place to others, and return when there is room beside them. Raises Unavailable."""
+        """Leave the place to others, and return when there is room beside them. Raises Overloaded."""
         self._free()
         await self._lane.aside.take(self._cost_s, self._timeout_s)
         self._turns = self._lane.aside

@@ -208,7 +208,9 @@ async def _served(
     listener = socket.create_server(
         (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, reuse_port=False
     )
-    async with serving(app if secret is None else ClusterLinks(app, secret), listener, tls=tls):
+    if secret is not None:
+        app = ClusterLinks(app, secret, "agent", lambda: f"{host}:{port}")
+    async with serving(app, listener, tls=tls):
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.protocol.openai import strict_json
@@ -14,38 +14,15 @@ from epd_serve.types import Grammar, ToolSchema
 
 MAX_TOOLS = 128
 MAX_CHOICES = 1000
-#: Values of all the enums of a schema.
-MAX_ENUM_VALUES = 1000
-#: Patterns of a schema in which several may have to match one string.
-MAX_JOINED_PATTERNS = 8
-#: Keywords that join schemas or do not restrict a value.
-_SAYING_NOTHING = frozenset(
-    (
-        "allOf",
-        "$ref",
-        "$defs",
-        "definitions",
-        "$schema",
-        "$id",
-        "$comment",
-        "title",
-        "description",
-        "default",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-    )
-)
 #: Characters of a regular expression.
 MAX_REGEX = 65_536
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-#: Keywords of JSON Schema may hold anything; what the grammar library does not know is refused by name.
-Schema = Annotated[dict[str, Any], AfterValidator(lambda schema: check_schema(schema))]
+#: Keywords of JSON Schema may hold anything; the instance enforces those that its grammar engine knows.
+Schema = dict[str, Any]
 
 
 class FunctionDefinition(RequestModel):
-    """Calls always follow ``parameters``, whatever ``strict`` says."""
+    """Calls follow ``parameters``; with ``strict``, parameters are refused that cannot be enforced in full."""
 
     name: FunctionName
     description: str | None = None
@@ -68,7 +45,7 @@ class NamedTool(RequestModel):
 
 
 class JsonSchema(RequestModel):
-    """Answers always follow ``schema``, whatever ``strict`` says."""
+    """Answers follow ``schema``; with ``strict``, a schema is refused that cannot be enforced in full."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=()
@@ -100,42 +77,6 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 _ANY_OBJECT = '{"type": "object"}'
 
 
-def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema. Raises ValueError where compiling it would take long.
-
-    Whether any string matches several patterns at once takes time and memory that double with each of them.
-    """
-    num_values = num_patterns = 0
-    joins = False
-    left: list[Any] = [schema]
-    while left:
-        one = below = left.pop()
-        if isinstance(one, dict):
-            values, patterns = one.get("enum"), one.get("patternProperties")
-            num_values += len(values) if isinstance(values, list) else 0
-            num_patterns += isinstance(one.get("pattern"), str)
-            num_patterns += len(patterns) if isinstance(patterns, dict) else 0
-            joins = joins or _joins(one)
-            if num_values > MAX_ENUM_VALUES:
-                raise ValueError(f"the enums of a schema may have {MAX_ENUM_VALUES} values together")
-            below = one.values()
-        left += [value for value in below if isinstance(value, dict | list)]
-    if num_patterns > MAX_JOINED_PATTERNS and joins:
-        raise ValueError(
-            f"the schema has {num_patterns} patterns, and allOf or $ref beside other keywords; use at most "
-            f"{MAX_JOINED_PATTERNS} patterns, or neither of the two"
-        )
-    return schema
-
-
-def _joins(schema: dict[str, Any]) -> bool:
-    """Whether a value has to follow several schemas at once: allOf, or $ref, beside another or other keywords."""
-    members = schema.get("allOf")
-    num_parts = len(members) if isinstance(members, list) else 0
-    num_parts += "$ref" in schema
-    return num_parts > 0 and num_parts + (not schema.keys() <= _SAYING_NOTHING) > 1
-
-
 def schema_text(schema: Any, param: str) -> str:
     """A schema as text; ``True`` and a missing one stand for any JSON. Raises InvalidRequest."""
     if isinstance(schema, str):
@@ -143,14 +84,10 @@ def schema_text(schema: Any, param: str) -> str:
             text = schema.encode()
             strict_json.check_size(text)
             schema = msgspec.json.decode(text)
-            if isinstance(schema, dict):
-                check_schema(schema)
         except strict_json.JSONTooLarge as error:
             raise TooLarge(f"{param}: {error}", param=param) from error
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise InvalidRequest(f"{param}: not valid JSON: {error}", param=param) from error
-        except ValueError as error:
-            raise InvalidRequest(f"{param}: {error}", param=param) from error
     if schema is None or schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -217,13 +154,15 @@ def make_grammar(
     if tools is None and choice is None and response_format is None and structured is None:
         return None
     kind, text, param = content_grammar(response_format, structured)
+    schema = response_format.json_schema if response_format is not None else None
+    content = Grammar(kind=kind, text=text, param=param, strict=schema is not None and schema.strict is True)
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) != len(names):
         raise InvalidRequest("tools: every function needs a name of its own", param="tools")
     if not names:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
-        return Grammar(kind=kind, text=text, param=param) if kind else None
+        return content if kind else None
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise InvalidRequest(
             f"tool_choice: there is no tool {choice.function.name!r}; there are {', '.join(map(repr, names))}",
@@ -233,16 +172,16 @@ def make_grammar(
         ToolSchema(
             name=tool.function.name,
             parameters=schema_text(tool.function.parameters, f"tools[{i}].function.parameters"),
+            strict=tool.function.strict is True,
         )
         for i, tool in enumerate(tools or ())
         if not isinstance(choice, NamedTool) or choice.function.name == tool.function.name
     ]
     if choice == "none":
-        return Grammar(kind=kind, text=text, param=param) if kind else None
+        return content if kind else None
     named = isinstance(choice, NamedTool)
-    return Grammar(
-        kind=kind,
-        text=text,
+    return msgspec.structs.replace(
+        content,
         param=param or "tools",
         tools=schemas,
         must_call=named or choice == "required",

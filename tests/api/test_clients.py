@@ -1,0 +1,16 @@
+"""The client table's row of openai's own client, against real instances."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from benchmarks.clients import CELLS, run_row
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_openais_own_client_gets_what_it_asks_for(api):
+    row = await asyncio.to_thread(run_row, "openai", api.url)
+    assert {cell: row[cell] for cell in CELLS if cell != "sent back"} == dict.fromkeys(CELLS[:-1], "ok")

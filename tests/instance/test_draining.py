@@ -1,0 +1,36 @@
+"""An instance that drains refuses new requests and answers those that it has."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import tiny_models
+from fleet import wait_until
+from services import serving
+
+from epd_serve.protocol import wire
+from epd_serve.protocol.frames import END, pack
+
+
+async def test_draining_refuses_what_is_new_and_waits_for_the_rest(tmp_path: Path) -> None:
+    path = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
+    async with serving(path, "EPD") as instance, httpx.AsyncClient(base_url=instance.url, timeout=150) as client:
+        request = wire.PrefillRequest(
+            request_id="r",
+            output=wire.OutputOptions(kind="completion", id="r", created=0, model="tiny", stream=True),
+            sampling=wire.SamplingParams(seed=0, max_tokens=200, ignore_eos=True),
+            items=[],
+            prompt="apple",
+        )
+        running = asyncio.create_task(client.post("/stage/prefill", content=wire.encode(request)))
+        await asyncio.to_thread(wait_until, lambda: instance.in_use()["sequences"] > 0, "it runs")
+        drained = asyncio.create_task(instance.drained())
+        await asyncio.sleep(0)
+        refused = await client.post("/stage/prefill", content=wire.encode(request))
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
+        assert not instance.info().ready
+        await drained
+        answer = await running
+        assert answer.status_code == 200 and answer.content.endswith(pack(END, [], b"data: [DONE]\n\n"))

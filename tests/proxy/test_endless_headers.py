@@ -1,0 +1,124 @@
+"""Endless headers and bodies, before any proof, at each port on which a deployment listens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+import uvicorn
+from gateway_settings import admin_plane
+from servers import served
+
+from epd_serve.instance.http import ControlHttp, Reply, control_server_app
+from epd_serve.transfer.embedded import EmbeddedTransport
+from proxy.http.arrival import resident_bytes
+
+KEY = "0123456789abcdef-"
+SENT_BYTES = 256 << 20
+#: What the kernel holds of both ends, and what is read before the limit is seen.
+MAX_TAKEN_BYTES = 24 << 20
+
+LINES = b"GET /health HTTP/1.1\r\nhost: localhost\r\n", b"x-filler: " + b"a" * 20000 + b"\r\n"
+ONE_LINE = b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-filler: ", b"a" * 20000
+TRAILERS = (
+    b"POST /cluster/hello HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n",
+    b"x-filler: " + b"a" * 20000 + b"\r\n",
+)
+TARGET = b"GET /", b"a" * 20000
+
+
+@contextlib.asynccontextmanager
+async def instance(key: str | None) -> AsyncIterator[str]:
+    async def answer(body: bytes) -> Reply:
+        return Reply(body=b"ok")
+
+    app = control_server_app([("GET", "/health", answer)], key, lambda: "")
+    config = uvicorn.Config(app, port=0, lifespan="off", log_level="critical", http=ControlHttp)
+    async with served(uvicorn.Server(config)) as url:
+        yield url
+
+
+def send_without_end(url: str, begin: bytes, piece: bytes) -> int:
+    """Send until the server ends the connection; the number of bytes that it took."""
+    parts, num_sent = urlsplit(url), 0
+    with socket.create_connection((parts.hostname, parts.port), timeout=20) as one:
+        try:
+            one.sendall(begin)
+            while num_sent < SENT_BYTES:
+                one.sendall(piece)
+                num_sent += len(piece)
+        except (ConnectionError, TimeoutError):
+            pass
+    return num_sent
+
+
+@pytest.mark.parametrize("sent", [LINES, ONE_LINE, TRAILERS, TARGET], ids=["lines", "line", "trailers", "target"])
+@pytest.mark.parametrize("port", ["instance", "keyless instance", "admin", "gateway", "data"])
+async def test_headers(start: Any, port: str, sent: tuple[bytes, bytes]) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        if port == "data":
+            transport = EmbeddedTransport(path="tcp", key=KEY)
+            stack.callback(transport.close)
+            region = transport.allocate("slab", 64).region
+            url = f"http://{region.host}:{region.port}"
+            neighbour = await stack.enter_async_context(instance(KEY))
+        elif port.endswith("instance"):
+            url = neighbour = await stack.enter_async_context(instance(KEY if port == "instance" else None))
+        else:
+            gateway = await start("a0:EPD", admin=admin_plane(key="secret"))
+            url = gateway.app.state.admin_url if port == "admin" else gateway.url
+            neighbour = gateway.url
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+
+        async def ask() -> float:
+            began_s = time.monotonic()
+            async with client.get(f"{neighbour}/health") as answer:
+                assert answer.status == 200
+            return time.monotonic() - began_s
+
+        await ask()
+        before = resident_bytes()
+        sending = asyncio.create_task(asyncio.to_thread(send_without_end, url, *sent))
+        waits_s = [await ask()]
+        while not sending.done():
+            waits_s.append(await ask())
+        assert await sending < MAX_TAKEN_BYTES
+        assert resident_bytes() - before < 16 << 20
+        assert max(waits_s) < 1.0, "a healthy neighbour is answered meanwhile"
+
+
+@pytest.mark.parametrize("path", ["/health", "/cluster/hello", "/stage/prefill", "/streams"])
+async def test_a_body_before_a_proof_takes_no_memory(path: str) -> None:
+    head = f"GET {path} HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    async with instance(KEY) as url:
+        before = resident_bytes()
+        sending = asyncio.create_task(asyncio.to_thread(_send_body, url, head, 64 << 20))
+        await sending
+        assert resident_bytes() - before < 16 << 20
+
+
+def _send_body(url: str, head: bytes, num_bytes: int) -> None:
+    parts, chunk = urlsplit(url), b"%x\r\n%b\r\n" % (1 << 16, b"a" * (1 << 16))
+    one = socket.create_connection((parts.hostname, parts.port), timeout=1)
+    with one, contextlib.suppress(ConnectionError, TimeoutError):
+        one.sendall(head)
+        for _ in range(num_bytes >> 16):
+            one.sendall(chunk)
+
+
+async def test_who_sends_its_head_slowly_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epd_serve.rpc.bounded.HEADER_S", 0.3)
+    async with instance(KEY) as url:
+        parts = urlsplit(url)
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        writer.write(b"GET /health HTTP/1.1\r\nx: ")
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        writer.close()
