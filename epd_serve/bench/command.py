@@ -139,7 +139,7 @@ def run_bench(
     console = output.console()
     session = Session(console=console, api_key=api_key)
     path = new_directory(work_dir)
-    measured = chosen or [settings.rate]
+    measured: Sequence[float | None] = chosen or [settings.rate]
     failed: list[str] = []
     search: GoodputSearch | None = None
     sweep = Sweep(session=session, path=path, settings=settings, duration_s=duration_s)

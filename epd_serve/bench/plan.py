@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from epd_serve.bench.types import Item, Media, RunSettings, Workload
 
-_EXAMPLES = "'poisson', 'constant', 'gamma:0.5', 'ramp:1:12', 'trace' or 'closed:16'"
+_EXAMPLES = "'poisson', 'constant', 'gamma:0.5', 'trace' or 'closed:16'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,38 +49,6 @@ class Constant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ramp:
-    """A Poisson process whose rate goes evenly from ``begin`` to ``end`` while the requests are sent."""
-
-    begin: float
-    end: float
-
-    @property
-    def rate(self) -> float:
-        return (self.begin + self.end) / 2
-
-    def times(self, count: int, seed: int) -> Iterator[float]:
-        gaps = random.Random(seed)
-        slope = (self.end - self.begin) * self.rate / count  # over count / rate seconds
-        passed = 0.0
-        for _ in range(count):
-            passed += gaps.expovariate(1.0)
-            yield self._when(passed, slope, count / self.rate)
-
-    def _when(self, passed: float, slope: float, length_s: float) -> float:
-        """Seconds until ``passed`` requests are expected.
-
-        Solves begin·t + slope·t²/2 = passed; past the ramp the rate stays at its end.
-        """
-        at_end = self.rate * length_s
-        if passed >= at_end:
-            return length_s + (passed - at_end) / self.end
-        if abs(slope) < 1e-12:
-            return passed / self.begin
-        return (math.sqrt(self.begin**2 + 2 * slope * passed) - self.begin) / slope
-
-
-@dataclass(frozen=True, kw_only=True)
 class Trace:
     """The times that the workload's items bring along, each multiplied by ``time_scale``."""
 
@@ -94,14 +62,14 @@ class ClosedLoop:
     concurrency: int
 
 
-Load = Gamma | Constant | Ramp | Trace | ClosedLoop
+Load = Gamma | Constant | Trace | ClosedLoop
 
 
 def parse_load(text: str, *, rate: float | None = None, time_scale: float = 1.0) -> Load:
     """Parse the text of ``--arrivals``.
 
     Args:
-        text: poisson, constant, gamma:SHAPE, ramp:FROM:TO, trace or closed:CONCURRENCY.
+        text: poisson, constant, gamma:SHAPE, trace or closed:CONCURRENCY.
         rate: requests a second; needed by the first three.
 
     Raises ValueError that says what would be right.
@@ -123,8 +91,6 @@ def parse_load(text: str, *, rate: float | None = None, time_scale: float = 1.0)
         case "gamma", [shape]:
             assert rate is not None
             return Gamma(rate=rate, shape=_number(shape, text))
-        case "ramp", [begin, end]:
-            return Ramp(begin=_number(begin, text), end=_number(end, text))
         case "trace", []:
             return Trace(time_scale=_positive(time_scale, "--time-scale"))
         case "closed", [concurrency] if concurrency.isdecimal() and int(concurrency) > 0:

@@ -129,7 +129,7 @@ def figures(grid: Grid) -> list[Any]:
             hovermode="closest",
             # below the plot: beside it, long names would leave no room on a narrow page
             legend={"orientation": "h", "yref": "container", "y": 0.01, "yanchor": "bottom"},
-            margin={"l": 70, "r": 25, "t": 90, "b": 120},
+            margin={"l": 70, "r": 25, "t": 110, "b": 120 if plot.layout.showlegend is not False else 70},
         )
     return plots
 
@@ -193,7 +193,7 @@ def _misses(grid: Grid) -> Any:
         runs, where = {f"{load:.4g} {grid.unit}": run for load, run in grid.of(grid.labels[0])}, ""
     num_columns = min(3, len(runs))
     num_rows = ceil(len(runs) / num_columns)
-    titles = [f"{escape(name)}: {run.total.attainment.value:.0%} good" for name, run in runs.items()]
+    titles = [f"{escape(name)}<br>{run.total.attainment.value:.0%} good" for name, run in runs.items()]
     plot = make_subplots(
         rows=num_rows,
         cols=num_columns,

@@ -25,7 +25,6 @@ import msgspec
 
 from epd_serve.bench.plan import Gamma, load_of
 from epd_serve.bench.run import Run
-from epd_serve.bench.statistics import distribution
 from epd_serve.bench.summary import MS
 from epd_serve.bench.types import Distribution, Record, RunSettings, Share, WindowSummary
 
@@ -187,8 +186,7 @@ def performance_rows(run: Run) -> list[list[str]]:
     rows = [["Performance Parameters", "Stage", *STATISTICS, "N"]]
     for name, figure in {**_FIGURES, **_MORE_FIGURES}.items():
         for stage, window in _stages(run).items():
-            of = _prefill(run, window) if figure == "prefill_token_throughput" else window.figures.get(figure)
-            if of is not None:
+            if (of := window.figures.get(figure)) is not None:
                 rows.append([name, stage, *_row(name, of)])
     return rows
 
@@ -224,14 +222,13 @@ def _row(name: str, of: Distribution) -> list[str]:
 
 
 def _totals(run: Run, window: WindowSummary) -> dict[str, str | int]:
-    max_concurrency = run.settings.max_concurrency or window.max_concurrency
     return {
         "Benchmark Duration": f"{_number(MS * window.duration_s)} ms",
         "Total Requests": window.num_requests,
         "Failed Requests": window.num_failed,
         "Success Requests": window.num_succeeded,
         "Concurrency": _number(window.mean_concurrency),
-        "Max Concurrency": max_concurrency,
+        "Max Concurrency": run.settings.max_concurrency or window.max_concurrency,
         "Request Throughput": f"{_number(window.request_throughput)} req/s",
         "Total Input Tokens": window.total_input_tokens,
         "Prefill Token Throughput": f"{_number(window.prefill_token_throughput)} token/s",
@@ -252,7 +249,6 @@ def _totals(run: Run, window: WindowSummary) -> dict[str, str | int]:
 
 def _detail(record: Record) -> dict[str, Any]:
     """One request; times in seconds of the plan's axis. ``time_points``: sent, then each chunk with a token."""
-    itl = record.itl_s
     return {
         "data_abbr": record.workload,
         "id": record.index,
@@ -267,7 +263,7 @@ def _detail(record: Record) -> dict[str, Any]:
         "latency": record.e2el_s,
         "ttft": record.ttft_s,
         "tpot": record.tpot_s,
-        "itl": itl,
+        "itl": record.itl_s,
         "time_points": [] if record.sent_s is None else [record.sent_s, *record.token_times_s],
         "first_chunk_ttft": record.first_chunk_latency_s,
         "scheduled_time": record.scheduled_s,
@@ -275,20 +271,6 @@ def _detail(record: Record) -> dict[str, Any]:
         "failure": record.failure,
         "finish_reason": record.finish_reason,
     }
-
-
-def _prefill(run: Run, window: WindowSummary) -> Distribution | None:
-    """Input tokens over TTFT, of each request that was sent within the window."""
-    return distribution(
-        record.num_prompt_tokens / record.ttft_s
-        for record in run.records
-        if record.succeeded
-        and record.sent_s is not None
-        and window.begin_s <= record.sent_s < window.end_s
-        and window.modality in ("all", record.modality)
-        and record.num_prompt_tokens is not None
-        and record.ttft_s
-    )
 
 
 def _share(share: Share) -> str:

@@ -94,7 +94,7 @@ class Run:
 
     @property
     def rate(self) -> float | None:
-        """Requests a second as planned, of a ramp or a trace on average; None in a closed loop."""
+        """Requests a second as planned, of a trace on average; None in a closed loop."""
         load = load_of(self.settings)
         if isinstance(load, ClosedLoop):
             return None

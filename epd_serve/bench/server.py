@@ -7,20 +7,12 @@ import os
 import msgspec
 
 from device.datasheets import emulated_kind
-from epd_serve.bench.client import Exchange, HttpClient
+from epd_serve.bench.client import HttpClient
 from epd_serve.bench.types import StageSpan
 
 #: A gateway may hold its first answer back until its instances have loaded their model.
 MEET_TIMEOUT_S = 60.0
 _DASHBOARD_TIMEOUT_S = 10.0
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
 
 
 class _Stage(msgspec.Struct):
@@ -81,7 +73,10 @@ class Server:
             raise ValueError(f"{url} refuses the API key (HTTP 401: {answer.detail}); export OPENAI_API_KEY=KEY")
         if answer.failure is not None:
             raise ValueError(f"{url}/v1/models: {answer.failure}: {answer.detail}; is --base-url right?")
-        names = _model_names(answer)
+        try:
+            names = [str(one["id"]) for one in msgspec.json.decode(bytes(answer.body))["data"]]
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            names = []
         if not model and len(names) != 1:
             raise ValueError(f"{url} has the models {', '.join(names) or '(none)'}; name one with --model")
         if model and names and model not in names:
@@ -141,10 +136,3 @@ class Server:
             return msgspec.json.decode(bytes(answer.body), type=_Dashboard)
         except msgspec.MsgspecError:  # another program's dashboard
             return None
-
-
-def _model_names(answer: Exchange) -> list[str]:
-    try:
-        return [one.id for one in msgspec.json.decode(bytes(answer.body), type=_Models).data]
-    except msgspec.MsgspecError:
-        return []

@@ -33,8 +33,7 @@ from epd_serve.rpc.descriptors import raise_limit
 _STAGES_INTERVAL_S = (0.25, 1.0)
 #: Added to the seed for warm-ups: other pictures and texts, so that no cache has those that are measured.
 _WARM_UP_SEED = 7_919
-#: Between two lines of progress, on a terminal and in a file.
-_PROGRESS_S = (1.0, 10.0)
+_PROGRESS_S = 5.0
 _NUM_RECENT = 64
 
 
@@ -148,16 +147,15 @@ class Session:
 
     async def _show_progress(self, runner: Runner, settings: RunSettings) -> None:
         began_s, sent = perf_counter(), 0
-        interval_s = _PROGRESS_S[0 if self.console.is_terminal else 1]
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(_PROGRESS_S)
             recent = runner.records[-_NUM_RECENT:]
             failed = sum(record.failure is not None for record in runner.records)
             line = "  ".join(
                 (
                     settings.label or settings.workload,
                     f"{len(runner.records)}/{settings.num_requests}",
-                    f"{(runner.num_sent - sent) / interval_s:.1f} req/s",
+                    f"{(runner.num_sent - sent) / _PROGRESS_S:.1f} req/s",
                     f"POST={runner.num_sent} FAIL={failed} FINISH={len(runner.records)}",
                     f"TTFT={_median_ms([one.ttft_s for one in recent])}",
                     f"TPOT={_median_ms([one.tpot_s for one in recent])}",
@@ -165,12 +163,10 @@ class Session:
                 )
             )
             sent = runner.num_sent
-            # on a terminal each line overwrites the last one
-            end = "\r" if self.console.is_terminal else "\n"
-            self.console.print(line, end=end, soft_wrap=True, highlight=False, markup=False)
+            self._say(line)
 
     def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False)
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 
 async def _watch_stages(server: Server) -> None:

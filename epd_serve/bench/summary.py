@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from epd_serve.bench.plan import ClosedLoop, Ramp, load_of
+from epd_serve.bench.plan import ClosedLoop, load_of
 from epd_serve.bench.statistics import (
     distribution,
     is_growing,
@@ -32,6 +32,9 @@ FIGURES: dict[str, Callable[[Record], float | None]] = {
     "send_lag": lambda one: one.send_lag_s,
     "input_tokens": lambda one: one.num_prompt_tokens,
     "output_tokens": lambda one: one.num_output_tokens,
+    "prefill_token_throughput": lambda one: (
+        one.num_prompt_tokens / one.ttft_s if one.ttft_s and one.num_prompt_tokens is not None else None
+    ),
     "output_token_throughput": lambda one: one.num_output_tokens / one.e2el_s if one.e2el_s else None,
 }
 
@@ -40,10 +43,8 @@ def summarise(settings: RunSettings, records: Sequence[Record], tester: ClientLo
     """Return the figures of a run. Raises ValueError where there is no record."""
     if not records:
         raise ValueError("the run has no finished request")
-    window = None
     load = load_of(settings)
-    if not isinstance(load, Ramp):  # whose rate never stands still
-        window = stable_window(records, load.concurrency if isinstance(load, ClosedLoop) else None)
+    window = stable_window(records, load.concurrency if isinstance(load, ClosedLoop) else None)
     modalities = sorted({record.modality for record in records})
     of = {name: [one for one in records if one.modality == name] for name in modalities if len(modalities) > 1}
     summary = Summary(
@@ -58,7 +59,7 @@ def summarise(settings: RunSettings, records: Sequence[Record], tester: ClientLo
     summary.warnings = [
         *_warn_of_tester(settings, records, tester, summary),
         *_warn_of_server(settings, records, summary),
-        *_warn_of_numbers(settings, summary),
+        *_warn_of_numbers(summary),
     ]
     return summary
 
@@ -225,7 +226,7 @@ def _warn_of_server(settings: RunSettings, records: Sequence[Record], summary: S
             f"{waited} requests waited for one of {settings.max_concurrency} client slots: that time is in the "
             "latencies from the scheduled time, not in those from the send."
         )
-    if not isinstance(load_of(settings), ClosedLoop | Ramp) and total.num_requests >= 30:
+    if not isinstance(load_of(settings), ClosedLoop) and total.num_requests >= 30:
         times = [record.sent_s for record in records if record.sent_s is not None]
         if times and is_growing(load_curve(records), min(times), max(times)):
             found.append(
@@ -240,12 +241,12 @@ def _warn_of_server(settings: RunSettings, records: Sequence[Record], summary: S
     return found
 
 
-def _warn_of_numbers(settings: RunSettings, summary: Summary) -> list[str]:
+def _warn_of_numbers(summary: Summary) -> list[str]:
     found = []
     number = summary.total.num_succeeded
     if shaky := [q for q in (90, 95, 99) if number < least_number(q)]:
         names = ", ".join(f"p{q} (needs {least_number(q)})" for q in shaky)
         found.append(f"{number} answers are too few for {names}.")
-    if summary.stable is None and not isinstance(load_of(settings), Ramp):
+    if summary.stable is None:
         found.append("No window of the run is stable with ten requests or more; the figures are of the whole run.")
     return found

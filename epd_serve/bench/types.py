@@ -236,7 +236,7 @@ class RunSettings(msgspec.Struct, kw_only=True):
     """Everything that is needed to repeat a run.
 
     Attributes:
-        arrivals: as typed: poisson, constant, gamma:0.5, ramp:1:12, closed:16, trace.
+        arrivals: as typed: poisson, constant, gamma:0.5, closed:16, trace.
         rate: requests a second, of poisson, constant and gamma.
         time_scale: factor on a trace's times.
         max_concurrency: of the client; waiting for a slot counts as latency from the scheduled time.
@@ -304,7 +304,8 @@ class WindowSummary(msgspec.Struct, kw_only=True):
         modality: "all" or one of the items'.
         figures: of successes, by name; a name is absent where nothing was measured. In seconds: ttft,
             ttft_scheduled, first_chunk, tpot, itl, e2el, e2el_scheduled, send_lag. In tokens: input_tokens,
-            output_tokens; tokens/s of one request: output_token_throughput.
+            output_tokens. In tokens/s of one request: output_token_throughput, prefill_token_throughput (input
+            tokens over TTFT).
         attainment: share of requests that kept both limits, by TTFT from the scheduled time; failures kept none.
         duration_s: from the first request to the last answer; of a stable window its length.
         goodput: requests a second that kept the SLO; effective_throughput: their output tokens a second.

@@ -24,7 +24,7 @@ def bench(
         float | None, typer.Option(min=0.1, help="Seconds of requests at each rate, over --num-requests.")
     ] = None,
     arrivals: Annotated[
-        str, typer.Option(help="poisson, constant, gamma:SHAPE, ramp:FROM:TO, trace or closed:CONCURRENCY.")
+        str, typer.Option(help="poisson, constant, gamma:SHAPE, trace or closed:CONCURRENCY.")
     ] = "poisson",
     rate: Annotated[
         float | None, typer.Option(help="Requests/s; with --find-goodput the first to be tried.")

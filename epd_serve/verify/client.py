@@ -124,13 +124,15 @@ class Reply:
         return content
 
     def usage(self) -> dict[str, int]:
+        """Return the three counts; details, as of cached tokens, may differ between equal requests."""
         holder = self.events[-1] if self.is_stream else self.json()
         usage = holder.get("usage")
         if not isinstance(usage, dict):
             raise Failed("there is no usage")
-        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-            require(type(usage.get(name)) is int, f"usage.{name} is no integer")
-        return usage
+        counts = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+        for name, count in counts.items():
+            require(type(count) is int, f"usage.{name} is no integer")
+        return counts
 
 
 class Client:
