@@ -66,17 +66,6 @@ class Grid:
         """Return the runs at one load, by label."""
         return {label: self.runs[label, load] for label in self.labels if (label, load) in self.runs}
 
-    def goodput(self, label: str) -> float:
-        """Return the highest load that is served, on the straight line between two loads; 0 where none is."""
-        best, before = 0.0, (0.0, 1.0)
-        for load, run in self.of(label):
-            share = run.total.attainment.value
-            if share < self.share:
-                at, good = before
-                return max(best, at + (load - at) * (good - self.share) / (good - share)) if best else 0.0
-            best, before = load, (load, share)
-        return best
-
     def verdict(self, label: str) -> str:
         """Return a sentence: up to which load a deployment keeps the SLO, and which limit breaks first."""
         held: float | None = None

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from blake3 import blake3
-
-from epd_serve.bench.types import Item, Media, RunSettings, Workload
+from epd_serve.bench.types import Item, RunSettings, Workload
 
 _EXAMPLES = "'poisson', 'constant', 'gamma:0.5', 'trace' or 'closed:16'"
 
@@ -175,23 +173,6 @@ def make_plan(items: Sequence[Item], load: Load, seed: int) -> Plan:
         return Plan(chains=sorted(chains, key=lambda chain: chain.at_s or 0.0), time_scale=load.time_scale)
     times = load.times(len(turns), seed)
     return Plan(chains=[Chain(items=some, at_s=at_s) for some, at_s in zip(turns, times, strict=True)])
-
-
-def digest(items: Iterable[Item]) -> str:
-    """blake3 over all that the items send; equal digests are equal workloads."""
-    whole = blake3()
-    for item in items:
-        whole.update(repr((item.index, item.max_tokens, item.conversation, item.turn, item.think_s)).encode())
-        whole.update(repr((item.arrival_s, sorted(item.fields.items()))).encode())
-        for message in item.messages:
-            whole.update(message.role.encode())
-            for part in message.parts:
-                if isinstance(part, Media):
-                    whole.update(f"\0{part.mime}\0{part.url}\0{len(part.data)}\0".encode())
-                    whole.update(part.data)
-                else:
-                    whole.update(part.encode())
-    return whole.hexdigest()
 
 
 def _arrival(item: Item) -> float:

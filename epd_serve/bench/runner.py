@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -41,7 +40,7 @@ class Runner:
         self._client = client
         self._settings = settings
         self._headers = headers
-        self._slots = None if settings.max_concurrency is None else asyncio.Semaphore(settings.max_concurrency)
+        self._slots = asyncio.Semaphore(settings.max_concurrency or 1 << 30)
         self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._zero_s = 0.0
@@ -111,17 +110,21 @@ class Runner:
                 return
             self.records.append(record)
             if record.failure is not None:
-                self._give_up(chain.items[turn + 1 :], turn, record.finish_s)
+                at_s = record.finish_s
+                detail = f"turn {turn} failed"
+                for later in chain.items[turn + 1 :]:  # never sent, and failures all the same
+                    never = {"scheduled_s": at_s, "finish_s": at_s, "failure": Failure.NOT_SENT, "detail": detail}
+                    self.records.append(Record(**_names(later), **never))
                 return
             history += [*map(wire_message, item.messages), {"role": "assistant", "content": record.text}]
 
     async def _request(self, item: Item, body: bytes, scheduled_s: float) -> Record | None:
         """Send one request; None where the run was stopped before a slot was free."""
         since_s = self._now()
-        async with self._slot():
+        async with self._slots:
             if self._stopping.is_set():
                 return None
-            slot_wait_s = 0.0 if self._slots is None else self._now() - since_s
+            slot_wait_s = self._now() - since_s
             exchange = Exchange(Answer())
             self.active.add(exchange)
             self.num_sent += 1
@@ -134,26 +137,6 @@ class Runner:
             finally:
                 self.active.remove(exchange)
         return self._record(item, exchange, len(body), scheduled_s, slot_wait_s)
-
-    @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        if self._slots is None:
-            yield
-        else:
-            async with self._slots:
-                yield
-
-    def _give_up(self, items: Sequence[Item], failed: int, at_s: float) -> None:
-        """Record the turns behind one that failed: they are never sent, and count as failures."""
-        for item in items:
-            never = Record(
-                **_names(item),
-                scheduled_s=at_s,
-                finish_s=at_s,
-                failure=Failure.NOT_SENT,
-                detail=f"turn {failed} failed",
-            )
-            self.records.append(never)
 
     def _record(
         self, item: Item, exchange: Exchange, num_bytes: int, scheduled_s: float, slot_wait_s: float

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from epd_serve import __version__
 from epd_serve.bench.client import HttpClient
-from epd_serve.bench.plan import ClosedLoop, Plan, digest, load_of, make_plan, take_items
+from epd_serve.bench.plan import ClosedLoop, Plan, load_of, make_plan, take_items
 from epd_serve.bench.run import Run
 from epd_serve.bench.runner import Runner
 from epd_serve.bench.server import Server
@@ -58,7 +58,6 @@ class Session:
         items = take_items(workload, settings.num_requests or None, settings.seed)
         warm_ups = list(islice(workload.items(settings.seed + _WARM_UP_SEED), settings.num_warmups))
         settings.num_requests = len(items)
-        settings.workload_digest = digest(items)
         plan = make_plan(items, load_of(settings), settings.seed)
         raise_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

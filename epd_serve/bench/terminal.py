@@ -9,34 +9,29 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from epd_serve.bench.grid import HEADER, make_grids
+from epd_serve.bench.result_files import common_metrics, performance_rows
 from epd_serve.bench.run import Run
 from epd_serve.bench.summary import MS
-from epd_serve.bench.types import Distribution, WindowSummary
-
-_ROWS = (
-    ("TTFT ms", "ttft", MS),
-    ("TTFT scheduled ms", "ttft_scheduled", MS),
-    ("first chunk ms", "first_chunk", MS),
-    ("TPOT ms", "tpot", MS),
-    ("ITL ms", "itl", MS),
-    ("E2EL ms", "e2el", MS),
-    ("send lag ms", "send_lag", MS),
-    ("input tokens", "input_tokens", 1.0),
-    ("output tokens", "output_tokens", 1.0),
-)
 
 
 def show_run(console: Console, run: Run) -> None:
-    """Print latencies, rates, times by stage, and the warnings of one run."""
-    summary = run.summary
-    for name, window in (("all requests", summary.total), ("stable window", summary.stable)):
-        if window is not None:
-            console.print(_latencies(f"{run.settings.label or run.settings.workload}: {name}", window.figures))
-    console.print(_rates(run))
-    for name, one in summary.total.stages.items():
+    """Print the figures of one run under AISBench's names, times by stage, and the warnings."""
+    header, *rows = performance_rows(run)
+    table = _figures_table(*header[:1], *header[2:], title=f"{run.label}: {run.workload_name}, {run.load_text}")
+    for name, stage, *cells, number in rows:
+        if stage == "total":
+            table.add_row(name, *map(_rounded, cells), number)
+    console.print(table)
+    metrics = common_metrics(run)
+    stages = [stage for stage in ("total", "stable") if stage in metrics["Total Requests"]]
+    table = _figures_table("", *stages)
+    for name, by_stage in metrics.items():
+        table.add_row(name, *(str(by_stage[stage]) for stage in stages))
+    console.print(table)
+    for name, one in run.total.stages.items():
         text = f"  stage {name}: median {MS * one.median:.1f} ms, p90 {MS * one.p90:.1f} ms ({one.n} requests)"
         console.print(text, highlight=False)
-    for warning in summary.warnings:
+    for warning in run.summary.warnings:
         console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
 
 
@@ -49,15 +44,19 @@ def show_runs(console: Console, runs: Sequence[Run], share: float) -> None:
         for label in grid.labels:
             console.print(grid.verdict(label), style="bold", highlight=False, markup=False, soft_wrap=True)
         console.print(f"{grid.workload}; good: {grid.slo_text}", highlight=False, markup=False)
-        table = _figures_table(HEADER[0], grid.unit.replace(" per ", "\nper "), *_short(HEADER[1:]))
+        names = [name.replace(" per device", "\nper device").replace(" ", "\n", 1) for name in HEADER[1:]]
+        table = _figures_table(HEADER[0], grid.unit.replace(" per ", "\nper "), *names)
         for load in grid.loads:
             for label, *cells in grid.rows(load):
                 table.add_row(label, f"{load:.4g}", *cells)
         console.print(table)
 
 
-def _short(names: Sequence[str]) -> list[str]:
-    return [name.replace(" per device", "\nper device").replace(" ", "\n", 1) for name in names]
+def _rounded(cell: str) -> str:
+    """Return AISBench's text with as many digits as fit a terminal."""
+    number, _, unit = cell.partition(" ")
+    value = float(number)
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.2f} {unit}"
 
 
 def _figures_table(first: str, *columns: str, title: str = "") -> Table:
@@ -66,45 +65,3 @@ def _figures_table(first: str, *columns: str, title: str = "") -> Table:
     return Table(
         Column(first, no_wrap=True), *figures, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0
     )
-
-
-def _latencies(title: str, figures: dict[str, Distribution]) -> Table:
-    table = _figures_table("", "mean", "min", "max", "median", "p75", "p90", "p99", "N", title=title)
-    for label, name, scale in _ROWS:
-        if (one := figures.get(name)) is not None:
-            values = (one.mean, one.min, one.max, one.median, one.p75, one.p90, one.p99)
-            table.add_row(label, *(_number(value * scale) for value in values), str(one.n))
-    return table
-
-
-def _rates(run: Run) -> Table:
-    summary, slo = run.summary, run.settings.slo
-    windows = {"total": summary.total} | ({"stable": summary.stable} if summary.stable else {})
-    windows |= summary.by_modality
-    table, each = _figures_table("", *windows), list(windows.values())
-    row = table.add_row
-    row("requests (failed)", *(f"{one.num_requests} ({one.num_failed})" for one in each))
-    row("duration s", *(f"{one.duration_s:.2f}" for one in each))
-    row("planned → sent req/s", *(_planned(one) for one in each))
-    row("finished req/s", *(f"{one.request_throughput:.3f}" for one in each))
-    row("input tok/s", *(f"{one.input_token_throughput:.1f}" for one in each))
-    row("output tok/s", *(f"{one.output_token_throughput:.1f}" for one in each))
-    row("concurrency mean (max)", *(f"{one.mean_concurrency:.1f} ({one.max_concurrency})" for one in each))
-    row(f"TTFT ≤ {slo.ttft_ms:g}, TPOT ≤ {slo.tpot_ms:g} ms", *(_attainment(one) for one in each))
-    row("goodput req/s per device", *(f"{one.goodput_per_device:.3f}" for one in each))
-    row("effective tok/s per device", *(f"{one.effective_throughput_per_device:.1f}" for one in each))
-    return table
-
-
-def _planned(window: WindowSummary) -> str:
-    planned = "-" if window.planned_rate is None else f"{window.planned_rate:.2f}"
-    return f"{planned} → {window.achieved_rate:.2f}"
-
-
-def _attainment(window: WindowSummary) -> str:
-    one = window.attainment
-    return f"{one.value:.1%} ({100 * one.low:.1f}–{100 * one.high:.1f} %)"
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.2f}"

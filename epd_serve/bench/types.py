@@ -244,7 +244,6 @@ class RunSettings(msgspec.Struct, kw_only=True):
         fields: added to every request's JSON body.
         label: name of the measured deployment in tables.
         versions: of this program, Python, and the server where it states one.
-        workload_digest: blake3 over all requests' bytes.
         topology: as our gateway states it, "" elsewhere.
         emulated: the emulated devices, as "emulated h200"; "" where there is none.
     """
@@ -267,7 +266,6 @@ class RunSettings(msgspec.Struct, kw_only=True):
     versions: dict[str, str] = {}
     argv: list[str] = []
     created_unix_s: float = 0.0
-    workload_digest: str = ""
     topology: str = ""
     emulated: str = ""
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.bench.plan import ClosedLoop, Constant, Gamma, Trace, digest, make_plan, parse_load
+from epd_serve.bench.plan import ClosedLoop, Constant, Gamma, Trace, make_plan, parse_load
 from epd_serve.bench.types import Item, Media, Message
 
 
@@ -72,11 +72,3 @@ def test_a_trace_keeps_its_times() -> None:
     assert [(chain.items[0].index, chain.at_s) for chain in plan.chains] == [(1, 0.5), (0, 1.5)]
     with pytest.raises(ValueError, match="brings no times along"):
         make_plan([item(0)], Trace(), 0)
-
-
-def test_the_digest_sees_every_byte() -> None:
-    base = digest([item(0)])
-    assert digest([item(0)]) == base
-    assert digest([item(0, fields={"top_k": 1})]) != base
-    other = Message(role="user", parts=("x", Media(mime="image/png", data=b"13")))
-    assert digest([Item(index=0, messages=(other,), max_tokens=4, workload="w")]) != base
