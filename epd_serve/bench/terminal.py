@@ -55,7 +55,7 @@ def show_runs(console: Console, runs: Sequence[Run], share: float) -> None:
 def _rounded(cell: str) -> str:
     """Return AISBench's text with as many digits as fit a terminal."""
     number, _, unit = cell.partition(" ")
-    value = float(number)
+    value, unit = float(number), unit.replace("token", "tok")
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.2f} {unit}"
 
 
