@@ -43,7 +43,6 @@ from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.rpc.cluster import check_cluster_key, cluster_key
 from epd_serve.rpc.tls import TlsFiles, tls_files
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
-from epd_serve.topology.placement import split_host
 from epd_serve.types import Role
 
 DEMO_MODEL = "demo"
@@ -59,12 +58,7 @@ def _read_topology(value: object) -> Topology:
     return parse_topology(value)
 
 
-def _check_device(text: str) -> str:
-    _check_local(split_host(text)[1])
-    return text
-
-
-def _check_local(name: str) -> str:
+def _check_device(name: str) -> str:
     if name == "cpu" or re.fullmatch(r"(cuda|npu):\d+", name):
         return name
     kind, _, chip = name.partition(":")
@@ -102,12 +96,6 @@ def _read_devices(value: object) -> object:
         many = None if many and many[1] == "cpu" else many
         names += [f"{many[1]}:{index}" for index in range(int(many[2]))] if many else [one]
     return tuple(names)
-
-
-class HostConfig(Section):
-    """A machine of the deployment."""
-
-    address: Hot[str] = Field(min_length=1, description="Under which gateway and other hosts reach it.")
 
 
 class TlsConfig(Section):
@@ -176,13 +164,7 @@ class DeploymentConfig(SharedConfig):
         "clusters. Else a list: cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
         "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 is this machine with the memory, the asynchrony "
         "and the speed of an accelerator, where its cores are not slower; emulated:FILE.json takes those of a "
-        "device that 'epd-serve profile' measured, with a path relative to this file. "
-        "n1/npu:0 is one of the host n1.",
-    )
-    hosts: Hot[dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*$")], HostConfig]] = Field(
-        default_factory=dict,
-        description="Machines whose devices the list names, as in {n1: {address: 10.0.0.1}}; on each runs "
-        "'epd-serve agent FILE --host-name n1 --join URL'. {}: there is this one.",
+        "device that 'epd-serve profile' measured, with a path relative to this file.",
     )
     restart: Anew[Literal["on-failure", "never"]] = Field(
         default="on-failure",
@@ -241,18 +223,6 @@ class DeploymentConfig(SharedConfig):
         if "topology" in info.data:
             place(info.data["topology"], devices)
         return devices
-
-    @model_validator(mode="after")
-    def _hosts_are_known(self) -> DeploymentConfig:
-        named = {split_host(device)[0] for device in self.devices}
-        if unknown := sorted(named - {*self.hosts} - ({""} if not self.hosts else set())):
-            here = ", ".join(self.hosts) or "none"
-            raise ValueError(
-                f"devices: {unknown[0] or 'a device without a host'} is not among hosts; there are: {here}"
-            )
-        if self.hosts and not self.instances.base_port:
-            raise ValueError("hosts: others must know the instances' ports; set instances.base_port, as in 8100")
-        return self
 
     @model_validator(mode="after")
     def _engine_can(self) -> DeploymentConfig:
@@ -395,11 +365,6 @@ class DeploymentConfig(SharedConfig):
         if isinstance(self.model, ShapeConfig):
             raise ValueError(f"model: shape_of {self.model.shape_of} has no weights")
         return self.model
-
-    @property
-    def agent_port(self) -> int:
-        """The port of each host's agent: the one before those of the instances."""
-        return self.instances.base_port - 1
 
     def placement(self) -> tuple[InstancePlacement, ...]:
         return place(self.topology, self.devices)

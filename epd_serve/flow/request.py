@@ -70,15 +70,12 @@ class Fleet(Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_attempts: of a request, or of each of its choices, the first included.
-        wait_s: how long it waits for an instance where none is left for a stage: from when it lost its own,
-            or from when there was the last one.
         encode_timeout_s: how long an encoder has for an item; P waits for the feature for twice that.
     """
 
     table: InstanceTable
     router: Router
     max_attempts: int
-    wait_s: float
     encode_timeout_s: float
 
 
@@ -209,9 +206,9 @@ class RequestFlow:
         fleet, model, demand, history = self.fleet, self.asked.model, self.asked.demand, self._history
         table, choose = fleet.table, fleet.router.routes.choose_route
         if self._waits_for is None:
-            wait_s, expected_s = fleet.wait_s, 0.0
+            expected_s = 0.0
             if event.complete_at_s is not None:
-                expected_s = event.complete_at_s + wait_s - event.now_s
+                expected_s = event.complete_at_s + event.wait_s - event.now_s
             self._is_awaited = expected_s > 0
             if history.failure is None:
                 try:
@@ -222,7 +219,7 @@ class RequestFlow:
                 except Unavailable as failure:
                     self._waits_for, self._until_s = failure, event.now_s + expected_s
             else:
-                self._waits_for, self._until_s = history.failure, event.now_s + wait_s
+                self._waits_for, self._until_s = history.failure, event.now_s + event.wait_s
         exclude = history.suspects()
         try:
             route = choose(table, model, exclude=exclude, demand=demand)
@@ -237,8 +234,8 @@ class RequestFlow:
         else:
             why = self._waits_for
             assert why is not None
-            if is_worth_waiting and why is history.failure and fleet.wait_s:
-                why = why.with_more(f"nothing could take over within {fleet.wait_s:g} s (gateway.failover.wait_s)")
+            if is_worth_waiting and why is history.failure and event.wait_s:
+                why = why.with_more(f"nothing could take over within {event.wait_s:.3g} s")
             self._end_request(do.Fail(why))
         return None
 

@@ -27,9 +27,9 @@ from epd_serve.launch.processes.process import (
     RunningProcess,
     spawn,
 )
-from epd_serve.launch.processes.runtime import AddressTaken, RuntimeDirectory
+from epd_serve.launch.processes.runtime import AddressTaken, Run, RuntimeDirectory
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
-from epd_serve.launch.rollout import DEFAULT_LIMITS, ApplyLimits, OwnGateway, Rollout
+from epd_serve.launch.rollout import DEFAULT_LIMITS, ApplyLimits, GatewayOrders, Rollout
 from epd_serve.types import Role
 
 #: What CPU instances run, transformers' part of it included that is imported when a model is loaded.
@@ -66,6 +66,7 @@ class LocalDeployment:
         self,
         config: DeploymentConfig,
         *,
+        file: Path | None = None,
         log_dir: Path | None = None,
         ready_timeout_s: float | None = None,
         backoff: Callable[[], Backoff] = Backoff,
@@ -75,6 +76,7 @@ class LocalDeployment:
     ) -> None:
         """Choose ports and prepare all command lines; nothing is started yet.
 
+        ``file``: by which ``epd-serve down`` and ``epd-serve logs`` find the deployment.
         Raises ValueError where a port is taken, by a gateway that is being started again too, or the model or a
         package is not there.
         """
@@ -99,7 +101,7 @@ class LocalDeployment:
         )
         try:
             specs = record.begin()
-            self._runtime = self._make_runtime(config.gateway.host, ports.gateway)
+            self._runtime = self._make_runtime(config.gateway.host, ports.gateway, file)
         except BaseException:
             self._give_back(keep_logs=False)
             raise
@@ -126,7 +128,7 @@ class LocalDeployment:
         )
         self._applier: Rollout | None = None
         if record.admin is not None:
-            orders = OwnGateway(record.admin, record)
+            orders = GatewayOrders(record.admin, record)
             self._applier = Rollout(record, self._supervisor, orders, self._make_forkable, on_apply)
         self._control: ControlServer | None = None
 
@@ -243,9 +245,15 @@ class LocalDeployment:
     def _new_fork_server(self, spec: ProcessSpec) -> ForkServer:
         return ForkServer(self._preloaded, spec.environment, self.log_dir / "fork-server.log")
 
-    def _make_runtime(self, host: str, port: int) -> RuntimeDirectory | None:
+    def _make_runtime(self, host: str, port: int, file: Path | None) -> RuntimeDirectory | None:
+        run = Run(
+            address=f"{host}:{port}",
+            log_dir=str(self.log_dir.resolve()),
+            file=None if file is None else str(file.resolve()),
+        )
+        run.write(self.log_dir)
         try:
-            return RuntimeDirectory.make(host, port)
+            return RuntimeDirectory.make(run)
         except AddressTaken:
             raise
         except ValueError as error:

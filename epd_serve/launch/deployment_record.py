@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from epd_serve.launch.vllm.installed import VllmFound
 from epd_serve.launch.vllm.process import VllmProcess, prepare_vllm
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.remembered import remember_role, remembered_role, role_file
-from epd_serve.types import Role, Stage
+from epd_serve.types import Role
 
 Prepared = PreparedInstance | VllmProcess
 #: Of the launcher's directory.
@@ -92,10 +91,6 @@ class DeploymentRecord:
     def placement(self, config: DeploymentConfig) -> Sequence[InstancePlacement]:
         """The instances of a deployment that belong here."""
         return config.placement()
-
-    def elsewhere(self, config: DeploymentConfig) -> Counter[Stage]:
-        """The number of instances of each stage that others look after."""
-        return Counter()
 
     def spec(self, name: str) -> ProcessSpec:
         """The process of an instance if it is started again, with the role that it has now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import psutil
 from device.datasheets import emulated_kind, emulated_sheet
 from device.present import accelerators, torch_lacks, visibility
 from epd_serve.config import DeploymentConfig, InstanceSettings, ShapeConfig, model_path
+from epd_serve.config.gateway import read_secret
 from epd_serve.config.model_files import check_max_model_len, check_model_files, read_model_config
 from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
 from epd_serve.cost.shape import LanguageShape, ModelShape, shape_from_config, shape_of
@@ -39,14 +41,52 @@ def check_deployment(config: DeploymentConfig, environment: Mapping[str, str]) -
     faults += device_faults(config, environment)
     if checkpoint is not None and not faults:
         faults += _memory_faults(config, *checkpoint)
-    try:
-        if (tls := config.read_tls()) is not None:
-            tls.check(config.instances.host)
-        choose_ports(config)
-    except ValueError as error:
-        faults.append(str(error))
+    for check in (_check_secrets, _check_tls, choose_ports):
+        try:
+            check(config)
+        except ValueError as error:
+            faults.append(str(error))
+    faults += _file_faults(config)
     if faults:
         raise ValueError("\n".join(dict.fromkeys(faults)))
+
+
+def _check_secrets(config: DeploymentConfig) -> None:
+    """Raise ValueError where a secret is not where the file says."""
+    gateway = config.gateway
+    config.read_cluster_key()
+    read_secret(gateway.api_key, "gateway.api_key")
+    read_secret(gateway.admin.key, "gateway.admin.key")
+    read_secret(gateway.admin.join_key, "gateway.admin.join_key")
+
+
+def _check_tls(config: DeploymentConfig) -> None:
+    if (tls := config.read_tls()) is not None:
+        tls.check(config.instances.host)
+
+
+def _file_faults(config: DeploymentConfig) -> Iterator[str]:
+    """A sentence for each file that is not there, and each directory that cannot be written to."""
+    if config.trace is not None and (lack := _unwritable(config.trace)):
+        yield f"trace: {lack}"
+    log = config.gateway.access_log
+    if log not in (None, "-") and (lack := _unwritable(Path(log or "").parent)):
+        yield f"gateway.access_log: {lack}"
+    devices = config.elastic.drift.devices
+    if devices is not None and not devices.is_file():
+        yield f"elastic.drift.devices: there is no file {devices}"
+
+
+def _unwritable(directory: Path) -> str:
+    """The reason why there can be no files in a directory that may have to be made; "" where there can."""
+    there = next(one for one in (directory.absolute(), *directory.absolute().parents) if one.exists())
+    if not there.is_dir():
+        return f"{there} is a file; name a directory"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ""
+    except OSError as error:
+        return f"{there} cannot be written to ({error.strerror}); name another directory"
 
 
 def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShape | None, int]:

@@ -76,7 +76,6 @@ class Dispatcher:
                 table=instances.table,
                 router=instances.router,
                 max_attempts=settings.gateway.failover.max_attempts,
-                wait_s=settings.failover_wait_s,
                 encode_timeout_s=settings.encode_timeout_s,
             )
         pieces = await prompt_pieces(job, instances.table) if instances.router.routes.uses_prefix else ()
@@ -133,7 +132,7 @@ class Dispatch(Struct, eq=False):
                     if step.until_s is not None:
                         await asyncio.sleep(_LOOK_AGAIN_S)
                     avoid = health.held_back() if health.returning else ()
-                    self.feed(on.Look(time.monotonic(), health.was_complete_at, avoid))
+                    self.feed(on.Look(time.monotonic(), health.wait_s, health.was_complete_at, avoid))
                 elif isinstance(step, do.Name):
                     refs = [await item.name(step.fingerprint) for item in job.items]
                     self.feed(on.Named(refs, [item.param for item in job.items]))

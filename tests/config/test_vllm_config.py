@@ -78,10 +78,15 @@ def test_the_deployments_in_deploy_are_valid_and_their_paths_are_theirs(file: Pa
 
 
 @pytest.mark.parametrize(
-    ("engine", "given", "waits_s"), [("native", "", 10.0), ("vllm", "", 0.0), ("vllm", "{wait_s: 90}", 90.0)]
+    ("text", "start_s", "waits_s"),
+    [
+        ("", 4.0, 61.0),
+        ("engine: vllm", 60.0, 145.0),
+        ("hang_timeout_s: 2", 4.0, 19.0),
+        ("hang_timeout_s: null", 4.0, 16.0),
+        ("gateway: {request_timeout_s: 20}", 4.0, 20.0),
+        ("gateway: {failover: {wait_s: 90}}", 4.0, 90.0),
+    ],
 )
-def test_a_restart_that_takes_a_minute_is_not_waited_for_unless_asked(
-    engine: str, given: str, waits_s: float
-) -> None:
-    config = parse_config(f"engine: {engine}\ngateway: {{failover: {given or '{}'}}}")
-    assert GatewaySettings.of(config, "127.0.0.1").failover_wait_s == waits_s
+def test_a_request_waits_as_long_as_the_replacement_takes(text: str, start_s: float, waits_s: float) -> None:
+    assert GatewaySettings.of(parse_config(text), "127.0.0.1").replacement_wait_s(start_s) == waits_s

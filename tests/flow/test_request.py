@@ -72,11 +72,11 @@ class World:
         self.table = InstanceTable([(name, f"http://{name}") for name in INSTANCES])
         for name, role in INSTANCES.items():
             self.table.update(name, instance_info(name, role, splits_videos=True), contains=0)
+        self.wait_s = self.pick(0.0, 10.0)
         self.fleet = Fleet(
             table=self.table,
             router=Router(),
             max_attempts=self.pick(1, 2, 3, 4),
-            wait_s=self.pick(0.0, 10.0),
             encode_timeout_s=15.0,
         )
         # the last two items are the same picture
@@ -162,7 +162,7 @@ class World:
                 self.listens = True
             case do.Wait(until_s):
                 if until_s is not None:
-                    latest_s = self.failed_s + self.fleet.wait_s
+                    latest_s = self.failed_s + self.wait_s
                     assert self.now_s < until_s <= latest_s, "it waits no longer than it may"
                 self.step = action
                 if until_s is None:
@@ -239,7 +239,7 @@ class World:
         if self.step.until_s is not None:
             self.now_s += self.pick(1.0, 0.05, 4.0)
         self.step = None
-        self.tell(on.Look(self.now_s, 100.0 if self.expects else None))
+        self.tell(on.Look(self.now_s, self.wait_s, 100.0 if self.expects else None))
 
     def _named(self) -> None:
         self.step = None

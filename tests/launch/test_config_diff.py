@@ -13,7 +13,13 @@ from told import told
 from epd_serve.config import DeploymentConfig, InstanceOptions, parse_config
 from epd_serve.config.role_files import remember
 from epd_serve.launch.commands import hccl_variables
-from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
+from epd_serve.launch.config_diff import (
+    Difference,
+    changed_options,
+    check_open_api,
+    check_same_deployment,
+    difference,
+)
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.vllm.installed import VllmFound
@@ -245,3 +251,37 @@ def test_other_vllm_instances_start_before_those_of_before_stop(vllm: Callable[[
     assert in_turn(own, mixed) == ["start", "stop"], "P and D have other settings"
     with pytest.raises(ValueError, match=r"hand on features by store and KV by None; the file's .* and mooncake"):
         check_same_deployment(parse_config(f"topology: E-PD\n{VLLM}"), held.config)
+
+
+KEYS = "{api_keys: [{name: alice, hash: 'sha256:%s'}]}" % ("0" * 64)
+
+
+def test_each_changed_option_is_named_and_no_secret_shown() -> None:
+    old = parse_config(f"gateway: {KEYS}")
+    both = KEYS.replace("]}", ", {name: bob, hash: 'sha256:%s'}], max_queue: 10}" % ("1" * 64))
+    text = f"{{topology: E-P-2D, gateway: {both}, cluster_key: {'k' * 32}, roles: {{E: {{threads: 2}}}}}}"
+    new = parse_config(text)
+    said = changed_options(old, new)
+    assert {line.partition(":")[0] for line in said} == {
+        "topology",
+        "roles",
+        "cluster_key",
+        "gateway.api_keys",
+        "gateway.max_queue",
+    }
+    assert "gateway.api_keys: alice -> alice, bob" in said and 'topology: "E-P-D" -> "E-P-2D"' in said
+    assert not any("sha256" in line or "kkk" in line for line in said)
+    assert changed_options(old, old) == ()
+
+
+def test_an_api_that_would_become_open_is_refused_beyond_loopback_and_else_said() -> None:
+    local, everywhere = parse_config(f"gateway: {KEYS}"), parse_config(f"gateway: {KEYS[:-1]}, host: 0.0.0.0}}")
+    for old in (local, everywhere):
+        assert check_open_api(old, old) == ()
+        assert check_open_api(parse_config(""), old) == ()
+    (warning,) = check_open_api(local, parse_config(""))
+    assert "OPEN" in warning and "127.0.0.1 port 8000" in warning
+    with pytest.raises(ValueError, match=r"0\.0\.0\.0 port 8000"):
+        check_open_api(everywhere, parse_config("gateway: {host: 0.0.0.0}"))
+    with pytest.raises(ValueError, match="api_keys"):
+        check_open_api(everywhere, parse_config(""))

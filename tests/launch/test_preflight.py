@@ -21,7 +21,7 @@ import pytest
 
 from device import present
 from device.present import Accelerators, accelerators
-from epd_serve.config import DeploymentConfig, parse_config
+from epd_serve.config import DeploymentConfig, change_config, parse_config
 from epd_serve.demo import weights_dir
 from epd_serve.launch import preflight
 from epd_serve.launch.preflight import check_deployment
@@ -309,3 +309,28 @@ def test_ctrl_c_inside_a_callback_of_the_interpreter_is_not_lost() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (130, b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("gateway: {api_key: {env: EPD_SERVE_NOT_SET}}", "gateway.api_key"),
+        ("gateway: {admin: {port: 1, key: {file: DIR/none}}}", "gateway.admin.key"),
+        ("gateway: {admin: {port: 1, join_key: {env: EPD_SERVE_NOT_SET}}}", "gateway.admin.join_key"),
+        ("cluster_key: {env: EPD_SERVE_NOT_SET}", "cluster_key"),
+        ("trace: DIR/file/trace", "trace"),
+        ("trace: /proc/none", "trace"),
+        ("gateway: {access_log: DIR/file/log}", "gateway.access_log"),
+        ("tls: {ca: DIR/a, cert: DIR/b, key: DIR/c}", "tls.ca"),
+        (
+            "{slo: {ttft_ms: 9, tpot_ms: 9}, elastic: {drift: {enabled: true, devices: DIR/none}}}",
+            "elastic.drift.devices",
+        ),
+    ],
+)
+def test_what_the_file_names_is_looked_for(text: str, option: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = parse_config(text.replace("DIR", str(tmp_path)))
+    config = change_config(config, {"gateway": {"port": 0}})
+    with pytest.raises(ValueError, match=rf"(?m)^{option}: "):
+        check_deployment(config, {})

@@ -105,6 +105,17 @@ async def test_a_death_before_a_turn_ends_the_start(fakes: Any, tmp_path: Path) 
     assert set(fakes.pids) == {"p0"} and fakes.alive == set()
 
 
+async def test_an_end_with_exit_code_0_is_no_death(fakes: Any, tmp_path: Path) -> None:
+    running = Supervisor([fakes.spec("p1", "clean")], tmp_path, restart=False)
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=300)
+        os.kill(fakes.pids["p1"], signal.SIGTERM)
+        assert (await running.wait_failure()).end == "p1 stopped"
+    finally:
+        await running.stop()
+
+
 async def test_a_death_at_the_start_says_which_how_and_why(fakes: Any, tmp_path: Path) -> None:
     running = Supervisor([fakes.spec("e0"), fakes.spec("p0", "die")], tmp_path)
     try:

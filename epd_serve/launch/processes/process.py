@@ -119,13 +119,17 @@ class ProcessDied(RuntimeError):
     Attributes:
         name: the process.
         how: "exit code 1", "killed by SIGSEGV".
+        end: "p0 died: exit code 1", or "p0 stopped" where its exit code is 0.
         log_tail: the last lines of its output.
         log_file: all of it.
     """
 
-    def __init__(self, *, name: str, how: str, log_tail: list[str], log_file: Path) -> None:
+    def __init__(
+        self, *, name: str, how: str, log_tail: list[str], log_file: Path, is_clean: bool = False
+    ) -> None:
         quoted = "\n".join(f"    {line}" for line in log_tail) or "    (nothing)"
-        super().__init__(f"{name} died: {how}. The end of its log, {log_file}:\n{quoted}")
+        self.end = f"{name} stopped" if is_clean else f"{name} died: {how}"
+        super().__init__(f"{self.end}. The end of its log, {log_file}:\n{quoted}")
         self.name = name
         self.how = how
         self.log_tail = log_tail
@@ -302,12 +306,18 @@ class ManagedProcess:
             how = self._hung or f"killed by {signal.Signals(-code).name}"
             if -code == signal.SIGKILL and not self._hung and count_oom_kills() > self._num_oom_kills:
                 how += ", as the kernel killed a process because memory ran out"
-        return ProcessDied(name=self.spec.name, how=how, log_tail=self.log_tail(), log_file=self.log_file)
+        return ProcessDied(
+            name=self.spec.name,
+            how=how,
+            log_tail=self.log_tail(),
+            log_file=self.log_file,
+            is_clean=code == 0,
+        )
 
     def note(self, death: ProcessDied) -> None:
         """Write how the process ended behind what it said itself."""
         with suppress(OSError), self.log_file.open("a", encoding="utf-8") as log:  # a full disk
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {death.name} died: {death.how}\n")
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {death.end}\n")
 
     def log_tail(self) -> list[str]:
         """Return the last lines of the process's output: up to the exception that vLLM calls the root cause."""

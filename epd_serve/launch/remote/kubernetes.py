@@ -19,7 +19,7 @@ from epd_serve.config.keys import ADMIN_KEY, JOIN_KEY
 from epd_serve.config.model_files import HubModel
 from epd_serve.cost.shape import KNOWN_SHAPES
 from epd_serve.launch.processes.ports import ports_each
-from epd_serve.launch.remote.part import BASE_PORT
+from epd_serve.launch.remote.unit import BASE_PORT
 from epd_serve.launch.vllm.process import FEATURE_DIR, connectors_of
 from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology import InstancePlacement
@@ -162,8 +162,6 @@ def _check(config: DeploymentConfig) -> None:
         raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
     if config.tls is not None:
         raise ValueError("tls: pods have addresses that no certificate names; take it out, and use a service mesh")
-    if config.hosts:
-        raise ValueError("hosts are machines that you name; on Kubernetes the scheduler chooses: take them out")
     if config.elastic.enabled or config.elastic.drift.enabled:
         raise ValueError("elastic is a process of 'epd-serve up'; here KEDA scales: see --values, keda")
     files = {
@@ -301,7 +299,7 @@ class _Cluster:
         env[3]["valueFrom"]["secretKeyRef"]["optional"] = True
         if kind == "npu":
             env.append(_field("HCCL_IF_IP", "status.podIP"))
-        command = ["epd-serve", "agent", _FILE, "--unit", str(unit), "--name", "$(POD_NAME)"]
+        command = ["epd-serve", "instance", "--config", _FILE, "--unit", str(unit), "--name", "$(POD_NAME)"]
         command += ["--host", "$(POD_IP)", "--join", f"http://{self._name}-admin:{_ADMIN}"]
         step = ports_each(self._config)
         ports = [_port(one.name, BASE_PORT + step * index) for index, one in enumerate(members)]
@@ -316,7 +314,7 @@ class _Cluster:
             env.append({"name": FEATURE_DIR, "value": _FEATURES})
             volumes[_FEATURES] = _claimed("features", self._values.feature_claim or f"{self._name}-features")
         container = {
-            "name": "agent",
+            "name": "instances",
             "image": self._values.image,
             "command": [*command, "--health-port", str(_HEALTH)],
             "env": env,
