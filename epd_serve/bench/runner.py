@@ -110,11 +110,15 @@ class Runner:
                 return
             self.records.append(record)
             if record.failure is not None:
-                at_s = record.finish_s
-                detail = f"turn {turn} failed"
                 for later in chain.items[turn + 1 :]:  # never sent, and failures all the same
-                    never = {"scheduled_s": at_s, "finish_s": at_s, "failure": Failure.NOT_SENT, "detail": detail}
-                    self.records.append(Record(**_names(later), **never))
+                    never = Record(
+                        **_names(later),
+                        scheduled_s=record.finish_s,
+                        finish_s=record.finish_s,
+                        failure=Failure.NOT_SENT,
+                        detail=f"turn {turn} failed",
+                    )
+                    self.records.append(never)
                 return
             history += [*map(wire_message, item.messages), {"role": "assistant", "content": record.text}]
 

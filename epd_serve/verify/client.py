@@ -129,10 +129,10 @@ class Reply:
         usage = holder.get("usage")
         if not isinstance(usage, dict):
             raise Failed("there is no usage")
-        counts = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
-        for name, count in counts.items():
-            require(type(count) is int, f"usage.{name} is no integer")
-        return counts
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        for name in names:
+            require(type(usage.get(name)) is int, f"usage.{name} is no integer")
+        return {name: usage[name] for name in names}
 
 
 class Client:
