@@ -207,10 +207,10 @@ class Asker:
             num_warmups=2,
         )
         path = Path(tempfile.mkdtemp(dir=self.folder))
-        run, _ = session.begin(path, settings, load_workload(workload))
-        records = [one for one in run.records() if one.succeeded and len(one.token_times_s) > 2]
+        run = session.run(path, settings, load_workload(workload))
+        records = [one for one in run.records if one.succeeded and len(one.token_times_s) > 2]
         if len(records) < count:
-            failed = [one.detail for one in run.records() if not one.succeeded]
+            failed = [one.detail for one in run.records if not one.succeeded]
             raise ValueError(f"{self.topology}: {failed[0] if failed else 'answers of one token'}")
         return records
 
