@@ -88,8 +88,6 @@ def load_config(path: Path) -> DeploymentConfig:
             changes["model"] = beside(config.model, here)
         if (measured := devices_beside(config.devices, here)) != config.devices:
             changes["devices"] = measured
-        if config.interference is not None:
-            changes["interference"] = str(here / config.interference.expanduser())
         if config.generation_config not in ("auto", "off"):
             changes["generation_config"] = str(here / Path(config.generation_config).expanduser())
         if config.shape_of is not None and config.shape_of not in KNOWN_SHAPES:

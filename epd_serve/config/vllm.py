@@ -40,7 +40,6 @@ _NATIVE_KEYS = {
 }
 _NATIVE_SECTIONS = {
     "feature_store": "choose vllm.features",
-    "interference": "shares of vLLM instances are numbers: instances.share",
 }
 #: Seen in its code (tests/vllm_ascend/test_layerwise.py).
 _LAYERWISE = (
@@ -142,8 +141,6 @@ def check_vllm(
         for key, instead in _NATIVE_KEYS.items():
             if key in one.model_fields_set:
                 raise ValueError(f"{key} (of {role}) has no effect with engine: vllm; {instead}")
-        if one.share == "auto":
-            raise ValueError(f"share of {role}: auto is measured with engine: native; write a number")
     placement = tuple(placement)
     moving = _moving(placement)
     for instance in placement:

@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
         ("instances: {stream_priority: 3}", "stream_priority (of E) has no effect with engine: vllm"),
         ("roles: {D: {batching: {alpha: 0.3}}}", "batching (of D) has no effect"),
         ("feature_store: mooncake", "choose vllm.features"),
-        ("topology: (E-P)-D\ninstances: {share: auto}", "auto is measured with engine: native; write a number"),
         ("devices: ['cuda:0', 'cuda:1', 'cuda:2']\nvllm: {kv: grouped}", "write mooncake or nixl"),
         ("topology: E-P@tp2-D\nvllm: {kv: grouped}", "needs the same @tp for P and D"),
         ("topology: E-P@tp2-D", "needs the same @tp for P and D"),  # grouped is what CPUs get

@@ -166,7 +166,6 @@ def _check(config: DeploymentConfig) -> None:
     if config.elastic.enabled or config.elastic.drift.enabled:
         raise ValueError("elastic is a process of 'epd-serve up'; here KEDA scales: see --values, keda")
     files = {
-        "interference": config.interference,
         "trace": config.trace,
         "generation_config": None if config.generation_config in ("auto", "off") else config.generation_config,
         "shape_of": None if config.shape_of in (None, *KNOWN_SHAPES) else config.shape_of,

@@ -154,7 +154,7 @@ def vllm_processes(
     if used.features == "file" and not used.feature_dir:
         raise ValueError("vllm.feature_dir is not set: a directory through which E hands its features to P")
     num_ranks = sum(instance.tensor_parallel for instance in placement)
-    shares = config.device_shares(placement=placement)
+    shares = config.device_shares(placement)
     processes = []
     for instance, port in zip(placement, ports, strict=True):
         share, settings = shares.get(instance.name), config.settings_for(str(instance.role))
