@@ -94,8 +94,6 @@ def load_config(path: Path) -> DeploymentConfig:
             changes["shape_of"] = str(here / Path(config.shape_of).expanduser())
         if config.trace is not None:
             changes["trace"] = str(here / config.trace.expanduser())
-        if (devices := config.elastic.drift.devices) is not None:
-            changes["elastic"] = {"drift": {"devices": str(here / devices.expanduser())}}
         if isinstance(config.cluster_key, SecretSource) and config.cluster_key.file is not None:
             changes["cluster_key"] = {"file": str(here / config.cluster_key.file.expanduser())}
         if config.tls is not None:

@@ -163,7 +163,7 @@ def _check(config: DeploymentConfig) -> None:
         raise ValueError("tls: pods have addresses that no certificate names; take it out, and use a service mesh")
     if config.hosts:
         raise ValueError("hosts are machines that you name; on Kubernetes the scheduler chooses: take them out")
-    if config.elastic.enabled or config.elastic.drift.enabled:
+    if config.elastic.enabled:
         raise ValueError("elastic is a process of 'epd-serve up'; here KEDA scales: see --values, keda")
     files = {
         "trace": config.trace,
