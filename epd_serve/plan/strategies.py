@@ -34,8 +34,8 @@ def enumerate_plans(evaluator: Evaluator, candidates: Sequence[Candidate], *, wi
     """Rank all plans by their bound, and search the ``width`` highest topologies (None: all) in all ways to batch.
 
     The first plan's goodput is searched. Each other plan is simulated at the rate that it must keep to be better,
-    and searched from there if it does. Monolithic plans compete among themselves, and so do all others: the ranking
-    then tells what disaggregating gains. Raises ValueError where no plan serves anything.
+    and searched from there if it does. Monolithic plans compete among themselves, and so do all others, so that
+    the ranking tells what disaggregating gains. Raises ValueError where no plan serves anything.
     """
     goal, fleet = evaluator.goal, evaluator.fleet
     bounded: list[tuple[float, Candidate]] = []
