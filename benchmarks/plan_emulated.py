@@ -37,7 +37,7 @@ from benchmarks.planner import kendall_tau
 from epd_serve.bench.deployed import Candidate as Deployed
 from epd_serve.bench.deployed import deployed
 from epd_serve.bench.plan import take_items
-from epd_serve.bench.run_directory import new_directory
+from epd_serve.bench.run import new_directory
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import Item, Media, Record, RunSettings
 from epd_serve.bench.workloads import load_workload
@@ -201,8 +201,8 @@ def one_run(
     host_busy()
     path = new_directory(directory / "runs")
     workload = load_workload(cell.workload)
-    found, _ = Session(console=Console(stderr=True)).begin(path, settings, workload)
-    busy, records = host_busy(), found.records()
+    found = Session(console=Console(stderr=True)).run(path, settings, workload)
+    busy, records = host_busy(), found.records
     if len(records) < settings.num_requests:
         raise SystemExit("interrupted; what is done is kept")
     answered = [one for one in records if one.succeeded]

@@ -18,7 +18,6 @@ from typing import Any
 
 from benchmarks.common import RESULTS, argument_parser, write
 from benchmarks.elastic.plots import DRAINING, REBUILDING, roles_over_time
-from epd_serve.bench.report.page import draw_pngs
 
 SIMULATED_SEEDS = 8
 
@@ -65,7 +64,7 @@ def emulated(seconds: float, seed: int, output: Path) -> None:
 def publish(name: str, found: Any, drawing: Any) -> None:
     """Write the figures and the picture; print the figures."""
     print(write(RESULTS / f"{name}.json", found))
-    draw_pngs({RESULTS / f"{name}.png": drawing})
+    drawing.write_image(RESULTS / f"{name}.png", width=1100, scale=1.5)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from rich.console import Console
 from benchmarks.common import machine
 from device.emulated.timeline import EMULATED_FAULTS
 from epd_serve.bench.deployed import Candidate, deployed
-from epd_serve.bench.run_directory import new_directory
+from epd_serve.bench.run import new_directory
 from epd_serve.bench.session import Session
 from epd_serve.bench.types import Item, Media, Message, Record, RunSettings
 from epd_serve.bench.workloads.synthetic import text_of
@@ -130,7 +130,7 @@ def run(mix: ChangingMix, seed: int, directory: Path, *, controlled: bool) -> tu
         settings.base_url = url
         psutil.cpu_percent()
         began = time.time()
-        found, _ = Session(console=Console(stderr=True)).begin(new_directory(directory / name), settings, mix)
+        found = Session(console=Console(stderr=True)).run(new_directory(directory / name), settings, mix)
         busy = psutil.cpu_percent() / 100
         decisions = httpx.get(f"http://127.0.0.1:{port}/elastic", trust_env=False).json()["decisions"]
     switches = [
@@ -138,7 +138,7 @@ def run(mix: ChangingMix, seed: int, directory: Path, *, controlled: bool) -> tu
         for one in decisions
         if one["order"] is not None
     ]
-    return found.records(), {"host_busy": busy, "switches": switches}
+    return list(found.records), {"host_busy": busy, "switches": switches}
 
 
 def is_good(record: Record) -> bool:

@@ -25,7 +25,7 @@ from rich.console import Console
 from benchmarks.common import host_busy, machine, slowed, write
 from device.datasheets import spec_of
 from epd_serve.bench.deployed import Candidate, deployed
-from epd_serve.bench.run_directory import new_directory
+from epd_serve.bench.run import new_directory
 from epd_serve.bench.session import Session
 from epd_serve.bench.statistics import percentile
 from epd_serve.bench.types import Media, Record, RunSettings
@@ -181,9 +181,9 @@ def measure(deployment: Deployment, load: Load, url: str, directory: Path, seed:
     )
     workload = load_workload(load.workload, picture)
     host_busy()
-    run, _ = Session(console=Console(stderr=True)).begin(new_directory(directory / "runs"), settings, workload)
+    run = Session(console=Console(stderr=True)).run(new_directory(directory / "runs"), settings, workload)
     idle = 1 - host_busy()
-    records = run.records()
+    records = run.records
     if len(records) < settings.num_requests:
         raise SystemExit("interrupted; what is done is kept")
     about = {

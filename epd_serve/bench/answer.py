@@ -55,25 +55,6 @@ class Answer:
         failure, detail: the first thing that was wrong; then the rest is not read.
     """
 
-    __slots__ = (
-        "_buffer",
-        "_done",
-        "_empty_times_s",
-        "_event_name",
-        "_finished",
-        "_open",
-        "cached_tokens",
-        "completion_tokens",
-        "detail",
-        "failure",
-        "finish_reason",
-        "first_chunk_s",
-        "last_event_s",
-        "prompt_tokens",
-        "text",
-        "token_times_s",
-    )
-
     def __init__(self) -> None:
         self.first_chunk_s: float | None = None
         self.last_event_s: float | None = None

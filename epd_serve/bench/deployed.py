@@ -29,7 +29,7 @@ class Candidate:
     """A deployment to be measured.
 
     Attributes:
-        label: its topology, with the file's name where several have it, or its path where they share that too.
+        label: its topology, with the file's path where several have it.
         num_devices: different ones that its instances are on; a CPU that all share is one.
     """
 
@@ -52,11 +52,9 @@ def read_candidates(files: Sequence[Path]) -> list[Candidate]:
         raise ValueError(f"--compare names {', '.join(twice)} twice")
     configs = [load_config(file) for file in files]
     topologies = [str(config.topology) for config in configs]
-    named = [f"{name} ({file.stem})" for name, file in zip(topologies, files, strict=True)]
-    by_path = [f"{name} ({file.with_suffix('')})" for name, file in zip(topologies, files, strict=True)]
     labels = [
-        next((label for label, all_of in ((a, topologies), (b, named)) if all_of.count(label) == 1), c)
-        for a, b, c in zip(topologies, named, by_path, strict=True)
+        name if topologies.count(name) == 1 else f"{name} ({file.with_suffix('')})"
+        for name, file in zip(topologies, files, strict=True)
     ]
     return [
         Candidate(file=file, label=label, config=config)

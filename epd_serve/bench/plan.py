@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from blake3 import blake3
+from epd_serve.bench.types import Item, RunSettings, Workload
 
-from epd_serve.bench.types import Item, Media, RunSettings, Workload
-
-_EXAMPLES = "'poisson', 'constant', 'gamma:0.5', 'ramp:1:12', 'trace' or 'closed:16'"
+_EXAMPLES = "'poisson', 'constant', 'gamma:0.5', 'trace' or 'closed:16'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,38 +47,6 @@ class Constant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ramp:
-    """A Poisson process whose rate goes evenly from ``begin`` to ``end`` while the requests are sent."""
-
-    begin: float
-    end: float
-
-    @property
-    def rate(self) -> float:
-        return (self.begin + self.end) / 2
-
-    def times(self, count: int, seed: int) -> Iterator[float]:
-        gaps = random.Random(seed)
-        slope = (self.end - self.begin) * self.rate / count  # over count / rate seconds
-        passed = 0.0
-        for _ in range(count):
-            passed += gaps.expovariate(1.0)
-            yield self._when(passed, slope, count / self.rate)
-
-    def _when(self, passed: float, slope: float, length_s: float) -> float:
-        """Seconds until ``passed`` requests are expected.
-
-        Solves begin·t + slope·t²/2 = passed; past the ramp the rate stays at its end.
-        """
-        at_end = self.rate * length_s
-        if passed >= at_end:
-            return length_s + (passed - at_end) / self.end
-        if abs(slope) < 1e-12:
-            return passed / self.begin
-        return (math.sqrt(self.begin**2 + 2 * slope * passed) - self.begin) / slope
-
-
-@dataclass(frozen=True, kw_only=True)
 class Trace:
     """The times that the workload's items bring along, each multiplied by ``time_scale``."""
 
@@ -94,14 +60,14 @@ class ClosedLoop:
     concurrency: int
 
 
-Load = Gamma | Constant | Ramp | Trace | ClosedLoop
+Load = Gamma | Constant | Trace | ClosedLoop
 
 
 def parse_load(text: str, *, rate: float | None = None, time_scale: float = 1.0) -> Load:
     """Parse the text of ``--arrivals``.
 
     Args:
-        text: poisson, constant, gamma:SHAPE, ramp:FROM:TO, trace or closed:CONCURRENCY.
+        text: poisson, constant, gamma:SHAPE, trace or closed:CONCURRENCY.
         rate: requests a second; needed by the first three.
 
     Raises ValueError that says what would be right.
@@ -123,8 +89,6 @@ def parse_load(text: str, *, rate: float | None = None, time_scale: float = 1.0)
         case "gamma", [shape]:
             assert rate is not None
             return Gamma(rate=rate, shape=_number(shape, text))
-        case "ramp", [begin, end]:
-            return Ramp(begin=_number(begin, text), end=_number(end, text))
         case "trace", []:
             return Trace(time_scale=_positive(time_scale, "--time-scale"))
         case "closed", [concurrency] if concurrency.isdecimal() and int(concurrency) > 0:
@@ -178,13 +142,6 @@ class Plan:
     def num_items(self) -> int:
         return sum(len(chain.items) for chain in self.chains)
 
-    def schedule(self) -> list[tuple[int, float | None]]:
-        """(index, planned time) of each request, by index; the time is None where it depends on answers."""
-        times: list[tuple[int, float | None]] = []
-        for chain in self.chains:
-            times += [(item.index, None if item.turn else chain.at_s) for item in chain.items]
-        return sorted(times)
-
 
 def take_items(workload: Workload, count: int | None, seed: int) -> list[Item]:
     """Return the first ``count`` items, or all.
@@ -216,23 +173,6 @@ def make_plan(items: Sequence[Item], load: Load, seed: int) -> Plan:
         return Plan(chains=sorted(chains, key=lambda chain: chain.at_s or 0.0), time_scale=load.time_scale)
     times = load.times(len(turns), seed)
     return Plan(chains=[Chain(items=some, at_s=at_s) for some, at_s in zip(turns, times, strict=True)])
-
-
-def digest(items: Iterable[Item]) -> str:
-    """blake3 over all that the items send; equal digests are equal workloads."""
-    whole = blake3()
-    for item in items:
-        whole.update(repr((item.index, item.max_tokens, item.conversation, item.turn, item.think_s)).encode())
-        whole.update(repr((item.arrival_s, sorted(item.fields.items()))).encode())
-        for message in item.messages:
-            whole.update(message.role.encode())
-            for part in message.parts:
-                if isinstance(part, Media):
-                    whole.update(f"\0{part.mime}\0{part.url}\0{len(part.data)}\0".encode())
-                    whole.update(part.data)
-                else:
-                    whole.update(part.encode())
-    return whole.hexdigest()
 
 
 def _arrival(item: Item) -> float:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
 
-import msgspec
-
-from epd_serve.bench.plan import ClosedLoop, Ramp, Trace, load_of
+from epd_serve.bench.plan import ClosedLoop, load_of
 from epd_serve.bench.statistics import (
     distribution,
     is_growing,
@@ -22,8 +17,10 @@ from epd_serve.bench.statistics import (
     stable_window,
     wilson,
 )
-from epd_serve.bench.types import Distribution, Record, RunSettings, Sample, Segment, Summary, WindowSummary
+from epd_serve.bench.types import ClientLoad, Distribution, Record, RunSettings, Summary, WindowSummary
 
+#: Milliseconds in a second.
+MS = 1e3
 #: Figures of one request, seconds if not said otherwise; those that a request lacks are left out.
 FIGURES: dict[str, Callable[[Record], float | None]] = {
     "ttft": lambda one: one.ttft_s,
@@ -35,43 +32,35 @@ FIGURES: dict[str, Callable[[Record], float | None]] = {
     "send_lag": lambda one: one.send_lag_s,
     "input_tokens": lambda one: one.num_prompt_tokens,
     "output_tokens": lambda one: one.num_output_tokens,
+    "prefill_token_throughput": lambda one: (
+        one.num_prompt_tokens / one.ttft_s if one.ttft_s and one.num_prompt_tokens is not None else None
+    ),
     "output_token_throughput": lambda one: one.num_output_tokens / one.e2el_s if one.e2el_s else None,
 }
 
 
-def summarise(
-    settings: RunSettings,
-    records: Sequence[Record],
-    schedule: Mapping[int, float | None],
-    segments: Sequence[Segment] = (),
-) -> Summary:
-    """The figures of a run.
-
-    Args:
-        schedule: planned time of each request by index; None where answers decide.
-        segments: for the tester's own figures.
-
-    Raises ValueError where there is no record.
-    """
+def summarise(settings: RunSettings, records: Sequence[Record], tester: ClientLoad | None = None) -> Summary:
+    """Return the figures of a run. Raises ValueError where there is no record."""
     if not records:
         raise ValueError("the run has no finished request")
-    window = None
     load = load_of(settings)
-    if not isinstance(load, Ramp):  # whose rate never stands still
-        window = stable_window(records, load.concurrency if isinstance(load, ClosedLoop) else None)
+    window = stable_window(records, load.concurrency if isinstance(load, ClosedLoop) else None)
     modalities = sorted({record.modality for record in records})
-    apart = modalities if len(modalities) > 1 else []
-    of = {name: [record for record in records if record.modality == name] for name in apart}
+    of = {name: [one for one in records if one.modality == name] for name in modalities if len(modalities) > 1}
     summary = Summary(
-        total=_of_window(settings, records, schedule, "all", None),
-        stable=window and _of_window(settings, records, schedule, "all", window),
-        by_modality={name: _of_window(settings, some, schedule, name, None) for name, some in of.items()},
-        stable_by_modality={name: _of_window(settings, some, schedule, name, window) for name, some in of.items()}
+        total=_of_window(settings, records, "all", None),
+        stable=window and _of_window(settings, records, "all", window),
+        by_modality={name: _of_window(settings, some, name, None) for name, some in of.items()},
+        stable_by_modality={name: _of_window(settings, some, name, window) for name, some in of.items()}
         if window
         else {},
         warnings=[],
     )
-    summary.warnings = caveats(settings, records, segments, summary)
+    summary.warnings = [
+        *_warn_of_tester(settings, records, tester, summary),
+        *_warn_of_server(settings, records, summary),
+        *_warn_of_numbers(summary),
+    ]
     return summary
 
 
@@ -87,48 +76,31 @@ def attains(record: Record, settings: RunSettings) -> tuple[bool, bool]:
 
 
 def _of_window(
-    settings: RunSettings,
-    records: Sequence[Record],
-    schedule: Mapping[int, float | None],
-    name: str,
-    window: tuple[float, float] | None,
+    settings: RunSettings, records: Sequence[Record], name: str, window: tuple[float, float] | None
 ) -> WindowSummary:
     """The figures of a window: latencies of the requests sent in it, and the throughput that ended in it; None
-    stands for all of the run.
+    stands for the whole run.
 
-    A request that was never sent, as a turn before it had failed, counts at its scheduled time.
+    A turn that was never sent, because the turn before it failed, counts at its scheduled time.
     """
     finished = [record for record in records if record.succeeded]
     curve = load_curve(records)
     if window is None:
-        whole = min(record.scheduled_s for record in records), max(record.finish_s for record in records)
-        tokens = sum(record.num_output_tokens for record in finished)
-        return _summary(settings, records, curve, schedule, name, whole, len(finished), tokens)
-    begin_s, end_s = window
-    ours = [
-        record
-        for record in records
-        if begin_s <= (record.scheduled_s if record.sent_s is None else record.sent_s) < end_s
-    ]
-    num_finished = sum(begin_s <= record.finish_s < end_s for record in finished)
-    part = 0.0
-    for record in finished:
-        in_time = sum(begin_s <= at_s < end_s for at_s in record.token_times_s)
-        part += in_time * record.num_output_tokens / len(record.token_times_s)
-    return _summary(settings, ours, curve, schedule, name, window, num_finished, part)
-
-
-def _summary(
-    settings: RunSettings,
-    records: Sequence[Record],
-    curve: Sequence[tuple[float, int]],
-    schedule: Mapping[int, float | None],
-    name: str,
-    window: tuple[float, float],
-    num_finished: int,
-    output_tokens: float,
-) -> WindowSummary:
-    begin_s, end_s = window
+        begin_s = min(record.scheduled_s for record in records)
+        end_s = max(record.finish_s for record in records)
+        num_finished, output_tokens = len(finished), float(sum(record.num_output_tokens for record in finished))
+    else:
+        begin_s, end_s = window
+        records = [
+            record
+            for record in records
+            if begin_s <= (record.scheduled_s if record.sent_s is None else record.sent_s) < end_s
+        ]
+        num_finished = sum(begin_s <= record.finish_s < end_s for record in finished)
+        output_tokens = 0.0
+        for record in finished:
+            in_time = sum(begin_s <= at_s < end_s for at_s in record.token_times_s)
+            output_tokens += in_time * record.num_output_tokens / len(record.token_times_s)
     duration_s = max(end_s - begin_s, 1e-9)
     succeeded = [record for record in records if record.succeeded]
     kept = [attains(record, settings) for record in records]
@@ -138,8 +110,9 @@ def _summary(
     ttft_s = sum(record.ttft_s or 0.0 for record in succeeded)
     goodput = len(good) / duration_s
     effective = sum(record.num_output_tokens for record in good) / duration_s
-    times = [record.sent_s for record in records if record.sent_s is not None]
-    planned = [at_s for record in records if (at_s := schedule.get(record.index)) is not None]
+    # of a later turn, and in a closed loop, answers decide the time
+    is_planned = len(records) > 1 and not any(record.turn for record in records)
+    is_planned = is_planned and not isinstance(load_of(settings), ClosedLoop)
     devices = settings.num_devices
     return WindowSummary(
         modality=name,
@@ -163,9 +136,8 @@ def _summary(
         goodput_per_device=goodput / devices,
         effective_throughput=effective,
         effective_throughput_per_device=effective / devices,
-        output_token_throughput_per_device=output_tokens / duration_s / devices,
-        achieved_rate=_rate(times),
-        planned_rate=_rate(planned) if len(planned) == len(records) and len(planned) > 1 else None,
+        achieved_rate=_rate([record.sent_s for record in records if record.sent_s is not None]),
+        planned_rate=_rate([record.scheduled_s for record in records]) if is_planned else None,
         mean_concurrency=mean_concurrency(curve, begin_s, end_s),
         max_concurrency=max((number for at_s, number in curve if begin_s <= at_s < end_s), default=0),
         total_input_tokens=input_tokens,
@@ -207,62 +179,42 @@ _MOST_LAG_S = 0.01
 _MOST_CPU = 0.9
 
 
-def caveats(
-    settings: RunSettings, records: Sequence[Record], segments: Sequence[Segment], summary: Summary
-) -> list[str]:
-    """Return the warnings as sentences: first the tester's own faults, then the server's, then weak statistics."""
-    emulated = []
-    if settings.emulated:
-        emulated.append(
-            f"The devices are {settings.emulated}: queues and the host's work are real, the times of steps and "
-            "links are those of a data sheet or a profile, or of the CPU where that is slower."
-        )
-    return [
-        *emulated,
-        *_tester(settings, records, segments, summary),
-        *_server(settings, records, summary),
-        *_numbers(settings, records, summary),
-    ]
-
-
-def _tester(
-    settings: RunSettings, records: Sequence[Record], segments: Sequence[Segment], summary: Summary
+def _warn_of_tester(
+    settings: RunSettings, records: Sequence[Record], tester: ClientLoad | None, summary: Summary
 ) -> list[str]:
     found = []
     total = summary.total
+    if settings.emulated:
+        found.append(
+            f"The devices are {settings.emulated}: queues and the host's work are real, the times of steps and "
+            "links are those of a data sheet or a profile, or of the CPU where that is slower."
+        )
     if total.planned_rate and total.achieved_rate < _LEAST_RATE * total.planned_rate:
         found.append(
             f"The rate fell short: {total.achieved_rate:.2f} of {total.planned_rate:.2f} requests/s were sent."
         )
     lags = sorted(
-        record.send_lag_s - record.slot_wait_s
-        for record in records
-        if record.send_lag_s is not None and not record.turn
+        one.send_lag_s - one.slot_wait_s for one in records if one.send_lag_s is not None and not one.turn
     )
     if lags and (late_s := percentile(lags, 99)) > _MOST_LAG_S:
         found.append(
             f"The tester cannot keep up: 1 % of the requests were sent {late_s * 1e3:.0f} ms late or more, "
             "without having waited for a client slot. Latencies from the scheduled time contain it."
         )
-    lag_s = max((segment.loop_lag_p99_s for segment in segments), default=0.0)
-    if lag_s > _MOST_LAG_S:
+    if tester is not None and tester.loop_lag_p99_s > _MOST_LAG_S:
         found.append(
-            f"The tester's event loop was late by {lag_s * 1e3:.0f} ms (p99): all its times may be as wrong."
+            f"The tester's event loop was late by {tester.loop_lag_p99_s * 1e3:.0f} ms (p99): all times "
+            "may be as wrong."
         )
-    wall_s, cpu_s = sum(one.wall_s for one in segments), sum(one.cpu_s for one in segments)
-    if wall_s and cpu_s > _MOST_CPU * wall_s:
-        found.append(f"The tester used {cpu_s / wall_s:.0%} of a core: it, and not the server, may be the limit.")
-    if len({record.segment for record in records}) > 1:
-        found.append(
-            "The run was interrupted and resumed: the server was idle in between, and what was under way was sent "
-            "again."
-        )
+    if tester is not None and tester.cpu_s > _MOST_CPU * tester.wall_s:
+        share = tester.cpu_s / tester.wall_s
+        found.append(f"The tester used {share:.0%} of a core: it, and not the server, may be the limit.")
     if total.num_requests < settings.num_requests:
         found.append(f"The run is not complete: {total.num_requests} of {settings.num_requests} requests ended.")
     return found
 
 
-def _server(settings: RunSettings, records: Sequence[Record], summary: Summary) -> list[str]:
+def _warn_of_server(settings: RunSettings, records: Sequence[Record], summary: Summary) -> list[str]:
     found = []
     total = summary.total
     if total.num_failed:
@@ -274,7 +226,7 @@ def _server(settings: RunSettings, records: Sequence[Record], summary: Summary) 
             f"{waited} requests waited for one of {settings.max_concurrency} client slots: that time is in the "
             "latencies from the scheduled time, not in those from the send."
         )
-    if not isinstance(load_of(settings), ClosedLoop | Ramp) and total.num_requests >= 30:
+    if not isinstance(load_of(settings), ClosedLoop) and total.num_requests >= 30:
         times = [record.sent_s for record in records if record.sent_s is not None]
         if times and is_growing(load_curve(records), min(times), max(times)):
             found.append(
@@ -289,91 +241,12 @@ def _server(settings: RunSettings, records: Sequence[Record], summary: Summary) 
     return found
 
 
-def _numbers(settings: RunSettings, records: Sequence[Record], summary: Summary) -> list[str]:
+def _warn_of_numbers(summary: Summary) -> list[str]:
     found = []
     number = summary.total.num_succeeded
-    shaky = [q for q in (90, 95, 99) if number < least_number(q)]
-    if shaky:
+    if shaky := [q for q in (90, 95, 99) if number < least_number(q)]:
         names = ", ".join(f"p{q} (needs {least_number(q)})" for q in shaky)
         found.append(f"{number} answers are too few for {names}.")
-    if summary.stable is None and not isinstance(load_of(settings), Ramp):
-        found.append(
-            "No window of the run is stable with ten requests or more; only figures of the whole are given."
-        )
+    if summary.stable is None:
+        found.append("No window of the run is stable with ten requests or more; the figures are of the whole run.")
     return found
-
-
-MS = 1e3
-_SECRET = re.compile(r"key|secret|password|credential|authorization|(access|auth|bearer)_?token", re.IGNORECASE)
-_HIDDEN = "(hidden)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One workload at one rate against one server.
-
-    Attributes:
-        records: by index.
-    """
-
-    settings: RunSettings
-    summary: Summary
-    records: Sequence[Record]
-    samples: Sequence[Sample] = ()
-
-    @property
-    def total(self) -> WindowSummary:
-        """The figures of the whole run: those that are plotted, as failures and the queue at its end count."""
-        return self.summary.total
-
-    @property
-    def label(self) -> str:
-        """The name of the run's server in tables and plots: its label, else its topology, else its model."""
-        settings = self.settings
-        name = settings.label or settings.topology or settings.model
-        return f"{name}, {settings.emulated}" if settings.emulated else name
-
-    @property
-    def workload_name(self) -> str:
-        """The workload's name without its settings, as in the records."""
-        return self.records[0].workload if self.records else re.split(r"[,:]", self.settings.workload)[0]
-
-    @property
-    def rate(self) -> float | None:
-        """Requests a second as planned, of a ramp or a trace on average; None in a closed loop."""
-        load, total = load_of(self.settings), self.total
-        if isinstance(load, ClosedLoop):
-            return None
-        if isinstance(load, Trace):
-            return total.achieved_rate if total.planned_rate is None else total.planned_rate
-        return load.rate
-
-    @property
-    def load_text(self) -> str:
-        """The load in words: "8 req/s", "16 at once"."""
-        if self.rate is not None:
-            return f"{self.rate:.4g} req/s"
-        return f"{self.settings.arrivals.removeprefix('closed:')} at once"
-
-
-def public_settings(settings: RunSettings) -> dict[str, Any]:
-    """The settings for results that are passed on: without the values of secrets in the request's fields."""
-    public: dict[str, Any] = msgspec.to_builtins(settings)
-    public["fields"] = _without_secrets(public["fields"])
-    if public["fields"] != settings.fields:  # where they are typed as well
-        public["argv"] = [
-            _HIDDEN if before == "--extra-body" or one.startswith("--extra-body=") else one
-            for before, one in zip(["", *settings.argv], settings.argv, strict=False)
-        ]
-    return public
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _HIDDEN if _SECRET.search(key) else _without_secrets(one) for key, one in value.items()}
-    return [_without_secrets(one) for one in value] if isinstance(value, list) else value
-
-
-def file_name(text: str) -> str:
-    """Return ``text`` with hyphens for all characters that do not belong into a file's name."""
-    return re.sub(r"[^A-Za-z0-9._()-]+", "-", text).strip("-.") or "unnamed"

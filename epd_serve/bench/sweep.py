@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from epd_serve.bench.run_directory import RunDirectory, read_json, write_json
+from epd_serve.bench.result_files import write_result_files
+from epd_serve.bench.run import Run
 from epd_serve.bench.session import Session
-from epd_serve.bench.summary import summarise
-from epd_serve.bench.types import RunSettings, Summary, Workload
+from epd_serve.bench.types import RunSettings, Workload
 from epd_serve.bench.workloads import load_workload
 
 
-class SearchRange(msgspec.Struct, kw_only=True, frozen=True):
-    """The range of a search, in requests/s, as it is written to a file. Raises ValueError where it is none.
+@dataclass(frozen=True, kw_only=True)
+class SearchRange:
+    """The range of a search, in requests/s. Raises ValueError for an empty range.
 
     Attributes:
         start: the first rate to be tried.
@@ -106,42 +107,10 @@ def parse_rates(text: str) -> list[float]:
 #: Between the seeds of two rates: each rate sends other pictures and texts, so that no cache helps the later ones.
 _SEED_STEP = 1_000_003
 
-Outcome = tuple[RunDirectory, Summary]
-
-
-class SweepRun(msgspec.Struct, kw_only=True):
-    """One rate, or None of a load without one; ``directory`` lies beside sweep.json.
-
-    ``attained``: of a search, whether the rate was held.
-    """
-
-    rate: float | None
-    directory: str
-    attained: bool | None = None
-
-
-class SweepFile(msgspec.Struct, kw_only=True):
-    """sweep.json.
-
-    Attributes:
-        rates: as given; empty for a search.
-        goodput: the highest rate of a search that attained, requests/s; None where none did.
-        is_bounded: whether a rate was found that did not.
-    """
-
-    settings: RunSettings
-    runs: list[SweepRun]
-    rates: list[float] = []
-    duration_s: float | None = None
-    target: float = 0.9
-    goodput: float | None = None
-    is_bounded: bool = False
-    search: SearchRange | None = None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Runs one rate after the other; a directory with runs in it is gone on with.
+    """Runs one rate after the other, each with its files in a directory below ``path``.
 
     Attributes:
         settings: settings of all runs; rate, num_requests and seed are set for each.
@@ -153,83 +122,37 @@ class Sweep:
     path: Path
     settings: RunSettings
     duration_s: float | None = None
-    target: float = 0.9
     load: Callable[[str], Workload] = load_workload
 
-    def over(self, rates: list[float]) -> list[Outcome]:
-        """Measure the rates in this order, or once without any; an interrupted run ends the list."""
-        return self._measure(self._file(rates=rates), rates or [None], None)
+    def over(self, rates: Iterable[float | None]) -> list[Run]:
+        """Measure the rates in this order; None is a load without a rate. An interrupted run ends the list."""
+        return list(self._measure(rates))
 
-    def find(self, searched: SearchRange) -> list[Outcome]:
-        """Measure rates until the search is over; sweep.json has its result."""
-        file, search = self._file(rates=[]), GoodputSearch(searched)
-        file.search = searched
-        return self._measure(file, iter(search.next_rate, None), search)
+    def find(self, searched: SearchRange, target: float) -> tuple[list[Run], GoodputSearch]:
+        """Measure rates until the highest that attains ``target`` is known."""
+        search, runs = GoodputSearch(searched), []
+        for run in self._measure(iter(search.next_rate, None)):
+            runs.append(run)
+            if run.is_complete:
+                assert run.settings.rate is not None
+                search.tell(run.settings.rate, attained=run.total.attainment.value >= target)
+        return runs, search
 
-    def _measure(
-        self, file: SweepFile, rates: Iterable[float | None], search: GoodputSearch | None
-    ) -> list[Outcome]:
-        self._write(file)
-        outcomes: list[Outcome] = []
+    def _measure(self, rates: Iterable[float | None]) -> Iterator[Run]:
         for number, rate in enumerate(rates):
-            outcome = self._one(file, number, rate)
-            if outcome is None:
-                break
-            outcomes.append(outcome)
-            if not is_complete(outcome[0]):
-                break
-            if search is not None and rate is not None:
-                attained = outcome[1].total.attainment.value >= self.target
-                search.tell(rate, attained=attained)
-                file.runs[-1].attained = attained
-                file.goodput, file.is_bounded = search.attained, search.missed is not None
-                self._write(file)
-        return outcomes
-
-    def _one(self, file: SweepFile, number: int, rate: float | None) -> Outcome | None:
-        path = self.path / ("run" if rate is None else f"rate-{rate:.12g}")  # never the same for two rates
-        if (path / "run.json").exists():
-            run = RunDirectory.open(path)
-            if is_complete(run):
-                outcome: tuple[RunDirectory, Summary | None] = (
-                    run,
-                    summarise(run.settings, run.records(), run.schedule(), run.segments()),
-                )
-            else:
-                run.settings.base_url = self.settings.base_url  # a deployment that was brought up again has moved
-                outcome = self.session.resume(run, self.load(self.settings.workload))
-        else:
-            settings = msgspec.structs.replace(
-                self.settings, rate=rate, seed=self.settings.seed + number * _SEED_STEP
-            )
+            seed = self.settings.seed + number * _SEED_STEP
+            settings = msgspec.structs.replace(self.settings, rate=rate, seed=seed)
             if self.duration_s is not None and rate is not None:
                 settings.num_requests = max(1, math.ceil(rate * self.duration_s))
-            outcome = self.session.begin(path, settings, self.load(self.settings.workload))
-        file.runs.append(SweepRun(rate=rate, directory=path.name))
-        self._write(file)
-        run, summary = outcome
-        if summary is None:
-            return None
-        total = summary.total
-        load = run.settings.arrivals if rate is None else f"{rate:g} req/s"
-        failed = f"{total.num_failed} of {total.num_requests} failed"
-        self.session.console.print(f"  {load}: {total.attainment.value:.1%} good, {failed}", highlight=False)
-        return run, summary
-
-    def _file(self, *, rates: list[float]) -> SweepFile:
-        return SweepFile(
-            settings=self.settings, runs=[], rates=rates, duration_s=self.duration_s, target=self.target
-        )
-
-    def _write(self, file: SweepFile) -> None:
-        write_json(self.path / "sweep.json", file)
-
-
-def is_complete(run: RunDirectory) -> bool:
-    segments = run.segments()
-    return bool(segments) and segments[-1].ended == "complete"
-
-
-def read_sweep(path: Path) -> SweepFile:
-    """Read sweep.json. Raises ValueError where there is none."""
-    return read_json(path / "sweep.json", SweepFile)
+            path = self.path / ("run" if rate is None else f"rate-{rate:.12g}")  # never the same for two rates
+            run = self.session.run(path, settings, self.load(self.settings.workload))
+            if not run.records:
+                return
+            write_result_files(run)
+            total = run.total
+            failed = f"{total.num_failed} of {total.num_requests} failed"
+            text = f"  {run.load_text}: {total.attainment.value:.1%} good, {failed}"
+            self.session.console.print(text, highlight=False, soft_wrap=True)
+            yield run
+            if not run.is_complete:
+                return

@@ -1,7 +1,6 @@
-"""Data that the parts of the load tester hand to each other: workloads, records, settings and summaries of a run.
+"""Data of a run: requests, records, settings and summaries.
 
-All times of a run are seconds of one axis, the *plan's*: 0 is where the schedule begins. A run that was resumed
-goes on where the plan stood, as though the clock had been stopped in between.
+All times of a run are seconds since its schedule began.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Media:
 
     Attributes:
         mime: as in image/jpeg; its first half names the part's kind.
-        data: the bytes; sent as a base64 data URL. Items that show the same picture should share the object.
+        data: the bytes; sent as a base64 data URL.
         url: sent unchanged, in place of data.
     """
 
@@ -30,7 +29,7 @@ class Media:
     url: str = ""
 
 
-#: What a message is made of, in the order in which it is sent.
+#: A piece of a message, in the order in which it is sent.
 Part = str | Media
 
 
@@ -48,15 +47,12 @@ class Item:
 
     Attributes:
         index: number in the workload's order, from 0, without gaps; it names the request in all files of a run.
-        messages: the messages that this request adds to its conversation. The runner puts the earlier ones in
-            front of a later turn, with the answers that the server really gave.
-        max_tokens: output tokens asked for.
-        workload: the name of the workload.
+        messages: those that this turn adds; the runner puts the conversation so far before them.
         modality: "text", "image", "audio", "video", or several with "+" in alphabetical order.
-        conversation: turns of one conversation share it; None for a request of its own.
-        turn: number in the conversation, from 0. A turn is not sent before the one before it is answered.
-        think_s: time for which the user waits behind the answer before this turn.
-        arrival_s: time of the send, from the plan's begin, where the workload knows it (traces).
+        conversation: shared by the turns of one conversation; None for a request of its own.
+        turn: number in the conversation, from 0; sent after the turn before it is answered.
+        think_s: pause of the user before this turn.
+        arrival_s: when to send, in seconds since the first request; traces alone have it.
         fields: fields of the request's JSON body, over the run's own.
     """
 
@@ -87,7 +83,7 @@ class Workload(Protocol):
 
 
 class Failure(StrEnum):
-    """The reason for which a request counts as failed."""
+    """Why a request counts as failed."""
 
     CONNECT = "connect"  # no connection
     CONNECTION_LOST = "connection_lost"  # it ended before an answer began
@@ -118,32 +114,22 @@ class StageSpan(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One request as measured; a line of records.jsonl. Times are seconds of the plan's axis, None: never came.
+    """One request as measured; a line of records.jsonl. None: the event never came.
 
     Attributes:
-        scheduled_s: time at which it was to be sent. In a closed loop: the time at which its slot became free;
-            of a later turn: the time of the answer before it, plus think_s, where that is after the plan's time.
-        slot_wait_s: the part of the time from then to sent_s for which it waited for one of max_concurrency to
-            end. The rest is the delay by the tester itself.
-        sent_s: time at which its first bytes were handed to the kernel. A connection that had to be made first
-            counts as waiting behind this: sent_s is before it.
-        first_chunk_s: the first event of any kind (what AISBench calls the first token).
-        first_token_s: the first event with a token: content, reasoning or a tool call that is not empty. Of an
-            answer without any text, though the server's usage has tokens: the first event that stands for one.
-        token_times_s: one for each event with a token: the first, and behind it each whose content is there, be it
-            empty (a special token, half a character).
-        last_event_s: the last event of the generation: a token or the finish_reason, whichever came last.
-        finish_s: the answer's last byte; of a failure, the time at which it was known.
-        num_prompt_tokens, num_output_tokens: the server's usage; output without one: events counted.
-        has_usage: whether the server gave it.
-        num_cached_tokens: cached tokens of the prompt, by the server's usage.
-        failure: None for a success.
-        detail: a failure in words.
-        num_body_bytes: bytes sent.
-        request_id: the x-request-id that was sent.
-        text: the answer.
-        stages: stages of the request, where the server is ours and still shows them; they lie in stages.jsonl.
-        segment: 0 in the first process that worked on the run, one more after each --resume.
+        scheduled_s: when the request was due. In a closed loop: when its user was free. Of a later turn: the
+            answer before it plus think_s, or the trace's time if that is later.
+        slot_wait_s: the part of sent_s - scheduled_s spent waiting for one of max_concurrency slots. The rest is
+            the tester's own delay.
+        sent_s: when the tester began to send it. The time to connect comes after sent_s.
+        first_chunk_s: the first event of any kind, which AISBench calls the first token.
+        first_token_s: the first event with a token: content, reasoning or a tool call that is not empty.
+        token_times_s: of each event with a token; behind the first one, an event with empty content counts too (a
+            special token, half a character).
+        last_event_s: the last token or the finish_reason, whichever came later.
+        finish_s: the answer's last byte; of a failure, when it was known.
+        num_output_tokens: by the server's usage; without it (has_usage false), the number of events.
+        stages: where the server is an epd-serve gateway.
     """
 
     index: int
@@ -171,7 +157,6 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     text: str = ""
     slot_wait_s: float = 0.0
     stages: list[StageSpan] = []
-    segment: int = 0
 
     @property
     def succeeded(self) -> bool:
@@ -184,7 +169,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def ttft_scheduled_s(self) -> float | None:
-        """Seconds from the scheduled time of the send to the first token: what a user would have waited."""
+        """Seconds from the scheduled time to the first token: the wait of a user."""
         return None if self.first_token_s is None else self.first_token_s - self.scheduled_s
 
     @property
@@ -227,48 +212,40 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class SLO(msgspec.Struct, kw_only=True, frozen=True):
-    """The limits of a good answer, by default the paper's (003 section 4.1). Both must be kept."""
+    """The limits of a good answer, by default the EPD-Serve paper's (section 4.1). Both must be kept."""
 
     ttft_ms: float = 2000.0
     tpot_ms: float = 50.0
 
 
-class Segment(msgspec.Struct, kw_only=True):
-    """A process's work on a run; a line of segments.jsonl when it begins, and the whole of it when it ends.
+class ClientLoad(msgspec.Struct, kw_only=True):
+    """How busy the tester's own process was during a run.
 
     Attributes:
-        started_unix_s: time of its start by the clock, and plan_offset_s: that on the plan's axis.
-        wall_s, cpu_s: of this process while it sent and received; cpu_s / wall_s near 1 is a tester at its limit.
+        wall_s, cpu_s: cpu_s / wall_s near 1 means that the tester is the limit.
         loop_lag_p99_s, loop_lag_max_s: lateness of the event loop's timers.
-        ended: "" while it works or where it was killed; "complete", "interrupted".
     """
 
-    segment: int
-    started_unix_s: float
-    plan_offset_s: float
-    num_requests: int = 0
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
-    loop_lag_p99_s: float = 0.0
-    loop_lag_max_s: float = 0.0
-    ended: str = ""
+    wall_s: float
+    cpu_s: float
+    loop_lag_p99_s: float
+    loop_lag_max_s: float
 
 
 class RunSettings(msgspec.Struct, kw_only=True):
-    """The content of run.json: everything that is needed to repeat a run.
+    """Everything that is needed to repeat a run.
 
     Attributes:
-        arrivals: as typed: poisson, constant, gamma:0.5, ramp:1:12, closed:16, trace.
+        arrivals: as typed: poisson, constant, gamma:0.5, closed:16, trace.
         rate: requests a second, of poisson, constant and gamma.
         time_scale: factor on a trace's times.
         max_concurrency: of the client; waiting for a slot counts as latency from the scheduled time.
         num_devices: rates and throughput per device are divided by it.
         fields: added to every request's JSON body.
-        label: name of the measured topology or deployment in tables.
+        label: name of the measured deployment in tables.
         versions: of this program, Python, and the server where it states one.
-        workload_digest: blake3 over all requests' bytes; a resumed run must send the same.
         topology: as our gateway states it, "" elsewhere.
-        emulated: its devices that are none, as "emulated h200"; "" where there is none.
+        emulated: the emulated devices, as "emulated h200"; "" where there is none.
     """
 
     base_url: str
@@ -289,16 +266,12 @@ class RunSettings(msgspec.Struct, kw_only=True):
     versions: dict[str, str] = {}
     argv: list[str] = []
     created_unix_s: float = 0.0
-    workload_digest: str = ""
     topology: str = ""
     emulated: str = ""
 
 
 class Distribution(msgspec.Struct, kw_only=True):
-    """The distribution of one figure over requests (ITL: over gaps), in its own unit.
-
-    Percentiles interpolate linearly.
-    """
+    """One figure over requests (ITL: over gaps), in its own unit. Percentiles interpolate linearly."""
 
     n: int
     mean: float
@@ -327,18 +300,17 @@ class WindowSummary(msgspec.Struct, kw_only=True):
 
     Attributes:
         modality: "all" or one of the items'.
-        figures: by name, in seconds: ttft, ttft_scheduled, first_chunk, tpot, itl, e2el, e2el_scheduled, send_lag;
-            input_tokens, output_tokens; output_token_throughput (tokens/s of one request). Successes alone; a name
-            is absent where nothing was measured.
-        failures: number of failures of each kind.
+        figures: of successes, by name; a name is absent where nothing was measured. In seconds: ttft,
+            ttft_scheduled, first_chunk, tpot, itl, e2el, e2el_scheduled, send_lag. In tokens: input_tokens,
+            output_tokens. In tokens/s of one request: output_token_throughput, prefill_token_throughput (input
+            tokens over TTFT).
         attainment: share of requests that kept both limits, by TTFT from the scheduled time; failures kept none.
-        duration_s: time from the first request to the last answer; of a stable window its length.
-        request_throughput ...: successes a second.
-        goodput: requests a second that attained the SLO; effective_throughput: their output tokens a second. Both
-            also per device. prefill_token_throughput: input tokens over the sum of all TTFTs, as AISBench has it.
+        duration_s: from the first request to the last answer; of a stable window its length.
+        goodput: requests a second that kept the SLO; effective_throughput: their output tokens a second.
+        prefill_token_throughput: input tokens over the sum of all TTFTs, as AISBench has it.
         achieved_rate, planned_rate: requests a second that were sent, and that were to be.
-        mean_concurrency, max_concurrency: requests on their way.
-        stages: seconds of each stage of the server, where it reports them.
+        mean_concurrency, max_concurrency: requests under way.
+        stages: seconds of each stage, where the server tells them.
     """
 
     modality: str
@@ -362,7 +334,6 @@ class WindowSummary(msgspec.Struct, kw_only=True):
     goodput_per_device: float
     effective_throughput: float
     effective_throughput_per_device: float
-    output_token_throughput_per_device: float
     achieved_rate: float
     planned_rate: float | None
     mean_concurrency: float
@@ -383,7 +354,6 @@ class Summary(msgspec.Struct, kw_only=True):
     Attributes:
         total, stable: figures of all modalities; stable is None where no window is stable.
         by_modality: as total, for each modality, where there are several.
-        warnings: sentences.
     """
 
     total: WindowSummary
@@ -391,18 +361,3 @@ class Summary(msgspec.Struct, kw_only=True):
     by_modality: dict[str, WindowSummary]
     stable_by_modality: dict[str, WindowSummary]
     warnings: list[str]
-
-
-class Sample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The server's own figures at one time; a line of metrics.jsonl.
-
-    Attributes:
-        at_s: on the plan's axis; phase: "before", "during" or "after".
-        metrics: name with labels, as Prometheus writes it, to value.
-        devices: by name, as cpu or cuda:0: utilisation in 0..1, and what else can be read.
-    """
-
-    at_s: float
-    phase: str
-    metrics: dict[str, float] = {}
-    devices: dict[str, dict[str, float]] = {}

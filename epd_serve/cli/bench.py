@@ -24,7 +24,7 @@ def bench(
         float | None, typer.Option(min=0.1, help="Seconds of requests at each rate, over --num-requests.")
     ] = None,
     arrivals: Annotated[
-        str, typer.Option(help="poisson, constant, gamma:SHAPE, ramp:FROM:TO, trace or closed:CONCURRENCY.")
+        str, typer.Option(help="poisson, constant, gamma:SHAPE, trace or closed:CONCURRENCY.")
     ] = "poisson",
     rate: Annotated[
         float | None, typer.Option(help="Requests/s; with --find-goodput the first to be tried.")
@@ -58,9 +58,6 @@ def bench(
     ] = "{}",
     label: Annotated[str, typer.Option(help="What tables call the server.")] = "",
     work_dir: Annotated[Path, typer.Option(help="A directory for each run is made in it.")] = Path("bench"),
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with a run or a sweep; all settings are its own.")
-    ] = None,
     compare: Annotated[
         str, typer.Option(help="Deployment files, as in A.yaml,B.yaml: each is brought up in turn and measured.")
     ] = "",
@@ -71,7 +68,6 @@ def bench(
         ),
     ] = "",
     report: Annotated[bool, typer.Option(help="Write report.html.")] = True,
-    png: Annotated[bool, typer.Option("--png", help="Write its plots as pictures too.")] = False,
     fail_on_slo: Annotated[
         bool, typer.Option("--fail-on-slo", help="Exit code 3 where fewer requests than --attainment were good.")
     ] = False,
@@ -79,18 +75,15 @@ def bench(
 ) -> None:
     """Measure any OpenAI-compatible server: latencies, SLO attainment, goodput.
 
-    Ctrl-C waits for what is under way; --resume goes on. OPENAI_API_KEY is sent where it is set.
+    Ctrl-C waits for what is under way. OPENAI_API_KEY is sent where it is set.
     """
-    from epd_serve.bench.command import redraw_bench, resume_bench, run_bench
-    from epd_serve.bench.outputs import Outputs, slo_of
+    from epd_serve.bench.command import Output, redraw_bench, run_bench, slo_of
     from epd_serve.bench.types import SLO, RunSettings
 
     api_key = os.environ.get("OPENAI_API_KEY") or None
-    outputs = Outputs(report=report, png=png, fail_on_slo=fail_on_slo, attainment=attainment)
+    output = Output(report=report, as_json=as_json, fail_on_slo=fail_on_slo, attainment=attainment)
     if redraw:
-        raise typer.Exit(redraw_bench(_paths(redraw), slo_ttft_ms, slo_tpot_ms, outputs=outputs))
-    if resume is not None:
-        raise typer.Exit(resume_bench(resume, api_key=api_key, as_json=as_json, outputs=outputs))
+        raise typer.Exit(redraw_bench(_paths(redraw), slo_ttft_ms, slo_tpot_ms, output=output))
     if compare and base_url:
         raise ValueError("--compare brings up what it measures; leave --base-url out")
     if not base_url and not compare:
@@ -122,10 +115,9 @@ def bench(
         rates=rates,
         goodput=(precision, max_rate) if find_goodput else None,
         duration_s=duration,
-        compare=_paths(compare),
+        compared=_paths(compare),
         api_key=api_key,
-        as_json=as_json,
-        outputs=outputs,
+        output=output,
     )
     raise typer.Exit(code)
 

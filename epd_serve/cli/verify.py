@@ -15,7 +15,7 @@ def verify(
     base_url: BaseUrl = "",
     model: Annotated[str, typer.Option(help="Needed where the server has several.")] = "",
     suite: Annotated[
-        list[str] | None, typer.Option(help="api, answers, media, load or faults; all where none is named.")
+        list[str] | None, typer.Option(help="api, answers, media or faults; all where none is named.")
     ] = None,
     check: Annotated[list[str] | None, typer.Option(help="A single check, as --list names it.")] = None,
     reference: Annotated[str, typer.Option(help="URL of a monolithic server of the same model.")] = "",
@@ -24,16 +24,15 @@ def verify(
     ] = None,
     admin: Annotated[
         list[str] | None,
-        typer.Option(help="A fault's command, as kill-E='COMMAND'; up:PID; pids:E=12,P=13; kubectl:NAMESPACE."),
+        typer.Option(help="A fault's command, as kill-E='COMMAND'; up:PID; pids:E=12,P=13."),
     ] = None,
-    work_dir: Annotated[Path, typer.Option(help="For verify.json, verify.html and junit.xml.")] = Path("verify"),
+    work_dir: Annotated[Path, typer.Option(help="For verify.json and junit.xml.")] = Path("verify"),
     slowness: Annotated[
         float, typer.Option(help="Factor of all time limits, for a server on a slow machine.", min=0.01)
     ] = 1.0,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the results that --work-dir has.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="Explain every check; send nothing.")] = False,
 ) -> None:
-    """Check any OpenAI-compatible multimodal server: types, answers, hostile media, load, faults.
+    """Check any OpenAI-compatible multimodal server: types, answers, hostile media, faults.
 
     The exit code is 1 where a check failed. OPENAI_API_KEY is sent where it is set.
     """
@@ -53,7 +52,6 @@ def verify(
         record=record,
         admin=admin or (),
         directory=work_dir,
-        resume=resume,
         slowness=slowness,
         api_key=os.environ.get("OPENAI_API_KEY") or None,
     )

@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from epd_serve.bench.outputs import Outputs, measured
-from epd_serve.bench.summary import summarise
+from epd_serve.bench.command import Output
 from epd_serve.bench.types import SLO, RunSettings
 from epd_serve.config.sections import BatchingOrder, BatchingPolicy
 from epd_serve.plan.evaluate import Evaluator, Goal
@@ -163,9 +162,7 @@ def write_simulation(path: Path, evaluator: Evaluator, result: Recommendation, w
         topology=deployment.label,
     )
     run = write_run(path, outcome, settings)
-    summary = summarise(settings, run.records(), run.schedule())
-    title = f"Simulated: {plan.candidate}"
-    Outputs().write(Console(stderr=True), path, [measured(run, summary)], title=title)
+    Output().write(Console(stderr=True), path, [run], title=f"Simulated: {plan.candidate}")
 
 
 def as_dict(result: Recommendation, evaluator: Evaluator, found: Found) -> dict[str, Any]:

@@ -137,10 +137,10 @@ class _Client:
             arrivals=arrivals,
             num_warmups=2,
         )
-        run, _ = session.begin(Path(tempfile.mkdtemp(dir=self.folder)), settings, load_workload(workload))
-        records = [one for one in run.records() if one.succeeded and len(one.token_times_s) > 2]
+        run = session.run(Path(tempfile.mkdtemp(dir=self.folder)), settings, load_workload(workload))
+        records = [one for one in run.records if one.succeeded and len(one.token_times_s) > 2]
         if len(records) < count:
-            failed = [one.detail for one in run.records() if not one.succeeded]
+            failed = [one.detail for one in run.records if not one.succeeded]
             raise ValueError(f"{self.url}: {failed[0] if failed else 'answers of one token'}")
         return records
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
-from epd_serve.bench.run_directory import RunDirectory, RunWriter
+from epd_serve.bench.run import Run
 from epd_serve.bench.statistics import wilson
 from epd_serve.bench.types import Failure, Record, RunSettings, Share
 from epd_serve.sim.gateway import Job
@@ -42,12 +41,10 @@ def records_of(outcome: Outcome) -> list[Record]:
     return records
 
 
-def write_run(path: Path, outcome: Outcome, settings: RunSettings) -> RunDirectory:
-    """A run directory as ``epd-serve bench`` writes it. Raises ValueError where one is there already."""
-    run = RunDirectory.create(path, settings, [(job.number, job.sent_s) for job in outcome.jobs])
-    with closing(RunWriter(run)) as writer:
-        for record in records_of(outcome):
-            writer.write(record)
+def write_run(path: Path, outcome: Outcome, settings: RunSettings) -> Run:
+    """Write a run as ``epd-serve bench`` does. Raises ValueError where one is there already."""
+    run = Run(path=path, settings=settings, records=records_of(outcome))
+    run.write()
     return run
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -15,17 +14,6 @@ from epd_serve.verify.items import asked, clip, picture, sound, turned
 
 COLORS = ("red", "lime", "blue", "yellow", "black", "white")
 _TOLD: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
-#: Standard deviations from the expected number at which a sampled token is not by chance.
-_SIGMAS = 4.5
-_DRAWS = 64
-#: Questions of which a model hardly knows how its answer begins.
-_OPEN: tuple[Any, ...] = (
-    asked(picture(), text="What colours are there?"),
-    "Tell me a story.",
-    "a",
-    "x y z",
-    "Name a color.",
-)
 
 
 @check("answers", "sglang 35799, vllm 49692: other answers than the monolithic server's", limit_s=120)
@@ -45,17 +33,9 @@ async def _alone_and_batched(client: Client, contents: list[Any]) -> None:
 
 @check("answers", "a 16-bit image hash that spliced two pictures")
 async def batched(client: Client) -> None:
-    """Requests with pictures of one size and other content, and text, get at once what each gets alone."""
-    await _alone_and_batched(client, [*(asked(picture(color)) for color in COLORS), "What colours are there?"])
-
-
-@check("answers", "vllm 51222: one cached picture fails those after it")
-async def one_picture(client: Client) -> None:
-    """Requests that share a picture get at once what the first got alone."""
-    content = asked(picture("orange"))
-    wanted = (await client.chat(content, **_TOLD)).choices()[0]
-    for reply in await asyncio.gather(*(client.chat(content, **_TOLD) for _ in range(8))):
-        same(reply.choices()[0], wanted, "the same picture again")
+    """Requests with equal pictures, others of the same size, and text, get at once what each gets alone."""
+    pictures = [asked(picture(color)) for color in (*COLORS, "red", "red")]
+    await _alone_and_batched(client, [*pictures, "What colours are there?"])
 
 
 @check("answers", "features of neighbours spliced in one request")
@@ -214,31 +194,6 @@ async def tools(client: Client) -> None:
         _fits(calls[0]["function"]["arguments"], stream)
 
 
-@check("answers", "prompts that end where the model's length does", limit_s=120)
-async def edge(client: Client) -> None:
-    """A prompt that leaves room for one token is answered by one; one token more is a 400."""
-    length = await client.max_model_len()
-    if length > 20_000:
-        raise Skipped(f"the model's length is {length}")
-
-    async def prompt_tokens(words: int) -> int:
-        return int((await client.chat("a" * 8 + " a" * words, max_tokens=1)).usage()["prompt_tokens"])
-
-    few, more = await prompt_tokens(10), await prompt_tokens(30)
-    a_word = (more - few) / 20
-    words = 10 + math.floor((length - 1 - few) / a_word)
-    if a_word != int(a_word):
-        raise Unjudged("a word is no whole number of tokens")
-    reply = await client.chat("a" * 8 + " a" * words, max_tokens=1)
-    reply.choices()
-    room = length - reply.usage()["prompt_tokens"]
-    require(reply.usage()["completion_tokens"] == 1, f"usage {reply.usage()} where one token was asked for")
-    require(1 <= room <= a_word, f"usage {reply.usage()}, {few} and {more} tokens of short prompts")
-    too_long = await client.chat("a" * 8 + " a" * (words + math.ceil(room / a_word)), max_tokens=1)
-    require(too_long.status in (400, 413), f"status {too_long.status} with no room for a token")
-    too_long.error()
-
-
 @check("answers", "towers that fail on pictures that are not RGB")
 async def formats(client: Client) -> None:
     """Palette, grey, 16-bit, alpha and CMYK pictures, PNG and JPEG, are answered."""
@@ -267,26 +222,6 @@ async def seeds(client: Client) -> None:
     fields = {"temperature": 1.5, "seed": 7, "max_tokens": 8}
     texts = {(await client.chat(asked(picture()), **fields)).text() for _ in range(3)}
     require(len(texts) == 1, f"one seed gave {sorted(texts)}")
-
-
-@check("answers", "options that P honours and D does not")
-async def sampling(client: Client) -> None:
-    """The first token is drawn as often as its logprob says."""
-    for content in _OPEN:
-        told = _tokens((await client.chat(content, max_tokens=1, **_TOLD)).choices()[0])
-        top = max(told[0]["top_logprobs"], key=lambda one: float(one["logprob"]))
-        share = math.exp(top["logprob"])
-        if 0.05 < share < 0.75:
-            break
-    else:
-        raise Unjudged("the model is sure of its first token")
-    drawn = await asyncio.gather(
-        *(client.chat(content, max_tokens=1, temperature=1, seed=seed, **_TOLD) for seed in range(_DRAWS))
-    )
-    told_of = [one.choices()[0]["logprobs"]["content"] for one in drawn]
-    tokens = [one[0]["token"] if one else "" for one in told_of]  # the token that ends an answer is not told
-    away = abs(tokens.count(top["token"]) - _DRAWS * share) / math.sqrt(_DRAWS * share * (1 - share))
-    require(away <= _SIGMAS, f"{top['token']!r}: {tokens.count(top['token'])} of {_DRAWS}, a share of {share:.2g}")
 
 
 @check("answers", "stop strings that are seen within a token only")

@@ -11,7 +11,7 @@ import msgspec
 if TYPE_CHECKING:
     from epd_serve.verify.client import Client
 
-SUITES = ("api", "answers", "media", "load", "faults")
+SUITES = ("api", "answers", "media", "faults")
 Outcome = Literal["pass", "fail", "unjudged", "skipped"]
 
 

@@ -1,18 +1,18 @@
-"""Requests of the checks, and their answers read as strictly as OpenAI's specification is written."""
+"""Send the requests of the checks, and read their answers as strictly as OpenAI's specification is written."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
+import re
 import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from epd_serve.bench.connection import Connections, Exchange, Target
-from epd_serve.bench.server import parse_metrics
+from epd_serve.bench.client import Exchange, HttpClient
 from epd_serve.bench.types import Failure
 from epd_serve.verify.check import Failed, Skipped, Unjudged, require
 
@@ -37,8 +37,10 @@ HELD = (
     "dynamo_frontend_inflight_requests",
     "dynamo_frontend_queued_requests",
 )
-#: Seconds in which what an ended request held has to be given back; what dead parts held goes by leases.
+#: Seconds in which an idle server has to release what its last requests held; leases of dead parts take longer.
 SETTLE_S, LEASES_S = 15.0, 45.0
+#: A line of Prometheus' text format: name, labels, value.
+_SAMPLE = re.compile(r'^([a-zA-Z_:][\w:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?)\s+(\S+)', re.MULTILINE)
 
 
 class Reply:
@@ -55,7 +57,7 @@ class Reply:
         self.failure = exchange.detail if exchange.failure else ""
         self.complete = exchange.status != 0 and exchange.failure is not Failure.CUT_STREAM
         self.timed_out = exchange.failure is Failure.TIMEOUT
-        self.headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in exchange.headers.items()}
+        self.headers = exchange.headers
         self.body = bytes(exchange.body)
         self.is_stream = self.headers.get("content-type", "").startswith("text/event-stream")
         self.done = False
@@ -122,23 +124,24 @@ class Reply:
         return content
 
     def usage(self) -> dict[str, int]:
+        """Return the three counts; details, as of cached tokens, may differ between equal requests."""
         holder = self.events[-1] if self.is_stream else self.json()
         usage = holder.get("usage")
         if not isinstance(usage, dict):
             raise Failed("there is no usage")
-        for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        names = ("prompt_tokens", "completion_tokens", "total_tokens")
+        for name in names:
             require(type(usage.get(name)) is int, f"usage.{name} is no integer")
-        return usage
+        return {name: usage[name] for name in names}
 
 
 class Client:
-    """The server under test and, where there is one, what tells right from wrong.
+    """The server under test and, where there is one, a reference that tells right from wrong.
 
     Attributes:
         last: path and body of the last request, for the curl line.
         reference: a monolithic server of the same model.
         admin: commands by the name of what they do, as ``kill-E``.
-        scale: factor of the sizes of bursts.
         slowness: factor of all limits of time.
     """
 
@@ -151,80 +154,66 @@ class Client:
         reference: Client | None = None,
         record: Path | None = None,
         admin: dict[str, str] | None = None,
-        scale: float = 1.0,
         slowness: float = 1.0,
     ) -> None:
-        self.target = Target(url)
-        self.connections = Connections(self.target, timeout_s=60.0)
-        self.model, self.reference, self.admin, self.scale = model, reference, admin or {}, scale
+        # some servers close a connection after an error without saying so
+        self._http = HttpClient(url, api_key=api_key, keep_alive=False)
+        self.url = self._http.base_url
+        self.model, self.reference, self.admin = model, reference, admin or {}
         self.slowness = slowness
-        self._key, self._record = api_key, record
+        self._has_key, self._record = api_key is not None, record
         self._answers: dict[str, Any] = json.loads(record.read_text()) if record and record.exists() else {}
         self._endless: dict[str, Any] | None = None
         self.last: tuple[str, bytes] = ("", b"")
 
     def within(self, seconds: float) -> float:
-        """A limit of time for this server."""
+        """Return a limit of time for this server."""
         return seconds * self.slowness
 
     async def meet(self) -> None:
         """Learn the model's name. Raises ValueError where no server answers, and where it lists no model."""
-        exchange = await self.connections.get("/v1/models", self._headers(), timeout_s=10.0)
+        exchange = await self._http.get("/v1/models", timeout_s=10.0)
         if exchange.failure is Failure.CONNECT:
-            raise ValueError(f"nothing answers at {self.target.url} ({exchange.detail}); name a server that runs")
+            raise ValueError(f"nothing answers at {self.url} ({exchange.detail}); name a server that runs")
         if exchange.failure:
             status = f" answered {exchange.status}" if exchange.failure is Failure.HTTP_STATUS else ""
-            raise ValueError(f"{self.target.url}/v1/models{status}: {' '.join(exchange.detail.split())[:200]}")
+            raise ValueError(f"{self.url}/v1/models{status}: {' '.join(exchange.detail.split())[:200]}")
         if not self.model:
             try:
                 self.model = str(json.loads(bytes(exchange.body))["data"][0]["id"])
             except (ValueError, LookupError, TypeError):
                 raise ValueError(
-                    f"{self.target.url}/v1/models lists no model; name one with --model, or another server"
+                    f"{self.url}/v1/models lists no model; name one with --model, or another server"
                 ) from None
         if self.reference is not None:
             await self.reference.meet()
 
     async def close(self) -> None:
-        await self.connections.close()
+        await self._http.close()
         if self.reference is not None:
             await self.reference.close()
 
-    def _headers(self, content: bool = False) -> str:
-        key = f"Authorization: Bearer {self._key}\r\n" if self._key else ""
-        return key + ("Content-Type: application/json\r\n" if content else "")
-
     async def get(self, path: str) -> Reply:
         self.last = (path, b"")
-        return Reply(await self.connections.get(path, self._headers(), timeout_s=self.within(20.0)))
+        return Reply(await self._http.get(path, timeout_s=self.within(20.0)))
 
-    async def post(self, body: bytes, path: str = CHAT, *, patient: bool = True, timeout_s: float = 60.0) -> Reply:
-        """Send a body as it is; a rate limit is waited for unless the caller is not ``patient``."""
+    async def post(self, body: bytes, path: str = CHAT, *, timeout_s: float = 60.0) -> Reply:
+        """Send a body as it is; wait for a rate limit as long as PATIENCE_S."""
         self.last, waited_s = (path, body), 0.0
         while True:
-            reply = Reply(await self.exchange(body, path, timeout_s))
-            if not (patient and reply.is_busy) or waited_s >= PATIENCE_S:
+            exchange = Exchange()
+            await self.send(exchange, body, path, timeout_s)
+            reply = Reply(exchange)
+            if not reply.is_busy or waited_s >= PATIENCE_S:
                 return reply
             pause_s = min(_seconds(reply.headers.get("retry-after", "")), PATIENCE_S - waited_s)
             await asyncio.sleep(pause_s)
             waited_s += pause_s
 
-    async def exchange(self, body: bytes, path: str = CHAT, timeout_s: float = 60.0) -> Exchange:
-        """Send a request and wait for its end, whatever that is."""
-        done = asyncio.Event()
-        exchange = self.begin(body, done, path, timeout_s)
-        await done.wait()
-        return exchange
-
-    def begin(self, body: bytes, done: asyncio.Event, path: str = CHAT, timeout_s: float = 60.0) -> Exchange:
-        """Send a request and return at once; ``close()`` of what is returned is a client that goes away."""
-        headers = self._headers(content=True)
-        exchange = Exchange(
-            self.connections, "POST", path, headers, lambda _: done.set(), body, expects_events=False
-        )
-        exchange.on_new_connection = True  # servers close one behind an error, and do not say so
-        self.connections.begin(exchange, self.within(timeout_s))
-        return exchange
+    async def send(self, exchange: Exchange, body: bytes, path: str = CHAT, timeout_s: float = 60.0) -> None:
+        """Send a request once, and wait for its end, whatever that is; cancelling it is a client that leaves."""
+        headers = {"Content-Type": "application/json"}
+        await self._http.send(exchange, "POST", path, body, headers, timeout_s=self.within(timeout_s))
 
     def body(self, content: Any = "What colours are there?", **fields: Any) -> bytes:
         """Write a chat of one user's message, greedy and short unless ``fields`` say otherwise."""
@@ -267,7 +256,7 @@ class Client:
         reply = await self.get("/metrics")
         if reply.status != 200:
             raise Skipped(f"/metrics: status {reply.status}")
-        return parse_metrics(reply.body)
+        return {name: float(value) for name, value in _SAMPLE.findall(reply.body.decode())}
 
     async def balanced(self, settle_s: float = SETTLE_S) -> None:
         """Wait until nothing is held. Raises Failed with what still is, and Unjudged where no metric tells."""
@@ -287,7 +276,7 @@ class Client:
     def curl(self, directory: Path, name: str) -> str:
         """The command that repeats the last request; a long body lies in a file of ``directory``."""
         path, body = self.last
-        line = f"curl -sN {shlex.quote(self.target.base + path)}"
+        line = f"curl -sN {shlex.quote(self.url + path)}"
         if not body:
             return line
         data = body.decode("utf-8", "replace")
@@ -295,7 +284,7 @@ class Client:
             file = directory / f"{name}.body"
             file.write_bytes(body)
             data = f"@{file}"
-        key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if self._key else ""
+        key = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if self._has_key else ""
         return f"{line}{key} -H 'Content-Type: application/json' --data-binary {shlex.quote(data)}"
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import shlex
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,9 +19,10 @@ DEEDS = ("kill", "stop", "partition")
 ANSWER_S, RECOVERY_S = 60.0, 90.0
 #: Seconds that a deed lasts before it is healed, and within which another one comes in a storm.
 DEED_S = 2.5
+#: Deeds of a storm.
+_STORM_DEEDS = 12
 #: Clients that ask meanwhile, and streams among them that have to be in their middle before a deed.
 CONCURRENCY, LEAST_STREAMING, MID_STREAM_S = 12, 3, 10.0
-_LABELS = {"E": "encode", "P": "prefill", "D": "decode"}
 #: Regular expressions for the command of a process with the part: of our native engine, or of vLLM.
 _SEEN = {
     "E": '"role": "[EPD]*E|"ec_producer"|"ec_both"',
@@ -36,9 +35,8 @@ def admin_commands(options: Sequence[str]) -> dict[str, str]:
     """Read ``--admin``.
 
     ``kill-E=COMMAND`` names a command; after ``stop`` and ``partition``, ``heal-stop-E`` and ``heal-partition-E``
-    undo them. ``up:PID`` stands for signals to the instances and the gateway of that ``epd-serve up``,
-    ``pids:E=12,P=13`` for signals to any processes of this machine, as vLLM's, and ``kubectl:NAMESPACE`` for pods
-    with llm-d's label of the role: their deletion, and a NetworkPolicy that cuts them off.
+    undo them. ``up:PID`` stands for signals to the instances and the gateway of that ``epd-serve up``, and
+    ``pids:E=12,P=13`` for signals to any processes of this machine.
     """
     commands: dict[str, str] = {}
     known = {f"{deed}-{part}" for deed in DEEDS for part in PARTS}
@@ -48,7 +46,7 @@ def admin_commands(options: Sequence[str]) -> dict[str, str]:
             pid = option.removeprefix("up:")
             if not pid.isdecimal():
                 raise ValueError(f"--admin {option}: it should look like up:1234, the process of epd-serve up")
-            for part in (*_LABELS, "router"):
+            for part in (*_SEEN, "router"):
                 commands |= _signals(part, _process_of(part, pid))
         elif option.startswith("pids:"):
             for pair in option.removeprefix("pids:").split(","):
@@ -56,9 +54,6 @@ def admin_commands(options: Sequence[str]) -> dict[str, str]:
                 if part not in PARTS or not pid.isdecimal():
                     raise ValueError(f"--admin {option}: it should look like pids:E=12,P=13")
                 commands |= _signals(part, pid)
-        elif option.startswith("kubectl:"):
-            for part, role in _LABELS.items():
-                commands |= _pods(option.removeprefix("kubectl:"), part, role)
         else:
             name, _, command = option.partition("=")
             if name not in known or not command:
@@ -78,24 +73,6 @@ def _process_of(part: str, up: str) -> str:
         return f"$(pgrep -P {up} -f 'epd_serve.cli proxy')"
     forked = f"$(pgrep -P {up} -f epd_serve.launch.processes.fork_server | sed 's/^/,/')"
     return f"$(pgrep -o -P {up}{forked} -f '{_SEEN[part]}')"
-
-
-def _pods(namespace: str, part: str, role: str) -> dict[str, str]:
-    kubectl, label = f"kubectl -n {shlex.quote(namespace)}", f"llm-d.ai/role={role}"
-    policy = {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": f"verify-partition-{role}"},
-        "spec": {
-            "podSelector": {"matchLabels": {"llm-d.ai/role": role}},
-            "policyTypes": ["Ingress", "Egress"],
-        },
-    }
-    return {
-        f"kill-{part}": f"{kubectl} delete pod --wait=false --grace-period=0 --force -l {label}",
-        f"partition-{part}": f"echo {shlex.quote(json.dumps(policy))} | {kubectl} apply -f -",
-        f"heal-partition-{part}": f"{kubectl} delete networkpolicy verify-partition-{role}",
-    }
 
 
 async def _command(line: str) -> None:
@@ -218,5 +195,5 @@ async def storm(client: Client) -> str:
     if not known:
         raise Skipped("no --admin kill-E=COMMAND or the like")
     rng = random.Random(0)
-    names = [rng.choice(known) for _ in range(max(2, round(12 * client.scale)))]
+    names = [rng.choice(known) for _ in range(_STORM_DEEDS)]
     return await _under(client, names)

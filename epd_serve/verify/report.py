@@ -1,24 +1,14 @@
-"""The report: one JSON, one HTML and one JUnit file."""
+"""The results of one server, as JSON and as JUnit's XML."""
 
 from __future__ import annotations
 
 from collections import Counter
-from html import escape
 from pathlib import Path
-from xml.sax.saxutils import quoteattr
+from xml.etree import ElementTree
 
 import msgspec
 
-from epd_serve.verify.check import CHECKS, Result
-
-_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 2em auto; padding: 0 1em; }}
-table {{ border-collapse: collapse; width: 100%; }} td, th {{ text-align: left; vertical-align: top;
-padding: 6px 10px; border-bottom: 1px solid #d9dde2; }} .fail {{ color: #b42318; font-weight: 700; }}
-.pass {{ color: #0b7a3e; }}
-pre {{ white-space: pre-wrap; word-break: break-all; font-size: 12px; }}
-</style><h1>{title}</h1><p>{summary}</p><table><tr><th>check<th>outcome<th>seconds<th>proves</tr>{rows}</table></html>
-"""
+from epd_serve.verify.check import Result
 
 
 class Report(msgspec.Struct):
@@ -29,45 +19,28 @@ class Report(msgspec.Struct):
     results: list[Result]
 
     def counts(self) -> str:
-        found = Counter(one.outcome for one in self.results)
-        return ", ".join(f"{found[name]} {name}" for name in ("pass", "fail", "unjudged", "skipped"))
+        """Return how many checks had each outcome, in words."""
+        counts = Counter(one.outcome for one in self.results)
+        return ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
 
-
-def write(report: Report, directory: Path) -> None:
-    """Write ``verify.json``, ``verify.html`` and ``junit.xml``."""
-    (directory / "verify.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-    (directory / "verify.html").write_text(_html(report), encoding="utf-8")
-    (directory / "junit.xml").write_text(_junit(report), encoding="utf-8")
-
-
-def _html(report: Report) -> str:
-    rows = ""
-    for one in report.results:
-        known = CHECKS.get(one.check)
-        about = f"{escape(known.proves)}<br><small>{escape(known.origin)}</small>" if known else ""
-        reason = f"<br>{escape(one.reason)}" if one.reason else ""
-        curl = f"<pre>{escape(one.curl)}</pre>" if one.curl else ""
-        rows += f'<tr><td>{escape(one.check)}<td class="{one.outcome}">{one.outcome}'
-        rows += f"<td>{one.seconds:.2f}<td>{about}{reason}{curl}</tr>"
-    title = f"verify: {report.model} at {report.url}"
-    return _PAGE.format(title=escape(title), summary=escape(report.counts()), rows=rows)
-
-
-def _junit(report: Report) -> str:
-    cases = ""
-    for one in report.results:
-        head = f"<testcase classname={quoteattr(one.suite)} name={quoteattr(one.check)} time='{one.seconds}'>"
-        tag = {"pass": "", "fail": "failure"}.get(one.outcome, "skipped")
-        body = f"<{tag} message={quoteattr(_plain(one.reason))}>{escape(_plain(one.curl))}</{tag}>" if tag else ""
-        cases += f"{head}{body}</testcase>"
-    fails = sum(one.outcome == "fail" for one in report.results)
-    skips = sum(one.outcome in ("unjudged", "skipped") for one in report.results)
-    head = (
-        f"<testsuite name='epd-serve verify' tests='{len(report.results)}' failures='{fails}' skipped='{skips}'>"
-    )
-    return f"<?xml version='1.0' encoding='utf-8'?>{head}{cases}</testsuite>"
+    def write(self, directory: Path) -> None:
+        """Write verify.json and junit.xml."""
+        (directory / "verify.json").write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+        counts = Counter(one.outcome for one in self.results)
+        skipped = counts["unjudged"] + counts["skipped"]
+        heading = {"tests": len(self.results), "failures": counts["fail"], "skipped": skipped}
+        suite = ElementTree.Element(
+            "testsuite", {"name": "epd-serve verify", **{k: str(n) for k, n in heading.items()}}
+        )
+        for one in self.results:
+            about = {"classname": one.suite, "name": one.check, "time": str(one.seconds)}
+            case = ElementTree.SubElement(suite, "testcase", about)
+            if one.outcome != "pass":
+                tag = "failure" if one.outcome == "fail" else "skipped"
+                ElementTree.SubElement(case, tag, {"message": _plain(one.reason)}).text = _plain(one.curl)
+        ElementTree.ElementTree(suite).write(directory / "junit.xml", encoding="utf-8", xml_declaration=True)
 
 
 def _plain(text: str) -> str:
-    """Without the characters that no XML may have."""
+    """Replace the characters that XML forbids."""
     return "".join(one if one >= " " or one in "\n\t" else "?" for one in text)

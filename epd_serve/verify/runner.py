@@ -1,5 +1,4 @@
-"""``epd-serve verify``, behind the command line: one check after another, each within its time; what is done is
-kept."""
+"""Run checks one after another, each within its time."""
 
 from __future__ import annotations
 
@@ -8,16 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
-from epd_serve.verify import answers, api, faults, fuzz, load, media
+from epd_serve.verify import answers, api, faults, media
 from epd_serve.verify.check import CHECKS, SUITES, Check, Failed, Outcome, Result, Skipped, Unjudged
 from epd_serve.verify.client import Client
 from epd_serve.verify.faults import admin_commands
-from epd_serve.verify.report import Report, write
+from epd_serve.verify.report import Report
 
 #: The modules that enter their checks.
-ENTERED = (api, fuzz, answers, media, load, faults)
+ENTERED = (api, answers, media, faults)
 
 
 def chosen(suites: Sequence[str], names: Sequence[str] = ()) -> list[Check]:
@@ -34,33 +31,20 @@ def chosen(suites: Sequence[str], names: Sequence[str] = ()) -> list[Check]:
 
 
 async def run_checks(
-    client: Client,
-    checks: Sequence[Check],
-    directory: Path,
-    *,
-    resume: bool = False,
-    told: Callable[[Result], None] = lambda _: None,
+    client: Client, checks: Sequence[Check], directory: Path, *, told: Callable[[Result], None] = lambda _: None
 ) -> Report:
-    """Run the checks and write the report after each; with ``resume``, those that it has are not run again.
+    """Run the checks one after another, and write the report after each.
 
-    Raises ValueError where no server answers, and for a report of another server.
+    Raises ValueError where no server answers.
     """
     directory.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - before anything runs
     await client.meet()
-    report = Report(url=client.target.url, model=client.model, results=[])
-    kept = directory / "verify.json"
-    if resume and kept.exists():
-        report = msgspec.json.decode(kept.read_bytes(), type=Report)
-        if (report.url, report.model) != (client.target.url, client.model):
-            raise ValueError(f"{kept} is about {report.url}; without --resume it is written anew")
-    done = {one.check for one in report.results}
+    report = Report(url=client.url, model=client.model, results=[])
     for check in checks:
-        if check.name in done:
-            continue
         result = await _one(client, check, directory)
         report.results.append(result)
         told(result)
-        write(report, directory)
+        report.write(directory)
     return report
 
 
@@ -102,7 +86,6 @@ def verify_server(
     record: Path | None,
     admin: Sequence[str],
     directory: Path,
-    resume: bool,
     slowness: float,
     api_key: str | None,
 ) -> int:
@@ -119,10 +102,10 @@ def verify_server(
             slowness=slowness,
         )
         try:
-            report = await run_checks(client, chosen(suites, names), directory, resume=resume, told=_tell)
+            report = await run_checks(client, chosen(suites, names), directory, told=_tell)
         finally:
             await client.close()
-        print(f"{report.counts()}; {directory / 'verify.html'}")
+        print(f"{report.counts()}; {directory / 'verify.json'}")
         return int(any(one.outcome == "fail" for one in report.results))
 
     return asyncio.run(run())

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
+from epd_serve.bench.client import Exchange
 from epd_serve.verify.check import Failed
 from epd_serve.verify.client import Client, Reply
 
@@ -110,7 +111,7 @@ class Traffic:
         self.client, self.deadline_s, self.pause_s, self.may_cut = client, deadline_s, pause_s, False
         self.expected: dict[str, str] = {}
         self.results: list[tuple[Request, Result]] = []
-        self._streaming: set[Any] = set()
+        self._streaming: set[Exchange] = set()
 
     @property
     def num_streaming(self) -> int:
@@ -118,22 +119,19 @@ class Traffic:
         return sum(bool(one.body) and one.finish_s is None for one in self._streaming)
 
     async def ask(self, request: Request) -> Result:
-        started_s, done = time.monotonic(), asyncio.Event()
+        started_s, exchange = time.monotonic(), Exchange()
         body = self.client.body(request.content, **request.fields)
-        exchange = self.client.begin(body, done, timeout_s=self.deadline_s)
         if request.fields.get("stream"):
             self._streaming.add(exchange)
         try:
             async with asyncio.timeout(request.patience_s):
-                await done.wait()
+                await self.client.send(exchange, body, timeout_s=self.deadline_s)
             result = judge(Reply(exchange), self.expected.get(request.key), may_cut=self.may_cut)
         except TimeoutError:
             result = Result(outcome=Outcome.CANCELLED)
         except Failed as failure:
             result = Result(outcome=Outcome.WRONG, detail=str(failure))
         finally:
-            if exchange.finish_s is None:
-                exchange.close()
             self._streaming.discard(exchange)
         return replace(result, seconds=time.monotonic() - started_s)
 

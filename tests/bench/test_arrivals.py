@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epd_serve.bench.plan import ClosedLoop, Constant, Gamma, Ramp, Trace, digest, make_plan, parse_load
+from epd_serve.bench.plan import ClosedLoop, Constant, Gamma, Trace, make_plan, parse_load
 from epd_serve.bench.types import Item, Media, Message
 
 
 @given(st.floats(0.1, 500), st.floats(0.2, 5), st.integers(0, 1000), st.integers(1, 50))
 def test_times_ascend_and_the_seed_decides(rate: float, shape: float, seed: int, count: int) -> None:
-    for arrivals in (Gamma(rate=rate, shape=shape), Constant(rate=rate), Ramp(begin=rate, end=2 * rate)):
+    for arrivals in (Gamma(rate=rate, shape=shape), Constant(rate=rate)):
         times = list(arrivals.times(count, seed))
         assert len(times) == count
         assert times == sorted(times)
@@ -31,23 +31,10 @@ def test_gamma_gaps_have_their_mean_and_their_burstiness(shape: float) -> None:
     assert pstdev(gaps) / mean(gaps) == pytest.approx(shape**-0.5, rel=0.03)
 
 
-@pytest.mark.parametrize(("begin", "end"), [(1.0, 12.0), (12.0, 1.0), (5.0, 5.0)])
-def test_a_ramp_goes_from_one_rate_to_the_other(begin: float, end: float) -> None:
-    count = 20_000
-    times = list(Ramp(begin=begin, end=end).times(count, 3))
-    length_s = 2 * count / (begin + end)
-    assert times[-1] == pytest.approx(length_s, rel=0.03)
-    tenth = length_s / 10
-    first, last = (sum(low <= at < low + tenth for at in times) / tenth for low in (0.0, length_s - tenth))
-    assert first == pytest.approx(begin + (end - begin) / 20, rel=0.1)
-    assert last == pytest.approx(end - (end - begin) / 20, rel=0.1)
-
-
 def test_what_can_be_typed() -> None:
     assert parse_load("poisson", rate=4) == Gamma(rate=4)
     assert parse_load("gamma:0.5", rate=4) == Gamma(rate=4, shape=0.5)
     assert parse_load("constant", rate=4) == Constant(rate=4)
-    assert parse_load("ramp:1:12") == Ramp(begin=1, end=12)
     assert parse_load("closed:16") == ClosedLoop(concurrency=16)
     assert parse_load("trace", time_scale=0.5) == Trace(time_scale=0.5)
 
@@ -60,7 +47,6 @@ def test_what_can_be_typed() -> None:
         ("closed:4", 1.0, "leave --rate out"),
         ("closed:0", None, "are not known; write 'poisson'"),
         ("gamma:-1", 1.0, "'-1' is no positive number"),
-        ("ramp:1", None, "are not known"),
         ("normal", None, "are not known"),
     ],
 )
@@ -78,19 +64,11 @@ def test_a_conversation_is_scheduled_by_its_first_turn() -> None:
     items = [item(0), item(1, conversation="a"), item(2, conversation="b"), item(3, conversation="a", turn=1)]
     plan = make_plan(items, Constant(rate=2.0), 0)
     assert [[one.index for one in chain.items] for chain in plan.chains] == [[0], [1, 3], [2]]
-    assert plan.schedule() == [(0, 0.0), (1, 0.5), (2, 1.0), (3, None)]
+    assert [chain.at_s for chain in plan.chains] == [0.0, 0.5, 1.0]
 
 
 def test_a_trace_keeps_its_times() -> None:
     plan = make_plan([item(0, arrival_s=3.0), item(1, arrival_s=1.0)], Trace(time_scale=0.5), 0)
-    assert plan.schedule() == [(0, 1.5), (1, 0.5)]
+    assert [(chain.items[0].index, chain.at_s) for chain in plan.chains] == [(1, 0.5), (0, 1.5)]
     with pytest.raises(ValueError, match="brings no times along"):
         make_plan([item(0)], Trace(), 0)
-
-
-def test_the_digest_sees_every_byte() -> None:
-    base = digest([item(0)])
-    assert digest([item(0)]) == base
-    assert digest([item(0, fields={"top_k": 1})]) != base
-    other = Message(role="user", parts=("x", Media(mime="image/png", data=b"13")))
-    assert digest([Item(index=0, messages=(other,), max_tokens=4, workload="w")]) != base

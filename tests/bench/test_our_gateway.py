@@ -1,4 +1,4 @@
-"""Against a deployment of ours: pictures and text, stages of every request, cache hits, CPU time."""
+"""Against a deployment of ours: pictures and text, and the stages of every request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from load_tester import session, settings
 from PIL import Image
 
-from epd_serve.bench.server import sampled
 from epd_serve.bench.types import Item, Media, Message
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
@@ -46,27 +45,20 @@ class Mixed:
 
 
 @pytest.mark.asyncio
-async def test_stages_caches_and_processes_are_seen(tmp_path: Path) -> None:
+async def test_the_stages_of_every_request_are_seen(tmp_path: Path) -> None:
     config = DeploymentConfig(topology="E-PD", gateway={"port": 0}, instances={"base_port": 0, "threads": 1})
     async with LocalDeployment(config, ready_timeout_s=300) as deployment:
-        # one after the other, so that a picture's second request finds what its first has left
         wanted = settings(deployment.gateway_url, "closed:1", None, timeout_s=60.0, num_warmups=1)
-        run, summary = await asyncio.to_thread(session().begin, tmp_path / "run", wanted, Mixed(12))
-    assert summary is not None
-    assert summary.total.num_failed == 0
+        run = await asyncio.to_thread(session().run, tmp_path / "run", wanted, Mixed(12))
+    assert run.total.num_failed == 0
     assert run.settings.topology == "E-PD"
     assert run.settings.versions["server"].startswith("epd-serve ")
-    assert {record.modality: record.num_output_tokens for record in run.records()} == {"image": 8, "text": 8}
-    for record in run.records():
+    assert {record.modality: record.num_output_tokens for record in run.records} == {"image": 8, "text": 8}
+    for record in run.records:
         names = {span.stage for span in record.stages}
         assert {"prefill", "decode"} <= names
         assert ("encode" in names) == (record.modality == "image")
         last_s = max(span.start_s + span.duration_s for span in record.stages)
         assert record.e2el_s is not None
         assert 0 < last_s < record.e2el_s + 5  # seconds, and not milliseconds
-    assert {"prefill", "decode", "encode"} <= summary.total.stages.keys()
-    seen = sampled(run.samples())
-    assert seen.cache_hits["media"].whole == 6
-    assert seen.cache_hits["media"].part >= 2
-    assert "cpu" in seen.utilisation
-    assert "proxy" in seen.cpu_s  # the instances are this process's children, and not the gateway's siblings
+    assert {"prefill", "decode", "encode"} <= run.total.stages.keys()

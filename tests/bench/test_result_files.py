@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from bench_runs import failed, good, loaded, measured
 
-from epd_serve.bench.outputs import vllm_result, write_aisbench
-from epd_serve.bench.summary import Measured
+from epd_serve.bench.result_files import public_settings, vllm_result, write_aisbench
+from epd_serve.bench.run import Run
 
 #: What ``vllm bench serve --save-result --save-detailed`` of vLLM 0.32 writes for a chat server, without
 #: what hangs on options of its own (probes, speculative decoding, ramps).
@@ -33,12 +33,12 @@ AISBENCH_TOTALS = [
 
 
 @pytest.fixture
-def run() -> Measured:
+def run() -> Run:
     """Two answers, 100 and 300 ms to the first token, and one failure."""
     return measured([good(0, 0.0), good(1, 1.0, ttft_s=0.3), failed(2, 1.5)])
 
 
-def test_aisbench_lays_its_files_out_like_this(run: Measured, tmp_path: Path) -> None:
+def test_aisbench_lays_its_files_out_like_this(run: Run, tmp_path: Path) -> None:
     write_aisbench(tmp_path, run)
     folder = tmp_path / "performances" / "demo-model"
     assert sorted(path.name for path in folder.iterdir()) == ["mine.csv", "mine.json", "mine_details.jsonl"]
@@ -58,7 +58,7 @@ def test_aisbench_lays_its_files_out_like_this(run: Measured, tmp_path: Path) ->
     assert total["PrefillTokenThroughput"][2] == "500.0 token/s"
 
 
-def test_aisbench_totals_carry_their_units(run: Measured, tmp_path: Path) -> None:
+def test_aisbench_totals_carry_their_units(run: Run, tmp_path: Path) -> None:
     write_aisbench(tmp_path, run)
     totals = json.loads((tmp_path / "performances" / "demo-model" / "mine.json").read_text())
     assert list(totals)[: len(AISBENCH_TOTALS)] == AISBENCH_TOTALS
@@ -73,7 +73,7 @@ def test_aisbench_totals_carry_their_units(run: Measured, tmp_path: Path) -> Non
     assert of["SLO Attainment"].startswith("66.6667 % ("), "the failure is in the denominator"
 
 
-def test_every_request_stands_in_the_details(run: Measured, tmp_path: Path) -> None:
+def test_every_request_stands_in_the_details(run: Run, tmp_path: Path) -> None:
     write_aisbench(tmp_path, run)
     path = tmp_path / "performances" / "demo-model" / "mine_details.jsonl"
     first, second, third = map(json.loads, path.read_text().splitlines())
@@ -93,7 +93,7 @@ def test_stages_and_modalities_have_rows_of_their_own(tmp_path: Path) -> None:
     assert {row[1] for row in rows[1:]} >= {"total", "stable", "total/image", "total/text"}
 
 
-def test_vllms_names(run: Measured) -> None:
+def test_vllms_names(run: Run) -> None:
     result = vllm_result(run)
     assert result.keys() >= VLLM_KEYS
     assert (result["completed"], result["failed"], result["num_prompts"]) == (2, 1, 3)
@@ -119,3 +119,12 @@ def test_a_run_of_nothing_but_failures_has_files_too(tmp_path: Path) -> None:
     run = measured([failed(0, 0.0), failed(1, 0.5)])
     write_aisbench(tmp_path, run)
     assert vllm_result(run)["mean_ttft_ms"] == 0.0
+
+
+def test_secrets_among_the_fields_are_not_passed_on(run: Run) -> None:
+    typed = '{"api_key": "s3cret", "max_tokens": 5}'
+    run.settings.fields = json.loads(typed) | {"more": [{"password": "s3cret"}], "top_k": 3}
+    run.settings.argv = ["bench", "--extra-body", typed, "--rate", "2"]
+    assert "s3cret" not in json.dumps(vllm_result(run))
+    public = public_settings(run.settings)
+    assert (public["fields"]["max_tokens"], public["argv"][-2:]) == (5, ["--rate", "2"])

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from load_tester import Scripted, Scripts, session, settings
 from scripted_server import FIRST_S, NUM_TOKENS, STALL_S
 
-from epd_serve.bench.command import run_bench
-from epd_serve.bench.connection import Connections, Target
-from epd_serve.bench.outputs import Outputs
-from epd_serve.bench.run_directory import RunDirectory
+from epd_serve.bench.client import HttpClient
+from epd_serve.bench.command import Output, run_bench
+from epd_serve.bench.run import Run
+from epd_serve.bench.server import Server
 from epd_serve.bench.statistics import load_curve, percentile
-from epd_serve.bench.types import Failure, Record
+from epd_serve.bench.types import Failure
+from epd_serve.bench.workloads import load_workload
 
 GOOD = ("steady", "stall", "early_role", "keep_alive_comments", "no_usage", "no_done")
 BAD = {
@@ -36,20 +41,15 @@ BAD = {
 LIMIT_S = 0.002
 
 
-def measure(scripted: Scripted, path: Path, texts: tuple[str, ...]) -> tuple[list[Record], RunDirectory]:
-    run, summary = session().begin(path, settings(scripted.url), Scripts(texts))
-    assert summary is not None
-    return run.records(), run
-
-
 def test_figures_are_those_of_the_servers_own_clock(scripted: Scripted, tmp_path: Path) -> None:
     for number in range(5):  # where this process is held up, all that came meanwhile comes at once
-        records, run = measure(scripted, tmp_path / f"run{number}", GOOD * 5)
-        if (lag_s := run.segments()[0].loop_lag_max_s) < STALL_S / 2:
+        run = session().run(tmp_path / f"run{number}", settings(scripted.url), Scripts(GOOD * 5))
+        assert run.tester is not None
+        if (lag_s := run.tester.loop_lag_max_s) < STALL_S / 2:
             break
     log = scripted.log()
     errors: dict[str, list[float]] = {}
-    for record in records:
+    for record in run.records:
         truth = log[record.request_id]
         events = [at - truth["received"] for at in truth["events"]]
         tokens = events[truth["script"] == "early_role" :][:NUM_TOKENS]
@@ -86,8 +86,8 @@ def test_figures_are_those_of_the_servers_own_clock(scripted: Scripted, tmp_path
 
 def test_each_misbehaviour_has_its_name_and_counts_against_the_server(scripted: Scripted, tmp_path: Path) -> None:
     names = (*BAD, "steady")
-    run, summary = session().begin(tmp_path / "run", settings(scripted.url), Scripts(names))
-    records = run.records()
+    run = session().run(tmp_path / "run", settings(scripted.url), Scripts(names))
+    records, summary = run.records, run.summary
     found = {name: record.failure for name, record in zip(names, records, strict=True)}
     assert found == {**BAD, "steady": None}
     details = {name: record.detail for name, record in zip(names, records, strict=True)}
@@ -95,7 +95,6 @@ def test_each_misbehaviour_has_its_name_and_counts_against_the_server(scripted: 
     assert "max_tokens is too large" in details["refused"]
     assert details["overloaded"] == "try later"
     assert {name: record.status for name, record in zip(names, records, strict=True)}["overloaded"] == 503
-    assert summary is not None
     assert summary.total.num_failed == len(BAD)
     assert (summary.total.attainment.part, summary.total.attainment.whole) == (1, len(names))
     assert summary.total.failures["malformed"] == 3
@@ -105,11 +104,18 @@ def test_each_misbehaviour_has_its_name_and_counts_against_the_server(scripted: 
 
 
 def test_an_answer_that_never_ends_is_given_up_at_the_time_limit(scripted: Scripted, tmp_path: Path) -> None:
-    run, _ = session().begin(tmp_path / "run", settings(scripted.url, timeout_s=1.0), Scripts(("hang",)))
-    (record,) = run.records()
+    run = session().run(tmp_path / "run", settings(scripted.url, timeout_s=1.0), Scripts(("hang",)))
+    (record,) = run.records
     assert record.failure is Failure.TIMEOUT
     assert record.detail == "not finished within 1 s"
     assert record.finish_s - (record.sent_s or 0.0) > 0.9
+
+
+def test_a_body_of_megabytes_is_sent_whole(scripted: Scripted, tmp_path: Path) -> None:
+    text = "steady " + "x" * 3_000_000
+    (record,) = session().run(tmp_path / "run", settings(scripted.url), Scripts((text,))).records
+    assert record.failure is None
+    assert record.num_body_bytes > len(text)
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
@@ -117,16 +123,15 @@ def test_a_server_that_is_not_there(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ValueError, match=r"connect.*is --base-url right"):
-            session().begin(tmp_path / "run", settings(url), Scripts(("steady",)))
+            session().run(tmp_path / "run", settings(url), Scripts(("steady",)))
     assert not (tmp_path / "run").exists()
 
 
 def test_waiting_for_a_slot_counts_from_the_schedule(scripted: Scripted, tmp_path: Path) -> None:
     """Two slots and four requests at once: the last two wait for a whole answer."""
     wanted = settings(scripted.url, rate=1000.0, max_concurrency=2)
-    run, summary = session().begin(tmp_path / "run", wanted, Scripts(("steady",) * 4))
-    records = run.records()
-    assert summary is not None
+    run = session().run(tmp_path / "run", wanted, Scripts(("steady",) * 4))
+    records, summary = run.records, run.summary
     assert summary.total.max_concurrency == 2
     for early, late in ((records[0], records[2]), (records[1], records[3])):
         assert early.ttft_s is not None
@@ -143,11 +148,10 @@ def test_waiting_for_a_slot_counts_from_the_schedule(scripted: Scripted, tmp_pat
 def test_a_closed_loop_keeps_its_number_of_requests_under_way(scripted: Scripted, tmp_path: Path) -> None:
     wanted = settings(scripted.url, arrivals="closed:3", rate=None)
     for number in range(5):  # where this process is held up, several have ended when it looks
-        run, summary = session().begin(tmp_path / f"run{number}", wanted, Scripts(("steady",) * 12))
-        assert summary is not None
-        assert summary.total.max_concurrency == 3
-        assert summary.total.planned_rate is None
-        records = run.records()
+        run = session().run(tmp_path / f"run{number}", wanted, Scripts(("steady",) * 12))
+        assert run.total.max_concurrency == 3
+        assert run.total.planned_rate is None
+        records = run.records
         assert len(records) == 12
         last_s = max(record.sent_s or 0.0 for record in records)
         working = {count for at_s, count in load_curve(records) if (records[2].sent_s or 0.0) <= at_s <= last_s}
@@ -156,21 +160,62 @@ def test_a_closed_loop_keeps_its_number_of_requests_under_way(scripted: Scripted
     assert working <= {2, 3}  # what ends is followed by the next before another ends
 
 
-def test_a_name_with_several_addresses_is_reached_at_the_one_that_answers(scripted: Scripted) -> None:
-    target = Target(scripted.url)
-    target.addresses = ["127.0.0.2", "127.0.0.1"]  # as localhost is ::1 too, where the server is not
-
-    async def ask() -> tuple[Failure | None, list[str]]:
-        connections = Connections(target, timeout_s=5)
-        answer = await connections.get("/v1/models")
-        await connections.close()
-        return answer.failure, target.addresses
-
-    assert asyncio.run(ask()) == (None, ["127.0.0.1"])
-
-
 def test_a_server_that_is_not_there_leaves_no_directory(tmp_path: Path) -> None:
     wanted = settings("http://127.0.0.1:9", workload="synthetic,requests=2")
     with pytest.raises(ValueError, match="is --base-url right"):
-        run_bench(wanted, tmp_path, api_key=None, as_json=False, outputs=Outputs())
+        run_bench(wanted, tmp_path, api_key=None, output=Output())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_later_turn_carries_the_servers_own_answers(scripted: Scripted, tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    file.write_text('{"turns": ["steady one", "steady two", "refused"]}\n{"turns": ["refused", "steady"]}\n')
+    run = session().run(tmp_path / "run", settings(scripted.url), load_workload(f"custom:{file}"))
+    records = run.records
+    assert [one.failure for one in records[:3]] == [None, None, Failure.HTTP_STATUS]
+    assert [one.failure for one in records[3:]] == [Failure.HTTP_STATUS, Failure.NOT_SENT]
+    assert (records[1].sent_s or 0.0) >= records[0].finish_s
+    sent = scripted.log()[records[2].request_id]["messages"]
+    assert [one["role"] for one in sent] == ["user", "assistant"] * 2 + ["user"]
+    assert sent[1]["content"] == records[0].text
+    assert run.total.planned_rate is None
+    assert Run.read(tmp_path / "run").records == records
+
+
+def test_ctrl_c_waits_for_what_is_under_way(scripted: Scripted, tmp_path: Path) -> None:
+    """Four users; the last request of each is held until the tester has said that it stops."""
+    file = tmp_path / "w.jsonl"
+    file.write_text('{"prompt": "hold stopped"}\n' * 8)
+    command = [sys.executable, "-m", "epd_serve.cli", "bench", "--base-url", scripted.url, "--warmups", "0"]
+    command += ["--workload", f"custom:{file}", "--arrivals", "closed:4", "--work-dir", str(tmp_path / "runs")]
+    before = len(scripted.log())
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as tester:
+        while len(scripted.log()) < before + 4:
+            assert tester.poll() is None
+        tester.send_signal(signal.SIGINT)
+        assert tester.stdout is not None
+        assert any("requests are under way" in line for line in tester.stdout)
+        scripted.release("stopped")
+        output, _ = tester.communicate(timeout=300)
+    assert tester.returncode == 130, output
+    (path,) = (tmp_path / "runs").glob("*/run")
+    run = Run.read(path)
+    assert len(run.records) == 4 and not run.is_complete
+    assert any("not complete: 4 of 8" in warning for warning in run.summary.warnings)
+
+
+@pytest.mark.parametrize(("key", "status"), [("sk-wrong", 401), (None, 401)])
+async def test_a_key_that_is_missing_or_wrong_is_named(key: str | None, status: int) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "no such key"}}, status=status)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", refuse)
+    async with TestServer(app) as served, HttpClient(str(served.make_url("/")), api_key=key) as client:
+        with pytest.raises(ValueError, match=r"HTTP 401: no such key.*export OPENAI_API_KEY=KEY"):
+            await Server(client).meet("")
+
+
+def test_a_password_in_the_url_is_refused() -> None:
+    with pytest.raises(ValueError, match="put a key into OPENAI_API_KEY"):
+        HttpClient("http://somebody:secret@127.0.0.1:8000")

@@ -22,7 +22,7 @@ from epd_serve.bench.statistics import (
     wilson,
 )
 from epd_serve.bench.summary import summarise
-from epd_serve.bench.types import Failure, Record, Segment
+from epd_serve.bench.types import ClientLoad, Failure, Record
 
 URL = "http://127.0.0.1:1"
 
@@ -76,7 +76,7 @@ def test_failures_are_in_the_denominator_and_the_schedule_decides() -> None:
     late = record(2, 0.2, ttft_s=0.1, scheduled_s=-2.0)  # a fast answer, sent too late
     slow = record(3, 0.3, gap_s=0.06)
     records = [record(0, 0.0), failed(1, 0.1), late, slow]
-    total = summarise(wanted, records, {0: 0.0, 1: 0.1, 2: -2.0, 3: 0.3}).total
+    total = summarise(wanted, records).total
     assert (total.attainment.part, total.attainment.whole) == (1, 4)
     assert total.ttft_attainment.part == 2
     assert total.tpot_attainment.part == 2
@@ -93,7 +93,7 @@ def test_failures_are_in_the_denominator_and_the_schedule_decides() -> None:
 
 def test_modalities_are_apart() -> None:
     records = [record(index, index / 10, modality="image" if index % 2 else "text") for index in range(4)]
-    found = summarise(settings(URL, rate=10.0, num_devices=2), records, {})
+    found = summarise(settings(URL, rate=10.0, num_devices=2), records)
     assert sorted(found.by_modality) == ["image", "text"]
     assert found.by_modality["image"].num_requests == 2
     assert found.total.goodput_per_device == pytest.approx(found.total.goodput / 2)
@@ -102,7 +102,7 @@ def test_modalities_are_apart() -> None:
 def test_the_stable_window_of_an_open_loop() -> None:
     """Ten a second with answers of one second: the first second fills, behind the last request it drains."""
     records = [record(index, index / 10, ttft_s=0.96) for index in range(100)]
-    found = summarise(settings(URL, rate=10.0, num_requests=100), records, {})
+    found = summarise(settings(URL, rate=10.0, num_requests=100), records)
     assert found.stable is not None
     assert (found.stable.begin_s, found.stable.end_s) == (pytest.approx(1.0), pytest.approx(9.9))
     assert found.stable.output_token_throughput == pytest.approx(50.0, rel=0.02)
@@ -124,7 +124,7 @@ def test_turns_that_were_never_sent_are_missed_in_the_stable_window_too() -> Non
         )
         for number, at_s in enumerate((5.0, 6.0, 9.95))
     ]
-    found = summarise(settings(URL, rate=10.0, num_requests=103), [*records, *late], {}).stable
+    found = summarise(settings(URL, rate=10.0, num_requests=103), [*records, *late]).stable
     assert found is not None
     assert (found.begin_s, found.end_s) == (pytest.approx(0.14), pytest.approx(9.9))
     assert (found.num_failed, found.failures) == (2, {"not_sent": 2})
@@ -149,21 +149,16 @@ def test_a_backlog_that_grows_is_said() -> None:
     records = [record(index, index / 10, ttft_s=0.1 + index / 10) for index in range(100)]
     curve = load_curve(records)
     assert is_growing(curve, 0.0, 9.9)
-    found = summarise(settings(URL, rate=10.0, num_requests=100), records, {})
+    found = summarise(settings(URL, rate=10.0, num_requests=100), records)
     assert any("does not keep up with this rate" in warning for warning in found.warnings)
     steady = [record(index, index / 10) for index in range(100)]
     assert not is_growing(load_curve(steady), 0.0, 9.9)
 
 
 def test_what_the_tester_says_of_itself() -> None:
-    planned = {index: index / 100 for index in range(100)}
     records = [record(index, index / 50, scheduled_s=index / 100) for index in range(100)]
-    segment = Segment(
-        segment=0, started_unix_s=0, plan_offset_s=0, wall_s=2.0, cpu_s=1.9, loop_lag_p99_s=0.03, ended="complete"
-    )
-    warnings = " ".join(
-        summarise(settings(URL, rate=100.0, num_requests=100), records, planned, [segment]).warnings
-    )
+    tester = ClientLoad(wall_s=2.0, cpu_s=1.9, loop_lag_p99_s=0.03, loop_lag_max_s=0.03)
+    warnings = " ".join(summarise(settings(URL, rate=100.0, num_requests=100), records, tester).warnings)
     assert "The rate fell short: 50.00 of 100.00 requests/s" in warnings
     assert "The tester cannot keep up" in warnings
     assert "event loop was late by 30 ms" in warnings
@@ -171,11 +166,9 @@ def test_what_the_tester_says_of_itself() -> None:
     assert "100 answers are too few for p99 (needs 500)" in warnings
 
 
-def test_a_resumed_run_says_so_and_an_empty_one_is_an_error() -> None:
-    records = [record(0, 0.0), record(1, 0.1, segment=1)]
-    assert any("resumed" in one for one in summarise(settings(URL), records, {}).warnings)
+def test_a_run_without_records_is_an_error() -> None:
     with pytest.raises(ValueError, match="no finished request"):
-        summarise(settings(URL), [], {})
+        summarise(settings(URL), [])
 
 
 def test_the_mean_concurrency_is_an_area() -> None:

@@ -1,4 +1,4 @@
-"""Several rates in one directory: given, searched for, resumed."""
+"""Several rates in one directory, and the search for goodput."""
 
 from __future__ import annotations
 
@@ -7,10 +7,74 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from load_tester import Scripted, item, session, settings
 
-from epd_serve.bench.sweep import SearchRange, Sweep, is_complete, read_sweep
+from epd_serve.bench.sweep import GoodputSearch, SearchRange, Sweep, parse_rates
 from epd_serve.bench.types import SLO, Item
+
+LOWEST, HIGHEST = 0.1, 1000.0
+
+
+def searched(of: SearchRange, limit: float) -> tuple[GoodputSearch, list[float]]:
+    """The search at its end, and the rates that it tried."""
+    search, rates = GoodputSearch(of), []
+    while (rate := search.next_rate()) is not None:
+        assert len(rates) < 60
+        rates.append(rate)
+        search.tell(rate, attained=rate <= limit)
+    return search, rates
+
+
+@given(st.floats(LOWEST, HIGHEST), st.floats(LOWEST, HIGHEST), st.floats(0.005, 0.5))
+def test_a_threshold_is_found_to_the_precision(start: float, limit: float, precision: float) -> None:
+    search, rates = searched(SearchRange(start=start, lowest=LOWEST, highest=HIGHEST, precision=precision), limit)
+    assert search.attained is not None
+    assert search.attained <= limit <= (HIGHEST if search.missed is None else search.missed)
+    if search.missed is not None:
+        assert limit <= search.attained * (1 + precision)
+    assert len(set(rates)) == len(rates)
+    assert all(LOWEST <= rate <= HIGHEST for rate in rates)
+
+
+def test_doubling_then_bisection() -> None:
+    assert searched(SearchRange(start=1, lowest=0.5, highest=100, precision=0.1), 11.0)[1] == [
+        *(1, 2, 4, 8, 16, 12, 10, 11),
+    ]
+    never, rates = searched(SearchRange(start=4, lowest=1, highest=64), 0.5)
+    assert (never.attained, never.missed, rates) == (None, 1, [4, 2, 1])
+    always, rates = searched(SearchRange(start=4, lowest=1, highest=50), 1e9)
+    assert (always.attained, always.missed, rates) == (50, None, [4, 8, 16, 32, 50])
+
+
+@given(st.lists(st.booleans(), min_size=40, max_size=40))
+def test_noise_ends_the_search_too(answers: list[bool]) -> None:
+    search = GoodputSearch(SearchRange(start=1, lowest=0.01, highest=1000, precision=0.05))
+    for attained in answers:
+        rate = search.next_rate()
+        if rate is None:
+            break
+        search.tell(rate, attained=attained)
+    assert search.next_rate() is None
+    if search.attained is not None and search.missed is not None:
+        assert search.attained < search.missed
+
+
+@pytest.mark.parametrize("start", [0.0, -1.0, 2000.0])
+def test_a_range_that_is_none(start: float) -> None:
+    with pytest.raises(ValueError, match="0 < lowest <= start <= highest"):
+        SearchRange(start=start, lowest=LOWEST, highest=HIGHEST)
+
+
+def test_rates_as_typed() -> None:
+    assert parse_rates("1:12:1") == [float(rate) for rate in range(1, 13)]
+    assert parse_rates("0.5:2:0.5") == [0.5, 1.0, 1.5, 2.0]
+    assert parse_rates("1,2,4") == [1.0, 2.0, 4.0]
+    for text in ("", "a", "0:4:1", "4:1:1", "1:4:0", "2,1", "1,1", "1:2", "inf", "nan", "1:inf:1", "1:12:inf"):
+        with pytest.raises(ValueError, match="write FROM:TO:STEP"):
+            parse_rates(text)
 
 
 @dataclass(frozen=True)
@@ -26,34 +90,24 @@ class Steady:
 
 
 def sweep(scripted: Scripted, path: Path, **more: Any) -> Sweep:
-    path.mkdir(exist_ok=True)
     wanted = settings(scripted.url, rate=1.0, num_requests=4, **more)
     return Sweep(session=session(), path=path, settings=wanted, load=lambda _: Steady())
 
 
 def test_given_rates_have_fresh_requests_each(scripted: Scripted, tmp_path: Path) -> None:
-    outcomes = sweep(scripted, tmp_path / "s").over([20.0, 40.0])
-    assert [run.settings.rate for run, _ in outcomes] == [20.0, 40.0]
-    assert [run.path.name for run, _ in outcomes] == ["rate-20", "rate-40"]
-    assert all(is_complete(run) for run, _ in outcomes)
+    runs = sweep(scripted, tmp_path).over([20.0, 40.0])
+    assert [(run.settings.rate, run.path.name) for run in runs] == [(20.0, "rate-20"), (40.0, "rate-40")]
+    assert all(run.is_complete and (run.path / "result.json").exists() for run in runs)
     log = scripted.log()
-    texts = [[log[one.request_id]["messages"][0]["content"] for one in run.records()] for run, _ in outcomes]
-    assert not set(texts[0]) & set(texts[1])
-    # resumed: what is complete is read, not measured again
-    again = sweep(scripted, tmp_path / "s").over([20.0, 40.0, 80.0])
-    assert [run.records() for run, _ in again[:2]] == [run.records() for run, _ in outcomes]
-    assert len(again) == 3
-    assert [one.rate for one in read_sweep(tmp_path / "s").runs] == [20.0, 40.0, 80.0]
+    texts = [{log[one.request_id]["messages"][0]["content"] for one in run.records} for run in runs]
+    assert not texts[0] & texts[1]
+    with pytest.raises(ValueError, match="holds a run already"):
+        sweep(scripted, tmp_path).over([20.0])
 
 
-def test_a_search_writes_down_what_it_found(scripted: Scripted, tmp_path: Path) -> None:
-    good = sweep(scripted, tmp_path / "good", slo=SLO(ttft_ms=60_000, tpot_ms=60_000))
-    outcomes = good.find(SearchRange(start=20.0, lowest=10.0, highest=40.0, precision=0.5))
-    file = read_sweep(tmp_path / "good")
-    assert [(one.rate, one.attained) for one in file.runs] == [(20.0, True), (40.0, True)]
-    assert (file.goodput, file.is_bounded, len(outcomes)) == (40.0, False, 2)
-    bad = sweep(scripted, tmp_path / "bad", slo=SLO(ttft_ms=1, tpot_ms=60_000))
-    bad.find(SearchRange(start=20.0, lowest=10.0, highest=40.0, precision=0.5))
-    file = read_sweep(tmp_path / "bad")
-    assert [(one.rate, one.attained) for one in file.runs] == [(20.0, False), (10.0, False)]
-    assert (file.goodput, file.is_bounded) == (None, True)
+def test_a_search_measures_until_it_knows(scripted: Scripted, tmp_path: Path) -> None:
+    wanted = SearchRange(start=20.0, lowest=10.0, highest=40.0, precision=0.5)
+    runs, search = sweep(scripted, tmp_path / "good", slo=SLO(ttft_ms=60_000, tpot_ms=60_000)).find(wanted, 0.9)
+    assert ([run.settings.rate for run in runs], search.attained, search.missed) == ([20.0, 40.0], 40.0, None)
+    runs, search = sweep(scripted, tmp_path / "bad", slo=SLO(ttft_ms=1, tpot_ms=60_000)).find(wanted, 0.9)
+    assert ([run.settings.rate for run in runs], search.attained, search.missed) == ([20.0, 10.0], None, 10.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from collections import Counter
 from itertools import islice, pairwise
-from pathlib import Path
 from random import Random
 from statistics import fmean
 
@@ -127,17 +126,6 @@ def test_text_requests_are_as_long_as_they_were_asked_for() -> None:
     assert not any(item.fields for item in items)
 
 
-def test_pictures_of_a_folder(tmp_path: Path) -> None:
-    for name in ("a.png", "b.JPG"):
-        Image.new("RGB", (8, 8)).save(tmp_path / name)
-    (tmp_path / "notes.txt").write_text("no picture")
-    found = pictures(take(f"synthetic,image_share=1,image_dir={tmp_path}", 20))
-    assert {(one.mime, one.data) for one in found} == {
-        ("image/png", (tmp_path / "a.png").read_bytes()),
-        ("image/jpeg", (tmp_path / "b.JPG").read_bytes()),
-    }
-
-
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
@@ -157,7 +145,6 @@ def test_pictures_of_a_folder(tmp_path: Path) -> None:
         ("synthetic,turns=1,turns=2", "turns is given twice"),
         ("synthetic,requests=none", "whole number from 1 on"),
         ("synthetic,ignore_eos=maybe", "write true or false"),
-        ("synthetic,image_dir=/nowhere/at/all", "is no folder"),
     ],
 )
 def test_what_cannot_be_is_explained(spec: str, says: str) -> None:

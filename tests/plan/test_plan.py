@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from benchmarks.planner import algorithm_2, exhaustive, partition
 from benchmarks.shapes import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, WorkloadShape
 from device.datasheets import spec_of
-from epd_serve.bench.run_directory import RunDirectory
+from epd_serve.bench.run import Run
 from epd_serve.cli.app import app
 from epd_serve.config import ShapeConfig, parse_config
 from epd_serve.config.schema import model_path
@@ -396,11 +396,11 @@ def test_the_command_writes_a_deployment(tmp_path: Path) -> None:
     assert figures["goodput"] > 4 and figures["bottleneck"] in "EPD" and figures["recommended"] == "EPD"
     assert figures["duties"][0]["names"] == ["cuda:0"]
     assert len(figures["attainment"]) == 6
-    run = RunDirectory.open(tmp_path / "run")
-    records = run.records()
+    run = Run.read(tmp_path / "run")
+    records = run.records
     assert run.settings.label == figures["recommended"] and len(records) == run.settings.num_requests
     assert all(len(one.token_times_s) == one.num_output_tokens for one in records if one.succeeded)
-    assert (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "report.html").exists()
     screen = CliRunner().invoke(app, [*command[:-1], "--most", "50", "-o", str(plan)])
     assert "Your 4 requests/s fit: EPD lasts up to" in " ".join(screen.output.split())
     assert f"Wrote {plan}. Start it: epd-serve up {plan}" in screen.output

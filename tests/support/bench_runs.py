@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from epd_serve.bench.summary import Measured, summarise
-from epd_serve.bench.types import SLO, Failure, Record, RunSettings, Sample, StageSpan
+from epd_serve.bench.run import Run
+from epd_serve.bench.types import SLO, Failure, Record, RunSettings, StageSpan
 
 #: Of answers: tokens, and seconds between them.
 NUM_TOKENS, GAP_S = 5, 0.01
@@ -65,7 +66,7 @@ def measured(
     num_devices: int = 1,
     ttft_ms: float = 2000.0,
     created_unix_s: float = 1.8e9,
-) -> Measured:
+) -> Run:
     settings = RunSettings(
         base_url="http://127.0.0.1:1",
         model="demo model",
@@ -79,17 +80,10 @@ def measured(
         label=label,
         created_unix_s=created_unix_s,
     )
-    schedule = {record.index: record.scheduled_s for record in records}
-    samples = [
-        Sample(at_s=float(at), phase="during", devices={"cpu": {"utilisation": 0.5, "cpu_s:e0": 1.0}})
-        for at in range(3)
-    ]
-    return Measured(
-        settings=settings, summary=summarise(settings, records, schedule), records=records, samples=samples
-    )
+    return Run(path=Path("gone"), settings=settings, records=records)
 
 
-def loaded(label: str, rate: float, *, capacity: float, num_devices: int = 1, seconds: float = 10) -> Measured:
+def loaded(label: str, rate: float, *, capacity: float, num_devices: int = 1, seconds: float = 10) -> Run:
     """A server that answers so many requests a second, one behind the other; every second one has an image."""
     records, free_s = [], 0.0
     for index in range(int(rate * seconds)):

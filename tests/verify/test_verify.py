@@ -1,48 +1,59 @@
-"""Each planted fault is found by its check, and a right server passes all of them."""
+"""A planted fault of each suite is found by its check, and a right server passes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from aiohttp.test_utils import TestServer
+from misbehaving_server import FAULTS, PASSED, Server
 
-from benchmarks.verify.misbehaving_server import FAULTS
-from benchmarks.verify.planted import client_of, results_of
-from epd_serve.verify.check import CHECKS
+from epd_serve.verify.check import CHECKS, SUITES
 from epd_serve.verify.client import Client
 from epd_serve.verify.faults import admin_commands
 from epd_serve.verify.runner import chosen, run_checks
 
 
+@asynccontextmanager
+async def client_of(fault: str = "") -> AsyncIterator[Client]:
+    async with TestServer(Server(fault).app()) as tested, TestServer(Server().app()) as right:
+        command = f"curl -sS --fail -X POST {tested.make_url('/admin/kill')}"  # it must come while streams run
+        client = Client(
+            str(tested.make_url("")),
+            reference=Client(str(right.make_url(""))),
+            slowness=1 / 15,  # it answers in milliseconds
+            admin={"kill-D": command},
+        )
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_planted_fault_is_found_by_its_check(fault: str) -> None:
-    (result,) = await results_of(fault, [FAULTS[fault]])
+async def test_a_planted_fault_is_found_by_its_check(fault: str, tmp_path: Path) -> None:
+    async with client_of(fault) as client:
+        (result,) = (await run_checks(client, chosen((), [FAULTS[fault]]), tmp_path)).results
     assert (result.outcome, bool(result.reason)) == ("fail", True), result
     assert result.curl.startswith("curl -sN http://127.0.0.1:")
 
 
-def test_each_check_has_a_fault() -> None:
-    untested = {name for name in CHECKS if name not in FAULTS.values()}
-    assert {name.rpartition("-")[0] for name in untested} == {"faults.kill", "faults.stop", "faults.partition"}
+def test_each_suite_has_a_planted_fault() -> None:
+    assert {name.partition(".")[0] for name in FAULTS.values()} == set(SUITES)
 
 
 async def test_a_right_server_gives_no_alarm_and_a_whole_report(tmp_path: Path) -> None:
     async with client_of() as client:
-        report = await run_checks(client, chosen(()), tmp_path)
-        assert [one for one in report.results if one.outcome in ("fail", "unjudged")] == []
-        again = await run_checks(client, chosen(()), tmp_path, resume=True)
-    skipped = {one.check.rpartition(".")[2] for one in report.results if one.outcome == "skipped"}
-    assert {name.partition("-")[0] for name in skipped} == {"kill", "stop", "partition"}
-    assert again.results == report.results  # nothing ran again: the seconds are the same
+        report = await run_checks(client, chosen((), PASSED), tmp_path)
+    assert [one for one in report.results if one.outcome != "pass"] == []
     assert json.loads((tmp_path / "verify.json").read_bytes())["model"] == "tiny"
-    assert len(list(ElementTree.parse(tmp_path / "junit.xml").getroot())) == len(CHECKS)
-    assert len(re.findall("<tr>", (tmp_path / "verify.html").read_text())) == len(CHECKS) + 1
+    assert len(list(ElementTree.parse(tmp_path / "junit.xml").getroot())) == len(PASSED)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +71,10 @@ def test_what_is_mistyped_is_named(call: Callable[[], Any], message: str) -> Non
         call()
 
 
+def test_all_checks_are_chosen_where_none_is_named() -> None:
+    assert {one.name for one in chosen(())} == set(CHECKS)
+
+
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
@@ -67,7 +82,6 @@ def test_what_is_mistyped_is_named(call: Callable[[], Any], message: str) -> Non
         (404, "<p>\n not here", "/v1/models answered 404: <p> not here$"),
         (200, "<html>", "/v1/models lists no model; name one with --model, or another server"),
         (200, '{"data": []}', "/v1/models lists no model"),
-        (200, "[]", "/v1/models lists no model"),
     ],
 )
 async def test_an_address_that_serves_no_model_is_named(status: int, body: str, message: str) -> None:
@@ -86,21 +100,14 @@ async def test_an_address_that_serves_no_model_is_named(status: int, body: str, 
         await client.close()
 
 
-def test_pods_of_a_role_can_be_cut_off_and_let_back_in() -> None:
-    commands = admin_commands(["kubectl:epd"])
-    assert {name for name in commands if name.endswith("-E")} == {"kill-E", "partition-E", "heal-partition-E"}
-    policy = json.loads(commands["partition-E"].partition("'")[2].partition("'")[0])
-    assert policy["spec"]["podSelector"] == {"matchLabels": {"llm-d.ai/role": "encode"}}
-    assert commands["heal-partition-E"] == f"kubectl -n epd delete networkpolicy {policy['metadata']['name']}"
-
-
 async def test_recorded_answers_stand_for_the_reference(tmp_path: Path) -> None:
     record, names = tmp_path / "answers.json", ["answers.reference"]
-    for fault, outcome in (("", "pass"), ("an unlike answer", "fail")):
-        async with client_of(fault) as client:
-            told = Client(
-                client.target.url, reference=None if record.exists() else client.reference, record=record
-            )
-            (result,) = (await run_checks(told, chosen((), names), tmp_path)).results
-            await told.close()
-        assert result.outcome == outcome, result
+    async with client_of() as client:
+        recording = Client(client.url, reference=client.reference, record=record)
+        assert (await run_checks(recording, chosen((), names), tmp_path)).results[0].outcome == "pass"
+        await recording.close()
+    record.write_text(record.read_text().replace("red", "blue"))
+    async with client_of() as client:
+        reading = Client(client.url, record=record)
+        assert (await run_checks(reading, chosen((), names), tmp_path)).results[0].outcome == "fail"
+        await reading.close()

@@ -136,12 +136,3 @@ def whole_number(line: Mapping[str, Any], key: str, default: int | None = None, 
     if type(value) is not int or value < at_least:
         raise LineError(f"{key}: {value!r} is no whole number from {at_least} on")
     return value
-
-
-def number(line: Mapping[str, Any], key: str) -> float | None:
-    value = line.get(key)
-    if value is None:
-        return None
-    if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise LineError(f"{key}: {value!r} is no number from 0 on")
-    return float(value)

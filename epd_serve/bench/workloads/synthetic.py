@@ -20,9 +20,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import count
-from pathlib import Path
 from random import Random
 from typing import Any, Literal, TypeAlias
 
@@ -97,9 +95,9 @@ class Synthetic:
 
     Settings: text_tokens, output_tokens, system_tokens (the same text before every conversation), image_size,
     images (of the first turn), image_share (of conversations), image_reuse (share of images that were shown
-    before, byte by byte), image_dir (pictures of a folder in place of synthesised ones), video_share (of
-    conversations with images, those that have videos in their place), video_size, video_s, video_fps, audio_share
-    (of the others of these, those that have sounds), audio_s, turns, think_s, ignore_eos, requests.
+    before, byte by byte), video_share (of conversations with images, those that have videos in their place),
+    video_size, video_s, video_fps, audio_share (of the others of these, those that have sounds), audio_s, turns,
+    think_s, ignore_eos, requests.
     """
 
     def __init__(
@@ -120,7 +118,6 @@ class Synthetic:
         self._images: Draw[int] = options.take("images", parse_lengths, "1")
         self._share = options.take("image_share", parse_share, preset["image_share"])
         self._reuse = options.take("image_reuse", parse_share, "0")
-        self._folder = options.take("image_dir", optional(lambda text: PictureFolder(Path(text))), "")
         self._video_share = options.take("video_share", parse_share, preset.get("video_share", "0"))
         self._video_size: Draw[Size] = options.take("video_size", parse_sizes, "640x360")
         self._video_s: Draw[int] = options.take("video_s", parse_lengths, "8")
@@ -223,7 +220,7 @@ class Synthetic:
         elif kind == "audio":
             one = synthesise_sound(self._audio_s(rng), rng)
         else:
-            one = self._folder.draw(rng) if self._folder else self._draw_picture(self._size(rng), rng)
+            one = self._draw_picture(self._size(rng), rng)
         shown.append(one)
         return one
 
@@ -238,8 +235,6 @@ _QUALITY = 85
 _DETAIL = (0.012, 0.034)
 _CONTRAST = tuple(max(0, min(255, 2 * value - 128)) for value in range(256))
 _COLOR_OCTAVE = 3
-#: Suffixes of pictures, in small letters, and their types.
-PICTURE_TYPES = {".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".png": "image/png", ".webp": "image/webp"}
 
 
 def synthesise(size: Size, rng: Random) -> Media:
@@ -315,22 +310,3 @@ def _plane(size: Size, rng: Random, finest: int, detail: float) -> Image.Image:
             plane = Image.blend(enlarged, noise, min(0.5, detail * (1 + level)))
     assert plane is not None
     return plane.resize(size, Image.Resampling.BICUBIC)
-
-
-class PictureFolder:
-    """Pictures of a folder, as they are. Raises ValueError where there is none."""
-
-    def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise ValueError(f"image_dir: {folder} is no folder")
-        self._paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURE_TYPES)
-        if not self._paths:
-            raise ValueError(f"image_dir: {folder} holds no pictures ({', '.join(PICTURE_TYPES)})")
-        self._read = cache(self._read_file)
-
-    def draw(self, rng: Random) -> Media:
-        return self._read(rng.randrange(len(self._paths)))
-
-    def _read_file(self, number: int) -> Media:
-        path = self._paths[number]
-        return Media(mime=PICTURE_TYPES[path.suffix.lower()], data=path.read_bytes())

@@ -2,6 +2,9 @@
 
 Every server has the built-in model in float32. The greedy answers of a vLLM alone are the reference for all
 others, and those of one native instance for it.
+
+    python -m benchmarks.verify_field --vllm-python PYTHON [--proxy disagg_epd_proxy.py] [--router vllm-router]
+    python -m benchmarks.verify_field --tables      prints the tables of docs/reports/verify.md
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -23,9 +27,10 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.common import RESULTS, machine, write
+from benchmarks.common import RESULTS, argument_parser, machine, write
 from benchmarks.gateway.programs import free_ports, running
 from epd_serve.demo import weights_dir
+from epd_serve.verify.check import CHECKS
 from epd_serve.verify.client import Client
 from epd_serve.verify.faults import admin_commands
 from epd_serve.verify.report import Report
@@ -34,9 +39,10 @@ from epd_serve.verify.runner import chosen, run_checks
 RESULT = RESULTS / "verify-field.json"
 #: The command, without the paths of a machine.
 COMMAND = (
-    "python -m benchmarks.verify field --vllm-python PYTHON --proxy disagg_epd_proxy.py --router vllm-router "
+    "python -m benchmarks.verify_field --vllm-python PYTHON --proxy disagg_epd_proxy.py --router vllm-router "
     "--sglang-router sglang-router"
 )
+_MARKS = {"pass": "✓", "fail": "**✗**", "unjudged": "?", "skipped": "–"}
 _READY_S = 600.0
 _ENGINE_FLAGS = {"enforce_eager": True, "chat_template_content_format": "openai"}
 
@@ -244,3 +250,57 @@ def run(names: Sequence[str], suites: Sequence[str], peers: Peers, slowness: flo
 def _version(python: str, name: str) -> str:
     code = f"from importlib.metadata import version; print(version({name!r}))"
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def tables() -> Iterator[str]:
+    """Check × server; then what failed, and in which words."""
+    servers: dict[str, Any] = json.loads(RESULT.read_text())["servers"]
+    names = {name: f"{number}" for number, name in enumerate(servers, start=1)}
+    checks = [check for check in CHECKS if any(check in one for one in servers.values())]
+    for name, number in names.items():
+        counts = Counter(servers[name][check]["outcome"] for check in checks if check in servers[name])
+        yield f"{number}. {name}: {', '.join(f'{counts[outcome]} {outcome}' for outcome in _MARKS)}"
+    yield ""
+    yield f"| check | {' | '.join(names.values())} |"
+    yield f"|---|{'---|' * len(names)}"
+    for check in checks:
+        results = [one.get(check) for one in servers.values()]
+        if any(one and one["outcome"] != "skipped" for one in results):
+            yield f"| {check} | {' | '.join(_MARKS[one['outcome']] if one else '' for one in results)} |"
+    yield ""
+    yield "| server | check | what was wrong |"
+    yield "|---|---|---|"
+    for name, one in servers.items():
+        for check in checks:
+            if check in one and one[check]["outcome"] == "fail":
+                reason = " ".join(one[check]["reason"].replace("|", "/")[:160].split())
+                yield f"| {names[name]} | {check} | {reason} |"
+
+
+def main() -> int:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--vllm-python", help="of an environment that has vLLM")
+    parser.add_argument("--proxy", type=Path, help="vLLM's examples/.../disagg_epd_proxy.py")
+    parser.add_argument("--router", help="the program vllm-router")
+    parser.add_argument("--sglang-router", help="the program sglang-router")
+    parser.add_argument("--only", action="append", choices=list(SERVERS))
+    parser.add_argument("--suite", action="append")
+    parser.add_argument("--slowness", type=float, default=4.0)
+    arguments = parser.parse_args()
+    if arguments.tables:
+        print(*tables(), sep="\n")
+        return 0
+    if arguments.vllm_python is None:
+        parser.error("--vllm-python is missing")
+    peers = Peers(
+        python=arguments.vllm_python,
+        proxy=arguments.proxy,
+        router=arguments.router,
+        sglang_router=arguments.sglang_router,
+    )
+    return run(arguments.only or list(SERVERS), arguments.suite or (), peers, arguments.slowness)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Files that a run leaves besides its records: the report and its pictures, vLLM's result, AISBench's tables.
+"""Files for other programs: vLLM's result and AISBench's tables.
 
 ``result.json`` has the names that ``vllm bench serve --save-result --save-detailed`` uses, and its conventions:
 latencies begin with the send, TPOT of requests with one token is left out, a failed request has 0 in every list.
@@ -14,160 +14,60 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
 
 from epd_serve.bench.plan import Gamma, load_of
-from epd_serve.bench.run_directory import RunDirectory
-from epd_serve.bench.statistics import distribution
-from epd_serve.bench.summary import MS, Measured, file_name, public_settings, summarise
-from epd_serve.bench.types import SLO, Distribution, Record, Share, Summary, WindowSummary
+from epd_serve.bench.run import Run
+from epd_serve.bench.summary import MS
+from epd_serve.bench.types import Distribution, Record, RunSettings, Share, WindowSummary
 
-REPORT = "report.html"
-SUMMARY = "summary.json"
-#: The exit code where --fail-on-slo finds that a run missed.
-SLO_MISSED = 3
+_SECRET = re.compile(r"key|secret|password|credential|authorization|(access|auth|bearer)_?token", re.IGNORECASE)
+_HIDDEN = "(hidden)"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """Attributes:
-    report: whether plots are wanted; without plotly they are left out with a word.
-    png: whether they are wanted as pictures too.
-    fail_on_slo: whether a run below ``attainment`` gives an exit code of its own.
-    attainment: share of good requests from which a load counts as served, in plots too.
-    """
-
-    report: bool = True
-    png: bool = False
-    fail_on_slo: bool = False
-    attainment: float = 0.9
-
-    def write(self, console: Console, path: Path, runs: Sequence[Measured], *, title: str = "") -> None:
-        """Write the summary, the report and the pictures into ``path``.
-
-        Raises ValueError where pictures cannot be drawn.
-        """
-        (path / SUMMARY).write_bytes(_summaries(runs))
-        # plotly's script is megabytes, and nobody else needs it
-        from epd_serve.bench.report.page import write_pngs, write_report
-
-        if self.report:
-            try:
-                write_report(path / REPORT, runs, title=title, share=self.attainment)
-            except ValueError as error:
-                console.print(f"no report: {error}", highlight=False, markup=False)
-            else:
-                console.print(f"report: {path / REPORT}", highlight=False, markup=False, soft_wrap=True)
-        if self.png:
-            paths = write_pngs(path / "png", runs, share=self.attainment)
-            console.print(
-                f"{len(paths)} pictures in {path / 'png'}", highlight=False, markup=False, soft_wrap=True
-            )
-
-    def exit_code(self, console: Console, runs: Sequence[Measured]) -> int:
-        """Return 1 where requests failed, :data:`SLO_MISSED` where a run missed and --fail-on-slo is set."""
-        failed = sum(run.summary.total.num_failed for run in runs)
-        misses = [missed(run, self.attainment) for run in runs] if self.fail_on_slo else []
-        sentences = [sentence for sentence in misses if sentence]
-        if failed:
-            sentences.append(f"{failed} of {sum(run.summary.total.num_requests for run in runs)} requests failed")
-        for sentence in sentences:
-            console.print(sentence, style="red", highlight=False, markup=False, soft_wrap=True)
-        if any(misses):
-            return SLO_MISSED
-        return 1 if failed else 0
+def write_result_files(run: Run) -> None:
+    """Write AISBench's files and vLLM's result.json into the run's directory."""
+    write_aisbench(run.path, run)
+    (run.path / "result.json").write_bytes(msgspec.json.encode(vllm_result(run)) + b"\n")
 
 
-def missed(run: Measured, attainment: float) -> str:
-    """A sentence where fewer requests than ``attainment`` were good, else nothing."""
-    share = run.summary.total.attainment
-    if share.value >= attainment:
-        return ""
-    slo = run.settings.slo
-    return (
-        f"SLO missed: {run.label}, {run.workload_name}, {run.load_text}: {share.part} of {share.whole} requests "
-        f"({share.value:.1%}) had TTFT ≤ {slo.ttft_ms:g} ms and TPOT ≤ {slo.tpot_ms:g} ms, not {attainment:.0%}"
-    )
+def public_settings(settings: RunSettings) -> dict[str, Any]:
+    """Return the settings without secrets among the request's fields, for results that are passed on."""
+    public: dict[str, Any] = msgspec.to_builtins(settings)
+    public["fields"] = _without_secrets(public["fields"])
+    if public["fields"] != settings.fields:  # they were typed as well
+        public["argv"] = [
+            _HIDDEN if before == "--extra-body" or one.startswith("--extra-body=") else one
+            for before, one in zip(["", *settings.argv], settings.argv, strict=False)
+        ]
+    return public
 
 
-def measured(run: RunDirectory, summary: Summary) -> Measured:
-    """A run with its records and samples, read from its directory."""
-    return Measured(settings=run.settings, summary=summary, records=run.records(), samples=run.samples())
-
-
-def write_run(run: RunDirectory, summary: Summary) -> Measured:
-    """Write AISBench's files and result.json into the run's directory."""
-    found = measured(run, summary)
-    write_aisbench(run.path, found)
-    (run.path / "result.json").write_bytes(msgspec.json.encode(vllm_result(found)) + b"\n")
-    return found
-
-
-def _summaries(runs: Sequence[Measured]) -> bytes:
-    """A JSON array with one run a line: the figures of the whole run, in four digits."""
-    lines = [
-        msgspec.json.encode(
-            {
-                "label": run.label,
-                "workload": run.workload_name,
-                "rate": run.rate,
-                "num_devices": run.settings.num_devices,
-                "slo": run.settings.slo,
-                "total": _short(msgspec.to_builtins(run.summary.total)),
-            }
-        )
-        for run in runs
-    ]
-    return b"[\n" + b",\n".join(lines) + b"\n]\n"
-
-
-def _short(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
+def _without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _short(one) for key, one in value.items()}
-    return value
+        return {key: _HIDDEN if _SECRET.search(key) else _without_secrets(one) for key, one in value.items()}
+    return [_without_secrets(one) for one in value] if isinstance(value, list) else value
 
 
-def slo_of(slo: SLO, ttft_ms: float | None, tpot_ms: float | None) -> SLO:
-    """Return ``slo`` with the limits that are given in place of its own."""
-    return SLO(
-        ttft_ms=slo.ttft_ms if ttft_ms is None else ttft_ms, tpot_ms=slo.tpot_ms if tpot_ms is None else tpot_ms
-    )
-
-
-def read_runs(path: Path, ttft_ms: float | None = None, tpot_ms: float | None = None) -> list[Measured]:
-    """All runs below a directory: of a run, a sweep or a comparison, in the order in which they were begun.
-
-    Limits that are given stand for those of the runs. Raises ValueError where there is no run.
-    """
-    found = []
-    for file in path.rglob("run.json"):
-        run = RunDirectory.open(file.parent)
-        run.settings.slo = slo_of(run.settings.slo, ttft_ms, tpot_ms)
-        if records := run.records():
-            summary = summarise(run.settings, records, run.schedule(), run.segments())
-            found.append(measured(run, summary))
-    if not found:
-        raise ValueError(f"{path} holds no run with finished requests")
-    return sorted(found, key=lambda one: one.settings.created_unix_s)
+def file_name(text: str) -> str:
+    """Return ``text`` with hyphens for all characters that do not belong into a file's name."""
+    return re.sub(r"[^A-Za-z0-9._()-]+", "-", text).strip("-.") or "unnamed"
 
 
 _LATENCIES = ("ttft", "tpot", "itl", "e2el")
 _PERCENTILES = ("p75", "p90", "p95", "p99")
 
 
-def vllm_result(measured: Measured) -> dict[str, Any]:
+def vllm_result(run: Run) -> dict[str, Any]:
     """A run's figures under the names that vLLM's own benchmark uses, for ``result.json``."""
-    settings, total, records = measured.settings, measured.total, measured.records
+    settings, total, records = run.settings, run.total, run.records
     load = load_of(settings)
     result: dict[str, Any] = {
         "date": time.strftime("%Y%m%d-%H%M%S", time.localtime(settings.created_unix_s)),
@@ -198,7 +98,7 @@ def vllm_result(measured: Measured) -> dict[str, Any]:
         "queue_times": [record.slot_wait_s for record in records],
         "generated_texts": [record.text for record in records],
         "errors": [_error(record) for record in records],
-        "max_output_tokens_per_s": _most_tokens_in_a_second(measured),
+        "max_output_tokens_per_s": _most_tokens_in_a_second(run),
         "max_concurrent_requests": total.max_concurrency,
         "rtfx": 0.0,
     }
@@ -206,7 +106,7 @@ def vllm_result(measured: Measured) -> dict[str, Any]:
         result |= _latency(name, total.figures.get(name))
     result["epd_serve"] = {
         "settings": public_settings(settings),
-        "summary": msgspec.to_builtins(measured.summary),
+        "summary": msgspec.to_builtins(run.summary),
     }
     return result
 
@@ -227,14 +127,12 @@ def _error(record: Record) -> str:
     return "" if record.failure is None else f"{record.failure}: {record.detail}".rstrip(": ")
 
 
-def _most_tokens_in_a_second(measured: Measured) -> float:
-    sent = [record.sent_s for record in measured.records if record.succeeded and record.sent_s is not None]
+def _most_tokens_in_a_second(run: Run) -> float:
+    sent = [record.sent_s for record in run.records if record.succeeded and record.sent_s is not None]
     if not sent:
         return 0.0
     begin = min(sent)
-    counts = Counter(
-        int(at - begin) for record in measured.records if record.succeeded for at in record.token_times_s
-    )
+    counts = Counter(int(at - begin) for record in run.records if record.succeeded for at in record.token_times_s)
     return float(max(counts.values(), default=0))
 
 
@@ -269,43 +167,42 @@ _COUNTS = ("InputTokens", "OutputTokens")
 _THROUGHPUTS = ("OutputTokenThroughput", "PrefillTokenThroughput")
 
 
-def write_aisbench(directory: Path, measured: Measured) -> None:
+def write_aisbench(directory: Path, run: Run) -> None:
     """The three files, below ``directory``/performances."""
-    folder = directory / "performances" / file_name(measured.settings.model)
+    folder = directory / "performances" / file_name(run.settings.model)
     folder.mkdir(parents=True, exist_ok=True)
-    name = file_name(measured.workload_name)
+    name = file_name(run.workload_name)
     with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(performance_rows(measured))
+        csv.writer(file).writerows(performance_rows(run))
     (folder / f"{name}.json").write_text(
-        json.dumps(common_metrics(measured), indent=4, ensure_ascii=False) + "\n", encoding="utf-8"
+        json.dumps(common_metrics(run), indent=4, ensure_ascii=False) + "\n", encoding="utf-8"
     )
-    lines = [json.dumps(_detail(record), ensure_ascii=False) + "\n" for record in measured.records]
+    lines = [json.dumps(_detail(record), ensure_ascii=False) + "\n" for record in run.records]
     (folder / f"{name}_details.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def performance_rows(measured: Measured) -> list[list[str]]:
+def performance_rows(run: Run) -> list[list[str]]:
     """The table of figures, its header first."""
     rows = [["Performance Parameters", "Stage", *STATISTICS, "N"]]
     for name, figure in {**_FIGURES, **_MORE_FIGURES}.items():
-        for stage, window in _stages(measured).items():
-            of = _prefill(measured, window) if figure == "prefill_token_throughput" else window.figures.get(figure)
-            if of is not None:
+        for stage, window in _stages(run).items():
+            if (of := window.figures.get(figure)) is not None:
                 rows.append([name, stage, *_row(name, of)])
     return rows
 
 
-def common_metrics(measured: Measured) -> dict[str, dict[str, str | int]]:
+def common_metrics(run: Run) -> dict[str, dict[str, str | int]]:
     """Totals by stage. Those of SLO and devices, and latencies since the plan's time, are ours."""
     found: dict[str, dict[str, str | int]] = {}
-    for stage, window in _stages(measured).items():
-        for name, value in _totals(measured, window).items():
+    for stage, window in _stages(run).items():
+        for name, value in _totals(run, window).items():
             found.setdefault(name, {})[stage] = value
     return found
 
 
-def _stages(measured: Measured) -> Mapping[str, WindowSummary]:
+def _stages(run: Run) -> Mapping[str, WindowSummary]:
     """The summaries by AISBench's stage names; those of each modality too, where there are several."""
-    summary = measured.summary
+    summary = run.summary
     stages = {"total": summary.total}
     if summary.stable is not None:
         stages["stable"] = summary.stable
@@ -324,15 +221,14 @@ def _row(name: str, of: Distribution) -> list[str]:
     return [*texts, str(of.n)]
 
 
-def _totals(measured: Measured, window: WindowSummary) -> dict[str, str | int]:
-    max_concurrency = measured.settings.max_concurrency or window.max_concurrency
+def _totals(run: Run, window: WindowSummary) -> dict[str, str | int]:
     return {
         "Benchmark Duration": f"{_number(MS * window.duration_s)} ms",
         "Total Requests": window.num_requests,
         "Failed Requests": window.num_failed,
         "Success Requests": window.num_succeeded,
         "Concurrency": _number(window.mean_concurrency),
-        "Max Concurrency": max_concurrency,
+        "Max Concurrency": run.settings.max_concurrency or window.max_concurrency,
         "Request Throughput": f"{_number(window.request_throughput)} req/s",
         "Total Input Tokens": window.total_input_tokens,
         "Prefill Token Throughput": f"{_number(window.prefill_token_throughput)} token/s",
@@ -353,7 +249,6 @@ def _totals(measured: Measured, window: WindowSummary) -> dict[str, str | int]:
 
 def _detail(record: Record) -> dict[str, Any]:
     """One request; times in seconds of the plan's axis. ``time_points``: sent, then each chunk with a token."""
-    itl = record.itl_s
     return {
         "data_abbr": record.workload,
         "id": record.index,
@@ -368,7 +263,7 @@ def _detail(record: Record) -> dict[str, Any]:
         "latency": record.e2el_s,
         "ttft": record.ttft_s,
         "tpot": record.tpot_s,
-        "itl": itl,
+        "itl": record.itl_s,
         "time_points": [] if record.sent_s is None else [record.sent_s, *record.token_times_s],
         "first_chunk_ttft": record.first_chunk_latency_s,
         "scheduled_time": record.scheduled_s,
@@ -376,20 +271,6 @@ def _detail(record: Record) -> dict[str, Any]:
         "failure": record.failure,
         "finish_reason": record.finish_reason,
     }
-
-
-def _prefill(measured: Measured, window: WindowSummary) -> Distribution | None:
-    """Input tokens over TTFT, of each request that was sent within the window."""
-    return distribution(
-        record.num_prompt_tokens / record.ttft_s
-        for record in measured.records
-        if record.succeeded
-        and record.sent_s is not None
-        and window.begin_s <= record.sent_s < window.end_s
-        and window.modality in ("all", record.modality)
-        and record.num_prompt_tokens is not None
-        and record.ttft_s
-    )
 
 
 def _share(share: Share) -> str:

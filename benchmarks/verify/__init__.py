@@ -1,1 +1,0 @@
-"""``epd-serve verify`` against planted faults, the demo deployment and the field."""

@@ -1,0 +1,67 @@
+"""Tables of runs on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+
+from epd_serve.bench.grid import HEADER, make_grids
+from epd_serve.bench.result_files import common_metrics, performance_rows
+from epd_serve.bench.run import Run
+from epd_serve.bench.summary import MS
+
+
+def show_run(console: Console, run: Run) -> None:
+    """Print the figures of one run under AISBench's names, times by stage, and the warnings."""
+    header, *rows = performance_rows(run)
+    table = _figures_table(*header[:1], *header[2:], title=f"{run.label}: {run.workload_name}, {run.load_text}")
+    for name, stage, *cells, number in rows:
+        if stage == "total":
+            table.add_row(name, *map(_rounded, cells), number)
+    console.print(table)
+    metrics = common_metrics(run)
+    stages = [stage for stage in ("total", "stable") if stage in metrics["Total Requests"]]
+    table = _figures_table("", *stages)
+    for name, by_stage in metrics.items():
+        table.add_row(name, *(str(by_stage[stage]) for stage in stages))
+    console.print(table)
+    for name, one in run.total.stages.items():
+        text = f"  stage {name}: median {MS * one.median:.1f} ms, p90 {MS * one.p90:.1f} ms ({one.n} requests)"
+        console.print(text, highlight=False)
+    for warning in run.summary.warnings:
+        console.print(f"! {warning}", style="yellow", highlight=False, markup=False)
+
+
+def show_runs(console: Console, runs: Sequence[Run], share: float) -> None:
+    """Print a sentence for each deployment, and the paper's table 5 at each load.
+
+    ``share`` of good requests: from it on a load counts as served.
+    """
+    for grid in make_grids(runs, share):
+        for label in grid.labels:
+            console.print(grid.verdict(label), style="bold", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{grid.workload}; good: {grid.slo_text}", highlight=False, markup=False)
+        names = [name.replace(" per device", "\nper device").replace(" ", "\n", 1) for name in HEADER[1:]]
+        table = _figures_table(HEADER[0], grid.unit.replace(" per ", "\nper "), *names)
+        for load in grid.loads:
+            for label, *cells in grid.rows(load):
+                table.add_row(label, f"{load:.4g}", *cells)
+        console.print(table)
+
+
+def _rounded(cell: str) -> str:
+    """Return AISBench's text with as many digits as fit a terminal."""
+    number, _, unit = cell.partition(" ")
+    value, unit = float(number), unit.replace("token", "tok")
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.2f} {unit}"
+
+
+def _figures_table(first: str, *columns: str, title: str = "") -> Table:
+    """A table of names and, to their right, figures."""
+    figures = [Column(name, justify="right") for name in columns]
+    return Table(
+        Column(first, no_wrap=True), *figures, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0
+    )
