@@ -12,16 +12,13 @@ It needs torch_npu, transformers, pytest and hypothesis, no model and no network
 * ``parity``: features of the built-in model's tower on the NPU against the CPU's;
 * ``transfer``: copies between host and device, pinned, and KV through shared memory and TCP;
 * ``engine``: encode, prefill, decode eagerly and as graphs, two streams, for the shapes of Qwen2.5-VL-7B and
-  Qwen3-VL-8B with random weights (``benchmarks.engine_gpu``; needs 40 GiB of disk and 30 GiB of memory);
-* ``colocation``: the interference matrix of two processes without shares, then with half of the cores each, then
-  of two streams; heat maps where matplotlib is installed.
+  Qwen3-VL-8B with random weights (``benchmarks.engine_gpu``; needs 40 GiB of disk and 30 GiB of memory).
 
 Times are medians by the clock until the device is done. The exit status is 1 where a test or a target fails.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import sys
 import tempfile
@@ -32,18 +29,17 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import torch
 
 from benchmarks.accelerator import Part, Target, finish, run_parts, run_tests, show, versions
-from benchmarks.common import RESULTS, argument_parser
+from benchmarks.common import argument_parser
 from device import ascend
 from device.base import AttentionOps, Device
 from device.check import check_device, random_step
 from device.ops.plain import PlainOps
 from device.registry import get_device
 
-PARTS = ("tests", "checks", "operators", "parity", "transfer", "engine", "colocation")
+PARTS = ("tests", "checks", "operators", "parity", "transfer", "engine")
 BLOCK_SIZE, KV_HEADS, GROUP, HEAD_DIM = 128, 8, 4, 128
 _ROUNDS = 15
 
@@ -82,7 +78,6 @@ def measure(device: Device, chosen: Sequence[str], *, tiny: bool) -> tuple[dict[
         "parity": partial(measure_parity, device),
         "transfer": lambda: (measure_transfer(device, tiny=tiny), []),
         "engine": lambda: (measure_engine(device, limits, tiny=tiny), []),
-        "colocation": lambda: (measure_colocation(device, tiny=tiny), []),
     }
     return result, run_parts(device, result, parts, chosen)
 
@@ -217,33 +212,6 @@ def measure_transfer(device: Device, *, tiny: bool) -> dict[str, float]:
         finally:
             sender.close()
             receiver.close()
-    return results
-
-
-def measure_colocation(device: Device, *, tiny: bool) -> dict[str, Any]:
-    """Measure how stages slow each other down, shares off first: limits of cores may cost more than they save."""
-    from epd_serve.profiling.interference import draw_heat_map
-    from epd_serve.profiling.interference import measure as measure_pairs
-
-    settings: dict[str, dict[str, Any]] = {
-        "two processes": {"isolation": "process"},
-        "two processes, half of the cores each": {"isolation": "process", "share": 0.5},
-        "two streams": {"isolation": "stream"},
-    }
-    if device.type == "cpu":
-        del settings["two processes, half of the cores each"]  # threads are a CPU's shares
-    results: dict[str, Any] = {}
-    for name, setting in settings.items():
-        matrix = measure_pairs(
-            device.name,
-            **setting,
-            dtype="bfloat16",
-            seconds=0.05 if tiny else 1.0,
-            names=["norm", "D"] if tiny else None,
-        )
-        results[name] = msgspec.to_builtins(matrix)
-        if not tiny and importlib.util.find_spec("matplotlib") is not None:
-            draw_heat_map(matrix, RESULTS / f"npu-{name.replace(', ', '-').replace(' ', '-')}.png")
     return results
 
 

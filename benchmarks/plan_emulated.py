@@ -44,8 +44,8 @@ from epd_serve.bench.workloads import load_workload
 from epd_serve.config import load_config
 from epd_serve.cost.device_time import DeviceTime
 from epd_serve.cost.profile import Profile
+from epd_serve.plan.deployment import deployment_yaml
 from epd_serve.plan.evaluate import TARGET, Evaluation, Evaluator, Goal
-from epd_serve.plan.explain import deployment_yaml
 from epd_serve.plan.pools import read_fleet
 from epd_serve.plan.space import Candidate
 from epd_serve.sim.gateway import Job

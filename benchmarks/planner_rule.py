@@ -24,7 +24,7 @@ from benchmarks.shapes import WorkloadShape
 from epd_serve.plan.evaluate import Evaluation, Evaluator, Goal
 from epd_serve.plan.pools import read_fleet
 from epd_serve.plan.space import Candidate, candidates, with_batching
-from epd_serve.plan.strategies import race
+from epd_serve.plan.strategies import enumerate_plans
 from epd_serve.types import Stage
 
 TTFT_S = 2.0
@@ -78,7 +78,7 @@ def searched(mix: Mix, device: str, count: int, model: str) -> dict[str, Any]:
     """The best plan of either kind for one load."""
     judge = judge_of(mix, device, count, model)
     plans = [one for one in candidates(judge.fleet) if one.is_monolithic or _is_apart(one)]
-    found = race(judge, with_batching(plans), width=3)
+    found = enumerate_plans(judge, with_batching(plans), width=3)
     best = {
         kind: max(
             (one for one in found.ranking if one.candidate.is_monolithic == kind), key=lambda one: one.goodput

@@ -87,7 +87,7 @@ def create_app(
     fetcher = MediaFetcher(current)
     observer = new_observer(config, metrics)
     served_requests = ServedRequests()
-    if config.elastic.drift.enabled:
+    if config.elastic.enabled:
         observer.subscribe(served_requests.put)
     poller = Poller(table, calls, settings.poll_interval_s, settings.startup_wait_s)
     health = Health(table, calls, current)

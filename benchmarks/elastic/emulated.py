@@ -107,10 +107,7 @@ def config(admin_port: int, *, controlled: bool) -> dict[str, Any]:
         "elastic": {
             "enabled": controlled,
             "interval_s": 0.5,
-            "hold_s": 1.5,
-            "window_s": 6.0,
             "cooldown_s": 2.0,
-            "deadline_s": 20.0,
         },
     }
 

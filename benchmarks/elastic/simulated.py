@@ -103,7 +103,7 @@ def table(
     end_s = 0.0
     for seed, every in loads.items():
         switching = Switching(
-            Controller(ElasticConfig(cooldown_s=3.0, hold_s=1.5), LIMITS),
+            Controller(ElasticConfig(cooldown_s=3.0, interval_s=0.5), LIMITS),
             interval_s=0.5,
             num_blocks=1 << 14,
         )

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.papers.measure import Deployment, Limits, Load, Rows, markdown, sheet
-from benchmarks.planner import DATA_SETS
+from benchmarks.planner import DATA_SETS, three_layouts
 from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.pools import read_fleet
-from epd_serve.plan.strategies import three_layouts
 
 DEVICE, SHAPE, NUM_GPUS, SLOWNESS = "h20", "llava-1.5-7b", 4, 8.0
 #: Appendix A, table 5; and with a tenth of its first.

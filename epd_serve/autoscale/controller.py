@@ -17,6 +17,14 @@ from epd_serve.config.elastic import ElasticConfig
 from epd_serve.types import Role, Stage
 
 _NAMES = {Stage.ENCODE: "encode", Stage.PREFILL: "prefill", Stage.DECODE: "decode"}
+#: A stage is late when it is late for so many intervals: one late look is chance.
+HOLD_INTERVALS = 3
+#: Demand is averaged over so many intervals: at the default of 1 s, some arrivals of each stage at 1 request/s.
+WINDOW_INTERVALS = 15
+#: Part by which a switch must lower the predicted pressure: about what a prediction is off by.
+HYSTERESIS = 0.1
+#: For an instance to be empty: long answers take about that; an instance that is not empty by then keeps its role.
+DEADLINE_S = 30.0
 _FEWEST_SAMPLES = 3
 #: A load under which one instance fewer is no risk: of the pressure that the others would have then.
 _CALM = 0.5
@@ -54,15 +62,6 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
-    """More (1) or fewer (-1) instances than there are; ``role`` of the one that is wanted, or too many."""
-
-    change: int
-    role: Role
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
     """The controller's decision at one moment.
 
@@ -71,7 +70,6 @@ class Decision:
         would: the order that a dry run would have given.
         reason: in plain words.
         pressures: of each stage as measured; at 1 it just keeps the SLO.
-        wish: a wish for another number of instances.
     """
 
     at_s: float
@@ -80,7 +78,6 @@ class Decision:
     order: Order | None = None
     would: Order | None = None
     pressures: Mapping[Stage, float] = field(default_factory=dict)
-    wish: Wish | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +92,16 @@ class _Move:
 class Controller:
     """Takes the state of all instances about every second, and answers with a decision.
 
-    A stage that is later than the SLO allows for ``hold_s`` is answered by the one switch after which the stages
-    together are least pressed as far as can be predicted, if that is less by ``hysteresis`` at least. Each stage
+    A stage that is later than the SLO allows for :data:`HOLD_INTERVALS` is answered by the one switch with the
+    lowest predicted pressure of all stages together, if that is lower by :data:`HYSTERESIS` at least. Each stage
     of ``needed`` keeps a serving instance. Behind an order comes a ``cooldown_s``. A layout that was left for its
     pressure is gone back to at a higher one only, so that under a constant load the switches come to an end.
     Until each stage has been served for the first time, nothing is ordered: instances start one after the other.
 
     Args:
         needed: stages that the deployment serves; one instance of each must always be left.
-        rebuild_s: what a switch may take beyond ``options.deadline_s``, for the new stages.
+        rebuild_s: what a switch may take beyond :data:`DEADLINE_S`, for the new stages.
         forget_s: for how long a layout that was left for its pressure is not gone back to at a lower one.
-        calm_s: how long the load must be low before fewer instances are wished for.
     """
 
     def __init__(
@@ -116,11 +112,11 @@ class Controller:
         needed: Collection[Stage] = tuple(Stage),
         rebuild_s: float = 0.0,
         forget_s: float = 300.0,
-        calm_s: float = 60.0,
     ) -> None:
-        self._deadline_s = options.deadline_s + rebuild_s
+        self._deadline_s = DEADLINE_S + rebuild_s
+        self._hold_s = HOLD_INTERVALS * options.interval_s
+        self._window_s = WINDOW_INTERVALS * options.interval_s
         self._forget_s = forget_s
-        self._calm_s = calm_s
         self.options = options
         self.limits = limits
         self._needed = frozenset(needed)
@@ -137,8 +133,6 @@ class Controller:
         self._layout: Layout = frozenset()  # before the last order
         self._left: dict[Layout, tuple[float, float]] = {}
         self._refused: set[tuple[str, Role]] = set()
-        self._calm_since: float | None = None
-        self._wished_s = float("-inf")
 
     def refused(self, order: Order) -> None:
         """Note that an order can never be carried out: it is not given again while the instance is there."""
@@ -159,7 +153,7 @@ class Controller:
             return Decision(at_s=now_s, kind=Kind.STARTING, reason=f"no instance has served {names} so far")
         self._is_starting = False
         loads, recent = self._observe(now_s, instances)
-        kind, reason, order, wish = self._judge(now_s, instances, loads, recent)
+        kind, reason, order = self._judge(now_s, instances, loads, recent)
         dry = self.options.dry_run
         return Decision(
             at_s=now_s,
@@ -168,7 +162,6 @@ class Controller:
             order=None if dry else order,
             would=order if dry else None,
             pressures={stage: load.pressure for stage, load in loads.items()},
-            wish=wish,
         )
 
     # ------------------------------------------------------------------ parts
@@ -176,7 +169,7 @@ class Controller:
     def _observe(
         self, now_s: float, instances: Sequence[InstanceLoad]
     ) -> tuple[dict[Stage, StageLoad], Sequence[_At]]:
-        """Take a sample; return the load of each stage and the samples of the last ``hold_s``, a few at least."""
+        """Take a sample; return the load of each stage and the samples of the hold time, a few at least."""
         options = self.options
         serving = frozenset((one.name, one.role) for one in instances if one.is_serving)
         if serving != self._serving:
@@ -184,10 +177,10 @@ class Controller:
         self._heed_others(now_s, instances)
         sent = self._sent_since(instances)
         self._samples.append((now_s, {stage: sample(stage, instances, sent[stage]) for stage in self._stages}))
-        while len(self._samples) > 1 and self._samples[1][0] <= now_s - max(options.window_s, options.hold_s):
+        while len(self._samples) > 1 and self._samples[1][0] <= now_s - self._window_s:
             self._samples.popleft()
         steady = [one for one in self._samples if one[0] >= self._since_s]
-        recent = _tail(steady, now_s - options.hold_s)
+        recent = _tail(steady, now_s - self._hold_s)
         loads = {
             stage: load_of(
                 stage,
@@ -207,8 +200,8 @@ class Controller:
         instances: Sequence[InstanceLoad],
         loads: Mapping[Stage, StageLoad],
         recent: Sequence[_At],
-    ) -> tuple[Kind, str, Order | None, Wish | None]:
-        """The kind and the reason of the decision, its order and its wish."""
+    ) -> tuple[Kind, str, Order | None]:
+        """The kind and the reason of the decision, and its order."""
         pressures = {stage: load.pressure for stage, load in loads.items()}
         stage = max(pressures, key=lambda one: pressures[one])
         worst = pressures[stage]
@@ -216,35 +209,33 @@ class Controller:
         if worst <= 1 and foreseen is not None:
             stage, worst = foreseen, _SOON_LATE
         if (pending := self._pending(now_s, instances)) is not None:
-            return *pending, None, None
+            return *pending, None
         span_s = now_s - recent[0][0]
-        is_known = len(recent) >= _FEWEST_SAMPLES and span_s >= self.options.hold_s
+        is_known = len(recent) >= _FEWEST_SAMPLES and span_s >= self._hold_s
         here = [one for one in instances if one.is_serving]
         if worst <= 1:
-            wish = self._too_many(now_s, here, loads) if is_known else None
-            return Kind.CALM, f"every stage keeps the SLO; {_words(pressures)}", None, wish
-        self._calm_since = None
+            return Kind.CALM, f"every stage keeps the SLO; {_words(pressures)}", None
         late = f"{_NAMES[stage]} is at {pressures[stage]:.1f} times what the SLO allows"
         if pressures[stage] <= 1:
             late += f", and grows to {loads[stage].coming:.1f} times"
         if not is_known:
-            reason = f"{late}, for {span_s:.1f} s of the {self.options.hold_s:g} s so far"
-            return Kind.WATCHING, reason, None, None
+            reason = f"{late}, for {span_s:.1f} s of the {self._hold_s:g} s so far"
+            return Kind.WATCHING, reason, None
         if (rest_s := self._ordered_s + self.options.cooldown_s - now_s) > 0:
-            return Kind.COOLDOWN, f"{late}; the last switch is {rest_s:.1f} s too young for another", None, None
+            return Kind.COOLDOWN, f"{late}; the last switch is {rest_s:.1f} s too young for another", None
         move, why_not = self._best(now_s, here, loads, worst)
         if move is None:
-            return Kind.NOTHING_HELPS, f"{late}; {why_not}", None, self._too_few(now_s, stage, late)
+            return Kind.NOTHING_HELPS, f"{late}; {why_not}", None
         order = Order(instance=move.instance.name, role=move.role)
         self._take(now_s, move, order, here, worst)
         reason = (
             f"{late}: {order.instance} goes from {move.instance.role} to {order.role}, which is predicted to take "
             f"the pressure of all stages from {move.before:.2f} to {move.after:.2f} ({_words(move.pressures)})"
         )
-        return Kind.SWITCH, reason, order, None
+        return Kind.SWITCH, reason, order
 
     def _foreseen(self, now_s: float, loads: Mapping[Stage, StageLoad]) -> Stage | None:
-        """The stage whose growing batches have been heading beyond the SLO for ``hold_s``.
+        """The stage whose growing batches have been heading beyond the SLO for the hold time.
 
         None where there is none.
         """
@@ -253,7 +244,7 @@ class Controller:
             self._soon_s = None
         elif self._soon_s is None:
             self._soon_s = now_s
-        is_sure = self._soon_s is not None and now_s - self._soon_s >= self.options.hold_s
+        is_sure = self._soon_s is not None and now_s - self._soon_s >= self._hold_s
         return soon if is_sure else None
 
     def _sent_since(self, instances: Sequence[InstanceLoad]) -> dict[Stage, float]:
@@ -321,7 +312,7 @@ class Controller:
                     continue
                 after, pressures = _predict([*others, role], loads, ahead_s)
                 helped = [stage for stage in late if pressures[stage] < expected[stage]]
-                if after > (1 - self.options.hysteresis) * before or not helped:
+                if after > (1 - HYSTERESIS) * before or not helped:
                     continue
                 most = max(1.0, *(expected[stage] for stage in helped))
                 if any(_is_robbed(stage, pressures, expected, most) for stage in donor.role.stages & self._needed):
@@ -337,7 +328,7 @@ class Controller:
             return None, "the switch that would help leads back to a layout that was left for its pressure"
         if is_held:
             return None, "no switch helps that leaves an instance for each stage"
-        return None, f"no switch is predicted to help by {self.options.hysteresis:.0%}"
+        return None, f"no switch is predicted to help by {HYSTERESIS:.0%}"
 
     def _keeps_floor(self, old: Role, new: Role, others: Sequence[Role]) -> bool:
         """Whether the other instances cover the stages of this one, which serves none until the switch is over."""
@@ -348,7 +339,7 @@ class Controller:
         left = self._left.get(_layout(roles))
         if left is None or now_s - left[0] > self._forget_s:
             return True
-        return worst > left[1] * (1 + self.options.hysteresis)
+        return worst > left[1] * (1 + HYSTERESIS)
 
     def _take(self, now_s: float, move: _Move, order: Order, here: Sequence[InstanceLoad], worst: float) -> None:
         self._ordered_s = self._since_s = now_s
@@ -356,34 +347,6 @@ class Controller:
             self._layout = _layout([one.role for one in here])
             self._left[self._layout] = (now_s, worst)
             self._order, self._from = order, move.instance.role
-
-    def _too_few(self, now_s: float, stage: Stage, late: str) -> Wish | None:
-        if now_s - self._wished_s < self._calm_s:
-            return None
-        self._wished_s = now_s
-        return Wish(change=1, role=Role.of([stage]), reason=f"{late}, and no switch helps")
-
-    def _too_many(
-        self, now_s: float, here: Sequence[InstanceLoad], loads: Mapping[Stage, StageLoad]
-    ) -> Wish | None:
-        """A wish for one instance less, once the rest would have stayed far from late for ``calm_s``."""
-        best: tuple[float, InstanceLoad] | None = None
-        for donor in here:
-            others = [one.role for one in here if one is not donor]
-            if self._keeps_floor(donor.role, donor.role, others):
-                _, pressures = _predict(others, loads, self.options.cooldown_s)
-                if best is None or max(pressures.values()) < best[0]:
-                    best = max(pressures.values()), donor
-        if best is None or best[0] > _CALM:
-            self._calm_since = None
-            return None
-        if self._calm_since is None:
-            self._calm_since = now_s
-        if now_s - max(self._calm_since, self._wished_s) < self._calm_s:
-            return None
-        self._wished_s = now_s
-        reason = f"without {best[1].name} every stage would stay at {best[0]:.1f} of what the SLO allows or below"
-        return Wish(change=-1, role=best[1].role, reason=reason)
 
 
 def _tail(samples: Sequence[_At], since_s: float) -> Sequence[_At]:

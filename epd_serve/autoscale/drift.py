@@ -1,134 +1,86 @@
-"""Drift of a workload: whether it still is the one that a deployment was planned for (TriInfer, section 4.4).
-
-Pure: requests come in as they were recorded, and the result depends on nothing else.
-"""
+"""Drift of the load: do the newest requests still look like those that came before? (TriInfer, section 4.4)"""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import log, sqrt
+from datetime import datetime
+from math import sqrt
 from statistics import fmean, pvariance
 
-from epd_serve.config.elastic import DriftConfig
+import msgspec
 
-#: Windows are compared so often while the newer one is filled anew.
-_LOOKS = 10
-#: Standard errors that a change must be away from none.
+#: Requests in each of the two windows that are compared: means of chat lengths are then known to about 7 %.
+WINDOW = 200
+#: Change of a mean that is worth a new plan: plans differ by less between closer loads.
+FACTOR = 1.5
+#: Standard errors between two means: chance does not reach them in a year of comparisons.
 _CERTAINTY = 5.0
+#: Comparisons while the newer window fills anew.
+_LOOKS = 10
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Observed:
-    """One request: seconds of any clock, and sizes."""
+class ServedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of an access log line that show a drift."""
 
-    at_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_images: int
+    time: str
+    status: int
+    images: int
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    duration_ms: float
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drift:
-    """A change of the workload: the figure and its means before and after.
-
-    ``at_s`` of the request that showed it.
-    """
-
-    at_s: float
-    figure: str
-    before: float
-    after: float
-
-    def __str__(self) -> str:
-        return f"{self.figure} went from {self.before:.3g} to {self.after:.3g}"
+    @property
+    def end_s(self) -> float:
+        return datetime.fromisoformat(self.time).timestamp() + self.duration_ms / 1e3
 
 
 class DriftDetector:
-    """Compares the newest requests with the first ones since the last drift.
+    """Compares the newest requests with the first ones since the last drift."""
 
-    A figure has drifted when it differs by the options' factor and more surely than by chance. From then on, the
-    next requests are compared with the newest ones.
-    """
-
-    def __init__(self, options: DriftConfig) -> None:
-        self.options = options
-        self._reference: list[Observed] = []
-        self._recent: deque[Observed] = deque(maxlen=options.num_requests)
+    def __init__(self) -> None:
+        self._before: list[ServedRequest] = []
+        self._newest: deque[ServedRequest] = deque(maxlen=WINDOW)
         self._num_new = 0
 
-    def observe(self, request: Observed) -> list[Drift]:
-        """Take a request, in the order of their times; return the figures that have drifted with it."""
-        num = self.options.num_requests
-        if len(self._reference) < num:
-            self._reference.append(request)
+    def observe(self, request: ServedRequest) -> list[str]:
+        """Take a request, in the order in which they end; return a sentence for each figure that has drifted.
+
+        Failed requests do not count. After a drift the newest requests become those to compare with.
+        """
+        if request.status != 200 or not request.prompt_tokens or not request.completion_tokens:
             return []
-        self._recent.append(request)
+        if len(self._before) < WINDOW:
+            self._before.append(request)
+            return []
+        self._newest.append(request)
         self._num_new += 1
-        if len(self._recent) < num or self._num_new < num // _LOOKS:
+        if len(self._newest) < WINDOW or self._num_new < WINDOW // _LOOKS:
             return []
         self._num_new = 0
-        drifts = [drift for drift in self._compare(request.at_s) if drift is not None]
+        before, after = _figures(self._before), _figures(list(self._newest))
+        drifts = [
+            f"{name} went from {fmean(values):.3g} to {fmean(after[name]):.3g}"
+            for name, values in before.items()
+            if _differ(values, after[name])
+        ]
         if drifts:
-            self._reference, self._recent = list(self._recent), deque(maxlen=num)
+            self._before, self._newest = list(self._newest), deque(maxlen=WINDOW)
         return drifts
 
-    def _compare(self, at_s: float) -> list[Drift | None]:
-        before, after = self._reference, list(self._recent)
-        prompts = ([one.num_prompt_tokens for one in every] for every in (before, after))
-        answers = ([one.num_output_tokens for one in every] for every in (before, after))
-        images = ([float(one.num_images > 0) for one in every] for every in (before, after))
-        return [
-            self._lengths(at_s, "tokens of a prompt", *prompts),
-            self._lengths(at_s, "tokens of an answer", *answers),
-            self._share(at_s, *images),
-            self._rate(at_s, before, after),
-        ]
 
-    def _lengths(self, at_s: float, figure: str, before: list[int], after: list[int]) -> Drift | None:
-        """Compare lengths by Welch's statistic of their logarithms: a few giants are no drift."""
-        old, new = [log(1 + one) for one in before], [log(1 + one) for one in after]
-        error = sqrt((pvariance(old) + pvariance(new)) / len(old))
-        change = abs(fmean(new) - fmean(old))
-        if change < log(self.options.factor) or change < _CERTAINTY * error:
-            return None
-        return Drift(at_s=at_s, figure=figure, before=fmean(before), after=fmean(after))
-
-    def _share(self, at_s: float, before: list[float], after: list[float]) -> Drift | None:
-        old, new, num = fmean(before), fmean(after), len(before)
-        both = (old + new) / 2
-        error = sqrt(2 * both * (1 - both) / num)
-        odds = abs(_log_odds(new, num) - _log_odds(old, num))
-        if odds < log(self.options.factor) or abs(new - old) < _CERTAINTY * error or new == old:
-            return None
-        return Drift(at_s=at_s, figure="share of requests with images", before=old, after=new)
-
-    def _rate(self, at_s: float, before: Sequence[Observed], after: Sequence[Observed]) -> Drift | None:
-        """Compare the rates.
-
-        The number of random arrivals in a time varies by about its root, that of bursts by more.
-        """
-        old_s, new_s = (every[-1].at_s - every[0].at_s for every in (before, after))
-        if old_s <= 0 or new_s <= 0:
-            return None
-        change = abs(log(old_s / new_s))
-        error = sqrt(_burstiness(before) / len(before) + _burstiness(after) / len(after))
-        if change < log(self.options.factor) or change < _CERTAINTY * error:
-            return None
-        num = len(before) - 1
-        return Drift(at_s=at_s, figure="requests a second", before=num / old_s, after=num / new_s)
+def _figures(requests: Sequence[ServedRequest]) -> dict[str, list[float]]:
+    return {
+        "prompt tokens": [float(one.prompt_tokens or 0) for one in requests],
+        "answer tokens": [float(one.completion_tokens or 0) for one in requests],
+        "images per request": [float(one.images) for one in requests],
+        "seconds between requests": [b.end_s - a.end_s for a, b in itertools.pairwise(requests)],
+    }
 
 
-def _log_odds(share: float, num: int) -> float:
-    """The logarithm of the odds, with half a request more on both sides: shares of 0 and 1 have odds, too."""
-    with_images = share * num
-    return log((with_images + 0.5) / (num - with_images + 0.5))
-
-
-def _burstiness(every: Sequence[Observed]) -> float:
-    """The squared coefficient of variation of the gaps between requests: 1 for random ones, 1 at least."""
-    gaps = [later.at_s - earlier.at_s for earlier, later in itertools.pairwise(every)]
-    mean = fmean(gaps)
-    return max(pvariance(gaps) / mean**2, 1.0) if mean > 0 else 1.0
+def _differ(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Compare two means by their ratio, and by Welch's statistic: bursts and a few giants are no drift."""
+    low, high = sorted((fmean(before), fmean(after)))
+    error = sqrt(pvariance(before) / len(before) + pvariance(after) / len(after))
+    return high >= FACTOR * low and high - low > _CERTAINTY * error

@@ -1,4 +1,4 @@
-"""``epd-serve autoscale``, a client of the admin API: looks become decisions, orders, wishes and new plans."""
+"""``epd-serve autoscale``, a client of the admin API: looks become decisions and orders."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import msgspec
 
-from epd_serve.autoscale.controller import Controller, Decision, Kind, Order, Wish
-from epd_serve.autoscale.hook import tell
+from epd_serve.autoscale.controller import DEADLINE_S, Controller, Decision, Kind, Order
+from epd_serve.autoscale.drift import DriftDetector, ServedRequest
 from epd_serve.autoscale.instance_load import InstanceLoad, from_json
 from epd_serve.autoscale.pressure import Limits
-from epd_serve.autoscale.replanning import Replanner
 from epd_serve.config import DeploymentConfig
 from epd_serve.rpc.admin import AdminClient, AdminError, AdminRefused
 from epd_serve.types import Stage
@@ -27,8 +26,8 @@ _REBUILD_S = 60.0
 _TIMEOUT_S = 10.0
 #: Beyond an order's deadline, for an instance that makes its new stages, or its old ones again.
 _ORDER_MARGIN_S = 130.0
-#: Between two looks at the requests that were served.
-_LOOK_S = 0.5
+#: As 'epd-serve plan' takes an image of unknown size (EPD-Serve, section 4.1).
+_IMAGE_PIXELS = 802 * 652
 
 #: HTTP statuses of refusals for good.
 _FOR_GOOD = (400, 404)
@@ -37,7 +36,7 @@ _FOR_GOOD = (400, 404)
 class RoleLoop:
     """Decides each ``interval_s``; an order is carried out beside it, one at a time."""
 
-    def __init__(self, config: DeploymentConfig, admin: AdminClient, *, calm_s: float = 60.0) -> None:
+    def __init__(self, config: DeploymentConfig, admin: AdminClient) -> None:
         slo = config.slo
         assert slo.ttft_ms is not None and slo.tpot_ms is not None
         self._options = config.elastic
@@ -47,7 +46,6 @@ class RoleLoop:
             Limits(ttft_s=slo.ttft_ms / 1e3, tpot_s=slo.tpot_ms / 1e3),
             needed=tuple(stage for stage in Stage if stage in config.topology.stages),
             rebuild_s=_REBUILD_S,
-            calm_s=calm_s,
         )
         self._last: Kind | None = None
 
@@ -61,10 +59,6 @@ class RoleLoop:
                     await self.report(noted)
                 if decision.order is not None:
                     group.create_task(self._carry_out(decision.order))
-                if decision.wish is not None and self._options.hook is not None:
-                    wish = decision.wish
-                    message = {"event": _event(wish), "role": str(wish.role), "reason": wish.reason}
-                    group.create_task(tell(self._options.hook, message))
 
     async def look(self) -> Sequence[InstanceLoad]:
         """Return the instances as they are now. Raises AdminError or TimeoutError."""
@@ -72,12 +66,11 @@ class RoleLoop:
 
     async def give(self, order: Order) -> None:
         """Carry out an order. Raises AdminError or TimeoutError where it cannot be."""
-        deadline_s = self._options.deadline_s
-        body = {"role": str(order.role), "deadline_s": deadline_s, "automatic": True}
-        await self._admin.ask("POST", f"/instances/{order.instance}/role", body, deadline_s + _ORDER_MARGIN_S)
+        body = {"role": str(order.role), "deadline_s": DEADLINE_S, "automatic": True}
+        await self._admin.ask("POST", f"/instances/{order.instance}/role", body, DEADLINE_S + _ORDER_MARGIN_S)
 
     async def report(self, decision: dict[str, Any]) -> None:
-        """Take down a decision that orders or wishes something, or the first of a row of equal ones."""
+        """Report a decision that orders something, or the first of a row of equal ones, to the gateway."""
         with suppress(AdminError, TimeoutError):
             await self._admin.ask("POST", "/elastic", decision, _TIMEOUT_S)
 
@@ -98,20 +91,17 @@ class RoleLoop:
 
     def _note(self, decision: Decision) -> dict[str, Any] | None:
         """Log a decision with its reason; return it for the report. A row of equal ones is noted once."""
-        wish, order = decision.wish, decision.order or decision.would
-        if decision.kind is self._last and order is None and wish is None:
+        order = decision.order or decision.would
+        if decision.kind is self._last and order is None:
             return None
         self._last = decision.kind
-        quiet = decision.kind in (Kind.CALM, Kind.UNDECIDED) and wish is None
+        quiet = decision.kind in (Kind.CALM, Kind.UNDECIDED)
         logger.log(logging.DEBUG if quiet else logging.INFO, "elastic: %s", decision.reason)
-        if wish is not None:
-            logger.info("elastic: %s of role %s: %s", _event(wish), wish.role, wish.reason)
         return {
             "time": time.time(),
             "kind": decision.kind.value,
             "reason": decision.reason,
             "order": None if order is None else {"instance": order.instance, "role": str(order.role)},
-            "wish": None if wish is None else {"event": _event(wish), "role": str(wish.role)},
             "pressures": {stage.value: round(value, 3) for stage, value in decision.pressures.items()},
         }
 
@@ -131,41 +121,38 @@ class RoleLoop:
             logger.info("elastic: %s serves %s", order.instance, order.role)
 
 
-def _event(wish: Wish) -> str:
-    return "more" if wish.change > 0 else "fewer"
-
-
-async def autoscale(config: DeploymentConfig, admin: AdminClient, deployment: tuple[str, ...]) -> None:
-    """Run what ``config`` enables until cancelled.
-
-    ``deployment``: the flags by which ``epd-serve apply`` finds it.
-    """
+async def autoscale(config: DeploymentConfig, admin: AdminClient) -> None:
+    """Switch roles by load and log drifts of the load, until cancelled."""
     async with asyncio.TaskGroup() as group:
-        if config.elastic.enabled:
-            group.create_task(RoleLoop(config, admin).run())
-        if config.elastic.drift.enabled:
-            replanner = Replanner(config)
-            replanner.deployment = deployment
-            group.create_task(replanner.run())
-            group.create_task(_follow_requests(admin, replanner))
+        group.create_task(RoleLoop(config, admin).run())
+        group.create_task(_watch_drift(config, admin))
 
 
-async def _follow_requests(admin: AdminClient, replanner: Replanner) -> None:
-    """Give the replanner each request that the gateway has served, until cancelled."""
-    last, problem = 0, ""
+async def _watch_drift(config: DeploymentConfig, admin: AdminClient) -> None:
+    """Compare the requests that the gateway has served, and log each drift with the command that plans for it."""
+    detector, last, problem = DriftDetector(), 0, ""
     while True:
         before, problem = problem, ""
         try:
             answer = await admin.ask("GET", f"/requests/served?after={last}", timeout_s=_TIMEOUT_S)
-            load = await admin.ask("GET", "/load", timeout_s=_TIMEOUT_S) if answer["requests"] else None
+            last = answer["last"]
+            for request in answer["requests"]:
+                if drifts := detector.observe(msgspec.convert(request, ServedRequest)):
+                    tokens_per_pixel = (await admin.ask("GET", "/load", timeout_s=_TIMEOUT_S))["tokens_per_pixel"]
+                    command = _plan_command(config, round(tokens_per_pixel * _IMAGE_PIXELS))
+                    logger.warning("elastic: the load has drifted: %s; run %s", "; ".join(drifts), command)
         except (AdminError, TimeoutError) as error:
             problem = str(error) or "the gateway does not answer"
             if problem != before:
-                logger.warning("elastic: requests are not seen: %s", problem)
-        else:
-            last = answer["last"]
-            if load is not None:
-                replanner.tokens_per_pixel = load["tokens_per_pixel"]
-            for request in answer["requests"]:
-                replanner.put(msgspec.json.encode(request))
-        await asyncio.sleep(_LOOK_S)
+                logger.warning("elastic: served requests are not known: %s", problem)
+        await asyncio.sleep(config.elastic.interval_s)
+
+
+def _plan_command(config: DeploymentConfig, image_tokens: int) -> str:
+    log, slo = config.gateway.access_log, config.slo
+    trace = "ACCESS_LOG" if log in (None, "-") else log
+    return (
+        f"epd-serve plan --workload trace:{trace} --devices devices.yaml "
+        f"--slo ttft={slo.ttft_ms:g},tpot={slo.tpot_ms:g} --image-tokens {image_tokens} -o plan.yaml, "
+        "then epd-serve apply plan.yaml --topology-only"
+    )

@@ -34,7 +34,6 @@ GROUPS: dict[str, dict[str, str]] = {
         "bench": "epd-serve bench --base-url http://127.0.0.1:8000 --rates 1,2,4",
         "verify": "epd-serve verify --base-url http://127.0.0.1:8000 --suite api --suite answers",
         "profile": "epd-serve profile costs.json --model ./model --device cuda:0",
-        "interference": "epd-serve interference --device cuda:0 --out interference.json",
     },
     "Plan": {
         "topology": "epd-serve topology '2(E-P)-D'",

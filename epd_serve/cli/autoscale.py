@@ -23,20 +23,19 @@ def autoscale(
     socket: Annotated[Path | None, typer.Option(help="Socket of the gateway's admin API.", hidden=True)] = None,
     parent_pid: ParentPid = None,
 ) -> None:
-    """Have instances change their roles by load, and plan anew when the workload drifts.
+    """Switch roles of instances by load, and log when the load has drifted from what was planned for.
 
-    'epd-serve up' starts it where the deployment file enables elastic or elastic.drift. The key of the admin API
+    'epd-serve up' starts it where the deployment file enables elastic. The key of the admin API
     is read from EPD_SERVE_ADMIN_KEY.
     """
     tie_to(parent_pid)
     from epd_serve.autoscale.role_loop import autoscale as run
 
     config = load_config(file)
-    if not (config.elastic.enabled or config.elastic.drift.enabled):
-        raise ValueError(f"{file} enables neither elastic nor elastic.drift; set elastic: {{enabled: true}}")
+    if not config.elastic.enabled:
+        raise ValueError(f"{file} does not enable elastic; set elastic: {{enabled: true}}")
     if admin is None and socket is None:
         raise ValueError("say which deployment: --admin with the URL of its gateway's admin API")
     logging.basicConfig(format="%(asctime)s autoscale %(levelname)s %(message)s", level=logging.INFO)
     client = AdminClient(socket) if socket is not None else AdminClient(admin or "", admin_headers())
-    deployment = () if socket is None else ("--deployment", socket.parent.name)
-    asyncio.run(run(config, client, deployment))
+    asyncio.run(run(config, client))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-StrategyName = Literal["auto", "exhaustive", "algorithm-2", "race", "tpe"]
+StrategyName = Literal["enumerate", "tpe"]
 
 
 def plan(
@@ -28,8 +28,8 @@ def plan(
     ] = False,
     slo: Annotated[str, typer.Option(help="Limits in milliseconds.")] = "ttft=2000,tpot=50",
     strategy: Annotated[
-        StrategyName, typer.Option(help="auto: a race, of all plans where there are few.")
-    ] = "auto",
+        StrategyName, typer.Option(help="enumerate: from the highest bound down; tpe: by Optuna.")
+    ] = "enumerate",
     order: Annotated[list[str] | None, typer.Option(help="fcfs, sjf, slack: once for each to try.")] = None,
     policy: Annotated[
         list[str] | None,
@@ -52,9 +52,7 @@ def plan(
     report: Annotated[
         Path | None, typer.Option(help="Directory for the plan's simulation, as 'epd-serve bench' writes a run.")
     ] = None,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Show the ranking, attainment and each stage's load.")
-    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show the ranking, and attainment by rate.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Say what serves a workload within limits, on which devices, and what disaggregating gains; by simulation."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import msgspec
 import typer
 
 from epd_serve.errors import needs_native
@@ -26,13 +25,6 @@ def profile(
     clock: Annotated[
         Literal["wall", "cpu"], typer.Option(help="cpu: CPU time, for a machine that others use too.")
     ] = "wall",
-    deployments: Annotated[
-        bool,
-        typer.Option(help="Bring up EPD and E-P-D too, for what requests take besides their stages."),
-    ] = True,
-    mooncake: Annotated[
-        bool, typer.Option("--mooncake", help="Measure stages that talk over Mooncake too, by TCP.")
-    ] = False,
     endpoint: Annotated[
         str, typer.Option(help="Measure a vLLM server that is up, over HTTP, as in http://127.0.0.1:8000.")
     ] = "",
@@ -43,11 +35,8 @@ def profile(
             "--model is missing: give the model that you want to plan for, its directory or its name on the hub, "
             "as in --model Qwen/Qwen2.5-VL-3B-Instruct, or --model demo for the built-in one"
         )
-    if endpoint and (mooncake or threads is not None or clock != "wall" or dtype != "auto" or not deployments):
-        raise ValueError(
-            "--endpoint measures a server as it runs: --dtype, --threads, --clock, --no-deployments and "
-            "--mooncake do not go with it"
-        )
+    if endpoint and (threads is not None or clock != "wall" or dtype != "auto"):
+        raise ValueError("--endpoint measures a server as it runs: leave out --dtype, --threads and --clock")
     if endpoint:
         from epd_serve.profiling.endpoint import profile_endpoint
 
@@ -57,10 +46,8 @@ def profile(
         from device.registry import get_device
         from epd_serve.engine.kv_memory import resolve_dtype
         from epd_serve.models.loader import load_family
-        from epd_serve.profiling.contention import stages_beside
         from epd_serve.profiling.device_profile import GridOptions, profile_device
     from epd_serve.config.schema import model_path
-    from epd_serve.profiling.overheads import OverheadOptions, with_overheads
 
     path = model_path(model)
     options = GridOptions(
@@ -70,18 +57,8 @@ def profile(
         dtype=resolve_dtype(dtype, load_family(path).config, get_device(device)),
         threads=threads,
         clock=clock,
-        mooncake=mooncake,
     )
-    overheads = OverheadOptions(model=model, device=device, dtype=dtype, threads=threads, mooncake=mooncake)
-
-    def measured(progress: Callable[[str], None]) -> Profile:
-        result = profile_device(options, progress)
-        if not deployments:
-            return result
-        result = msgspec.structs.replace(result, interference_within=stages_beside(options, progress))
-        return with_overheads(result, overheads, progress)
-
-    _write(measured, model, out)
+    _write(lambda progress: profile_device(options, progress), model, out)
 
 
 def _write(measure: Callable[[Callable[[str], None]], Profile], model: str, out: Path) -> None:

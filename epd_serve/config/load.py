@@ -87,16 +87,12 @@ def load_config(path: Path) -> DeploymentConfig:
             changes["model"] = beside(config.model, here)
         if (measured := devices_beside(config.devices, here)) != config.devices:
             changes["devices"] = measured
-        if config.interference is not None:
-            changes["interference"] = str(here / config.interference.expanduser())
         if config.generation_config not in ("auto", "off"):
             changes["generation_config"] = str(here / Path(config.generation_config).expanduser())
         if config.shape_of is not None and config.shape_of not in KNOWN_SHAPES:
             changes["shape_of"] = str(here / Path(config.shape_of).expanduser())
         if config.trace is not None:
             changes["trace"] = str(here / config.trace.expanduser())
-        if (devices := config.elastic.drift.devices) is not None:
-            changes["elastic"] = {"drift": {"devices": str(here / devices.expanduser())}}
         if isinstance(config.cluster_key, SecretSource) and config.cluster_key.file is not None:
             changes["cluster_key"] = {"file": str(here / config.cluster_key.file.expanduser())}
         if config.tls is not None:

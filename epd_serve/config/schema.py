@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from device.datasheets import emulated_kind, is_measured, spec_of
-from epd_serve.config.applied import Anew, Hot, Rebuild, Restart, Section
+from epd_serve.config.applied import Anew, Hot, Rebuild, Section
 from epd_serve.config.elastic import ElasticConfig, RoleName
 from epd_serve.config.gateway import GatewayConfig, Secret, check_admin_key, read_secret
 from epd_serve.config.model_files import HubModel
@@ -36,7 +36,6 @@ from epd_serve.config.sections import (
 from epd_serve.config.shares import DeviceShare, device_shares
 from epd_serve.config.vllm import VllmConfig, check_vllm
 from epd_serve.cost.device_time import DeviceTime
-from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.cost.shape import shape_of
 from epd_serve.demo import weights_dir
 from epd_serve.protocol.addresses import is_wildcard
@@ -193,12 +192,6 @@ class DeploymentConfig(SharedConfig):
         "Roles that the topology does not have are no error, so that a file can serve several topologies.",
     )
 
-    interference: Restart[Path | None] = Field(
-        default=None,
-        description="What 'epd-serve interference --out' wrote on this kind of device, relative to this file; "
-        "it decides about shares that are auto.",
-    )
-
     @model_validator(mode="before")
     @classmethod
     def _auto_is_left_out(cls, values: Any) -> Any:
@@ -330,16 +323,14 @@ class DeploymentConfig(SharedConfig):
                     )
         return self
 
-    def device_shares(
-        self, matrix: InterferenceMatrix | None = None, placement: Sequence[InstancePlacement] | None = None
-    ) -> dict[str, DeviceShare]:
-        """The shares of instances by name, those without a limit left out; ``matrix`` decides about ``auto``.
+    def device_shares(self, placement: Sequence[InstancePlacement] | None = None) -> dict[str, DeviceShare]:
+        """Return the shares of instances by name; instances without a limit are left out.
 
-        ``placement``: None: that of this deployment. Raises ValueError where they do not fit.
+        ``placement``: None: that of this deployment. Raises ValueError for shares that do not fit on a device.
         """
         placement = self.placement() if placement is None else placement
         roles = {str(instance.role) for instance in placement}
-        return device_shares(placement, {role: self.settings_for(role).share for role in roles}, matrix)
+        return device_shares(placement, {role: self.settings_for(role).share for role in roles})
 
     @property
     def uses_mooncake(self) -> bool:
@@ -483,7 +474,7 @@ class DeploymentConfig(SharedConfig):
             device=device,
             port=port,
             threads=settings.threads if threads is None else threads,
-            share=DeviceShare(share=settings.share, start=0.0) if isinstance(settings.share, float) else None,
+            share=None if settings.share is None else DeviceShare(share=settings.share, start=0.0),
         )
         chosen = host or self.instances.host
         if advertise is None and is_wildcard(chosen):

@@ -230,12 +230,11 @@ class InstanceSettings(Section):
         ge=1,
         description="CPU threads of each, within the cores of its share; null divides the cores among them.",
     )
-    share: Pinned[Annotated[float, Field(gt=0, le=1)] | Literal["auto"] | None] = Field(
+    share: Pinned[Annotated[float, Field(gt=0, le=1)] | None] = Field(
         default=None,
         description="Part of its device that an instance keeps to, in (0, 1]: cores on a CPU, memory and, by MPS, "
-        "multiprocessors of a GPU, memory and AI cores of an NPU. auto: an equal part of what other shares "
-        "leave, or no limit where the file 'interference' says that the stages hardly slow each other. "
-        "null: no limit, unless another instance on the device has a share: then as auto.",
+        "multiprocessors of a GPU, memory and AI cores of an NPU. null: no limit, or, where another instance "
+        "on the device has a share, an equal part of the rest.",
     )
     memory_share: Pinned[Annotated[float, Field(gt=0, le=1)] | None] = Field(
         default=None,

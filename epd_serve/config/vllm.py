@@ -35,7 +35,6 @@ _NATIVE_KEYS = {
 }
 _NATIVE_SECTIONS = {
     "feature_store": "the connector for encoder output follows from the devices",
-    "interference": "shares of vLLM instances are numbers: instances.share",
 }
 
 
@@ -110,8 +109,6 @@ def check_vllm(
         for key, instead in _NATIVE_KEYS.items():
             if key in one.model_fields_set:
                 raise ValueError(f"{key} (of {role}) has no effect with engine: vllm; {instead}")
-        if one.share == "auto":
-            raise ValueError(f"share of {role}: auto is measured with engine: native; write a number")
     placement = tuple(placement)
     moving = _moving(placement)
     for instance in placement:

@@ -6,34 +6,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
 import msgspec
 
 #: Of the file's form. A file of another version is measured again.
 VERSION = 1
-#: Fields of profiles that earlier releases wrote and this one has no use for.
-_RETIRED = (
-    *("crowding", "crowding_within", "cores_go_by"),
-    *("split_cpu_s", "split_token_cpu_s", "feature_cpu_s"),
-)
-
-T = TypeVar("T")
-
-
-def read_measured(path: Path, kind: type[T], what: str, maker: str, *, retired: Sequence[str] = ()) -> T:
-    """Read a file of measurements; ``retired`` fields are left out.
-
-    Raises ValueError that names it, what is wrong with it, and its ``maker``.
-    """
-    try:
-        values = msgspec.json.decode(path.read_bytes())
-        if isinstance(values, dict):
-            values = {name: value for name, value in values.items() if name not in retired}
-        return msgspec.convert(values, kind)
-    except (OSError, msgspec.DecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"{what}: {reason}; '{maker}' makes one") from error
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,26 +58,6 @@ class EncodeLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.base_s + self.image_s * len(pixels) + self.pixel_s * sum(pixels) + self.pair_s * squares
 
 
-class Transport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The costs of communication between stages in different instances.
-
-    Attributes:
-        handshake_s, bytes_per_s: seconds before a transfer, and its bandwidth.
-        split_s, split_token_s: seconds to reserve room for KV that goes elsewhere, before its prefill: a base, and
-            for each token.
-        feature_s: seconds from the end of an encode in another instance until the feature can be used, without the
-            transfer.
-        hand_over_s: seconds from the end of a prefill to the first step at D, without the transfer.
-    """
-
-    handshake_s: float = 3e-4
-    bytes_per_s: float = 4e9
-    split_s: float = 0.0
-    split_token_s: float = 0.0
-    feature_s: float = 0.0
-    hand_over_s: float = 0.0
-
-
 class Residual(msgspec.Struct, frozen=True, kw_only=True):
     """The relative errors of a fit against the measurements."""
 
@@ -126,12 +84,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         min_pixels, max_pixels: bounds to which the model's processor resizes every image.
         link_bytes_per_s: bandwidth to other devices of the machine; handshake_s: time before each transfer.
         request_s: time of a request on its way to the engine and back: gateway, HTTP, tokenising.
-        image_s, image_pixel_s: time to read and resize an image before its encode, and each of its pixels as sent.
-        split_s, split_token_s, feature_s, hand_over_s: see :class:`Transport`.
-        loop_s, stream_s: time of a step besides the model: scheduling; and each sequence's: its token's way out.
-        transports: others than the one that instances of a host use by default, by name.
-        interference: share by which another stage on the device lengthens a stage: "P/D" is P beside D;
-            interference_within: the share where both are in one process.
+        interference: share by which another stage on the device lengthens a stage: "P/D" is P beside D.
         residuals: errors of the fits, by stage.
         samples: the measurements: stage, its work, seconds.
     """
@@ -164,17 +117,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     link_bytes_per_s: float = 4e9
     handshake_s: float = 3e-4
     request_s: float = 0.0
-    image_s: float = 0.0
-    image_pixel_s: float = 0.0
-    split_s: float = 0.0
-    split_token_s: float = 0.0
-    feature_s: float = 0.0
-    hand_over_s: float = 0.0
-    loop_s: float = 0.0
-    stream_s: float = 0.0
-    transports: dict[str, Transport] = {}
     interference: dict[str, float] = {}
-    interference_within: dict[str, float] = {}
     residuals: dict[str, Residual] = {}
     samples: list[tuple[str, list[float], float]] = []
 
@@ -220,26 +163,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         """The pixels that the tower sees of images, once the processor has resized them."""
         return [min(max(count, self.min_pixels), self.max_pixels) for count in pixels]
 
-    def prepare_s(self, num_pixels: int) -> float:
-        """Seconds to turn an image as it was sent into the tower's inputs."""
-        return self.image_s + self.image_pixel_s * num_pixels
-
     def image_tokens(self, num_pixels: int) -> int:
         """The number of prompt tokens that one image takes."""
         return self.tokens_per_image or max(round(self.seen([num_pixels])[0] / self.pixels_per_token), 1)
-
-    def over(self, transport: str) -> Self:
-        """Return the same profile with another transport. Raises ValueError for one that was not measured."""
-        if transport not in self.transports:
-            raise ValueError(f"transport {transport!r} was not measured; 'epd-serve profile --{transport}' does")
-        known = msgspec.structs.asdict(self.transports[transport])
-        return msgspec.structs.replace(self, link_bytes_per_s=known.pop("bytes_per_s"), **known)
-
-    def with_transport(self, known: Transport) -> Self:
-        """Return the same profile with ``known`` as the costs of its own transport; its link stays."""
-        fields = msgspec.structs.asdict(known)
-        del fields["bytes_per_s"], fields["handshake_s"]
-        return msgspec.structs.replace(self, **fields)
 
     def num_blocks(self, block_size: int, *, share: float, holds_tower: bool) -> int:
         """KV blocks that a ``share`` of the memory has room for besides the weights; 2 at least."""
@@ -253,7 +179,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     @classmethod
     def read(cls, path: Path) -> Self:
         """Raises ValueError that names the file and what is wrong with it."""
-        return read_measured(path, cls, f"profile {path}", "epd-serve profile", retired=_RETIRED)
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.DecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"profile {path}: {reason}; 'epd-serve profile' makes one") from error
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"

@@ -17,7 +17,6 @@ from epd_serve.config.applied import changes, leaves
 from epd_serve.config.model_files import read_model_config
 from epd_serve.config.role_files import rebuilt, with_settings
 from epd_serve.config.shares import DeviceShare
-from epd_serve.cost.interference import InterferenceMatrix
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.protocol.addresses import url_of
@@ -128,7 +127,7 @@ def prepare_instances(
     """
     num_ranks = sum(instance.tensor_parallel for instance in placement)
     master = f"{config.instances.host}:{ports.master[0]}" if ports.master else None
-    shares = _shares(config, placement)
+    shares = config.device_shares(placement)
     boards = _device_boards(placement, directory) if directory else {}
     prepared = []
     for instance, port in zip(placement, ports.instances, strict=True):
@@ -169,16 +168,11 @@ def with_trust(config: DeploymentConfig, environment: Mapping[str, str]) -> dict
     return {**environment, **({CLUSTER_KEY: key} if key else {}), **(tls.environment if tls else {})}
 
 
-def _shares(config: DeploymentConfig, placement: Sequence[InstancePlacement] | None) -> dict[str, DeviceShare]:
-    matrix = InterferenceMatrix.read(config.interference) if config.interference else None
-    return config.device_shares(matrix, placement)
-
-
 def parts_gpus(config: DeploymentConfig, placement: Sequence[InstancePlacement] | None = None) -> bool:
     """Whether instances of ``placement`` (None: of the deployment) have shares of a GPU."""
     placement = config.placement() if placement is None else placement
     shared = [one for one in placement if one.devices[0].startswith("cuda:")]
-    shares = _shares(config, placement) if shared else {}
+    shares = config.device_shares(placement) if shared else {}
     return any(one.name in shares for one in shared)
 
 

@@ -221,7 +221,7 @@ class LocalDeployment:
         record, config = self._record, self._record.config
         config_file = record.write_gateway_file(config)
         specs = [gateway_spec(config, record.ports, config_file, record.environment, record.admin)]
-        if config.elastic.enabled or config.elastic.drift.enabled:
+        if config.elastic.enabled:
             if record.admin is None:
                 raise ValueError(f"elastic needs the gateway's socket, which cannot be made: {self.no_control}")
             specs.append(autoscale_spec(config_file, record.environment, record.admin))

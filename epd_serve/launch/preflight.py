@@ -72,9 +72,6 @@ def _file_faults(config: DeploymentConfig) -> Iterator[str]:
     log = config.gateway.access_log
     if log not in (None, "-") and (lack := _unwritable(Path(log or "").parent)):
         yield f"gateway.access_log: {lack}"
-    devices = config.elastic.drift.devices
-    if devices is not None and not devices.is_file():
-        yield f"elastic.drift.devices: there is no file {devices}"
 
 
 def _unwritable(directory: Path) -> str:

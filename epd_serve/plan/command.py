@@ -18,11 +18,11 @@ from epd_serve.plan.evaluate import Evaluator, Goal
 from epd_serve.plan.explain import Recommendation, attainment_curve, recommend
 from epd_serve.plan.pools import Fleet, read_fleet
 from epd_serve.plan.space import MOST_SEQS, POLICIES, Candidate, candidates, with_batching
-from epd_serve.plan.strategies import Found, algorithm_2, cheapest, exhaustive, race, tpe
+from epd_serve.plan.strategies import Found, cheapest, enumerate_plans, tpe
 from epd_serve.sim.records import write_run
 from epd_serve.sim.workloads import read_load
 
-#: Plans up to which all take part in the race.
+#: Up to so many plans are all searched; of more, the topologies with the highest bounds: a search takes seconds.
 _FEW = 40
 
 
@@ -36,7 +36,7 @@ class Wanted:
     rate: float | None = None
     all_devices: bool = False
     slo: str = "ttft=2000,tpot=50"
-    strategy: str = "auto"
+    strategy: str = "enumerate"
     orders: tuple[str, ...] = ("fcfs",)
     policies: tuple[str, ...] = POLICIES
     seqs: tuple[int, ...] = (MOST_SEQS,)
@@ -116,22 +116,15 @@ def read_goal(text: str, beta: float = 0.0) -> Goal:
 
 
 def search(evaluator: Evaluator, wanted: Wanted) -> Found:
-    """Search with the strategy that is wanted. Raises ValueError for one that does not suit the devices."""
-    fleet, strategy = evaluator.fleet, wanted.strategy
-    if strategy == "algorithm-2":
-        if len(fleet.pools) > 1:
-            raise ValueError("algorithm 2 plans for equal devices; there are several kinds: take race or tpe")
-        return algorithm_2(evaluator, fleet.num_devices)
+    """Search with the wanted strategy. Raises ValueError for the order slack without a limit on TTFT."""
     if "slack" in wanted.orders and evaluator.goal.ttft_s is None:
         raise ValueError("the order slack needs a limit on TTFT: --slo ttft=2000")
-    every = plans(fleet, wanted, fewer=evaluator.goal.beta > 0)
-    if strategy == "tpe":
+    every = plans(evaluator.fleet, wanted, fewer=evaluator.goal.beta > 0)
+    if wanted.strategy == "tpe":
         return tpe(evaluator, every, trials=wanted.trials, seed=wanted.seed)
-    if strategy == "exhaustive":
-        return exhaustive(evaluator, every)
-    if strategy == "auto" and len(every) <= _FEW:
-        return race(evaluator, every, width=None)
-    return race(evaluator, every)
+    if len(every) <= _FEW:
+        return enumerate_plans(evaluator, every, width=None)
+    return enumerate_plans(evaluator, every)
 
 
 def plans(fleet: Fleet, wanted: Wanted, *, fewer: bool) -> list[Candidate]:
@@ -182,7 +175,6 @@ def as_dict(result: Recommendation, evaluator: Evaluator, found: Found) -> dict[
         "goodput": result.chosen.goodput,
         "cost": result.chosen.cost,
         "bottleneck": result.chosen.bound.bottleneck.value,
-        "reasons": result.reasons,
         "strategy": found.strategy,
         "candidates": found.num_candidates,
         "simulations": evaluator.num_simulations,
@@ -222,8 +214,6 @@ def _show(result: Recommendation, evaluator: Evaluator, found: Found, console: C
         f"{evaluator.num_requests} requests.",
         highlight=False,
     )
-    for sentence in result.reasons:
-        console.print(sentence, highlight=False)
     table = Table("plan", "requests/s", "bound", "bottleneck", "cost", title=f"ranking, {evaluator.fleet}")
     for plan in result.ranking[:10]:
         goodput = f"{plan.goodput:.2f}" if plan.goodput else plan.reason or "less than the best"
@@ -235,8 +225,3 @@ def _show(result: Recommendation, evaluator: Evaluator, found: Found, console: C
     for rate, value, low, high in attainment_curve(evaluator, result.chosen):
         curve.add_row(f"{rate:.2f}", f"{value:.1%}", f"{low:.1%} to {high:.1%}")
     console.print(curve)
-    bound = result.chosen.bound
-    stages = Table("stage", "seconds alone", "busiest device, per request", title=f"at {bound.rate:.2f}/s")
-    for stage, seconds in bound.loads.items():
-        stages.add_row(stage.value, f"{seconds:.4g}", f"{bound.shares[stage]:.4g}")
-    console.print(stages)

@@ -1,4 +1,4 @@
-"""Ways to find the best plan: all of them, TriInfer's heuristic, a race from the bound down, or TPE."""
+"""Two ways to find the best plan: enumeration from the highest bound down, or TPE."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 from epd_serve.plan.evaluate import PRECISION, Evaluation, Evaluator
 from epd_serve.plan.space import Candidate
 from epd_serve.sim.simulator import NoWay
-from epd_serve.types import Stage
 
 #: Plans that are simulated, of those with the highest bounds.
 _WIDTH = 5
-#: Of the race: plans whose goodputs are closer are the same to it.
+#: Plans whose goodputs are closer count as equal in an enumeration.
 _COARSE = 1.5 * PRECISION
 
 
@@ -31,18 +30,12 @@ class Found:
         return self.ranking[0]
 
 
-def exhaustive(evaluator: Evaluator, candidates: Sequence[Candidate]) -> Found:
-    """Every plan's goodput. Raises ValueError where no plan serves anything."""
-    return _found(evaluator, "exhaustive", [evaluator.evaluate(one) for one in candidates], len(candidates))
+def enumerate_plans(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int | None = _WIDTH) -> Found:
+    """Rank all plans by their bound, and search the ``width`` highest topologies (None: all) in all ways to batch.
 
-
-def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int | None = _WIDTH) -> Found:
-    """All plans by their bound, without a simulation; of the ``width`` highest (None: of all), with all ways to
-    batch there, the first is searched, and each other one is simulated at the rate that it must keep to be better,
-    and searched from there if it does. So the field is cut down at each simulated load.
-
-    Monolithic plans race among themselves, and so do all others: what disaggregating gains is known then. Raises
-    ValueError where no plan serves anything.
+    The first plan's goodput is searched. Each other plan is simulated at the rate that it must keep to be better,
+    and searched from there if it does. Monolithic plans compete among themselves, and so do all others, so that
+    the ranking tells what disaggregating gains. Raises ValueError where no plan serves anything.
     """
     goal, fleet = evaluator.goal, evaluator.fleet
     bounded: list[tuple[float, Candidate]] = []
@@ -70,7 +63,7 @@ def race(evaluator: Evaluator, candidates: Sequence[Candidate], *, width: int | 
         seen.append(challenger)
         if challenger.goodput > 0 and (champion is None or challenger.objective > champion.objective):
             best[one.is_monolithic] = challenger
-    return _found(evaluator, "race", seen, len(candidates), reasons)
+    return ranked(evaluator, "enumerate", seen, len(candidates), reasons)
 
 
 def cheapest(evaluator: Evaluator, candidates: Sequence[Candidate], rate: float) -> Evaluation | None:
@@ -92,42 +85,6 @@ def cheapest(evaluator: Evaluator, candidates: Sequence[Candidate], rate: float)
             if evaluator.lasts(one, rate):
                 return evaluator.evaluate(one, at_least=rate, precision=_COARSE)
     return None
-
-
-def three_layouts(evaluator: Evaluator, num_instances: int) -> list[Candidate]:
-    """The layouts that TriInfer's algorithm 2 replays: E, P and D apart, EP and D, ED and P.
-
-    Their counts go by the time that the trace takes each stage at full batches (lines 1 to 12). Raises ValueError
-    for less than three instances: the partition gives each stage one.
-    """
-    if num_instances < 3:
-        raise ValueError(f"algorithm 2 gives each stage an instance, and {num_instances} are too few for three")
-    whole = Candidate(line=f"{num_instances - 2}E-P-D", pools=((0, num_instances),))
-    loads = evaluator.bound(whole).loads
-    e, p, d = partition(num_instances, [loads.get(stage, 0.0) for stage in Stage])
-    lines = [f"{e}E-{p}P-{d}D", f"{e + p}EP-{d}D", f"{e + d}ED-{p}P"]
-    return [Candidate(line=str(Candidate(line=line, pools=()).topology), pools=whole.pools) for line in lines]
-
-
-def algorithm_2(evaluator: Evaluator, num_instances: int) -> Found:
-    """TriInfer's algorithm 2, unchanged: a replay of the trace for each of its layouts (lines 13 to 22)."""
-    plans = three_layouts(evaluator, num_instances)
-    return _found(evaluator, "algorithm 2", [evaluator.evaluate(one) for one in plans], len(plans))
-
-
-def partition(total: int, times: Sequence[float]) -> list[int]:
-    """Line 12: ``total`` in the ratio of times, rounded, at least one each; what rounding leaves goes by largest
-    remainder."""
-    whole = sum(times)
-    exact = [total * time / whole if whole else total / len(times) for time in times]
-    counts = [max(math.floor(value), 1) for value in exact]
-    while sum(counts) < total:
-        index = max(range(len(counts)), key=lambda i: exact[i] - counts[i])
-        counts[index] += 1
-    while sum(counts) > total:
-        index = min((i for i in range(len(counts)) if counts[i] > 1), key=lambda i: exact[i] - counts[i])
-        counts[index] -= 1
-    return counts
 
 
 def tpe(evaluator: Evaluator, candidates: Sequence[Candidate], *, trials: int, seed: int) -> Found:
@@ -154,7 +111,7 @@ def tpe(evaluator: Evaluator, candidates: Sequence[Candidate], *, trials: int, s
 
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
     study.optimize(value, n_trials=trials)
-    return _found(evaluator, "tpe", list(known.values()), len(candidates))
+    return ranked(evaluator, "tpe", list(known.values()), len(candidates))
 
 
 def _optuna() -> Any:
@@ -162,18 +119,19 @@ def _optuna() -> Any:
         import optuna
     except ImportError:
         raise ValueError(
-            "the strategy tpe needs Optuna: pip install '.[plan]' in epd-serve's clone, or take another strategy"
+            "the strategy tpe needs Optuna: pip install '.[plan]' in epd-serve's clone, or leave out --strategy"
         ) from None
     return optuna
 
 
-def _found(
+def ranked(
     evaluator: Evaluator,
     strategy: str,
     seen: list[Evaluation],
     num_candidates: int,
     no_ways: Collection[str] = (),
 ) -> Found:
+    """Sort plans by objective. Raises ValueError, with a reason, where none serves anything."""
     ranking = sorted(seen, key=lambda one: -one.objective)
     if not ranking or ranking[0].goodput <= 0:
         reasons = sorted({*no_ways, *(one.reason for one in seen if one.reason)})

@@ -19,7 +19,6 @@ from epd_serve import __version__
 from epd_serve.config.options import decode_graph_sizes
 from epd_serve.cost.least_squares import fit_relative
 from epd_serve.cost.profile import Line, Profile
-from epd_serve.cost.profile import Transport as TransportCost
 from epd_serve.engine.kv_memory import KVMemory
 from epd_serve.engine.pace.step_timer import StepTimer, encode_seconds, median_s
 from epd_serve.engine.step import LanguageRunner, StepExecutor
@@ -31,9 +30,6 @@ from epd_serve.profiling.fits import Sample, decode_lines, encode_line, encode_s
 from epd_serve.protocol.wire import KVLayout
 from epd_serve.sched.step_sizes import StepShape
 from epd_serve.transfer.embedded import EmbeddedTransport
-from epd_serve.transfer.mooncake.engine import MooncakeOptions
-from epd_serve.transfer.mooncake.transport import MooncakeTransport
-from epd_serve.transfer.transport import Transport
 
 #: Square images, images in a batch; new tokens and those before them; decodes and their mean contexts; bytes.
 SIDES, BATCHES = (112, 224, 448, 672), (1, 2, 4)
@@ -53,8 +49,7 @@ Clock = Literal["wall", "cpu"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GridOptions:
-    """``num_tokens``: of the KV cache that the measurement gets. ``clock``: see :func:`profile_device`.
-    ``mooncake``: whether its transfers are measured too."""
+    """``num_tokens``: of the KV cache that the measurement gets. ``clock``: see :func:`profile_device`."""
 
     model: Path
     model_name: str
@@ -62,7 +57,6 @@ class GridOptions:
     dtype: torch.dtype
     threads: int | None = None
     clock: Clock = "wall"
-    mooncake: bool = False
     num_tokens: int = 16384
 
     @property
@@ -88,8 +82,7 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
         raise ValueError("the model takes sounds: profiles, and plans made of them, are of text and images alone")
     encodes = _encodes(options, device, family, clock, progress)
     steps, language, layout_bytes = _steps(options, device, family, clock, progress)
-    transfers = _transfers(lambda: EmbeddedTransport(path="shm"), clock, progress)
-    others = {"mooncake": _link(_transfers(_mooncake, clock, progress))} if options.mooncake else {}
+    transfers = _transfers(clock, progress)
     by_kind: dict[str, list[Sample]] = {}
     for one in steps:
         by_kind.setdefault(one[0], []).append(one)
@@ -130,10 +123,6 @@ def profile_device(options: GridOptions, progress: Callable[[str], None] = lambd
         max_pixels=family.num_pixels((8192, 8192)),
         handshake_s=link[0],
         link_bytes_per_s=1 / link[1],
-        transports={
-            name: TransportCost(handshake_s=base_s, bytes_per_s=1 / byte_s)
-            for name, (base_s, byte_s) in others.items()
-        },
         samples=[*encodes, *steps, *transfers],
     )
     return msgspec.structs.replace(
@@ -253,11 +242,9 @@ def step_timer(
         transport.close()
 
 
-def _transfers(
-    transport: Callable[[], Transport], clock: Callable[[], float], progress: Callable[[str], None]
-) -> list[Sample]:
-    """Writes between two processes' memory of this machine, as features and KV go."""
-    ours, theirs = transport(), transport()
+def _transfers(clock: Callable[[], float], progress: Callable[[str], None]) -> list[Sample]:
+    """Measure writes between two regions of shared memory, as features and KV take."""
+    ours, theirs = EmbeddedTransport(path="shm"), EmbeddedTransport(path="shm")
     try:
         target, source = theirs.allocate("target", max(TRANSFERS)), ours.allocate("source", max(TRANSFERS))
         samples: list[Sample] = []
@@ -279,7 +266,3 @@ def _link(samples: Sequence[Sample]) -> tuple[float, float]:
     """Seconds of each transfer, and of each of its bytes."""
     base_s, byte_s = fit_relative([[1.0, *work] for _, work, _ in samples], [one[2] for one in samples])
     return base_s, byte_s or 1e-12
-
-
-def _mooncake() -> Transport:
-    return MooncakeTransport(MooncakeOptions(host="127.0.0.1", protocol="tcp"))

@@ -6,25 +6,31 @@ encode costs; the last includes the host's preparation of them. The server shoul
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from statistics import median
+from urllib.request import ProxyHandler, Request, build_opener
 
 import msgspec
+from rich.console import Console
 
 from device.datasheets import DEVICE_SPECS
 from epd_serve import __version__
 from epd_serve.backends.vllm_server import read_figures
-from epd_serve.bench.types import Record
+from epd_serve.bench.session import Session
+from epd_serve.bench.types import Record, RunSettings
+from epd_serve.bench.workloads import load_workload
 from epd_serve.cost.least_squares import fit_relative
 from epd_serve.cost.profile import Line, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.profiling.fits import Sample, decode_lines, encode_line, encode_s, residual
-from epd_serve.profiling.overheads import Asker, image_load, read_page, text_load
 
 #: Tokens of prompts; answers side by side, and the tokens of their prompts; square images, and those of a request.
 PROMPTS = (32, 128, 512, 1024, 2048)
@@ -34,6 +40,8 @@ NUM_REQUESTS = 8
 _PROMPT_OUTPUT, _DECODE_OUTPUT = 8, 48
 #: Tokens that a chat template may add, and words may miss their number by.
 _MARGIN = 64
+_TEXT = 10
+_TIMEOUT_S = 60.0
 #: Seconds below which the first token's are not to be told from the rest of a request.
 _LEAST_S = 1e-5
 #: Bytes a second of the link of a device without a data sheet: a profile's own default.
@@ -53,21 +61,21 @@ def profile_endpoint(
     """
     shape, server = shape_of(model), _Server.meet(url)
     with tempfile.TemporaryDirectory(prefix="epd-serve-profile-") as folder:
-        ask = Asker(topology=url, url=url, folder=Path(folder), progress=progress, model=server.model)
+        ask = _Client(url=url, folder=Path(folder), progress=progress, model=server.model)
         prompts = [
-            ask(text_load(count, _PROMPT_OUTPUT), NUM_REQUESTS)
+            ask(_text_load(count, _PROMPT_OUTPUT), NUM_REQUESTS)
             for count in PROMPTS
             if count + _PROMPT_OUTPUT + _MARGIN <= server.max_model_len
         ]
         decodes = [
-            (count, ask(text_load(context, _DECODE_OUTPUT), count, f"closed:{count}"))
+            (count, ask(_text_load(context, _DECODE_OUTPUT), count, f"closed:{count}"))
             for count in DECODES
             for context in CONTEXTS
             if context + _DECODE_OUTPUT + _MARGIN <= server.max_model_len
             and count * (context + _DECODE_OUTPUT + _MARGIN) <= server.num_tokens
         ]
         pictures = [
-            (side, count, ask(f"{image_load(side, _PROMPT_OUTPUT)},images={count}", NUM_REQUESTS))
+            (side, count, ask(f"{_image_load(side, _PROMPT_OUTPUT)},images={count}", NUM_REQUESTS))
             for side in (SIDES if shape.vision is not None else ())
             for count in IMAGES
         ]
@@ -103,6 +111,46 @@ def profile_endpoint(
     residuals = {"encode": residual(encodes, lambda work: encode_s(known, work))} if encodes else {}
     residuals |= {some[0][0]: residual(some, lambda work: known.step_s(*work)) for some in (prefills, steps)}
     return msgspec.structs.replace(known, residuals=residuals, samples=[*encodes, *prefills, *steps])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Client:
+    """Sends workloads to the server."""
+
+    url: str
+    folder: Path
+    progress: Callable[[str], None]
+    model: str
+    #: One for each measurement: no picture and no prompt is in a cache from an earlier one.
+    seeds: Iterator[int] = field(default_factory=itertools.count)
+
+    def __call__(self, workload: str, count: int, arrivals: str = "closed:1") -> list[Record]:
+        """Send ``count`` requests of a workload. Raises ValueError unless all are answered."""
+        self.progress(f"{self.url}: {workload}, {arrivals}")
+        session = Session(console=Console(file=StringIO()), api_key=os.environ.get("OPENAI_API_KEY") or None)
+        settings = RunSettings(
+            base_url=self.url,
+            model=self.model,
+            workload=workload,
+            num_requests=count,
+            seed=next(self.seeds),
+            arrivals=arrivals,
+            num_warmups=2,
+        )
+        run = session.run(Path(tempfile.mkdtemp(dir=self.folder)), settings, load_workload(workload))
+        records = [one for one in run.records if one.succeeded and len(one.token_times_s) > 2]
+        if len(records) < count:
+            failed = [one.detail for one in run.records if not one.succeeded]
+            raise ValueError(f"{self.url}: {failed[0] if failed else 'answers of one token'}")
+        return records
+
+
+def _text_load(num_tokens: int, num_output: int, image_share: int = 0) -> str:
+    return f"synthetic,text_tokens={num_tokens},output_tokens={num_output},image_share={image_share}"
+
+
+def _image_load(side: int, num_output: int) -> str:
+    return f"{_text_load(_TEXT, num_output, 1)},image_size={side}x{side}"
 
 
 def _first_token(records: Sequence[Record]) -> tuple[float, float]:
@@ -172,7 +220,12 @@ class _Server:
 
 
 def _page(url: str, path: str) -> str:
+    """Read a page of the server without a proxy. Raises ValueError."""
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        return read_page(url, path)
+        with build_opener(ProxyHandler({})).open(Request(url + path, headers=headers), timeout=_TIMEOUT_S) as page:
+            text: bytes = page.read()
+        return text.decode("utf-8", "replace")
     except (ValueError, OSError) as error:
         raise ValueError(f"--endpoint {url}: {path}: {getattr(error, 'reason', error)}") from error

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
-
-from epd_serve.cost.profile import Profile
 
 
 class Clock:
@@ -53,7 +51,6 @@ class Activity:
         stage: what it does, for measured interference: "E", "P" or "D".
         compute, bandwidth: of the device's peak, the part that it uses when it is alone.
         work_s: what it takes alone; done_s of that is done.
-        owner: the instance.
     """
 
     stage: str
@@ -61,7 +58,6 @@ class Activity:
     bandwidth: float
     work_s: float
     on_end: Callable[[], None]
-    owner: str = ""
     done_s: float = 0.0
     rate: float = 1.0
     since_s: float = 0.0
@@ -89,39 +85,16 @@ class FluidSharing:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSharing:
-    """As pairs of stages were measured side by side; increases of several neighbours add up.
+    """Each neighbour lengthens a stage by the share in ``increase``, as in :attr:`Profile.interference`."""
 
-    ``within`` comes in place of ``increase`` for two stages of one instance, which wait for each other in one
-    process.
-    """
-
-    increase: dict[tuple[str, str], float] = field(default_factory=dict)
-    within: dict[tuple[str, str], float] = field(default_factory=dict)
-
-    @classmethod
-    def of_profile(cls, profile: Profile) -> MeasuredSharing:
-        """Read a profile; what was not measured is taken for what was: E beside P for E beside D."""
-
-        def pairs(known: dict[str, float]) -> dict[tuple[str, str], float]:
-            split = ((pair.partition("/"), value) for pair, value in known.items())
-            return {(one, beside): value for (one, _, beside), value in split}
-
-        increase = pairs(profile.interference)
-        for pair, like in ((("E", "P"), ("E", "D")), (("P", "E"), ("P", "D"))):
-            if like in increase:
-                increase.setdefault(pair, increase[like])
-        return cls(increase, pairs(profile.interference_within))
+    increase: Mapping[str, float]
 
     def rates(self, activities: Sequence[Activity]) -> list[float]:
-        return [
-            1 / (1 + sum(self._increase_of(one, other) for other in activities if other is not one))
-            for one in activities
-        ]
+        def slowdown(one: Activity) -> float:
+            others = (other for other in activities if other is not one)
+            return 1 + sum(self.increase.get(f"{one.stage}/{other.stage}", 0.0) for other in others)
 
-    def _increase_of(self, one: Activity, other: Activity) -> float:
-        pair = one.stage, other.stage
-        apart = self.increase.get(pair, 0.0)
-        return self.within.get(pair, apart) if one.owner == other.owner else apart
+        return [1 / slowdown(one) for one in activities]
 
 
 class SimDevice:

@@ -255,8 +255,7 @@ class SimGateway:
             if instance is prefill:
                 arrived()
             else:
-                seconds = self._link(instance, prefill).seconds(nbytes) + profile.feature_s
-                self._clock.after(seconds, arrived)
+                self._clock.after(self._link(instance, prefill).seconds(nbytes), arrived)
 
         if prefill.features.acquire(ref.mm_hash, attempt.id) is None:
             instance.tower.encode(ref.mm_hash, pixels, encoded)
@@ -278,7 +277,7 @@ class SimGateway:
 
         def granted(blocks: Any) -> None:
             attempt.blocks = blocks
-            self._clock.after(prefill.spec.profile.split_s, submit)
+            self._clock.after(0.0, submit)
 
         attempt.reservation = Reservation(
             sequence.num_prompt_tokens, sequence.block_hashes, self._clock.now, granted
@@ -350,7 +349,7 @@ class SimGateway:
         computing_s = profile.step_s(sequence.num_prompt_tokens, 1, 0, sequence.num_prompt_tokens**2)
         link = self._link(instance, decode)
         sent_s = instance.send_s(decode.spec.name, link, sequence.num_prompt_tokens, computing_s)
-        self._clock.after(sent_s + profile.hand_over_s, partial(self._hand_over, attempt, instance, decode))
+        self._clock.after(sent_s, partial(self._hand_over, attempt, instance, decode))
 
     def _hand_over(self, attempt: Attempt, prefill: SimInstance, decode: SimInstance) -> None:
         if attempt.is_over:

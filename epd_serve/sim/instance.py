@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from epd_serve.cache.feature_cache import IDLE_FEATURES, FeatureCache
@@ -61,7 +60,6 @@ class SimInstance:
         self.language: LanguageSide | None = None
         self._takes_turns = takes_turns = not spec.dual_stream
         self.tower = TowerSide(
-            clock,
             device,
             spec,
             may_start=self._tower_may_start,
@@ -151,8 +149,7 @@ class SimInstance:
         profile, role = self.spec.profile, self.spec.role
         rates: dict[str, StageRate] = {}
         if role.encodes:
-            own = profile.prepare_s(448**2) if self.spec.on_cpu else 0.0  # elsewhere it is done meanwhile
-            one, two = profile.encode_s([448**2]) + own, profile.encode_s([448**2] * 2) + 2 * own
+            one, two = profile.encode_s([448**2]), profile.encode_s([448**2] * 2)
             rates[Stage.ENCODE.value] = StageRate(max(2 * one - two, 0.0), (two - one) / 448**2)
         if role.prefills:
             one, two = profile.step_s(512, 1, 0, 512**2), profile.step_s(1024, 1, 0, 1024**2)
@@ -264,7 +261,6 @@ class TowerSide:
 
     def __init__(
         self,
-        clock: Clock,
         device: SimDevice,
         spec: SimInstanceSpec,
         *,
@@ -279,11 +275,6 @@ class TowerSide:
         self.store: FeatureCache[int] = FeatureCache(_FEATURE_BYTES)
         self._waiting: list[_Item] = []
         self.flights: dict[str, _Item] = {}
-        self._clock = clock
-        # on a CPU as many at a time as compute, each one thread (instance/text/request_processor.py)
-        self._num_preparers = spec.profile.threads if spec.on_cpu else float("inf")
-        self._unprepared: deque[_Item] = deque()
-        self._preparing: dict[str, _Item] = {}
         self._activity: Activity | None = None
         self.made: list[str] = []
         self.num_encoded = 0
@@ -309,29 +300,6 @@ class TowerSide:
         self.num_encoded += 1
         item = self.flights[key] = _Item(key, pixels, [done])
         self.made.append(key)
-        if not self._prepare_s(item):
-            self._wait(item)
-        elif len(self._preparing) < self._num_preparers:
-            self._prepare(item)
-        else:
-            self._unprepared.append(item)
-
-    def _prepare(self, item: _Item) -> None:
-        self._preparing[item.key] = item
-        self._clock.after(self._prepare_s(item), partial(self._prepared, item))
-
-    def _prepare_s(self, item: _Item) -> float:
-        return sum(map(self._spec.profile.prepare_s, item.pixels))
-
-    def _prepared(self, item: _Item) -> None:
-        if self._preparing.get(item.key) is not item:
-            return  # the process has died
-        del self._preparing[item.key]
-        if self._unprepared:
-            self._prepare(self._unprepared.popleft())
-        self._wait(item)
-
-    def _wait(self, item: _Item) -> None:
         self._waiting.append(item)
         self.kick()
 
@@ -346,7 +314,7 @@ class TowerSide:
         if profile.kind == "analytic" and len(profile.encode) == 2:
             busy = [(line.seconds(pixels) - profile.encode[0].base_s) / seconds for line in profile.encode]
             compute, bandwidth = profile.compute_share * busy[0], profile.bandwidth_share * busy[1]
-        self._activity = Activity("E", compute, bandwidth, seconds, lambda: self._encoded(batch), self._spec.name)
+        self._activity = Activity("E", compute, bandwidth, seconds, lambda: self._encoded(batch))
         self._device.start(self._activity)
 
     def drop_all(self) -> None:
@@ -354,8 +322,6 @@ class TowerSide:
         if self._activity is not None:
             self._device.stop(self._activity)
         self._activity = None
-        self._preparing.clear()
-        self._unprepared.clear()
         self._waiting.clear()
         self.flights.clear()
         self.made.clear()

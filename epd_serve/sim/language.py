@@ -221,7 +221,7 @@ class LanguageSide:
         self._run = run
         stage = "P" if output.prefills else "D"
         total_s = run.total_s(run.length)
-        self._activity = Activity(stage, run.compute, run.bandwidth, total_s, self._ended, self._spec.name)
+        self._activity = Activity(stage, run.compute, run.bandwidth, total_s, self._ended)
         self._device.start(self._activity)
 
     def _length(self, output: ScheduleOutput) -> int:
@@ -377,17 +377,13 @@ class StepRun:
             [sequence.num_tokens for sequence in output.decodes],
             [(sequence.num_computed, count) for sequence, count in output.prefills],
         )
-        beside_s = profile.loop_s + profile.stream_s * len(output.decodes) if output.decodes else 0.0
-        if profile.split_token_s:
-            beside_s += profile.split_token_s * sum(n for sequence, n in output.prefills if sequence.hand_off)
         self.output = output
         self._work = work
         self.num_applied = 0
         # (seconds of the first step, what each further one takes longer)
         self._lines = [
             (
-                beside_s
-                + line.seconds(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs),
+                line.seconds(work.num_tokens, work.num_sequences, work.decode_context, work.prefill_pairs),
                 line.context_s * len(output.decodes),
             )
             for line in (profile.step if output.prefills else profile.decode_lines(len(output.decodes)))

@@ -299,6 +299,6 @@ def build(
             spec = with_memory(spec, share=1 / num_models, beside_tower=towers)
         specs.append(spec)
     sharing: dict[str, Sharing] = {
-        spec.device: MeasuredSharing.of_profile(spec.profile) for spec in specs if spec.profile.interference
+        spec.device: MeasuredSharing(spec.profile.interference) for spec in specs if spec.profile.interference
     }
     return SimDeployment(instances=tuple(specs), routing=routing, sharing=sharing, label=str(topology))

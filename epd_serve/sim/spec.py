@@ -10,7 +10,6 @@ from epd_serve.cost.profile import Profile
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.step_cost import StepCost, StepPace, latency_limit_s, search_budget
 from epd_serve.sched.step_sizes import Limits, Sizes, StepShape, size_steps
-from epd_serve.topology.placement import CPU
 from epd_serve.types import Role
 
 #: Blocks of a pool beyond which more cannot change anything in a simulation of some thousand requests.
@@ -53,10 +52,6 @@ class SimInstanceSpec:
     batching: Batching = Batching()
     dual_stream: bool = True
     runs_ahead: bool = False
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.device.startswith(CPU)
 
     @property
     def state_blocks(self) -> int:

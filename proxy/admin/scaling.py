@@ -58,7 +58,7 @@ def scaling_router(table: InstanceTable, served: ServedRequests) -> APIRouter:
     async def requests_served(after: int = 0) -> Response:
         """The lines of the access log after that number, and ``last``, the number of the last one.
 
-        They are kept where ``elastic.drift`` is enabled.
+        They are kept where ``elastic`` is enabled.
         """
         last, lines = served.after(after)
         content = {"last": last, "requests": [msgspec.Raw(line) for line in lines]}

@@ -132,15 +132,15 @@ def test_a_dry_run_orders_nothing_and_says_what_it_would() -> None:
 
 
 def test_a_switch_that_does_not_come_fails_at_its_deadline() -> None:
-    one = controller(ElasticConfig(deadline_s=5.0))
+    one = controller()
     fluid = Fluid(roles=["E", "E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS}, switch_s=1e9)
-    fluid.flow(one, 40.0)
+    fluid.flow(one, 60.0)
     failed = [decision for decision in fluid.decisions if decision.kind is Kind.FAILED]
-    assert [decision.reason for decision in failed] == ["i0 is still no D after 5 s: the switch has failed"]
+    assert [decision.reason for decision in failed] == ["i0 is still no D after 30 s: the switch has failed"]
 
 
 def test_an_order_that_fails_late_says_nothing_of_the_next_one() -> None:
-    one = controller(ElasticConfig(deadline_s=5.0))
+    one = controller()
     fluid = Fluid(roles=["E", "E", "E", "P", "D"], load={Stage.DECODE: 3 * MOST_TOKENS}, switch_s=1e9)
     while len(fluid.orders) < 2:
         fluid.flow(one, 1.0)
@@ -172,18 +172,6 @@ def test_what_was_refused_is_not_ordered_again() -> None:
     one.decide(fluid.now_s, fluid.seen()[1:])  # i0 has left, and comes again as another
     fluid.flow(one, 60.0)
     assert [decision.order.instance for decision in fluid.orders if decision.order] == ["i0"]
-
-
-def test_too_few_instances_are_wished_for_and_too_many_told() -> None:
-    fluid, one = Fluid(roles=["E", "P", "D"], load={Stage.DECODE: 2 * MOST_TOKENS}), controller()
-    fluid.flow(one, 100.0)
-    wishes = [decision.wish for decision in fluid.decisions if decision.wish is not None]
-    assert [(wish.change, str(wish.role)) for wish in wishes] == [(1, "D")] * len(wishes)
-    assert 1 <= len(wishes) <= 2
-    fluid, one = Fluid(roles=["E", "P", "D", "D"], load={Stage.DECODE: 0.2 * MOST_TOKENS}), controller()
-    fluid.flow(one, 100.0)
-    wishes = [decision.wish for decision in fluid.decisions if decision.wish is not None]
-    assert [(wish.change, str(wish.role)) for wish in wishes] == [(-1, "D")]
 
 
 def seen(**serving: bool) -> list[InstanceLoad]:
@@ -229,7 +217,7 @@ def test_instances_that_are_still_to_come_are_waited_for() -> None:
     assert {decision.kind for decision in later} == {Kind.CALM}
 
 
-@pytest.mark.parametrize("wrong", [{"roles": ()}, {"cooldown_s": 0.0}, {"hysteresis": 1.0}])
+@pytest.mark.parametrize("wrong", [{"roles": ()}, {"cooldown_s": 0.0}])
 def test_options_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         ElasticConfig(**wrong)  # type: ignore[arg-type]

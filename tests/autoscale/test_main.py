@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from epd_serve.autoscale.drift import WINDOW
 from epd_serve.autoscale.instance_load import InstanceLoad, to_json
 from epd_serve.autoscale.role_loop import autoscale
 from epd_serve.config import DeploymentConfig
@@ -21,12 +22,12 @@ from epd_serve.rpc.admin import AdminClient
 from epd_serve.types import Role, StageRate
 
 SLO = {"ttft_ms": 2000, "tpot_ms": 50}
-QUICK = {"cooldown_s": 0.05, "hold_s": 0.02, "window_s": 0.1, "interval_s": 0.01}
+QUICK = {"enabled": True, "cooldown_s": 0.05, "interval_s": 0.01}
 
 
 @dataclass
 class Gateway:
-    """An admin API with a late decode instance, and requests that become longer."""
+    """An admin API with a late decode instance, and served requests."""
 
     orders: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     reported: list[dict[str, Any]] = field(default_factory=list)
@@ -83,11 +84,11 @@ async def end(running: asyncio.Task[None]) -> None:
 async def test_a_late_stage_is_ordered_and_reported_also_after_the_gateway_was_away(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = DeploymentConfig.model_validate({"slo": SLO, "elastic": {"enabled": True, **QUICK}})
+    config = DeploymentConfig.model_validate({"slo": SLO, "elastic": QUICK})
     gateway = Gateway()
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         path = Path(folder) / "admin"
-        running = asyncio.create_task(autoscale(config, AdminClient(path), ()))
+        running = asyncio.create_task(autoscale(config, AdminClient(path)))
         try:
             await until(running, lambda: "nothing answers at" in caplog.text)
             async with serving(gateway, path):
@@ -98,12 +99,14 @@ async def test_a_late_stage_is_ordered_and_reported_also_after_the_gateway_was_a
 
 
 async def test_served_requests_show_a_drift(caplog: pytest.LogCaptureFixture) -> None:
-    config = DeploymentConfig.model_validate({"elastic": {"drift": {"enabled": True, "num_requests": 20}}})
+    config = DeploymentConfig.model_validate(
+        {"slo": SLO, "elastic": QUICK, "gateway": {"access_log": "/var/log/served.jsonl"}}
+    )
     gateway = Gateway()
-    sizes = [20 + number % 5 for number in range(30)] + [400 + number % 50 for number in range(30)]
+    sizes = [20 + number % 5 for number in range(WINDOW)] + [400 + number % 50 for number in range(WINDOW)]
     gateway.served = [
         {
-            "time": f"2026-01-01T00:00:{number:02d}.000Z",
+            "time": f"2026-01-01T00:{number // 60:02d}:{number % 60:02d}.000Z",
             "status": 200,
             "images": 0,
             "prompt_tokens": 100 + number % 7,
@@ -114,10 +117,12 @@ async def test_served_requests_show_a_drift(caplog: pytest.LogCaptureFixture) ->
     ]
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, caplog.at_level(logging.INFO):
         async with serving(gateway, Path(folder) / "admin"):
-            running = asyncio.create_task(autoscale(config, AdminClient(Path(folder) / "admin"), ()))
+            running = asyncio.create_task(autoscale(config, AdminClient(Path(folder) / "admin")))
             try:
-                await until(running, lambda: "tokens of an answer went from" in caplog.text)
+                await until(running, lambda: "answer tokens went from 22 to " in caplog.text)
                 await until(running, lambda: len(gateway.asked_after) > 1)
             finally:
                 await end(running)
-    assert gateway.asked_after[:2] == [0, 60], "each request is looked at once"
+    assert gateway.asked_after[:2] == [0, 2 * WINDOW], "each request is looked at once"
+    command = "epd-serve plan --workload trace:/var/log/served.jsonl --devices devices.yaml"
+    assert f"{command} --slo ttft=2000,tpot=50" in caplog.text

@@ -45,7 +45,7 @@ def test_changes_are_named_by_their_paths() -> None:
         topology: PD
         slo: {{ttft_ms: 5}}
         gateway: {{failover: {{max_attempts: 2}}, api_keys: [{{name: a, hash: 'sha256:{"0" * 64}'}}]}}
-        elastic: {{hook: {{url: 'http://a'}}}}
+        elastic: {{cooldown_s: 5}}
         instances: {{kv_transfer: {{mode: pull}}}}
         """
     )
@@ -54,7 +54,7 @@ def test_changes_are_named_by_their_paths() -> None:
         "slo.ttft_ms": "restart",
         "gateway.failover.max_attempts": "hot",
         "gateway.api_keys": "hot",
-        "elastic.hook": "anew",
+        "elastic.cooldown_s": "anew",
         "instances.kv_transfer.mode": "rebuild",
     }
     assert list(changes(new, new)) == []

@@ -1,17 +1,13 @@
 """Shares of a device: what is given to whom, and what is refused."""
 
-from pathlib import Path
-
 import pytest
 
 from epd_serve.config import parse_config
-from epd_serve.config.load import load_config
 from epd_serve.config.shares import DeviceShare
-from epd_serve.cost.interference import InterferenceMatrix, Workload
 
 
-def shares(text: str, matrix: InterferenceMatrix | None = None) -> dict[str, tuple[float, float]]:
-    chosen = parse_config(text).device_shares(matrix)
+def shares(text: str) -> dict[str, tuple[float, float]]:
+    chosen = parse_config(text).device_shares()
     return {name: (round(share.share, 4), round(share.start, 4)) for name, share in chosen.items()}
 
 
@@ -26,7 +22,7 @@ def test_numbers_stand_and_the_rest_goes_to_the_others_in_the_group_alone() -> N
         "e1": (0.25, 0.25),
         "p0": (0.5, 0.5),
     }
-    assert shares("topology: 2(E-D)-P\ninstances: {share: auto}\nroles: {P: {share: 1}}") == {
+    assert shares("topology: 2(E-D)-P\ninstances: {share: 0.5}\nroles: {P: {share: 1}}") == {
         "e0": (0.5, 0.0),
         "d0": (0.5, 0.5),
         "e1": (0.5, 0.0),
@@ -52,37 +48,6 @@ def test_numbers_stand_and_the_rest_goes_to_the_others_in_the_group_alone() -> N
 def test_what_does_not_fit_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_config(f"topology: (E-D)-P\n{text}")
-
-
-def test_auto_goes_by_what_was_measured() -> None:
-    def matrix(increase: float, name: str = "D") -> InterferenceMatrix:
-        return InterferenceMatrix(
-            device="cpu",
-            description="a processor",
-            isolation="process",
-            dtype="float32",
-            threads=1,
-            seconds=1.0,
-            workloads=[
-                Workload(name="E", kind="stage", demand="compute", alone_s=0.1, alone_spread=0.0),
-                Workload(name=name, kind="stage", demand="bandwidth", alone_s=0.1, alone_spread=0.0),
-            ],
-            increase=[[0.9, 0.1], [increase, 0.9]],
-        )
-
-    halves = {"e0": (0.5, 0.0), "d0": (0.5, 0.5)}
-    text = "topology: (E-D)-P\nroles: {E: {share: auto}}"
-    assert shares(text) == halves, "nothing is known"
-    assert shares(text, matrix(0.15)) == {}, "each slows the other by little"
-    assert shares(text, matrix(0.25)) == halves
-    assert shares(text, matrix(0.1, "P")) == halves, "the pair was not measured"
-    fixed = "topology: (E-D)-P\nroles: {E: {share: 0.25}, D: {share: auto}}"
-    assert shares(fixed, matrix(0.15)) == {"e0": (0.25, 0.0), "d0": (0.75, 0.25)}
-
-
-def test_the_file_of_the_matrix_is_relative_to_the_deployment(tmp_path: Path) -> None:
-    (tmp_path / "d.yaml").write_text("interference: measured/cpu.json")
-    assert load_config(tmp_path / "d.yaml").interference == tmp_path / "measured" / "cpu.json"
 
 
 def test_a_share_and_the_limit_of_decodes_reach_the_instance() -> None:

@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
         ("instances: {tower_share: 0.3}", "tower_share (of E) has no effect with engine: vllm"),
         ("roles: {D: {batching: {alpha: 0.3}}}", "batching (of D) has no effect"),
         ("feature_store: mooncake", "feature_store has no effect with engine: vllm"),
-        ("topology: (E-P)-D\ninstances: {share: auto}", "auto is measured with engine: native; write a number"),
         ("topology: P-D@tp2\ndevices: ['npu:0', 'npu:1', 'npu:2']", "P's width must be a multiple of D's"),
         ("topology: P-D\ndevices: ['npu:0', 'npu:1']\nvllm: {kv: nixl}", "nixl knows no NPU; write mooncake"),
         ("topology: P-D\ndevices: ['npu:0', 'cuda:0']", "P and D of one kind, and these are on cuda and npu"),

@@ -149,11 +149,6 @@ def test_a_share_of_a_gpu_goes_through_mps() -> None:
     assert [spec.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE") for spec in instances] == ["25", "75", None]
 
 
-def test_auto_shares_follow_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"interference file .*none\.json: No such file"):
-        specs(f"topology: (E-D)-P\ninstances: {{share: auto}}\ninterference: {tmp_path}/none.json")
-
-
 def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -> None:
     key = "a-secret-of-this-cluster"
     config, instances = specs(f"cluster_key: {key}\ngateway: {{port: 0}}")

@@ -187,7 +187,6 @@ def test_threads_that_were_divided_stay_and_that_is_said(tmp_path: Path, monkeyp
             "gateway.shutdown_delay_s, gateway.shutdown_grace_s",
         ),
         ("slo: {ttft_ms: 9, tpot_ms: 9}\nelastic: {enabled: true}", "a change of elastic.enabled"),
-        ("elastic: {drift: {enabled: true}}", "a change of elastic.drift.enabled"),
         ("cluster_key: a-key-of-many-letters", "a change of cluster_key"),
         ("engine: vllm\nvllm: {kv: nixl}", "a change of engine, vllm.kv"),
     ],

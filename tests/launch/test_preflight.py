@@ -322,10 +322,6 @@ def test_ctrl_c_inside_a_callback_of_the_interpreter_is_not_lost() -> None:
         ("trace: /proc/none", "trace"),
         ("gateway: {access_log: DIR/file/log}", "gateway.access_log"),
         ("tls: {ca: DIR/a, cert: DIR/b, key: DIR/c}", "tls.ca"),
-        (
-            "{slo: {ttft_ms: 9, tpot_ms: 9}, elastic: {drift: {enabled: true, devices: DIR/none}}}",
-            "elastic.drift.devices",
-        ),
     ],
 )
 def test_what_the_file_names_is_looked_for(text: str, option: str, tmp_path: Path) -> None:

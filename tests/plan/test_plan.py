@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from benchmarks.planner import algorithm_2, exhaustive, partition
 from benchmarks.shapes import SHAREGPT_4O, TEXT, VISUAL_WEB_INSTRUCT, WorkloadShape
 from device.datasheets import spec_of
 from epd_serve.bench.run import Run
@@ -22,11 +23,12 @@ from epd_serve.cost.profile import DecodeLine, EncodeLine, Line, Profile
 from epd_serve.cost.roofline import analytic_profile
 from epd_serve.cost.shape import shape_of
 from epd_serve.plan.command import read_goal
+from epd_serve.plan.deployment import deployment_yaml
 from epd_serve.plan.evaluate import Evaluation, Evaluator, Goal, is_steady, under_way
-from epd_serve.plan.explain import Duty, Recommendation, deployment_yaml, recommend
+from epd_serve.plan.explain import Duty, Recommendation, recommend
 from epd_serve.plan.pools import Fleet, Pool, read_fleet
 from epd_serve.plan.space import Candidate, all_methods, candidates, three_methods, with_batching, with_widths
-from epd_serve.plan.strategies import algorithm_2, cheapest, exhaustive, partition, race, tpe
+from epd_serve.plan.strategies import cheapest, enumerate_plans, tpe
 from epd_serve.sim.gateway import Job
 from epd_serve.sim.records import attainment
 from epd_serve.sim.workloads import SimRequest
@@ -130,10 +132,10 @@ def test_attainment_falls_with_the_rate_and_goodput_is_where_it_crosses() -> Non
 
 
 @pytest.mark.slow
-def test_a_race_finds_what_looking_at_all_finds() -> None:
+def test_an_enumeration_finds_what_looking_at_all_finds() -> None:
     plans = list(candidates(fleet(3)))
     every, raced = evaluator(3, SHAREGPT_4O), evaluator(3, SHAREGPT_4O)
-    best, found = exhaustive(every, plans).best, race(raced, plans).best
+    best, found = exhaustive(every, plans).best, enumerate_plans(raced, plans).best
     assert found.goodput >= 0.97 * best.goodput
     assert raced.num_simulations < every.num_simulations / 2
     heuristic = algorithm_2(evaluator(3, SHAREGPT_4O), 3)
@@ -147,8 +149,8 @@ def test_text_is_not_disaggregated() -> None:
     result = recommend(judge, exhaustive(judge, list(candidates(fleet(2)))))
     assert result.chosen.candidate.line == "2EPD"
     most, gain, *_ = result.answer
-    assert most.startswith("With all 2 devices 2EPD lasts up to")
-    assert gain.startswith("Nothing is gained by disaggregating: ") and "the best other plan" in gain
+    assert most.startswith("2EPD lasts up to ") and most.endswith("on 2 of 2 devices.")
+    assert gain.startswith("Nothing is gained by disaggregating: ")
     config = parse_config(result.deployment)
     assert str(config.topology) == "2EPD" and config.devices == ("npu:0", "npu:1")
     assert config.slo.ttft_ms == 2000 and config.instances.max_num_seqs == 256
@@ -186,29 +188,26 @@ def test_short_steps_are_a_choice() -> None:
     assert goodputs["2EPD unlimited"] > 1.1 * goodputs["2EPD"] > 0
     result = recommend(judge, found)
     assert str(result.chosen.candidate) == "2EPD unlimited"
-    said = f"with short steps, of which prompts take many, it lasts up to {goodputs['2EPD']:.2f} requests/s"
-    assert any(said in one for one in result.reasons)
     config = parse_config(result.deployment)
     assert config.instances.batching.policy == "unlimited" and config.instances.threads == 3
     assert (config.instances.max_num_seqs, config.instances.max_num_batched_tokens) == (256, 2048)
-    raced = race(judge, plans, width=1)
+    raced = enumerate_plans(judge, plans, width=1)
     assert str(raced.best.candidate) == "2EPD unlimited" and raced.num_candidates == 2
 
 
 def answered(judge: Evaluator, rate: float) -> Recommendation:
     plans = list(candidates(judge.fleet, fewer=True))
-    found = race(judge, list(candidates(judge.fleet)), width=None)
+    found = enumerate_plans(judge, list(candidates(judge.fleet)), width=None)
     return recommend(judge, found, rate=rate, enough=cheapest(judge, plans, rate))
 
 
 def test_a_rate_that_one_device_serves() -> None:
     result = answered(evaluator(2, TEXT, Goal(ttft_s=2.0, tpot_s=0.1)), 2.0)
     assert (result.chosen.candidate.line, result.chosen.cost) == ("EPD", 1)
-    fits, gain, every, latency, cost, _ = result.answer
-    assert fits.startswith("Your 2 requests/s fit on 1 of 2 x ascend-910b3: EPD lasts up to ")
-    assert gain == "Nothing is gained by disaggregating: no plan needs less."
-    assert every.startswith("With all 2 devices: 2EPD lasts up to")
-    assert latency.startswith("At 2 requests/s TTFT is ") and cost == "It takes 1 of 2 devices."
+    fits, latency, every, *_ = result.answer
+    assert fits.startswith("Your 2 requests/s fit: EPD lasts up to ") and fits.endswith("on 1 of 2 devices.")
+    assert latency.startswith("At 2 requests/s TTFT is ")
+    assert every.startswith("With all devices 2EPD lasts up to")
     assert result.duties == [
         Duty(instances="EPD", stages="encode, prefill, decode", device="ascend-910b3", names=("npu:0",))
     ]
@@ -236,7 +235,7 @@ def test_the_cheapest_of_dear_and_cheap_devices() -> None:
     judge = Evaluator(mixed, Goal(ttft_s=2, tpot_s=0.1), SHAREGPT_4O.requests(60, 5, seed=0), least=30, most=40)
     result = answered(judge, 2.0)
     assert result.duties[0].names == ("cuda:1",) and result.chosen.cost == 3000
-    assert "It costs 3,000 of 33,000 (h200 30,000, rtx-4090 3,000 each)." in result.answer
+    assert "It costs 3,000 of 33,000." in result.answer
     told = [one.told(mixed) for one in candidates(mixed)]
     assert len(set(told)) == len(told), "each plan says what runs where"
     assert {"E on h200, PD on rtx-4090", "PD on h200, E on rtx-4090"} & set(told)
@@ -254,7 +253,7 @@ def test_a_model_that_fits_in_no_monolithic_instance() -> None:
         SHAREGPT_4O.requests(60, 5, seed=0),
         most=40,
     )
-    result = recommend(judge, race(judge, list(candidates(judge.fleet))))
+    result = recommend(judge, enumerate_plans(judge, list(candidates(judge.fleet))))
     assert result.chosen.candidate.line == "E-PD"
     assert "Monolithic instances have no room for the model." in result.answer
 
@@ -384,8 +383,6 @@ def test_the_command_writes_a_deployment(tmp_path: Path) -> None:
         "4",
         "--devices",
         str(devices),
-        "--strategy",
-        "race",
         "--requests",
         "60",
         "--explain",
@@ -405,7 +402,7 @@ def test_the_command_writes_a_deployment(tmp_path: Path) -> None:
     assert all(len(one.token_times_s) == one.num_output_tokens for one in records if one.succeeded)
     assert (tmp_path / "run" / "report.html").exists()
     screen = CliRunner().invoke(app, [*command[:-1], "--most", "50", "-o", str(plan)])
-    assert "Your 4 requests/s fit on 1 of 2 x rtx-4090: EPD lasts up to" in " ".join(screen.output.split())
+    assert "Your 4 requests/s fit: EPD lasts up to" in " ".join(screen.output.split())
     assert f"Wrote {plan}. Start it: epd-serve up {plan}" in screen.output
     assert len(screen.output.splitlines()) <= 24, "one screen"
     wrong = CliRunner().invoke(app, [*command, "--order", "lifo"])

@@ -162,10 +162,9 @@ def _check(config: DeploymentConfig) -> None:
         raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
     if config.tls is not None:
         raise ValueError("tls: pods have addresses that no certificate names; take it out, and use a service mesh")
-    if config.elastic.enabled or config.elastic.drift.enabled:
+    if config.elastic.enabled:
         raise ValueError("elastic is a process of 'epd-serve up'; here KEDA scales: see --values, keda")
     files = {
-        "interference": config.interference,
         "trace": config.trace,
         "generation_config": None if config.generation_config in ("auto", "off") else config.generation_config,
         "shape_of": None if config.shape_of in (None, *KNOWN_SHAPES) else config.shape_of,

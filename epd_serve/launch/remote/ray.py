@@ -115,7 +115,7 @@ def _check(config: DeploymentConfig) -> None:
     kinds = {device.partition(":")[0] for one in config.placement() for device in one.devices}
     if config.engine == "auto" and kinds & {"cuda", "npu"}:
         raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
-    if config.elastic.enabled or config.elastic.drift.enabled:
+    if config.elastic.enabled:
         raise ValueError(
             "elastic is a process of 'epd-serve up' on one machine; take it out, and run "
             "'epd-serve autoscale FILE --admin URL' beside the gateway"

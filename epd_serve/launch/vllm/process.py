@@ -157,7 +157,7 @@ def vllm_processes(
     model = model or str(model_path(config.checkpoint))
     used = connectors_of(config, feature_dir)
     num_ranks = sum(instance.tensor_parallel for instance in placement)
-    shares = config.device_shares(placement=placement)
+    shares = config.device_shares(placement)
     processes = []
     for instance, port in zip(placement, ports, strict=True):
         share, settings = shares.get(instance.name), config.settings_for(str(instance.role))
