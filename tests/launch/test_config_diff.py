@@ -176,10 +176,7 @@ def test_threads_that_were_divided_stay_and_that_is_said(tmp_path: Path, monkeyp
         ("dtype: bfloat16", "a change of dtype needs another start"),
         ("instances: {share_weights: true, host: 127.0.0.2}", "instances.host, instances.share_weights"),
         ("feature_store: mooncake", "feature_store"),
-        (
-            "gateway: {shutdown_delay_s: 7, shutdown_grace_s: 8}",
-            "gateway.shutdown_delay_s, gateway.shutdown_grace_s",
-        ),
+        ("gateway: {shutdown_grace_s: 8}", "gateway.shutdown_grace_s"),
         ("instances: {keep_weights: true}", "a change of instances.keep_weights"),
         ("slo: {ttft_ms: 9, tpot_ms: 9}\nelastic: {enabled: true}", "a change of elastic.enabled"),
         ("elastic: {drift: {enabled: true}}", "a change of elastic.drift.enabled"),
