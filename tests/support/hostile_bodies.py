@@ -63,12 +63,6 @@ HOSTILE: dict[str, tuple[str, int, Callable[[], str]]] = {
         400,
         lambda: _messages('{"role":"assistant","tool_calls":[' + ",".join([_call("{}")] * 5000) + "]}", 1),
     ),
-    "an enum of 100,000": (CHAT, 400, lambda: _schema({"enum": [str(i) for i in range(100_000)]})),
-    "an enum in a text": (
-        CHAT,
-        400,
-        lambda: _chat(structured_outputs={"json": json.dumps({"enum": [str(i) for i in range(100_000)]})}),
-    ),
     "lists in arguments": (
         CHAT,
         413,
