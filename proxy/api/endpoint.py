@@ -59,7 +59,7 @@ BROKEN_OFF = 599
 #: Longest time for a body to arrive.
 BODY_S = 120.0
 #: Larger bodies are parsed in a thread: the event loop would stand still for milliseconds.
-_INLINE_BYTES = 64 * 1024
+_INLINE_BYTES = 256 * 1024
 #: How long a client may take to receive why its stream breaks off.
 _LAST_WORDS_S = 1.0
 

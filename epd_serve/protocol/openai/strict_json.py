@@ -50,21 +50,26 @@ def check_size(text: bytes | bytearray) -> None:
     Each value but the first begins a list or an object, or follows a comma. The strings are left out if they
     could matter.
     """
-    outside = text
-    if _num_values(text) >= MAX_VALUES or _num_containers(text) > MAX_CONTAINERS:
-        outside = _STRING.sub(b'""', text)
-    if _num_containers(outside) > MAX_CONTAINERS:
-        raise JSONTooLarge(f"it has more than {MAX_CONTAINERS} lists and objects; send fewer")
-    if _num_values(outside) >= MAX_VALUES:
-        raise JSONTooLarge(f"it has more than {MAX_VALUES} values; send fewer")
+    if _has_too_many(text) and (problem := _has_too_many(_STRING.sub(b'""', text))):
+        raise JSONTooLarge(problem)
 
 
-def _num_containers(text: bytes | bytearray) -> int:
-    return text.count(b"[") + text.count(b"{")
+def _has_too_many(text: bytes | bytearray) -> str:
+    num_containers = _count(text, b"[", MAX_CONTAINERS) + _count(text, b"{", MAX_CONTAINERS)
+    if num_containers > MAX_CONTAINERS:
+        return f"it has more than {MAX_CONTAINERS} lists and objects; send fewer"
+    if num_containers + _count(text, b",", MAX_VALUES) >= MAX_VALUES:
+        return f"it has more than {MAX_VALUES} values; send fewer"
+    return ""
 
 
-def _num_values(text: bytes | bytearray) -> int:
-    return _num_containers(text) + text.count(b",")
+def _count(text: bytes | bytearray, character: bytes, most: int) -> int:
+    """Count up to ``most`` + 1; ``bytes.find`` passes megabytes of base64 20 times as fast as ``bytes.count``."""
+    number, at = 0, text.find(character)
+    while at >= 0 and number <= most:
+        number += 1
+        at = text.find(character, at + 1)
+    return number
 
 
 def _is_too_deep(value: Any) -> bool:
