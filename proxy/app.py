@@ -45,10 +45,8 @@ from proxy.fleet.health import Health, Pairs
 from proxy.fleet.leases import Leases, leases_router
 from proxy.fleet.members import Members, connector, vllm_targets
 from proxy.fleet.poller import Poller
-from proxy.http.arrival import ArrivalLimits, Turns, give_back
 from proxy.http.asgi import install_cors, install_error_handlers
-from proxy.http.connection import Starts
-from proxy.http.local_guard import GuardLocal, LocalGuard
+from proxy.http.local_guard import LocalGuard
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.media.probe import MediaProbe
@@ -76,11 +74,10 @@ def create_app(
     application's lifespan; should polling end before, ``app.state.give_up`` is called, which its server sets.
     """
     config, gateway, current = settings.config, settings.gateway, Current(settings)
-    arrival = ArrivalLimits.of(gateway)
     engine = "vllm" if config.engine == "vllm" else "native"
     table = InstanceTable(instances)
     metrics = GatewayMetrics()
-    admission = new_admission(current, table, metrics)
+    admission = new_admission(current, metrics)
     connections = NativeConnections(settings.cluster_key, settings.tls)
     connect = connector(connections, vllm_targets(config) if engine == "vllm" else None, switch_dir)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
@@ -135,7 +132,7 @@ def create_app(
                 admin = create_admin_app(table, admission, None, [*routers, *orders], engine=engine)
                 await stack.enter_async_context(running_on_path(admin, app.state.admin_path))
             reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
-            loops = [poller.run(), health.run(), leases.run(), give_back()]
+            loops = [poller.run(), health.run(), leases.run()]
             polling = asyncio.gather(*reloading, *loops)
             polling.add_done_callback(partial(_end_after, app))
             try:
@@ -151,11 +148,6 @@ def create_app(
     app.state.health = health
     app.state.switches = switches
     app.state.admission = admission
-    #: Path → endpoint, for the server's own short way (proxy/http/connection.py).
-    app.state.endpoints = {}
-    app.state.turns = Turns()
-    app.state.starts = Starts()
-    app.state.arrival = arrival
     shared: dict[str, Any] = {
         "table": table,
         "poller": poller,
@@ -163,13 +155,10 @@ def create_app(
         "observer": observer,
         "episodes": Episodes(),
         "admission": admission,
-        "arrival": arrival,
         "settings": current,
     }
-    served = dict(endpoints(dispatcher, calls, shared, for_vllm=engine == "vllm"))
-    for path, endpoint in served.items():
+    for path, endpoint in endpoints(dispatcher, calls, shared, for_vllm=engine == "vllm"):
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
-        app.state.endpoints[path.encode()] = endpoint
     members = Members(table, calls, poller, health, connect)
     leases = Leases(members)
     app.state.control = ConfigReload(current, members, admission)
@@ -178,7 +167,7 @@ def create_app(
     app.state.admin_path = None
     app.state.give_up = lambda: None
     app.include_router(models_router(table, poller, admission.authenticator))
-    app.include_router(health_router(table, metrics, admission.authenticator, gateway, health))
+    app.include_router(health_router(table, metrics, health))
     app.include_router(openapi_router())
     app.include_router(home_router(table, admission.authenticator, dashboard=gateway.dashboard))
     if gateway.dashboard:
@@ -194,8 +183,7 @@ def create_app(
             )
         )
     install_cors(app, gateway.cors)
-    app.state.guard = LocalGuard(current, app.state.cors)
-    app.add_middleware(GuardLocal, guard=app.state.guard)
+    app.add_middleware(LocalGuard, settings=current)
     install_error_handlers(app)
     return app
 

@@ -1,9 +1,7 @@
-"""The gateway as a process: uvicorn on uvloop and httptools."""
+"""The gateway as a process."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 import signal
 import socket
@@ -11,10 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
-
-import uvicorn
-from fastapi import FastAPI
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.config.role_files import directory_of
@@ -22,21 +16,11 @@ from epd_serve.rpc.descriptors import FEW, raise_limit
 from proxy.admin.reload import Reloader
 from proxy.admin.rollout import GatewayFiles
 from proxy.app import create_app
-from proxy.http.client import ResponseAborted
-from proxy.http.connection import GatewayConnection
-from proxy.http.server import GatewayServer, mark_stopping
-from proxy.observe.log_filters import Sparing, redact_logs
+from proxy.http.server import new_server
+from proxy.observe.log_filters import redact_logs
 from proxy.settings import GatewaySettings
 
 logger = logging.getLogger(__name__)
-
-#: Longer than any client's own, so that no client sends into a connection that is just being closed.
-KEEP_ALIVE_S = 75
-#: New containers between two collections of young ones; a request leaves some hundred.
-_COLLECT_EVERY = 10_000
-#: Of mallopt(3), and how much it may keep.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_KEPT_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -94,22 +78,10 @@ def run_gateway(
 
         app.state.reloader = Reloader(reread.file, apply)
         app.state.files = GatewayFiles(reread.file, app.state.reloader.take, left_by)
-    gateway = config.gateway
-    server = new_server(
-        app,
-        host,
-        port,
-        delay_s=gateway.shutdown_delay_s,
-        grace_s=gateway.shutdown_grace_s,
-    )
+    server = new_server(app, host, port, grace_s=config.gateway.shutdown_grace_s)
     # uvicorn raises the signal that stopped it again when it is done; for us that is the regular end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop_quietly)
-    # What is loaded now stays: the collector need not look at it again and again.
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_COLLECT_EVERY, 20, 50)
-    _keep_freed_memory()
     server.run([_shared_socket(host, port)] if reuse_port else None)
     return 1 if server.has_failed else 0
 
@@ -132,57 +104,6 @@ def _shared_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ValueError(f"gateway.port: cannot listen on {host} port {port}: {error.strerror}") from error
     return shared
-
-
-def _keep_freed_memory() -> None:
-    """Has glibc reuse the memory of large bodies; returned to the system, each of its pages would be a fault and
-    zeroed again for the next one. Other C libraries are left as they are."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)  # threads that decode a body would each keep some of their own
-        mallopt(_M_MMAP_THRESHOLD, 32 * 1024 * 1024)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-
-
-def new_server(
-    app: FastAPI,
-    host: str,
-    port: int,
-    *,
-    delay_s: float = 0.0,
-    grace_s: float = 30.0,
-) -> GatewayServer:
-    """A uvicorn server as the gateway runs it; port 0 chooses a free one. The rest as in GatewayServer."""
-    server = GatewayServer(
-        uvicorn.Config(
-            app,
-            host=host,
-            port=port,
-            loop="uvloop",
-            http=cast(Any, GatewayConnection),
-            ws="none",
-            lifespan="on",
-            access_log=False,
-            log_level="warning",
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-        ),
-        stopping=mark_stopping(app.state),
-        delay_s=delay_s,
-        grace_s=grace_s,
-    )
-    app.state.give_up = server.give_up
-    logger = logging.getLogger("uvicorn.error")
-    if _told_already not in logger.filters:
-        logger.addFilter(_told_already)
-        logger.addFilter(Sparing())
-        logging.getLogger("proxy.media.fetch").addFilter(Sparing())
-    return server
-
-
-def _told_already(record: logging.LogRecord) -> bool:
-    """Drops uvicorn's traceback of an abort on purpose; the endpoint has logged what happened."""
-    return not (record.exc_info and isinstance(record.exc_info[1], ResponseAborted))
 
 
 def _stop_quietly(_: int, __: FrameType | None) -> None:

@@ -67,12 +67,6 @@ class GatewaySettings:
         """Whether only this machine can reach the gateway."""
         return is_loopback(self.host)
 
-    @property
-    def shed_ttft_s(self) -> float | None:
-        """Refuse what cannot have its first token within so long; None: refuse nothing for that."""
-        ttft_ms = self.config.slo.ttft_ms
-        return ttft_ms / 1e3 if self.gateway.shed and ttft_ms else None
-
     @cached_property
     def media_limits(self) -> MediaLimits:
         """The limits of one image."""

@@ -21,7 +21,7 @@ from pydantic import (
 
 from epd_serve.config.applied import Anew, Hot, Section
 from epd_serve.config.sections import Port, Seconds
-from epd_serve.config.sizes import Bytes, BytesPerSecond
+from epd_serve.config.sizes import Bytes
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.types import Routing
 
@@ -90,8 +90,6 @@ class HealthConfig(Section):
 _SHA256 = re.compile(r"sha256:[0-9a-f]{64}")
 _ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 _DOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
-
-PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SecretSource(BaseModel):
@@ -185,26 +183,9 @@ def _check_hash(text: str) -> str:
 class KeyLimits(Section):
     """Limits of the holder of an API key."""
 
-    requests_per_s: PositiveNumber | None = Field(default=None, description="null: no limit.")
-    burst: int | None = Field(
-        default=None, ge=1, description="Requests that may come at once; null: those of one second, 1 at least."
-    )
-    tokens_per_min: PositiveNumber | None = Field(
-        default=None,
-        description="Of the prompt, estimated from its length, and max_tokens together. null: no limit.",
-    )
     max_concurrent: int | None = Field(
         default=None, ge=1, description="Choices of requests at once; null: no limit."
     )
-    highest_priority: int | None = Field(
-        default=None, description="Lowest number that the key's requests may send as priority; null: any."
-    )
-
-    @model_validator(mode="after")
-    def _burst_of_a_rate(self) -> KeyLimits:
-        if self.burst is not None and self.requests_per_s is None:
-            raise ValueError("burst goes with requests_per_s; give both, or leave burst out")
-        return self
 
 
 class ApiKeyConfig(KeyLimits):
@@ -341,13 +322,6 @@ class GatewayConfig(Section):
     )
     port: Anew[Port] = Field(default=8000, description="0 chooses a free port.")
     max_body_bytes: Hot[Bytes] = Field(default=64 * 1024**2, description="Largest request body.")
-    header_timeout_s: Anew[Seconds] = Field(
-        default=20.0, description="Longest time for the request line and headers; then the connection is closed."
-    )
-    body_timeout_s: Anew[Seconds] = Field(default=120.0, description="Longest time for a body to arrive.")
-    min_body_rate: Anew[BytesPerSecond] = Field(
-        default=1024, description="Slowest body: one of N bytes may take 10 s and N / min_body_rate."
-    )
     request_timeout_s: Hot[Seconds] = Field(default=600.0, description="Longest time for one request.")
     max_in_flight: Hot[int] = Field(
         default=1024,
@@ -357,10 +331,6 @@ class GatewayConfig(Section):
     max_queue: Hot[int] = Field(default=4096, ge=0, description="Requests that may wait; others get a 429.")
     queue_timeout_s: Hot[Seconds] = Field(
         default=60.0, description="Longest wait in the queue; then the client gets a 429."
-    )
-    shed: Anew[bool] = Field(
-        default=False,
-        description="Refuse requests, with a 429, whose first token cannot come within slo.ttft_ms any more.",
     )
     routing: Anew[Routing] = Field(
         default="least_loaded",
@@ -374,13 +344,8 @@ class GatewayConfig(Section):
         description="Control URLs of instances that were started elsewhere, by name; null: those of the topology. "
         "When the file changes, a running gateway takes its instances and limits from it.",
     )
-    shutdown_delay_s: Anew[NotNegative] = Field(
-        default=0.0,
-        description="After SIGTERM, how long the gateway serves on while /health/ready says 503, so that load "
-        "balancers look away.",
-    )
     shutdown_grace_s: Anew[Seconds] = Field(
-        default=30.0, description="Then it takes nothing new; how long requests in progress may go on."
+        default=30.0, description="How long requests in progress may go on after SIGTERM."
     )
     failover: FailoverConfig = FailoverConfig()
     health: HealthConfig = HealthConfig()
@@ -393,10 +358,6 @@ class GatewayConfig(Section):
     api_keys: Hot[tuple[ApiKeyConfig, ...]] = Field(
         default=(), description="Keys by their hash, each with limits of its own."
     )
-    guard_health: Anew[bool] = Field(
-        default=False, description="Whether /health shows the instances to holders of a key only."
-    )
-    guard_metrics: Anew[bool] = Field(default=False, description="Whether /metrics asks for an API key, too.")
     admin: AdminConfig = AdminConfig()
     access_log: Anew[Annotated[str, Field(min_length=1)] | None] = Field(
         default=None,

@@ -286,12 +286,6 @@ class DeploymentConfig(SharedConfig):
         return self
 
     @model_validator(mode="after")
-    def _shedding_has_a_limit(self) -> DeploymentConfig:
-        if self.gateway.shed and self.slo.ttft_ms is None:
-            raise ValueError("gateway.shed needs a time to be kept; set slo.ttft_ms")
-        return self
-
-    @model_validator(mode="after")
     def _one_kv_transport(self) -> DeploymentConfig:
         named = {
             str(instance.role): self.settings_for(str(instance.role)).kv_transfer.transport

@@ -51,22 +51,10 @@ Bytes = Annotated[
     ),
 ]
 
-_RATE_PATTERN = _PATTERN.removesuffix("$") + r"(/s)?\s*$"
-
 
 def parse_rate(value: object) -> object:
     """``"2GB/s"`` → 2000000000 bytes per second; otherwise as :func:`parse_bytes`."""
     return parse_bytes(value.strip().removesuffix("/s") if isinstance(value, str) else value)
-
-
-BytesPerSecond = Annotated[
-    int,
-    BeforeValidator(parse_rate),
-    Field(gt=0),
-    WithJsonSchema(
-        {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "string", "pattern": _RATE_PATTERN}]}
-    ),
-]
 
 
 MIN_BLOCKS = 64

@@ -295,7 +295,7 @@ def gateway_spec(
         # P encodes where no encoder is ready, and would load the tower for it: the first image finds an encoder.
         first_health="/health?role=EPD" if any(one.role.encodes for one in config.placement()) else "/health",
         stops="first",
-        grace_s=config.gateway.shutdown_delay_s + config.gateway.shutdown_grace_s + 1.5,
+        grace_s=config.gateway.shutdown_grace_s + 1.5,
     )
 
 

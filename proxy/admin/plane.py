@@ -28,7 +28,6 @@ from proxy.admission.control import AdmissionControl
 from proxy.admission.keys import Authenticator, Client
 from proxy.api.views import key_required
 from proxy.http.asgi import install_error_handlers
-from proxy.http.http1 import StrictHttp
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ def create_admin_app(
             for client in admission.authenticator.clients
         ]
         shown = {"running": queue.num_running, "waiting": queue.num_waiting}
-        return JSONResponse({**shown, "estimated_wait_s": queue.estimated_wait_s(), "keys": keys})
+        return JSONResponse({**shown, "keys": keys})
 
     app = FastAPI(title="epd-serve admin", openapi_url=None)
     for one in (router, *routers):
@@ -177,5 +176,5 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
-class _AdminHttp(LinkedHttp, StrictHttp):
+class _AdminHttp(LinkedHttp):
     """Also knows whose connection it is."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -123,7 +122,7 @@ class ConfigReload:
             logger.info("changed: %s", ", ".join(shown))
         if (old.api_key, old.gateway.api_keys) != (now.api_key, now.gateway.api_keys):
             self._admission.authenticator.replace(key_holders(now))
-        self._admission.queue.resize(now.gateway.max_in_flight, now.gateway.max_queue, time.monotonic())
+        self._admission.queue.resize(now.gateway.max_in_flight, now.gateway.max_queue)
 
 
 def _merged(old: DeploymentConfig, new: DeploymentConfig) -> DeploymentConfig:
@@ -134,10 +133,8 @@ def _merged(old: DeploymentConfig, new: DeploymentConfig) -> DeploymentConfig:
 def _is_read(path: str, settings: GatewaySettings) -> bool:
     """Whether this gateway looks at an option."""
     top = path.partition(".")[0]
-    return (
-        top in ("gateway", "trace", "cluster_key", "tls")
-        or (top == "vllm" and settings.config.engine == "vllm")
-        or (path == "slo.ttft_ms" and settings.gateway.shed)
+    return top in ("gateway", "trace", "cluster_key", "tls") or (
+        top == "vllm" and settings.config.engine == "vllm"
     )
 
 

@@ -1,1 +1,1 @@
-"""The decision who may run now: API keys, their limits, the queue."""
+"""Who may run now: API keys, their limits, the queue."""

@@ -1,9 +1,8 @@
-"""API keys: bearer tokens against their hashes, and the limits of each. Time is passed in."""
+"""API keys: bearer tokens against their hashes, and the limit of each."""
 
 from __future__ import annotations
 
 import hmac
-import math
 from collections.abc import Iterable
 from hashlib import blake2b, sha256
 from typing import ClassVar
@@ -12,49 +11,8 @@ from epd_serve.config.gateway import KeyLimits
 from epd_serve.config.keys import HASH_PREFIX
 from epd_serve.errors import InvalidRequest, Overloaded, ServeError
 
-#: Bytes of text that make about one token, for the estimate that is charged before anything is tokenised.
-BYTES_PER_TOKEN = 4
 #: Everybody's name where there are no keys.
 ANONYMOUS = "anonymous"
-
-
-class TokenBucket:
-    """``rate`` per second flow in, ``burst`` fit in.
-
-    What is taken may exceed what is there, as long as something is: a cost above ``burst`` is possible then, and
-    paid back by a longer wait of the next. Over any time T no more than ``burst + rate·T`` plus one such debt goes
-    out.
-
-    Attributes:
-        level: what was there at the last :meth:`wait_s`; below 0 where a debt is paid back.
-        updated_s: the time of that.
-    """
-
-    __slots__ = ("_burst", "_rate", "level", "updated_s")
-
-    def __init__(self, rate: float, burst: float) -> None:
-        assert rate > 0 and burst > 0
-        self._rate = rate
-        self._burst = burst
-        self.level = burst
-        self.updated_s = -math.inf
-
-    def wait_s(self, now_s: float, need: float = 1.0) -> float:
-        """Seconds until ``need`` (the burst at most) is there; 0 where it is."""
-        if now_s > self.updated_s:
-            if self.updated_s > -math.inf:
-                self.level = min(self._burst, self.level + (now_s - self.updated_s) * self._rate)
-            self.updated_s = now_s
-        missing = min(need, self._burst) - self.level
-        return missing / self._rate if missing > 1e-9 else 0.0
-
-    def take(self, cost: float) -> None:
-        """Take ``cost`` out, as of the last :meth:`wait_s`."""
-        self.level -= cost
-
-    def give_back(self, cost: float) -> None:
-        """Give back what was taken for nothing."""
-        self.level = min(self._burst, self.level + cost)
 
 
 class Client:
@@ -63,11 +21,10 @@ class Client:
     Attributes:
         id: stands for the key where instances let keys take turns, the same at all gateways; "" without keys.
         num_active: choices of requests that have entered and not left.
-        num_refused: requests that a limit of the key has turned away.
-        requests, tokens: what flows in for it; None: it has no such limit.
+        num_refused: requests that the limit of the key has turned away.
     """
 
-    __slots__ = ("id", "limits", "name", "num_active", "num_refused", "requests", "tokens")
+    __slots__ = ("id", "limits", "name", "num_active", "num_refused")
 
     def __init__(self, name: str, limits: KeyLimits | None = None) -> None:
         self.name = name
@@ -75,35 +32,22 @@ class Client:
         self.num_active = 0
         self.num_refused = 0
         self.id = "" if name == ANONYMOUS else blake2b(name.encode(), digest_size=8).hexdigest()
-        rate, per_min = self.limits.requests_per_s, self.limits.tokens_per_min
-        self.requests = TokenBucket(rate, self.limits.burst or max(1.0, rate)) if rate else None
-        self.tokens = TokenBucket(per_min / 60, per_min) if per_min else None
 
-    def enter(self, now_s: float) -> None:
-        """Count a request in; :meth:`leave` counts it out. Raises Overloaded over a limit."""
-        limits = self.limits
-        if limits.max_concurrent is not None and (active := self.num_active) >= limits.max_concurrent:
+    def enter(self) -> None:
+        """Count a request in; :meth:`leave` counts it out. Raises Overloaded over the limit."""
+        most = self.limits.max_concurrent
+        if most is not None and self.num_active >= most:
             self.num_refused += 1
             raise Overloaded(
-                f"this API key has {active} requests in progress (each choice counts as one), which is its limit",
+                f"this API key has {self.num_active} requests in progress (each choice counts as one), "
+                "which is its limit",
                 code="rate_limit_exceeded",
             )
-        if self.requests is not None:
-            wait_s = self.requests.wait_s(now_s)
-            if wait_s > 0:
-                self.num_refused += 1
-                raise Overloaded(
-                    f"this API key may send {limits.requests_per_s:g} requests per second; "
-                    f"try again in {wait_s:.3g} s",
-                    code="rate_limit_exceeded",
-                    retry_after_s=wait_s,
-                )
-            self.requests.take(1.0)
         self.num_active += 1
 
     def widen(self, num_choices: int) -> None:
-        """Count a request that has entered as so many. Raises Overloaded over the key's limit, and InvalidRequest
-        where it would be over it alone."""
+        """Count a request that entered as ``num_choices``. Raises Overloaded over the key's limit, InvalidRequest
+        for a request that exceeds it alone."""
         most = self.limits.max_concurrent
         if most is not None and num_choices > most:
             raise InvalidRequest(
@@ -122,33 +66,6 @@ class Client:
     def leave(self, num_choices: int = 1) -> None:
         assert self.num_active >= num_choices
         self.num_active -= num_choices
-
-    def charge(self, num_tokens: float, now_s: float) -> None:
-        """Take a request's tokens off the key's minute, which has a limit. Raises Overloaded where they are not
-        there yet."""
-        assert self.tokens is not None
-        wait_s = self.tokens.wait_s(now_s, num_tokens)
-        if wait_s > 0:
-            self.num_refused += 1
-            raise Overloaded(
-                f"this API key may use {self.limits.tokens_per_min:g} tokens per minute (prompt and max_tokens "
-                f"together) and this request may take {num_tokens:.0f}; try again in {wait_s:.3g} s",
-                code="rate_limit_exceeded",
-                retry_after_s=wait_s,
-            )
-        self.tokens.take(num_tokens)
-
-    def num_tokens_left(self, now_s: float) -> float:
-        """The tokens left of the key's minute; infinite without a limit."""
-        if self.tokens is None:
-            return math.inf
-        self.tokens.wait_s(now_s)
-        return self.tokens.level
-
-    def refund(self, num_tokens: float) -> None:
-        """A request that was charged has not run."""
-        assert self.tokens is not None
-        self.tokens.give_back(num_tokens)
 
 
 #: Longer ones are refused unhashed.

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -24,8 +25,6 @@ from epd_serve.routing.table import InstanceTable
 from epd_serve.telemetry.span import random_block
 from epd_serve.types import PLURALS
 from proxy.admission.control import AdmissionControl, Visit
-from proxy.admission.keys import ANONYMOUS, BYTES_PER_TOKEN
-from proxy.api.payloads import parsed_body
 from proxy.api.translations import Translation
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.forwarding import EventSink
@@ -33,17 +32,15 @@ from proxy.dispatch.interruption import Interruption
 from proxy.dispatch.job import Job
 from proxy.dispatch.strands import stream_several, whole_several
 from proxy.fleet.poller import Poller
-from proxy.http.arrival import ArrivalLimits
-from proxy.http.asgi import AsgiClient, headers_of
 from proxy.http.client import (
     JSON,
     Client,
     ClientLeft,
     ResponseAborted,
+    TooSlow,
     send_error,
     send_json,
 )
-from proxy.media.fetch import FetchPlace
 from proxy.media.loader import MediaItem, MediaLoader
 from proxy.observe.log_filters import Episodes
 from proxy.observe.observer import Observer
@@ -52,13 +49,17 @@ from proxy.settings import Current
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 #: Statuses of our own, for metrics only.
 CLIENT_LEFT = 499
 BROKEN_OFF = 599
-#: Parts that clients without keys are in, by their addresses: what one part waits for holds up no other.
-_NUM_STRANGERS = 16
+#: Longest time for a body to arrive.
+BODY_S = 120.0
+#: Larger bodies are parsed in a thread: the event loop would stand still for milliseconds.
+_INLINE_BYTES = 256 * 1024
 #: How long a client may take to receive why its stream breaks off.
 _LAST_WORDS_S = 1.0
 
@@ -74,38 +75,34 @@ class Endpoint:
     admission: AdmissionControl
     observer: Observer
     episodes: Episodes
-    arrival: ArrivalLimits
     settings: Current
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As an ASGI application."""
-        client = AsgiClient(scope, receive, send)
+        client = Client(scope, receive, send)
         try:
-            await self.serve(client, headers_of(scope))
+            await self._serve(client)
         finally:
             client.close()
 
-    async def serve(self, client: Client, headers: Mapping[bytes, bytes]) -> None:
-        """One request; its headers by their names in lower case.
+    async def _serve(self, client: Client) -> None:
+        """Answer one request.
 
         Raises ResponseAborted for a stream that broke off, so that the connection is closed, and whatever is a
         fault of the gateway's own.
         """
-        record = self.observer.begin(self.kind, headers)
+        record = self.observer.begin(self.kind, client.headers)
         try:
-            visit = self.admission.enter(headers.get(b"authorization"))
+            visit = self.admission.enter(client.headers.get(b"authorization"))
         except ServeError as error:
             await send_error(client, error, record)
             self.observer.finish(record, error.status, error)
             return
-        name = record.key = visit.client.name
-        asker = name if name != ANONYMOUS else f"{name} {hash(client.address) % _NUM_STRANGERS}"
-        exchange = Exchange(client, headers, record, visit, asker)
+        record.key = visit.client.name
+        exchange = Exchange(client, record, visit)
         try:
             await self._answer(exchange)
         finally:
-            if exchange.fetch_place is not None:
-                exchange.fetch_place.give_back()
             visit.leave()
 
     async def _answer(self, exchange: Exchange) -> None:
@@ -147,16 +144,12 @@ class Endpoint:
 
     async def _receive(self, exchange: Exchange) -> bytearray:
         """The body. Raises ServeError, or ClientLeft where it ends early."""
-        trace_id = exchange.headers.get(_REQUEST_ID, b"").decode("latin-1")
+        trace_id = exchange.client.headers.get(_REQUEST_ID, b"").decode("latin-1")
         if _TRACE_ID.fullmatch(trace_id):  # any other is replaced by one of ours
             exchange.record.request_id = trace_id
         client, max_bytes = exchange.client, self.settings.now.gateway.max_body_bytes
-        if not client.unread_bytes:
-            return await client.body(max_bytes)
-        length = exchange.headers.get(b"content-length", b"")
-        declared = int(length) if length.isdigit() else None
-        limit_s = self.arrival.time_for_body(declared)
-        with Interruption(client.loop, limit_s, partial(self.arrival.too_slow, declared)):
+        late = f"the body did not arrive within {BODY_S:g} s; send it faster"
+        with Interruption(client.loop, BODY_S, partial(TooSlow, late)):
             return await client.body(max_bytes)
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
@@ -169,15 +162,7 @@ class Endpoint:
             if info is not None and source.modality not in info.modalities:
                 raise _not_taken(info, source)
         fingerprint = "" if info is None else info.media_fingerprint
-        for source in sources:
-            if not source.is_inline:
-                # What has been fetched takes memory until the request runs.
-                exchange.client.let_go()
-                if exchange.fetch_place is None:
-                    timeout_s = self.settings.now.gateway.queue_timeout_s
-                    exchange.fetch_place = await self.loader.places.take(exchange.asker, timeout_s)
-                break
-        items = await self.loader.load(sources, fingerprint, exchange.asker, salt)
+        items = await self.loader.load(sources, fingerprint, salt)
         exchange.record.media([(item.ref, len(item.data)) for item in items])
         return items
 
@@ -191,6 +176,13 @@ class Endpoint:
             known = ", ".join(repr(name) for name in models)
             raise ModelNotFound(f"there is no model {wanted[:100]!r}; served here: {known}", param="model")
         return wanted
+
+
+async def parse_body(parse: Callable[[bytes | bytearray], T], body: bytearray) -> T:
+    """Return what ``parse`` makes of a body, and empty it."""
+    parsed = parse(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse, body)
+    body.clear()
+    return parsed
 
 
 def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
@@ -218,23 +210,16 @@ class GenerationEndpoint(Endpoint):
     translation: Callable[[GenerationRequest, Job], Translation] | None = None
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
-        parsed = await parsed_body(self.parse, body, exchange.asker)
-        request = parsed.request
+        request = await parse_body(self.parse, body)
+        sources = request.media()
         if not self.poller.started.is_set():
             await self.poller.started.wait()
         model = exchange.record.model = self._model(request.model)
         num_choices = (request.n or 1) * max(1, len(request.prompts()))
-        exchange.visit.check(
-            priority=request.priority or 0,
-            num_prompt_tokens=parsed.text_bytes // BYTES_PER_TOKEN,
-            max_tokens=request.token_limit(),
-            has_media=parsed.has_media,
-            num_choices=num_choices,
-        )
+        exchange.visit.check(priority=request.priority or 0, num_choices=num_choices)
         items: list[MediaItem] = []
-        if parsed.has_media:
-            salt = request.cache_salt or ""
-            items = await parsed.load(lambda sources: self._media(exchange, sources, salt))
+        if sources:
+            items = await self._media(exchange, sources, request.cache_salt or "")
         await exchange.admit()
         jobs = self._jobs(exchange, request, model, items)
         exchange.record.streamed = bool(request.stream)
@@ -295,35 +280,23 @@ class Exchange(msgspec.Struct, eq=False):
     """One request and its answer.
 
     Attributes:
-        headers: by their names in lower case.
         record: what is noted of it.
         visit: its place in the queue.
-        asker: takes turns with others at what all share: the API key, or a part of all addresses.
         answered: the last word is on its way; a client that leaves from now on has left nothing.
-        fetch_place: for media that are fetched.
         running: ends the answer.
     """
 
     client: Client
-    headers: Mapping[bytes, bytes]
     record: RequestRecord
     visit: Visit
-    asker: str
     answered: bool = False
-    fetch_place: FetchPlace | None = None
     running: Interruption | None = None
 
     async def admit(self) -> None:
         """Return when the request may run. Raises Overloaded where its turn does not come in time."""
-        if self.client.turn is not None:
-            self.client.let_go()
         since_s = time.monotonic()
-        waiting = self.visit.admit()
-        if waiting is not None:
-            await waiting
+        if await self.visit.admit():
             self.record.queued(since_s)
-        if self.fetch_place is not None:
-            self.fetch_place.give_back()
 
     def on_left(self) -> None:
         """The client is gone."""

@@ -13,8 +13,7 @@ from epd_serve.protocol.openai.tokenizing import TokenQuestion
 from epd_serve.protocol.wire import DetokenizeReply, DetokenizeRequest, MediaRef, TokenizeReply
 from epd_serve.routing.table import InstanceRecord
 from epd_serve.types import Stage
-from proxy.api.endpoint import Endpoint, Exchange
-from proxy.api.payloads import parsed
+from proxy.api.endpoint import Endpoint, Exchange, parse_body
 from proxy.dispatch.forwarding import EventSink
 from proxy.http.client import send_json
 
@@ -27,12 +26,11 @@ class TokenizingEndpoint(Endpoint):
     calls: Mapping[str, StageCalls]
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
-        request = await parsed(self.parse, body, exchange.asker)
-        body.clear()
+        request = await parse_body(self.parse, body)
         await self.poller.started.wait()
         model = exchange.record.model = self._model(request.model)
         sources = request.media()
-        exchange.visit.check(generates=False, has_media=bool(sources))
+        exchange.visit.check()
         items = await self._media(exchange, sources)
         await exchange.admit()
         refs = [item.ref for item in items]

@@ -10,12 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, RedirectResponse
 
-from epd_serve.config import GatewayConfig
 from epd_serve.errors import InvalidRequest, ModelNotFound, Unavailable
 from epd_serve.protocol.instance_state import InstanceInfo
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import Role, Stage
-from proxy.admission.keys import Authenticator, Unauthorized
+from proxy.admission.keys import Authenticator
 from proxy.fleet.health import Health
 from proxy.fleet.poller import Poller
 from proxy.observe.metrics import CONTENT_TYPE, GatewayMetrics
@@ -91,40 +90,23 @@ def home_router(table: InstanceTable, authenticator: Authenticator, *, dashboard
     return router
 
 
-def health_router(
-    table: InstanceTable,
-    metrics: GatewayMetrics,
-    authenticator: Authenticator,
-    gateway: GatewayConfig,
-    health: Health,
-) -> APIRouter:
-    """``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``.
+def health_router(table: InstanceTable, metrics: GatewayMetrics, health: Health) -> APIRouter:
+    """``GET /health``, ``/health/ready``, ``/health/live`` and ``/metrics``, open to all.
 
     ``/health?role=EPD`` asks for a ready encoder, too. ``/health/ready`` is for load balancers: its status is 200
     also while requests wait for P and D to come back, as another gateway has lost the same.
-
-    With ``guard_health`` only holders of an API key see the instances; the status is open to all, for
-    load balancers and supervisors. With ``guard_metrics`` /metrics asks for a key.
     """
     router = APIRouter()
-    guard = [Depends(key_required(authenticator))]
-
-    def may_see(request: Request) -> bool:
-        try:
-            authenticator.check(request.headers.get("authorization"))
-        except Unauthorized:
-            return False
-        return True
 
     @router.api_route("/health", methods=_READ)
-    async def whole(request: Request, role: str = "PD") -> JSONResponse:
-        return answer(request, role, takes_requests=False)
+    async def whole(role: str = "PD") -> JSONResponse:
+        return answer(role, takes_requests=False)
 
     @router.api_route("/health/ready", methods=_READ)
-    async def ready(request: Request, role: str = "PD") -> JSONResponse:
-        return answer(request, role, takes_requests=role == "PD" and health.is_awaited)
+    async def ready(role: str = "PD") -> JSONResponse:
+        return answer(role, takes_requests=role == "PD" and health.is_awaited)
 
-    def answer(request: Request, role: str, *, takes_requests: bool) -> JSONResponse:
+    def answer(role: str, *, takes_requests: bool) -> JSONResponse:
         """``takes_requests``: whether it does although stages are missing."""
         try:
             wanted = Role.parse(role).stages
@@ -139,19 +121,15 @@ def health_router(
             for record in table
         }
         status = "waiting for " + " and ".join(missing) if missing else "ready"
-        stopping = getattr(request.app.state, "stopping", False)
-        if stopping:
-            status = "shutting down"
-        shown = {"instances": instances} if not gateway.guard_health or may_see(request) else {}
         return JSONResponse(
-            {"status": status, **shown}, 503 if stopping or (missing and not takes_requests) else 200
+            {"status": status, "instances": instances}, 503 if missing and not takes_requests else 200
         )
 
     @router.api_route("/health/live", methods=_READ)
     async def live() -> JSONResponse:
         return JSONResponse({"status": "live"})
 
-    @router.get("/metrics", dependencies=guard if gateway.guard_metrics else [])
+    @router.get("/metrics")
     async def exposition() -> Response:
         return Response(metrics.render(table), media_type=CONTENT_TYPE)
 

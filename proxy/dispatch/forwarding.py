@@ -167,10 +167,11 @@ class Streamed(msgspec.Struct, eq=False):
             while not await answer.forward(relay) and failure is None:
                 await sink.drain()
         except ServeError as error:
+            await sink.drain()
             if failure is None:  # else it has said why, and was cut off behind it
                 return on.Broke(stage, error, "lost" if isinstance(error, InstanceLost) else "unreadable")
+        await sink.drain()
         if failure is not None:
-            await sink.drain()
             return on.Broke(stage, failure, "said")
         return on.Ended(stage)
 

@@ -1,14 +1,15 @@
-"""The client of one request, whatever server accepted its connection: its body, and its answer in one piece."""
+"""The client of one request over ASGI: its body, and its answer as a stream or in one piece."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from epd_serve.errors import ServeError, TooLarge
-from proxy.http.arrival import Turn
+from starlette.types import Receive, Scope, Send
+
+from epd_serve.errors import InvalidRequest, ServeError, TooLarge
 from proxy.observe.record import RequestRecord
 
 Header = tuple[bytes, bytes]
@@ -16,6 +17,18 @@ Header = tuple[bytes, bytes]
 
 class ClientLeft(Exception):
     """The client closed its connection before its request was complete."""
+
+
+class TooSlow(InvalidRequest):
+    """The body did not arrive in time; the connection cannot be used again."""
+
+    status: ClassVar[int] = 408
+    default_code: ClassVar[str | None] = "request_timeout"
+
+
+class ResponseAborted(Exception):
+    """A streamed answer broke off: raised out of the ASGI application, it makes the server close the connection
+    without a terminating chunk, so that no client takes what it has for the whole answer."""
 
 
 class Outlet(Protocol):
@@ -31,47 +44,94 @@ class Outlet(Protocol):
         """Wait until the client has taken what was written, or enough of it."""
 
 
-class Client(Outlet, Protocol):
-    """One request's connection.
+def headers_of(scope: Scope) -> dict[bytes, bytes]:
+    """Return a request's headers by name in lower case; the first of several with one name."""
+    return dict(reversed(scope["headers"]))
+
+
+class Client:
+    """The client of one request; an :class:`Outlet`.
 
     Attributes:
         loop: serves the connection.
-        address: of the other end, without its port; "" where there is none.
-        unread_bytes: of the body; 0: :meth:`body` need not wait.
-        turn: in which a large body is read (proxy/http/arrival.py); None: it holds up no other.
         on_left: called when the client is gone before its answer is complete, once it has sent all of its request.
     """
 
-    loop: asyncio.AbstractEventLoop
-    address: str
-    unread_bytes: int
-    turn: Turn | None
-    on_left: Callable[[], None] | None
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers = headers_of(scope)
+        self.loop = asyncio.get_running_loop()
+        self.on_left: Callable[[], None] | None = None
+        self._receive = receive
+        self._send = send
+        self._watcher: asyncio.Task[None] | None = None
+        self._start: Sequence[Header] | None = None
+        self._written: list[bytes | memoryview] = []
+        self._ended = False
+        self._sending = asyncio.Lock()
 
     async def body(self, max_bytes: int) -> bytearray:
-        """The whole body. Raises TooLarge as soon as it is known to be, ClientLeft where the client is gone."""
+        """Return the whole body. Raises TooLarge as soon as it is known to be, ClientLeft if the client leaves."""
+        declared = self.headers.get(b"content-length", b"")
+        if declared.isdigit() and int(declared) > max_bytes:
+            raise _too_large(max_bytes)
+        body = bytearray()
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            body += message.get("body", b"")
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+            more = message.get("more_body", False)
+        self._watcher = self.loop.create_task(self._watch())
+        return body
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if self.on_left is not None:
+            self.on_left()  # or, says ASGI, the answer is complete
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        """The whole answer in one piece; the length is added to its headers."""
+        """Send the whole answer in one piece; its length is added to the headers."""
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def let_go(self) -> None:
-        """End the turn: the body is not held any more, or will be for long. Any number of times."""
+    def start(self, headers: Sequence[Header]) -> None:
+        self._start = headers
+
+    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
+        self._written.append(data)
+        self._ended = last
+        return False
+
+    async def drain(self) -> None:
+        async with self._sending:  # several answers may share a stream
+            if self._start is not None:
+                headers, self._start = self._start, None
+                await self._send({"type": "http.response.start", "status": 200, "headers": list(headers)})
+            written, self._written = self._written, []
+            if written:
+                await self._send({"type": "http.response.body", "body": b"".join(written), "more_body": True})
+                if self._ended:
+                    await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def close(self) -> None:
+        """Stop watching the connection: the answer is complete, or will not be."""
+        self.on_left = None
+        if self._watcher is not None:
+            self._watcher.cancel()
 
 
-def too_large(max_bytes: int) -> TooLarge:
+def _too_large(max_bytes: int) -> TooLarge:
     return TooLarge(f"the body has more than {max_bytes} bytes, the limit of this gateway")
 
 
-class ResponseAborted(Exception):
-    """A streamed answer broke off: raised out of the ASGI application, it makes the server close the connection
-    without a terminating chunk, so that no client takes what it has for the whole answer."""
-
-
-#: What a client is told to wait before it comes back to a gateway that has no instance or no room for it.
+#: The wait that a client is told before it comes back to a gateway without an instance or room for it.
 RETRY_AFTER_S = 2
-
-
-#: Estimates beyond this say no more than "much later".
+#: Longer estimates say no more than "much later".
 MAX_RETRY_AFTER_S = 600
 
 
@@ -84,7 +144,7 @@ def retry_headers(status: int, retry_after_s: float | None = None) -> dict[str, 
 
 
 async def send_error(client: Client, error: ServeError, record: RequestRecord) -> None:
-    """An error as the whole answer."""
+    """Send an error as the whole answer."""
     await send_json(client, error.status, error.to_json(), record, error.retry_after_s)
 
 
@@ -101,7 +161,7 @@ async def send_json(
     *,
     content_type: bytes = JSON,
 ) -> None:
-    """A whole answer."""
+    """Send a whole answer."""
     headers = [(b"content-type", content_type), *record.headers]
     headers += [(name.encode(), value.encode()) for name, value in retry_headers(status, retry_after_s).items()]
     if status == 408:  # the rest of the body may still come, and is no request

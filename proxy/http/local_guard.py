@@ -8,18 +8,18 @@ permission.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ServeError
 from epd_serve.protocol.addresses import CrossSite, is_loopback_name
-from proxy.http.connection import Cors
+from proxy.http.client import headers_of
 from proxy.settings import Current
 
 #: Files are sent there as a form, which pages may send, too: with a foreign ``Origin``.
-_FORMS = frozenset({b"/v1/audio/transcriptions"})
+_FORMS = frozenset({"/v1/audio/transcriptions"})
 
 
 class NotJson(InvalidRequest):
@@ -30,14 +30,24 @@ class NotJson(InvalidRequest):
 
 
 class LocalGuard:
-    """Finds such requests, as long as the gateway has no keys and is on the loopback interface."""
+    """ASGI middleware: answers such requests with an error while the gateway has no keys and listens on the
+    loopback interface."""
 
-    def __init__(self, settings: Current, cors: Cors) -> None:
+    def __init__(self, app: ASGIApp, settings: Current) -> None:
+        self._app = app
         self._settings = settings
-        self._cors = cors
 
-    def problem(self, method: bytes, path: bytes, headers: Mapping[bytes, bytes]) -> ServeError | None:
-        """Return why a request is refused; ``headers`` have their names in lower case."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            problem = self._problem(scope["method"], scope["path"], headers_of(scope))
+            if problem is not None:
+                headers = [(b"content-type", b"application/json")]
+                await send({"type": "http.response.start", "status": problem.status, "headers": headers})
+                await send({"type": "http.response.body", "body": problem.to_json()})
+                return
+        await self._app(scope, receive, send)
+
+    def _problem(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> ServeError | None:
         now = self._settings.now
         if not now.is_local or now.gateway.needs_key:
             return None
@@ -47,14 +57,14 @@ class LocalGuard:
                 f"this gateway has no API keys and answers loopback names alone; the request's Host is "
                 f"{host[:100].decode('latin-1')!r}: call it as localhost, or set gateway.api_keys"
             )
-        if method != b"POST":
+        if method != "POST":
             return None
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type == b"application/json":
             return None
         if media_type == b"multipart/form-data" and path in _FORMS:
             origin = headers.get(b"origin")
-            if origin is None or origin.partition(b"://")[2] == host or self._cors.allows(origin):
+            if origin is None or origin.partition(b"://")[2] == host or _is_allowed(origin, now.gateway.cors):
                 return None
             return CrossSite(
                 f"pages of {origin[:100].decode('latin-1')!r} may send nothing here: see gateway.cors"
@@ -65,20 +75,5 @@ class LocalGuard:
         )
 
 
-class GuardLocal:
-    """ASGI: answers what a guard refuses."""
-
-    def __init__(self, app: ASGIApp, guard: LocalGuard) -> None:
-        self._app = app
-        self._guard = guard
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = dict(reversed(scope["headers"]))
-            problem = self._guard.problem(scope["method"].encode(), scope["path"].encode(), headers)
-            if problem is not None:
-                found = [(b"content-type", b"application/json")]
-                await send({"type": "http.response.start", "status": problem.status, "headers": found})
-                await send({"type": "http.response.body", "body": problem.to_json()})
-                return
-        await self._app(scope, receive, send)
+def _is_allowed(origin: bytes, origins: Sequence[str]) -> bool:
+    return "*" in origins or origin.decode("latin-1") in origins

@@ -1,77 +1,79 @@
-"""uvicorn's server with an end that drops no stream."""
+"""The gateway's HTTP server: uvicorn on uvloop and httptools."""
 
 from __future__ import annotations
 
-import asyncio
+import logging
 import math
+import resource
 import socket
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
+from fastapi import FastAPI
 
 from epd_serve.protocol.addresses import url_of
+from epd_serve.rpc.bounded import BoundedHttp
+from proxy.http.client import ResponseAborted
+from proxy.observe.log_filters import Sparing
+
+#: Longer than any client's own, so that no client sends into a connection that is just being closed.
+KEEP_ALIVE_S = 75
+#: Connections may use this share of the files that the process may open; the rest is for calls to instances.
+_CONNECTION_SHARE = 0.75
 
 
 class GatewayServer(uvicorn.Server):
-    """After SIGTERM or SIGINT it is not ready, for ``delay_s`` it still serves what comes, then it takes nothing
-    new and finishes what it has. A second signal ends it at once.
-
-    Args:
-        stopping: told that it is going to stop, so that ``/health/ready`` can say so; any thread.
-        grace_s: how long requests in progress may go on.
+    """Prints its address once it listens.
 
     Attributes:
-        has_failed: whether it ended by a fault of its own: whoever started it should start it again.
+        has_failed: True after :meth:`give_up`: whoever started the server should start it again.
     """
 
-    def __init__(
-        self, config: uvicorn.Config, *, stopping: Callable[[], None], delay_s: float, grace_s: float
-    ) -> None:
-        config.timeout_graceful_shutdown = math.ceil(grace_s)
-        super().__init__(config)
-        self._stopping = stopping
-        self._delay_s = delay_s
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_stopping = False
-        self.has_failed = False
+    has_failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             [port, *_] = (one.getsockname()[1] for server in self.servers for one in server.sockets)
             print(f"Ready: {url_of(self.config.host, port)}/v1; Ctrl-C stops.", flush=True)
 
     def give_up(self) -> None:
-        """End as after a signal: what is in progress is finished, :attr:`has_failed` says that it was a fault."""
+        """Finish the requests in progress and end, as after a signal, because a part of the gateway failed."""
         self.has_failed = True
-        if not self._is_stopping:
-            self._stop_later()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._is_stopping or not self._delay_s or self._loop is None:
-            self._stopping()
-            super().handle_exit(sig, frame)
-            return
-        self._captured_signals.append(sig)
-        self._stop_later()
-
-    def _stop_later(self) -> None:
-        self._is_stopping = True
-        self._stopping()
-        assert self._loop is not None, "it has started"
-        self._loop.call_soon_threadsafe(self._loop.call_later, self._delay_s, self._stop)
-
-    def _stop(self) -> None:
         self.should_exit = True
 
 
-def mark_stopping(state: Any) -> Callable[[], None]:
-    """For ``stopping``: sets the flag that the application's health pages look at."""
+def new_server(app: FastAPI, host: str, port: int, *, grace_s: float = 30.0) -> GatewayServer:
+    """Return a server for the gateway's application; port 0 chooses a free one.
 
-    def mark() -> None:
-        state.stopping = True
+    Requests in progress may go on for ``grace_s`` after SIGTERM or SIGINT.
+    """
+    server = GatewayServer(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            loop="uvloop",
+            http=cast(Any, BoundedHttp),
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            log_level="warning",
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=math.ceil(grace_s),
+            limit_concurrency=int(_CONNECTION_SHARE * resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        )
+    )
+    app.state.give_up = server.give_up
+    logger = logging.getLogger("uvicorn.error")
+    if _is_news not in logger.filters:
+        logger.addFilter(_is_news)
+        logger.addFilter(Sparing())
+        logging.getLogger("proxy.media.fetch").addFilter(Sparing())
+    return server
 
-    return mark
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Drop uvicorn's traceback of a stream that was aborted; the endpoint has logged its cause."""
+    return not (record.exc_info and isinstance(record.exc_info[1], ResponseAborted))

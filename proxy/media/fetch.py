@@ -7,7 +7,6 @@ import errno
 import logging
 import re
 import socket
-from collections import Counter, OrderedDict, deque
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,20 +14,19 @@ from typing import Any, Self
 from urllib.parse import unquote, urljoin, urlsplit
 
 import aiohttp
-import msgspec
 from aiohttp import StreamReader
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
 from epd_serve.config.gateway import MediaConfig
-from epd_serve.errors import InvalidRequest, Overloaded, ServeError, TooLarge
+from epd_serve.errors import InvalidRequest, ServeError, TooLarge
 from proxy.media.resolver import Lookups, is_public, parse_address
 from proxy.settings import Current
 
 logger = logging.getLogger(__name__)
 
 MAX_URL_LENGTH = 8192
-#: Connections of one asker, and to one host: a slow one does not keep the others from being asked.
+#: Connections in all, and to one host: a slow one does not keep the others from being asked.
 MAX_CONNECTIONS = 256
 MAX_PER_HOST = 16
 #: Bytes beyond twice those of the body: heads, interim answers and the framing of chunks.
@@ -102,27 +100,18 @@ class MediaFetcher:
 
     The address is checked where the socket for it is made: whatever the URL's spelling, the name's resolution or a
     redirect led to, it is the very address connected to that is checked. ``fetch_timeout_s`` bounds the whole of
-    it, be the server's bytes ever so slow to come. Each asker has lookups and connections of its own.
+    it, be the server's bytes ever so slow to come.
     """
 
     def __init__(self, settings: Current) -> None:
         self._settings = settings
-        self._sessions: dict[str, aiohttp.ClientSession] = {}
 
     @property
     def _media(self) -> MediaConfig:
         return self._settings.now.gateway.media
 
     async def __aenter__(self) -> Self:
-        return self
-
-    def _session(self, asker: str) -> aiohttp.ClientSession:
-        if asker not in self._sessions:
-            self._sessions[asker] = self._new_session()
-        return self._sessions[asker]
-
-    def _new_session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
+        self._session = aiohttp.ClientSession(
             connector=_Connector(
                 resolver=Lookups(),
                 limit=MAX_CONNECTIONS,
@@ -141,16 +130,15 @@ class MediaFetcher:
             auto_decompress=False,
             trust_env=False,
         )
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for session in self._sessions.values():
-            await session.close()
+        await self._session.close()
 
-    async def fetch(self, url: str, asker: str = "", *, max_bytes: int | None = None) -> bytes:
-        """``asker`` is whose lookups and connections are used: those of one are no other's. ``max_bytes``: an
-        image's where it is None.
+    async def fetch(self, url: str, *, max_bytes: int | None = None) -> bytes:
+        """Fetch a file of at most ``max_bytes``; None: an image's limit.
 
         Raises InvalidRequest that names the URL and what the client can do about it, TooLarge for too many bytes.
         A server that cannot be reached is one case, be its name unknown, its address private or nobody there, and
@@ -164,7 +152,7 @@ class MediaFetcher:
         timeout_s = self._media.fetch_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._get(url, self._session(asker), max_bytes)
+                return await self._get(url, max_bytes)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             # Not with the URL, which may hold a signature.
             reason = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else type(error).__name__
@@ -174,12 +162,12 @@ class MediaFetcher:
                 f"speaks HTTP and that sends the file within {timeout_s:g} s"
             ) from error
 
-    async def _get(self, url: str, session: aiohttp.ClientSession, max_bytes: int) -> bytes:
+    async def _get(self, url: str, max_bytes: int) -> bytes:
         location = self._checked(url, url)
         most = self._media.max_redirects
         for _ in range(most + 1):
             # The very object that was checked is what is connected to: no second parser sees another host in it.
-            async with session.get(location, allow_redirects=False) as response:
+            async with self._session.get(location, allow_redirects=False) as response:
                 if response.status in _REDIRECTS and "location" in response.headers:
                     target = urljoin(str(location), response.headers["location"])
                     try:
@@ -264,90 +252,3 @@ def _short(url: str) -> str:
     """The URL for an error: cut short, and without a password."""
     url = _PASSWORD.sub("://...@", url[:MAX_URL_LENGTH])
     return f"the media URL {url if len(url) <= 200 else url[:200] + '...'!r}"
-
-
-#: Requests that may have media fetched at once, or fetched and not running yet.
-NUM_PLACES = 512
-
-
-class FetchPlaces:
-    """An asker may have as many places as are free.
-
-    However many requests one sends, and however slowly their media come, the next asker finds places.
-
-    It belongs to one event loop.
-    """
-
-    def __init__(self, num_places: int = NUM_PLACES) -> None:
-        self._num_free = num_places
-        self._num_taken: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = (
-            OrderedDict()
-        )  # whose turn is next comes first
-
-    @property
-    def num_taken(self) -> int:
-        return self._num_taken.total()
-
-    async def take(self, asker: str, timeout_s: float) -> FetchPlace:
-        """A place, when it is one's turn, which must be given back. Raises Overloaded after ``timeout_s``."""
-        place = FetchPlace(self, asker)
-        if asker not in self._waiting and self._may_take(asker):
-            self._take(asker)
-            return place
-        turn = asyncio.get_running_loop().create_future()
-        own = self._waiting.setdefault(asker, deque())
-        own.append(turn)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await turn
-        except BaseException as error:
-            if turn.done() and not turn.cancelled():
-                place.give_back()  # it was its turn in the same moment
-            elif turn in own:
-                own.remove(turn)
-                if not own:
-                    self._waiting.pop(asker, None)
-            if isinstance(error, TimeoutError):
-                raise Overloaded(
-                    f"media of other requests are still being fetched after {timeout_s:g} s, its limit; "
-                    "send fewer requests with media URLs at a time",
-                    code="queue_timeout",
-                ) from error
-            raise
-        return place
-
-    def free(self, asker: str) -> None:
-        """Give back the place of a :class:`FetchPlace`."""
-        self._num_free += 1
-        self._num_taken[asker] -= 1
-        if not self._num_taken[asker]:
-            del self._num_taken[asker]
-        while (next_one := next(filter(self._may_take, self._waiting), None)) is not None:
-            own = self._waiting.pop(next_one)
-            turn = own.popleft()
-            if own:
-                self._waiting[next_one] = own
-            if not turn.done():
-                self._take(next_one)
-                turn.set_result(None)
-
-    def _may_take(self, asker: str) -> bool:
-        return self._num_taken[asker] < self._num_free
-
-    def _take(self, asker: str) -> None:
-        self._num_free -= 1
-        self._num_taken[asker] += 1
-
-
-class FetchPlace(msgspec.Struct, eq=False):
-    """See :meth:`FetchPlaces.take`."""
-
-    _places: FetchPlaces | None
-    _asker: str
-
-    def give_back(self) -> None:
-        """Any number of times."""
-        places, self._places = self._places, None
-        if places is not None:
-            places.free(self._asker)

@@ -19,8 +19,7 @@ from epd_serve.media.video import VideoLimits, pack_frames, read_list
 from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import MODALITIES, Modality, VideoFacts
-from proxy.fair_threads import FairThreads
-from proxy.media.fetch import FetchPlaces, MediaFetcher
+from proxy.media.fetch import MediaFetcher
 from proxy.media.probe import MediaProbe
 from proxy.settings import Current
 
@@ -30,13 +29,9 @@ MAX_FETCHES = 8
 MAX_LARGEST = 4
 #: Larger items are decoded and hashed in a thread; a smaller one takes less time than the thread switch is worth.
 INLINE_BYTES = 512 * 1024
-_NUM_THREADS = 4
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-_threads = FairThreads("media", _NUM_THREADS)
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,32 +52,24 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
         """The item as P knows it, under a model's ``media_fingerprint``."""
         if self.ref.mm_hash and fingerprint == self.fingerprint:
             return self.ref
-        name = await _off_loop("", len(self.data), mm_hash, self.data, _kind(self.ref), fingerprint, self.salt)
+        name = await _off_loop(len(self.data), mm_hash, self.data, _kind(self.ref), fingerprint, self.salt)
         return msgspec.structs.replace(self.ref, mm_hash=name)
 
 
 class MediaLoader:
-    """``max_body_bytes`` bounds all media of a request together: fetched ones are no lighter than sent ones.
-
-    Attributes:
-        places: of which a request takes one before it has anything fetched.
-    """
+    """Loads the media of requests. ``max_body_bytes`` bounds those of one request together."""
 
     def __init__(self, settings: Current, fetcher: MediaFetcher, probe: MediaProbe) -> None:
         self._settings = settings
         self._fetcher = fetcher
         self._probe = probe
-        self.places = FetchPlaces()
 
-    async def load(
-        self, sources: Sequence[MediaSource], fingerprint: str = "", asker: str = "", salt: str = ""
-    ) -> list[MediaItem]:
+    async def load(self, sources: Sequence[MediaSource], fingerprint: str = "", salt: str = "") -> list[MediaItem]:
         """All items of a request, in order. Raises InvalidRequest with ``param`` for the first that is no good.
 
         Those that the request holds are named at once under the ``fingerprint`` of the model that they are most
         likely for, while their bytes are at hand; "": not yet.
-        Items of another ``salt`` have other names. Those by URL are fetched with the connections of
-        the ``asker``.
+        Items of another ``salt`` have other names.
         """
         gateway = self._settings.now.gateway
         if len(sources) > (most := gateway.media.max_items):
@@ -95,7 +82,7 @@ class MediaLoader:
         for source in sources:
             if source.processing:
                 _check_bounds(source, gateway.media.max_pixels)
-            is_little = len(source.payload or source.url) <= INLINE_BYTES
+            is_little = len(source.url) <= INLINE_BYTES
             is_here = source.modality == "image" and source.is_inline and is_little
             read = self._read(source, fingerprint, salt) if is_here else None
             here.append(read if isinstance(read, MediaItem) else None)
@@ -107,7 +94,7 @@ class MediaLoader:
         fetches = asyncio.Semaphore(MAX_FETCHES)
 
         async def load(source: MediaSource) -> MediaItem:
-            item = await self._load(source, fingerprint, salt, asker, fetches)
+            item = await self._load(source, fingerprint, salt, fetches)
             loaded.append(item)
             _check_total(loaded, gateway.max_body_bytes)
             _check_pixels(loaded, max_pixels)
@@ -124,32 +111,30 @@ class MediaLoader:
         return [one if isinstance(one, MediaItem) else one.result() for one in found]
 
     async def _load(
-        self, source: MediaSource, fingerprint: str, salt: str, asker: str, fetches: asyncio.Semaphore
+        self, source: MediaSource, fingerprint: str, salt: str, fetches: asyncio.Semaphore
     ) -> MediaItem:
         try:
             if source.modality == "video":
-                data, ref = await self._video(source, asker, fetches)
+                data, ref = await self._video(source, fetches)
                 ref = msgspec.structs.replace(ref, processing=source.processing)
                 return MediaItem(data=data, ref=ref, param=source.param, salt=salt)
             if source.modality == "audio":
-                data = await self._bytes(source, asker, fetches, self._settings.now.audio_limits.max_bytes)
-                audio = await self._probe.audio(data, source.format, asker)
+                data = await self._bytes(source, fetches, self._settings.now.audio_limits.max_bytes)
+                audio = await self._probe.audio(data, source.format)
                 ref = msgspec.structs.replace(MediaRef.of_audio(audio), processing=source.processing)
                 return MediaItem(data=data, ref=ref, param=source.param, salt=salt)
             if source.is_inline:
-                read = await _off_loop(
-                    asker, len(source.payload or source.url), self._read, source, fingerprint, salt
-                )
+                read = await _off_loop(len(source.url), self._read, source, fingerprint, salt)
                 if isinstance(read, MediaItem):
                     return read
                 data = read
             else:
                 async with fetches:
-                    data = await self._fetcher.fetch(source.url, asker)
+                    data = await self._fetcher.fetch(source.url)
             size = self._plain_size(data)
             if size is None:
                 # Always in a thread: a small file can have thousands of parts.
-                size = await _threads.run(asker, pixel_size, data, self._settings.now.media_limits)
+                size = await asyncio.to_thread(pixel_size, data, self._settings.now.media_limits)
         except InvalidRequest as error:
             error.param = source.param
             raise
@@ -165,16 +150,16 @@ class MediaLoader:
         size = self._plain_size(data)
         return data if size is None else _item(source, data, size, fingerprint, salt)
 
-    async def _video(self, source: MediaSource, asker: str, fetches: asyncio.Semaphore) -> tuple[bytes, MediaRef]:
+    async def _video(self, source: MediaSource, fetches: asyncio.Semaphore) -> tuple[bytes, MediaRef]:
         """The bytes of a video, without a name as yet."""
         settings = self._settings.now
         limits = settings.video_limits
         is_list = source.is_inline and source.url[: len(_FRAME_LIST)].lower() == _FRAME_LIST
         if is_list:
-            data, facts = await _threads.run(asker, _read_list, source, limits)
+            data, facts = await asyncio.to_thread(_read_list, source, limits)
         else:
-            data = await self._bytes(source, asker, fetches, limits.max_bytes)
-            facts = await self._probe.video(data, asker)
+            data = await self._bytes(source, fetches, limits.max_bytes)
+            facts = await self._probe.video(data)
         ref = MediaRef.of_video(facts, source.sampling)
         most = settings.gateway.media.video.max_sampled_frames
         if ref.num_asked > most:
@@ -185,12 +170,12 @@ class MediaLoader:
             )
         return data, ref
 
-    async def _bytes(self, source: MediaSource, asker: str, fetches: asyncio.Semaphore, max_bytes: int) -> bytes:
+    async def _bytes(self, source: MediaSource, fetches: asyncio.Semaphore, max_bytes: int) -> bytes:
         """The file of a video or sound."""
         if source.is_inline:
-            return (await _off_loop(asker, len(source.payload or source.url), _decoded, source, max_bytes))[1]
+            return (await _off_loop(len(source.url), _decoded, source, max_bytes))[1]
         async with fetches:
-            return await self._fetcher.fetch(source.url, asker, max_bytes=max_bytes)
+            return await self._fetcher.fetch(source.url, max_bytes=max_bytes)
 
     def _plain_size(self, data: bytes) -> tuple[int, int] | None:
         """Within the limits; what is not is Pillow's to explain."""
@@ -263,18 +248,15 @@ _FRAME_LIST = "data:video/jpeg;"
 def _read_list(source: MediaSource, limits: VideoLimits) -> tuple[bytes, VideoFacts]:
     """The frames of a list that are wanted, as one file."""
     sampling = source.sampling
-    if source.payload is None:
-        header, comma, text = source.url.partition(",")
-        header, parts = header + comma, text.encode().split(b",")
-    else:
-        header, parts = source.url, bytes(source.payload).split(b",")
+    header, comma, text = source.url.partition(",")
+    header, parts = header + comma, text.split(",")
     if sampling.num_frames is not None:
         parts = parts[: sampling.num_frames]
     if len(parts) > limits.max_frames:
         raise InvalidRequest(
             f"the video has {len(parts)} frames; at most {limits.max_frames} are taken", code="video_too_large"
         )
-    frames = [decode_data_url(header, memoryview(part), limits.max_bytes, "video")[1] for part in parts]
+    frames = [decode_data_url(header, part, limits.max_bytes, "video")[1] for part in parts]
     return pack_frames(frames), read_list(frames, 1.0 if sampling.fps is None else sampling.fps, limits)
 
 
@@ -282,16 +264,14 @@ def _decoded(source: MediaSource, max_bytes: int) -> tuple[str, bytes]:
     """Media type and bytes of an item that the request holds."""
     if source.raw is not None:
         return "", source.raw
-    if source.payload is None:
-        return parse_data_url(source.url, max_bytes, source.modality)
-    return decode_data_url(source.url, source.payload, max_bytes, source.modality)
+    return parse_data_url(source.url, max_bytes, source.modality)
 
 
-async def _off_loop(asker: str, nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def _off_loop(nbytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call ``function`` here for little work, in a thread for much."""
     if nbytes <= INLINE_BYTES:
         return function(*args, **kwargs)
-    return await _threads.run(asker, function, *args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def parse_data_url(url: str, max_bytes: int, modality: Modality = "image") -> tuple[str, bytes]:
@@ -304,9 +284,7 @@ def parse_data_url(url: str, max_bytes: int, modality: Modality = "image") -> tu
     return decode_data_url(header + comma, text, max_bytes, modality)
 
 
-def decode_data_url(
-    header: str, text: str | memoryview, max_bytes: int, modality: Modality = "image"
-) -> tuple[str, bytes]:
+def decode_data_url(header: str, text: str, max_bytes: int, modality: Modality = "image") -> tuple[str, bytes]:
     """The same for a data URL in two parts: up to its first comma, and the rest."""
     read = _media_type if len(header) <= 64 else _media_type.__wrapped__
     media_type = read(header, modality)

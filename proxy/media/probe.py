@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
 
 from msgspec.structs import replace
 
@@ -11,12 +10,10 @@ from epd_serve.media.decoder_pool import DecoderPool
 from epd_serve.media.picture import MediaLimits
 from epd_serve.media.video import load_pyav
 from epd_serve.types import AudioFacts, VideoFacts
-from proxy.media.fetch import FetchPlaces
 from proxy.settings import Current
 
-#: Files that are read at once, and how long one waits for its turn.
-_NUM_PLACES = 2
-_WAIT_S = 20.0
+#: Files that are read at once.
+_MAX_READS = 2
 
 
 class _Place:
@@ -32,38 +29,34 @@ class _Place:
 
 
 class MediaProbe:
-    """Reads the facts of videos and sounds; askers take turns. It belongs to one event loop, and is closed."""
+    """Reads the facts of videos and sounds. It belongs to one event loop, and is closed."""
 
     def __init__(self, settings: Current) -> None:
         self._settings = settings
-        self._places = FetchPlaces(_NUM_PLACES)
+        self._reads = asyncio.Semaphore(_MAX_READS)
         self._pool: DecoderPool | None = None
 
-    async def video(self, data: bytes, asker: str) -> VideoFacts:
-        """Raises InvalidRequest for a file that is no video or beyond a limit, Overloaded where no turn comes."""
+    async def video(self, data: bytes) -> VideoFacts:
+        """Raises InvalidRequest for a file that is no video or beyond a limit."""
         load_pyav("videos")  # for an error, before a process is started
-        async with self._turn(asker) as pool:
-            return await pool.facts(data, self._settings.now.video_limits, _Place())
+        async with self._reads:
+            return await self._decoders().facts(data, self._settings.now.video_limits, _Place())
 
-    async def audio(self, data: bytes, file_format: str, asker: str) -> AudioFacts:
+    async def audio(self, data: bytes, file_format: str) -> AudioFacts:
         """The same of a sound. ``file_format``: that the request says; "": none."""
         load_pyav("sounds")
         settings = self._settings.now
         limits = replace(settings.audio_limits, format=file_format)
-        async with self._turn(asker) as pool:
-            return await pool.audio_facts(data, limits, _Place(), cpu_s=settings.gateway.media.audio.probe_cpu_s)
+        cpu_s = settings.gateway.media.audio.probe_cpu_s
+        async with self._reads:
+            return await self._decoders().audio_facts(data, limits, _Place(), cpu_s=cpu_s)
 
-    @asynccontextmanager
-    async def _turn(self, asker: str) -> AsyncIterator[DecoderPool]:
-        place = await self._places.take(asker, _WAIT_S)
-        try:
-            if self._pool is None:
-                video = self._settings.now.gateway.media.video
-                limits = MediaLimits(max_pixels=video.max_pixels, max_bytes=0)
-                self._pool = DecoderPool(1, cpu_s=video.probe_cpu_s, limits=limits)
-            yield self._pool
-        finally:
-            place.give_back()
+    def _decoders(self) -> DecoderPool:
+        if self._pool is None:
+            video = self._settings.now.gateway.media.video
+            limits = MediaLimits(max_pixels=video.max_pixels, max_bytes=0)
+            self._pool = DecoderPool(1, cpu_s=video.probe_cpu_s, limits=limits)
+        return self._pool
 
     def close(self) -> None:
         if self._pool is not None:

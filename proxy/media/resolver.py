@@ -1,6 +1,6 @@
 """Addresses of media servers. A media URL may lead to some only (guard against server-side request forgery).
 
-They are looked up in threads of their own: a resolver that is silent holds up nobody else's.
+Names are looked up in threads of their own: a silent resolver holds up no other work.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
-#: Of one asker. The system's resolver may take half a minute for a name whose server is silent, and cannot be
+#: Lookups at once. The system's resolver may take half a minute for a name whose server is silent, and cannot be
 #: told to stop; what it still looks up counts.
 MAX_LOOKUPS = 32
 #: How long a request waits for an address.
@@ -66,7 +66,7 @@ TIMEOUT_S = 5.0
 
 
 class Lookups(AbstractResolver):
-    """The system's resolver (hosts file, search domains and all) for one asker."""
+    """The system's resolver (hosts file, search domains and all)."""
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(MAX_LOOKUPS)

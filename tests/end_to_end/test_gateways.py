@@ -104,7 +104,7 @@ async def test_a_stream_outlives_new_instances_and_sigterm(urls: dict[str, str],
     config = tmp_path / "deployment.yaml"
 
     def write(members: dict[str, str], **changes: object) -> None:
-        times = {"shutdown_delay_s": 5, "shutdown_grace_s": 60}
+        times = {"shutdown_grace_s": 60}
         config.write_text(json.dumps({"gateway": {"instances": members, **times, **changes}}))
 
     write(urls)
@@ -137,10 +137,6 @@ async def test_a_stream_outlives_new_instances_and_sigterm(urls: dict[str, str],
         stream = Stream(url)
         await stream.begun.wait()
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(150):
-            while (await client.get("/health/ready")).status_code != 503:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        assert (await client.get("/health/live")).status_code == 200
         assert (await stream.task).endswith("data: [DONE]\n\n")
         assert await asyncio.to_thread(process.wait, 90) == 0
         await Books(urls).check()

@@ -182,10 +182,7 @@ def test_threads_that_were_divided_stay_and_that_is_said(tmp_path: Path, monkeyp
         ("dtype: bfloat16", "a change of dtype needs another start"),
         ("instances: {host: 127.0.0.2}", "a change of instances.host"),
         ("feature_store: mooncake", "feature_store"),
-        (
-            "gateway: {shutdown_delay_s: 7, shutdown_grace_s: 8}",
-            "gateway.shutdown_delay_s, gateway.shutdown_grace_s",
-        ),
+        ("gateway: {shutdown_grace_s: 8}", "gateway.shutdown_grace_s"),
         ("slo: {ttft_ms: 9, tpot_ms: 9}\nelastic: {enabled: true}", "a change of elastic.enabled"),
         ("cluster_key: a-key-of-many-letters", "a change of cluster_key"),
         ("engine: vllm\nvllm: {kv: nixl}", "a change of engine, vllm.kv"),

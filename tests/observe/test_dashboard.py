@@ -15,7 +15,7 @@ from gateway_settings import gateway_settings
 from servers import served
 
 from proxy.app import create_app
-from proxy.main import new_server
+from proxy.http.server import new_server
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

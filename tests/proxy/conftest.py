@@ -27,7 +27,7 @@ from epd_serve.protocol import frames, instance_state, wire
 from epd_serve.rpc import streams
 from epd_serve.rpc.streams import Exchange, UpgradableHttp, upgrade
 from proxy.app import create_app
-from proxy.main import new_server
+from proxy.http.server import new_server
 
 MESSAGES: dict[str, type[wire.Message]] = {
     "/stage/encode": wire.EncodeRequest,

@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 import uvicorn
 from gateway_settings import admin_plane
+from resident import resident_bytes
 from servers import served
 
 from epd_serve.instance.http import ControlHttp, Reply, control_server_app
 from epd_serve.transfer.embedded import EmbeddedTransport
-from proxy.http.arrival import resident_bytes
 
 KEY = "0123456789abcdef-"
 SENT_BYTES = 256 << 20

@@ -314,7 +314,7 @@ async def test_what_a_name_resolves_to_is_what_is_checked(site, choosy, monkeypa
     monkeypatch.setattr(lookups.socket, "getaddrinfo", resolve)
     async with choosy() as fetch:
         assert await fetch.fetch(f"http://rebinding.example:{port}/image") == b"picture"
-        await fetch._session("").connector.close()  # no connection left to be used again
+        await fetch._session.connector.close()  # no connection left to be used again
     async with choosy() as fetch:
         with pytest.raises(InvalidRequest, match="a server that this gateway may reach"):
             await fetch.fetch(f"http://rebinding.example:{port}/image")

@@ -9,12 +9,9 @@ import sys
 import threading
 from pathlib import Path
 
-import aiohttp
 import pytest
 
-from epd_serve.errors import InvalidRequest
 from proxy.media import resolver as lookups
-from proxy.media.fetch import MediaFetcher
 
 SCRIPT = Path(__file__).parent.parent / "support" / "dead_names.py"
 
@@ -42,27 +39,6 @@ def test_dead_names_of_one_key_are_no_failure_of_another(tmp_path):
     assert seen["own name"] == "picture"
     assert seen["an instance's name"] == "127.0.0.1"
     assert max(seen["seconds"].values()) < 5
-
-
-async def test_without_keys_addresses_have_lookups_of_their_own(start, kit, monkeypatch):
-    askers: dict[str, set[str]] = {}
-
-    async def fetch(self, url, asker=""):
-        askers.setdefault(asker, set()).add(url)
-        raise InvalidRequest("no picture")
-
-    monkeypatch.setattr(MediaFetcher, "fetch", fetch)
-    gateway = await start("e0:E", "p0:P", "d0:D")
-    for number in range(2, 42):
-        connector = aiohttp.TCPConnector(local_addr=(f"127.0.0.{number}", 0))
-        async with aiohttp.ClientSession(connector=connector) as session:
-            for path, whole in (("chat/completions", True), ("chat/completions?", False)):  # raw, and by uvicorn
-                body = kit.chat(f"http://pictures.example/{number}")
-                headers = {} if whole else {"te": "trailers"}
-                async with session.post(f"{gateway.url}/v1/{path}", json=body, headers=headers) as answer:
-                    assert answer.status == 400
-    assert 1 < len(askers) <= 16
-    assert sum(map(len, askers.values())) == 40, "an address is one part's alone"
 
 
 async def test_waiting_for_a_name_has_an_end(monkeypatch):

@@ -63,13 +63,13 @@ async def main() -> None:
         async def load_dead(name: str, key: str) -> None:
             urls = [MediaSource(url=f"http://dead-{name}-{i}.example/x.png", param="") for i in range(60)]
             try:
-                await loader.load(urls, "", key)
+                await loader.load(urls)
             except InvalidRequest as error:
                 seen[name] = type(error).__name__
 
         async def timed(name: str, url: str, key: str) -> None:
             start_s = time.monotonic()
-            seen[name] = (await fetcher.fetch(url, key)).decode()
+            seen[name] = (await fetcher.fetch(url)).decode()
             seconds[name] = round(time.monotonic() - start_s, 2)
 
         dead = [loop.create_task(load_dead("dead", "a")), loop.create_task(load_dead("dead again", "a"))]

@@ -16,7 +16,7 @@ from servers import served
 
 from epd_serve.config import DeploymentConfig
 from proxy.app import create_app
-from proxy.main import new_server
+from proxy.http.server import new_server
 from proxy.settings import GatewaySettings
 
 #: Which instances of the fixture's fleet make up each topology.

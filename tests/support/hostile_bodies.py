@@ -56,19 +56,12 @@ HOSTILE: dict[str, tuple[str, int, Callable[[], str]]] = {
     "16,000 wrong messages": (CHAT, 400, lambda: _messages("{}", 16_000)),
     "100,000 pictures": (CHAT, 413, lambda: _messages(f'{{"role":"user","content":[{_PICTURE}]}}', 100_000)),
     "5,000 pictures": (CHAT, 400, lambda: _parts(_PICTURE, 5000)),
-    "marks of payloads": (CHAT, 413, lambda: _chat(user=";base64,'" * 7_000_000)),
     "data URLs": (CHAT, 413, lambda: '{"user":[' + ",".join(['"data:"'] * 1_000_000) + "]}"),
     "10,000 parts": (CHAT, 413, lambda: _parts(_PART, 16_500)),
     "calls": (
         CHAT,
         400,
         lambda: _messages('{"role":"assistant","tool_calls":[' + ",".join([_call("{}")] * 5000) + "]}", 1),
-    ),
-    "an enum of 100,000": (CHAT, 400, lambda: _schema({"enum": [str(i) for i in range(100_000)]})),
-    "an enum in a text": (
-        CHAT,
-        400,
-        lambda: _chat(structured_outputs={"json": json.dumps({"enum": [str(i) for i in range(100_000)]})}),
     ),
     "lists in arguments": (
         CHAT,
@@ -80,39 +73,17 @@ HOSTILE: dict[str, tuple[str, int, Callable[[], str]]] = {
     "wrong tokens": (COMPLETION, 400, lambda: _tokens("-1", 262_000)),
     "ten million tokens": (COMPLETION, 413, lambda: _tokens("1", 10_000_000)),
     "prompts": (COMPLETION, 400, lambda: _tokens('"a"', 260_000)),
-    "unknown fields": (CHAT, 413, lambda: _chat(**{f"u{i}": 1 for i in range(50_000)})),
+    "unknown fields": (CHAT, 400, lambda: _chat(**{f"u{i}": 1 for i in range(50_000)})),
     "few unknown fields": (CHAT, 400, lambda: _chat(**{f"u{i}": 1 for i in range(4000)})),
     "a field with a long name": (CHAT, 400, lambda: _chat(**{"temperatur" * 800_000: 1})),
     "a role with a long name": (CHAT, 400, lambda: _messages('{"role":"' + "user" * 2_000_000 + '"}', 1)),
-    "biases": (CHAT, 413, lambda: _chat(logit_bias={str(i): 1000 for i in range(50_000)})),
+    "biases": (CHAT, 400, lambda: _chat(logit_bias={str(i): 1000 for i in range(50_000)})),
     "input items": (RESPONSES, 413, lambda: '{"input":[' + ",".join([_SHORT] * 1_000_000) + "]}"),
     "5,000 input items": (RESPONSES, 400, lambda: '{"input":[' + ",".join([_SHORT] * 5000) + "]}"),
-    "60 MiB of text": (CHAT, 413, lambda: _chat(user="a" * LIMIT)),
-    "60 MiB of line breaks": (CHAT, 413, lambda: _chat(user="\n" * (LIMIT // 2))),
-    "quotation marks": (CHAT, 413, lambda: '[{"a":' + '"' * (8 << 20)),
+    "quotation marks": (CHAT, 400, lambda: '[{"a":' + '"' * (8 << 20)),
     "brackets": (CHAT, 413, lambda: "[" * LIMIT),
-    "escapes": (CHAT, 413, lambda: '{"' + "\\" * ((8 << 20) - 10)),
+    "escapes": (CHAT, 400, lambda: '{"' + "\\" * ((8 << 20) - 10)),
     "texts to detokenize": ("/detokenize", 400, lambda: '{"tokens":[' + ",".join(["-1"] * 262_000) + "]}"),
     "messages to tokenize": ("/tokenize", 413, lambda: _messages(_SHORT, 1_000_000)),
     "a picture and a wrong field": (CHAT, 400, lambda: _picture(_DATA + "A" * (LIMIT - 2048), temprature=1)),
-    "a picture that is none": (CHAT, 400, lambda: _picture(_DATA + "A" * (12 << 20) + "!")),
-}
-
-#: Bodies within all limits that are much work: an instance may refuse them for their length in tokens.
-HEAVY: dict[str, tuple[str, int, Callable[[], str]]] = {
-    "2,048 messages": (CHAT, 200, lambda: _messages(_SHORT, 2048)),
-    "4,096 parts": (CHAT, 200, lambda: _parts(_PART, 4000)),
-    "8 MiB of text": (CHAT, 200, lambda: _messages('{"role":"user","content":"' + "word, " * 1_390_000 + '"}', 1)),
-    "8 MiB of letters": (
-        CHAT,
-        200,
-        lambda: _messages('{"role":"user","content":"' + "a" * (8_380_000) + '"}', 1),
-    ),
-    "2 Mi escapes": (CHAT, 200, lambda: _messages('{"role":"user","content":"' + "\\n" * 2_000_000 + '"}', 1)),
-    "260,000 tokens": (COMPLETION, 200, lambda: _tokens("1", 260_000)),
-    "128 prompts": (
-        COMPLETION,
-        200,
-        lambda: '{"prompt":[' + ",".join(['"' + "a" * 60_000 + '"'] * 128) + '],"max_tokens":1}',
-    ),
 }

@@ -19,7 +19,7 @@ from epd_serve.instance.http import ControlApp, ControlHttp
 from epd_serve.instance.instance import Instance
 from epd_serve.types import Role
 from proxy.app import create_app
-from proxy.main import new_server
+from proxy.http.server import new_server
 
 
 @dataclass

@@ -30,7 +30,7 @@ Manifest = dict[str, Any]
 _HTTP, _ADMIN, _HEALTH, _STORE, _STORE_HTTP = 8000, 8001, 8099, 50051, 9003
 _FILE, _MODELS, _CACHE, _FEATURES = "/etc/epd-serve/deployment.yaml", "/models", "/cache", "/features"
 _API_KEY = "EPD_SERVE_API_KEY"
-#: Between SIGTERM and the time at which load balancers have looked away.
+#: Seconds that a gateway still serves while its service stops sending to it.
 _DELAY_S = 5
 #: Beyond what a process needs by itself until its container is killed.
 _GRACE_S = 15
@@ -222,7 +222,7 @@ class _Cluster:
         """The user's file, with the addresses, paths and secrets that things have here."""
         config = self._config
         gateway: Manifest = {**(own.get("gateway") or {})}
-        gateway |= {"host": "0.0.0.0", "port": _HTTP, "instances": {}, "shutdown_delay_s": float(_DELAY_S)}
+        gateway |= {"host": "0.0.0.0", "port": _HTTP, "instances": {}}
         if config.engine != "vllm":  # whose pods take minutes
             gateway["failover"] = {"wait_s": _REPLACED_S, **(gateway.get("failover") or {})}
         gateway["admin"] = {"host": "0.0.0.0", "port": _ADMIN, "key": {"env": ADMIN_KEY}}
@@ -276,6 +276,8 @@ class _Cluster:
             "startupProbe": _probe("/health/live", "http", periodSeconds=2, failureThreshold=60),
             "readinessProbe": _probe("/health/ready", "http", periodSeconds=2, timeoutSeconds=2),
             "livenessProbe": _probe("/health/live", "http", periodSeconds=10, timeoutSeconds=5),
+            # The service looks away meanwhile.
+            "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_DELAY_S)]}}},
         }
         grace_s = gateway.shutdown_grace_s + _DELAY_S + _GRACE_S
         docs = self._workload("gateway", container, self._values.gateways, grace_s, surges=True)

@@ -406,7 +406,7 @@ def _wait_ready(ray: Any, actors: Mapping[str, Any], admin: AdminClient, names: 
 def _end(ray: Any, name: str, config: DeploymentConfig) -> bool:
     """End what there is of a deployment; return whether there was anything."""
     drain_s = max(config.settings_for(str(one.role)).drain_s for one in config.placement())
-    graces = (config.gateway.shutdown_delay_s + config.gateway.shutdown_grace_s, drain_s)
+    graces = (config.gateway.shutdown_grace_s, drain_s)
     names = _names(ray, name)
     of_gateway = [one for one in names if one.endswith(f"/{_GATEWAY}")]
     for some, grace_s in zip((of_gateway, [one for one in names if one not in of_gateway]), graces, strict=True):

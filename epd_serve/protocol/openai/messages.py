@@ -35,8 +35,7 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     ``sampling``: the frames of a video that are wanted. ``processing``: as of :func:`processing_of`.
     ``low_detail``: it is to be read scaled down (see :data:`epd_serve.media.LOW_DETAIL_PIXELS`).
     ``format``: of a sound, as the request says it; "": it does not.
-    ``payload``: the base64 text behind ``url``, a view of the body, where it was left there
-    (proxy/api/payloads.py). ``raw``: the file itself, where the request has it as it is.
+    ``raw``: the file itself, where the request has it as it is.
     """
 
     url: str
@@ -46,7 +45,6 @@ class MediaSource(msgspec.Struct, frozen=True, kw_only=True):
     processing: str = ""
     low_detail: bool = False
     format: str = ""
-    payload: memoryview | None = None
     raw: bytes | None = None
 
     @property
