@@ -86,18 +86,14 @@ class Family:
         splits_videos: whether the tower looks at each of a video's patches in time by itself, so that several
             encoders may share them.
         tokens: special ones in the text between the rows of a picture's feature.
-        shown: the text by which a chat template shows a picture, where that is no token.
-        chat_template: of checkpoints that have none; "" where they all have one.
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
         picture_fields: what the image processor's file must say, as config.json says it.
         token_ids: the token that stands for an item in a chat, for each modality that the checkpoint takes.
         row_token_ids: those that stand for each row of a feature.
-        text_before: the text before an item's tokens, with {} for its number among those of its modality.
         both_ways_tokens: most tokens of a run of rows that see each other, earlier and later ones; 0: all see
             those before them.
         both_ways_in_windows: whether they do so in layers of a sliding window alone, and inside it.
-        both_ways_prompts: whether all tokens of a prompt with media see each other.
         as_padding: fields of its configuration with tokens that are embedded as padding where an answer has them.
         video: how videos are sampled and cut; None where they are not taken.
         audio: what sounds become; None where they are not taken.
@@ -118,13 +114,9 @@ class Family:
     captures: ClassVar[bool] = False
     splits_videos: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
-    shown: ClassVar[str] = ""
-    chat_template: ClassVar[str] = ""
     both_ways_in_windows: ClassVar[bool] = False
-    both_ways_prompts: ClassVar[bool] = False
     as_padding: ClassVar[tuple[str, ...]] = ()
 
-    text_before: str = ""
     video: VideoProcessor | None = None
     both_ways_tokens: int = 0
     audio: AudioProcessor | None = None

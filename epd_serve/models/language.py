@@ -18,7 +18,7 @@ from epd_serve.models.decoder import Decoder, StepContext
 from epd_serve.models.families import family_of
 from epd_serve.models.family import DecoderKind
 from epd_serve.models.generic_decoder import GenericDecoder
-from epd_serve.models.loader import ModelPart, language_name, load_part, num_parameters, without_head
+from epd_serve.models.loader import ModelPart, load_part, num_parameters
 from epd_serve.models.stored_weights import read_weights
 
 
@@ -78,8 +78,8 @@ class LanguageModel:
         self.feature_width = (1 + num_levels) * self.hidden_size
         self._device = device.torch_device
         self.group = group or Alone()
-        inner = without_head(model)
-        language_model = without_head(getattr(inner, language_name(inner), inner))
+        inner = model.model
+        language_model = getattr(inner, "language_model", inner)
         head: Tensor = model.get_output_embeddings().weight
         is_tied = head is language_model.embed_tokens.weight
         self._embed: nn.Module = read_weights(
@@ -89,7 +89,6 @@ class LanguageModel:
         self._as_padding = torch.tensor(as_padding, device=self._device) if as_padding else None
         self._padding: int = text.pad_token_id if as_padding else 0
         self._vocab_size: int = text.vocab_size
-        self._logit_scale: float = getattr(text, "logit_scale", 1.0)
         is_capped = "final_logit_softcapping" in family.texts.get(text.model_type, ())
         self._logit_cap: float | None = text.final_logit_softcapping if is_capped else None
         key = f"{path} {dtype} {self.group.rank}/{self.group.size}"
@@ -114,7 +113,7 @@ class LanguageModel:
         self.inner = None
         if language_model is not inner:
             self.inner = inner
-            setattr(inner, language_name(inner), None)
+            inner.language_model = None
 
     def _load_head(self, weight: Tensor, vocab_size: int) -> tuple[Linear, int]:
         """The product with this rank's rows of the head, and how many they are."""
@@ -165,8 +164,6 @@ class LanguageModel:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._head(hidden)
-        if self._logit_scale != 1.0:
-            logits = logits * self._logit_scale
         if self._logit_cap is not None:
             logits = torch.tanh(logits / self._logit_cap) * self._logit_cap
         if self.group.size == 1:

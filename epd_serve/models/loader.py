@@ -133,16 +133,6 @@ def _some(names: Iterable[str]) -> str:
     return f"{count} {', '.join(ordered[:5])}"
 
 
-def without_head(model: Any) -> Any:
-    """transformers' model of tower, projector and language model. Llama 4's has the head in its language model."""
-    return getattr(model, "model", model)
-
-
-def language_name(model: Any) -> str:
-    """The name of the language model within transformers' model of tower, projector and language model."""
-    return "language_model" if hasattr(model, "language_model") else "text_model"
-
-
 def attend_by(model: nn.Module, name: str) -> None:
     """Let every attention layer of a transformers model call the attention function of that name.
 
@@ -168,19 +158,17 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
-        inner = without_head(self)
-        prefix = "" if inner is self else "model."
+        inner = self.model
         if part is ModelPart.TOWER:
             modules = dict(self.named_modules())
             others = ("lm_head", *family_of(config).other_parts)
-            dropped = [f"{prefix}{language_name(inner)}", *(name for name in others if name in modules)]
+            dropped = ["model.language_model", *(name for name in others if name in modules)]
             self.all_tied_weights_keys = {}
-            self.get_output_embeddings = lambda: None  # Llama 4 asks its language model
         elif config.model_type in TEXT:
             dropped = []
         else:  # LLaVA-NeXT has a weight beside its modules
             owned = (*inner.named_children(), *inner.named_parameters(recurse=False))
-            dropped = [f"{prefix}{name}" for name, _ in owned if name != language_name(inner)]
+            dropped = [f"model.{name}" for name, _ in owned if name != "language_model"]
         for name in dropped:
             parent, _, child = name.rpartition(".")
             owner = self.get_submodule(parent)

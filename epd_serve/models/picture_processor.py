@@ -10,14 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
-from torch import Tensor
 from transformers.image_processing_base import ImageProcessingMixin
 
-from epd_serve.models.family import Size, names
+from epd_serve.models.family import names
 
 #: Fields of a processor's file that change nothing, or nothing here.
 _SILENT = names(
@@ -63,34 +58,3 @@ class PictureProcessor:
         if name in type(self).__slots__ or name not in self.fields:
             raise AttributeError(name)
         return self.fields[name]
-
-    @staticmethod
-    def resized(pixels: NDArray[np.uint8], size: Size) -> Tensor:
-        """RGB [height, width, 3] → uint8 [3, height, width] of another size."""
-        tensor = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))[None]
-        width, height = size
-        if tensor.shape[2:] == (height, width):
-            return tensor[0]
-        return F.interpolate(tensor, (height, width), mode="bilinear", antialias=True)[0]
-
-    def normalised(self, pixels: Tensor) -> Tensor:
-        """uint8 [3, height, width] → float32."""
-        mean, std = (torch.tensor(values) * (1.0 / self.rescale_factor) for values in self._mean_and_std)
-        return pixels.to(torch.float32).sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
-
-    def normalised_coarsely(self, pixels: Tensor) -> Tensor:
-        """uint8 [3, height, width] → bfloat16, in which all is computed."""
-        mean, std = (torch.tensor(values, dtype=torch.bfloat16) for values in self._mean_and_std)
-        scale: float = self.rescale_factor
-        return (pixels.to(torch.bfloat16) * scale).sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
-
-    @property
-    def _mean_and_std(self) -> tuple[list[float], list[float]]:
-        return list(self.image_mean), list(self.image_std)
-
-
-def tiles(pixels: Tensor, rows: int, columns: int) -> Tensor:
-    """[3, rows * height, columns * width] → [rows * columns, 3, height, width], row by row."""
-    _, height, width = pixels.shape
-    parts = pixels.reshape(3, rows, height // rows, columns, width // columns)
-    return parts.permute(1, 3, 0, 2, 4).flatten(0, 1)

@@ -21,8 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as volume_resize
 
 from epd_serve.errors import InvalidRequest
-from epd_serve.models.family import Size, TowerInputs, names
-from epd_serve.models.picture_processor import tiles
+from epd_serve.models.family import TowerInputs, names
 from epd_serve.protocol.wire import MediaRef
 
 #: Fields of a video processor's file that change nothing, or nothing here.
@@ -240,77 +239,11 @@ class FrameInputs(VideoInputs):
         return {"pixel_values": values, "image_position_ids": places.repeat(frames, 1, 1)}
 
 
-@dataclass(frozen=True, slots=True)
-class SlicedProcessor(VideoProcessor):
-    """Videos whose frames are pictures, each whole and in slices of one size.
-
-    Attributes:
-        pictures: the image processor whose fields say how frames are cut.
-        slices: height and width of the whole frame and of a slice, rows and columns of slices, by that processor.
-    """
-
-    pictures: Any
-    slices: Callable[[Any, Size], tuple[Size, Size, Size]]
-
-    def num_pixels(self, item: MediaRef) -> int:
-        whole, one, grid = self.slices(self.pictures, (item.width, item.height))
-        return len(self.indices(item)) * (math.prod(whole) + math.prod(grid) * math.prod(one))
-
-    def num_tokens(self, item: MediaRef) -> int:
-        return self.num_pixels(item) // (self.settings.patch_size * self.settings.merge_size) ** 2
-
-    def inputs(self, item: MediaRef) -> VideoInputs:
-        return SlicedInputs(self.settings, self.slices(self.pictures, (item.width, item.height)))
-
-
-class SlicedInputs(VideoInputs):
-    """Patches of each frame and then of its slices, side by side [1, 3, patch, patches * patch]."""
-
-    def __init__(self, settings: VideoSettings, slices: tuple[Size, Size, Size]) -> None:
-        self._settings = settings
-        self._whole, self._slice, self._slices = slices
-        self._parts: list[Tensor] = []
-
-    def add(self, frames: NDArray[np.uint8]) -> None:
-        """The next frames, RGB [n, height, width, 3]."""
-        tensor = torch.from_numpy(frames).permute(0, 3, 1, 2)
-        (rows, columns), (height, width) = self._slices, self._slice
-        sliced = resized(tensor, (rows * height, columns * width)) if rows else tensor
-        for whole, large in zip(resized(tensor, self._whole), sliced, strict=True):
-            self._parts += [whole, *(tiles(large, rows, columns) if rows else ())]
-
-    def finish(self) -> TowerInputs:
-        patch, values, sizes = self._settings.patch_size, list[Tensor](), list[Size]()
-        mean, std = (numbers.view(3, 1, 1) for numbers in self._settings.mean_and_std)
-        for part in self._parts:
-            rows, columns = (side // patch for side in part.shape[1:])
-            patches = part.view(3, rows, patch, columns, patch).permute(0, 2, 1, 3, 4)
-            values.append(patches.reshape(3, patch, -1).to(torch.float32).sub_(mean).div_(std))
-            sizes.append((rows, columns))
-        return {
-            "pixel_values": torch.cat(values, dim=-1)[None],
-            "target_sizes": torch.tensor(sizes, dtype=torch.int32),
-        }
-
-
 def resized(pixels: Tensor, size: tuple[int, int]) -> Tensor:
     """uint8 [n, 3, height, width] of another height and width."""
     if pixels.shape[2:] == size:
         return pixels
     return F.interpolate(pixels.contiguous(), size, mode="bicubic", antialias=True)
-
-
-def frames_each_second(
-    settings: VideoSettings, total: int, rate: float, count: int | None, fps: float | None
-) -> list[int]:
-    """Frames of MiniCPM-V: the first of each second; of long videos so many, evenly among tenths of seconds."""
-    if count is not None or fps is not None:
-        raise ValueError("the model takes a frame a second; leave out num_frames and fps of mm_processor_kwargs")
-    duration = total / rate
-    if duration <= settings.max_frames:
-        return [min(int(second * rate), total - 1) for second in range(math.ceil(duration))]
-    tenths = [min(int(round(tenth * 0.1, 1) * rate), total - 1) for tenth in range(int(duration / 0.1))]
-    return [tenths[i] for i in np.linspace(0, len(tenths) - 1, min(settings.max_frames, len(tenths)), dtype=int)]
 
 
 def frames_from_the_first(
@@ -387,8 +320,6 @@ def _bounds(settings: VideoSettings) -> tuple[int, int]:
     return settings.size["shortest_edge"], settings.size["longest_edge"]
 
 
-#: By which frames of MiniCPM-V are cut; whether they are numbered is said for pictures.
-_CUT = ("max_slice_nums", "scale_resolution", "slice_mode", "downsample_mode", "use_image_id")
 _CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 _HALVES = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 #: What transformers' classes have where a checkpoint's file says nothing.
@@ -438,38 +369,6 @@ def gemma4_video(
     if merged:
         settings = replace(settings, patch_size=patch * kernel, merge_size=1)
     return FrameProcessor(settings, frames_from_the_first, resize)
-
-
-def sliced_video(
-    given: Mapping[str, Any],
-    pictures: Callable[..., Any],
-    slices: Callable[[Any, Size], tuple[Size, Size, Size]],
-) -> VideoProcessor:
-    """``MiniCPMV4_6VideoProcessor``. Raises ValueError as :meth:`VideoSettings.read`.
-
-    Args:
-        pictures: the class of its image processor. slices: of :class:`SlicedProcessor`.
-    """
-    fields = {name: value for name, value in given.items() if value is not None}
-    if (stacked := fields.pop("stack_frames", 1)) != 1:
-        raise ValueError(f"the video processor has stack_frames: {stacked}; frames are shown one by one alone")
-    cut = {name: fields.pop(name) for name in _CUT if name in fields}
-    processor = pictures(**cut, patch_size=fields.get("patch_size", 14))
-    usual: dict[str, Any] = {
-        "patch_size": 14,
-        "size": {},
-        "max_video_tokens": 0,
-        "fps": None,
-        "temporal_patch_size": 1,
-        **_HALVES,
-    }
-    usual |= {"merge_size": 2 if processor.downsample_mode == "4x" else 4}
-    fields["max_frames"] = fields.pop("max_num_frames", 128)
-
-    def resize(settings: VideoSettings, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        return slices(processor, (width, height))[0]
-
-    return SlicedProcessor(VideoSettings.read(fields, usual), frames_each_second, resize, processor, slices)
 
 
 def qwen3_video(given: Mapping[str, Any]) -> VideoProcessor:

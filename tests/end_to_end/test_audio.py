@@ -157,10 +157,7 @@ async def test_a_format_that_is_another_is_named(deployment: LocalDeployment) ->
     "kind",
     [
         *("qwen3_asr", "qwen2_5_omni"),
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("qwen2_audio", "voxtral", "qwen3_omni", "gemma4")
-        ),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_audio", "qwen3_omni", "gemma4")),
     ],
 )
 async def test_the_answer_is_the_same_when_the_encoder_dies(kind: str, tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ from transformers import image_processing_backends, video_processing_utils
 
 #: Families whose image processors want torchvision, and their class.
 TORCHVISION_ALONE = {
-    "llama4": "Llama4ImageProcessor",
-    "lfm2_vl": "Lfm2VlImageProcessor",
     "gemma4_unified": "Gemma4UnifiedImageProcessor",
 }
 

@@ -114,33 +114,6 @@ class PlainGemma4Videos:
         )
 
 
-class PlainMiniCPMVideos:
-    """MiniCPM-V's own video processor, with torch's operators in the place of torchvision's."""
-
-    downsample_mode = "16x"
-
-    def __init__(self, path: Path, clips: Sequence[Clip]) -> None:
-        self._processor, self._clips = video_processor_of(path, "minicpmv4_6"), clips
-
-    def __call__(self, videos: Any, **_: Any) -> BatchFeature:
-        read, metadata = [], []
-        for clip in self._clips:
-            frames, rate = clip.frames()
-            facts = VideoMetadata(total_num_frames=len(frames), fps=rate, duration=len(frames) / rate)
-            indices = list(range(len(frames)))
-            if clip.num_read is not None:
-                indices = np.linspace(0, len(frames) - 1, clip.num_read, dtype=int).tolist()
-            elif not clip.is_list:
-                indices = self._processor.sample_frames(facts)
-            read.append(frames[indices])
-            metadata.append(facts)
-        made: BatchFeature = self._processor(
-            videos=read, video_metadata=metadata, do_sample_frames=False, return_tensors="pt"
-        )
-        made["grids_videos"] = made["grids_videos"].numpy()  # NumPy warns of how transformers adds up tensors
-        return made
-
-
 class PlainUnifiedVideos:
     """Gemma 4 12B's own video processor, with torch's operators in the place of torchvision's."""
 
@@ -172,8 +145,7 @@ class PlainVideoProcessor:
     merge_size = temporal_patch_size = 2
 
     def __new__(cls, path: Path, clips: Sequence[Clip]) -> Any:
-        others = {"gemma4": PlainGemma4Videos, "minicpmv4_6": PlainMiniCPMVideos}
-        others |= {"gemma4_unified": PlainUnifiedVideos}
+        others = {"gemma4": PlainGemma4Videos, "gemma4_unified": PlainUnifiedVideos}
         other = others.get(json.loads((path / "config.json").read_text())["model_type"])
         return super().__new__(cls) if other is None else other(path, clips)
 

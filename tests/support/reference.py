@@ -44,7 +44,7 @@ class Reference:
             lengths = {len(sound.samples()) for sound in sounds}
             return len(lengths) < 2 and not any(clip.fps for clip in videos)
         # and of these videos a rate cannot be asked for
-        if name in ("Gemma4Processor", "Gemma4UnifiedProcessor", "MiniCPMV4_6Processor"):
+        if name in ("Gemma4Processor", "Gemma4UnifiedProcessor"):
             return not any(clip.fps for clip in videos)
         return name != "Qwen3ASRProcessor" or len(sounds) < 2
 
@@ -82,8 +82,6 @@ class Reference:
             media["audio"] = [sound.samples() for sound in sounds]
         inputs = read(text=[prompt], **media, return_tensors="pt", add_special_tokens=False)
         inputs.pop("video_metadata", None)
-        if images:
-            inputs["pixel_values"] = inputs["pixel_values"].float()  # Llama 4's are bfloat16
         with torch.inference_mode():
             output = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
         self.prompt = inputs["input_ids"][0].tolist()
