@@ -127,7 +127,9 @@ class UnpaddedAudio(AudioProcessor):
                 raise ValueError(f"n_window of {where} is {found}; transformers' processor runs {_HALF_BLOCK}")
 
     def num_frames(self, item: MediaRef) -> int:
-        count = max(item.audio.count_at(self.rate), getattr(self.extractor, "min_length", 0))
+        count = item.audio.count_at(self.rate)
+        if self.kind == "Qwen3ASRFeatureExtractor":  # which pads shorter sounds
+            count = max(count, self.extractor.min_length)
         return int(count // self.extractor.hop_length)
 
     def num_pixels(self, item: MediaRef) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
@@ -133,17 +132,11 @@ class Family:
         self.row_token_ids = self.token_ids
         self.processor = image_processor
 
-    @staticmethod
-    def read_pictures(path: Path) -> Any:
-        """The image processor of a checkpoint. Raises ValueError for what is not known."""
-        from transformers import AutoImageProcessor
+    def read_video(self, processor: Any) -> VideoProcessor:
+        """Return how a checkpoint's videos are sampled and cut, by transformers' processor of it."""
+        from epd_serve.models import video_processor
 
-        # the same pixels wherever an instance runs: torchvision, where there is one, resizes in another way
-        return AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
-
-    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
-        """How a checkpoint's videos are sampled and cut, by its file. Raises ValueError for what is not known."""
-        raise NotImplementedError
+        return video_processor.VideoProcessor(processor)
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
@@ -246,6 +239,8 @@ class Family:
         """Raise ValueError where the processors make other inputs than the towers' configurations are for."""
         if self.audio is not None:
             self.audio.check(self.config.audio_config)
+        if self.video is not None and not self.video.processor.do_resize:
+            raise ValueError("do_resize of the video processor is false; frames must be resized")
         for name, expected in self.picture_fields.items():
             if (found := getattr(self.processor, name)) != expected:
                 raise ValueError(

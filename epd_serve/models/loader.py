@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 from torch import nn
-from transformers import AutoFeatureExtractor, PreTrainedModel
-from transformers.video_processing_utils import VideoProcessorMixin
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor, PreTrainedModel
 
 from epd_serve.models.checkpoint_config import model_class, read_config
 from epd_serve.models.families import TEXT, family_of
@@ -39,11 +38,11 @@ def load_family(path: Path) -> Family:
     config = read_config(path)
     kind = family_of(config)
     try:
-        processor = kind.read_pictures(path) if "image" in kind.modalities else None
+        takes_images = "image" in kind.modalities
+        processor = AutoImageProcessor.from_pretrained(path, local_files_only=True) if takes_images else None
         family = kind(config, processor)
         if "video" in kind.modalities and _shows_videos(path):
-            settings, _ = VideoProcessorMixin.get_video_processor_dict(path, local_files_only=True)
-            family.video = family.read_video(settings)
+            family.video = family.read_video(AutoVideoProcessor.from_pretrained(path, local_files_only=True))
             family.token_ids["video"] = config.video_token_id
         if "audio" in kind.modalities and config.audio_config is not None:
             extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True)
@@ -195,7 +194,7 @@ def media_fingerprint(path: Path, dtype: str) -> str:
 
     Weights are sampled (head and evenly spaced pages of each file), so that a large checkpoint takes no minutes.
     """
-    hasher = blake3(f"epd-serve feature 1 {dtype}".encode())
+    hasher = blake3(f"epd-serve feature 2 {dtype}".encode())
     for name in _FILES:
         file = path / name
         hasher.update(name.encode() + (file.read_bytes() if file.exists() else b"-"))

@@ -19,14 +19,12 @@ import pytest
 import pytest_asyncio
 import tiny_models
 from chat import data_url
-from clips import clip
+from clips import Clip, clip
 from fleet import Books, figures
 from identity import MAX_TOKENS, Question
 from pictures import noise, png
-from plain_audio import Sound
-from plain_video import Clip
 from reference import Reference
-from sounds import encoded, sound
+from sounds import Sound, encoded, sound
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment

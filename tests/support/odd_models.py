@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from plain_torchvision import TORCHVISION_ALONE, image_processor_of
 from sounds import tune
 from torch import Tensor
 from transformers import (
@@ -336,11 +335,7 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
             if takes_media:
                 (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(read)))
             if hasattr(read, "vision_config"):
-                processor: Any = (
-                    image_processor_of(path, read.model_type)
-                    if read.model_type in TORCHVISION_ALONE
-                    else AutoImageProcessor.from_pretrained(path)
-                )
+                processor: Any = AutoImageProcessor.from_pretrained(path)
                 inputs = dict(processor(images=[picture()], return_tensors="pt", **_options(read)))
                 for name in (
                     "num_patches",
