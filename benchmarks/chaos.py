@@ -4,6 +4,9 @@ With ``--hangs`` some of them are stopped (SIGSTOP) instead, which the superviso
 all are long streams of patient clients, one instance of each role is left alone while another is started again,
 and at least 99 % of the streams have to be complete.
 
+With ``--stop SECONDS`` nothing is killed: d0 is stopped once, in the middle of streams, and goes on after so long
+(0: never, so that it is replaced). All streams have to be right.
+
 The requests and their judge are those of ``epd-serve verify --suite faults``: every answer is compared with the
 one that the same deployment gave before the first fault (greedy, float32). In the end no instance and no gateway
 may hold anything. Run as ``python -m benchmarks.chaos [--requests 1000]`` from the repository's root; the exit
@@ -48,10 +51,10 @@ HANG_TIMEOUT_S = 9.0
 WAIT_S = 30.0
 #: However slow the machine, a stream is not to be hit again and again.
 ANSWERS_BETWEEN = 4
+#: With --stop: longer than a replacement takes.
+STOP_DEADLINE_S = 300.0
 LEAST_COMPLETE = 0.99
-_COUNTERS = re.compile(
-    r"epd_serve_(?:request_(retries|continuations)_total|migrations_total\{outcome=\"(\w+)\"\})"
-)
+_COUNTERS = re.compile(r"epd_serve_request_(retries|continuations)_total")
 #: Seconds in which all has to be given back after the last fault.
 _SETTLE_S = 4 * LEASE_S + HANG_TIMEOUT_S + 15
 
@@ -155,6 +158,45 @@ class Chaos(Traffic):
         }
 
 
+async def stop_once(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Stop the only D in the middle of streams, with the timeouts that a deployment has by default."""
+    requests = mixed_requests(arguments.requests, arguments.seed, patient=True)
+    config = DeploymentConfig(
+        topology=arguments.topology,
+        hang_timeout_s=arguments.hang_timeout,
+        gateway={"port": 0},
+        feature_store=arguments.store,
+        instances={"threads": 1, "kv_transfer": {"transport": arguments.transport, "mode": arguments.mode}},
+    )
+    log_dir = Path(tempfile.mkdtemp(prefix="epd-serve-chaos-"))
+    async with started(arguments, config, log_dir) as chaos:
+        chaos.deadline_s = STOP_DEADLINE_S
+        await chaos.learn(requests, arguments.concurrency)
+        began = time.monotonic()
+        asking = asyncio.create_task(chaos.ask_all(requests, arguments.concurrency))
+        await asyncio.sleep(arguments.interval)
+        victim = next(one for one in chaos.deployment.processes if one.spec.name == "d0")
+        os.kill(victim.pid, signal.SIGSTOP)
+        if arguments.stop:
+            await asyncio.sleep(arguments.stop)
+            os.kill(victim.pid, signal.SIGCONT)
+        else:
+            chaos.kills["d0"] = chaos.hangs["d0"] = 1
+        await asking
+        seconds = time.monotonic() - began
+        await chaos.settle()
+        report = chaos.report()
+        return {
+            **heading("chaos", arguments, seconds, "topology", "store", "transport", "mode"),
+            "stopped_s": arguments.stop or "until it was replaced",
+            "hang_timeout_s": config.hang_timeout_s,
+            "passed": report["complete"] == 1.0 and not report["leaks"],
+            **report,
+            **await counters(chaos.client),
+            "logs": str(log_dir),
+        }
+
+
 def kind_of(name: str) -> str:
     """e0 → e."""
     return name.rstrip("0123456789")
@@ -224,11 +266,11 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def counters(client: Client) -> dict[str, int]:
-    """The gateway's counters of retries, continuations and moves."""
+    """The gateway's counters of retries and continuations."""
     found = {}
     for name, value in (await client.metrics()).items():
         if counted := _COUNTERS.fullmatch(name):
-            found[counted[1] or counted[2]] = int(value)
+            found[counted[1]] = int(value)
     return found
 
 
@@ -265,9 +307,12 @@ def new_parser(description: str, *, num_requests: int) -> argparse.ArgumentParse
 def main() -> int:
     parser = new_parser(__doc__ or "", num_requests=1000)
     parser.add_argument("--streams", action="store_true", help="long streams of patient clients alone")
+    parser.add_argument("--stop", type=float, help="stop the only D once, for these seconds; 0: for good")
+    parser.add_argument("--hang-timeout", type=float, default=30.0, help="with --stop")
     parser.add_argument("--output", type=Path, default=RESULTS / "chaos-cpu.json")
     arguments = parser.parse_args()
-    return publish(asyncio.run(run(arguments)), arguments.output)
+    work = run(arguments) if arguments.stop is None else stop_once(arguments)
+    return publish(asyncio.run(work), arguments.output)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ It needs torch_npu, transformers, pytest and hypothesis, no model and no network
 * ``checks``: the self-test of ``epd-serve devices --check``;
 * ``operators``: attention of decodes and prompts, a tower's attention, norms, rotation and SwiGLU in milliseconds,
   beside plain torch's operators on the same device;
-* ``parity``: features of the built-in model's tower on the NPU against the CPU's, within the bounds of ``parity``;
+* ``parity``: features of the built-in model's tower on the NPU against the CPU's;
 * ``transfer``: copies between host and device, pinned, and KV through shared memory and TCP;
 * ``engine``: encode, prefill, decode eagerly and as graphs, two streams, for the shapes of Qwen2.5-VL-7B and
   Qwen3-VL-8B with random weights (``benchmarks.engine_gpu``; needs 40 GiB of disk and 30 GiB of memory);
@@ -39,8 +39,7 @@ from benchmarks.accelerator import Part, Target, finish, run_parts, run_tests, s
 from benchmarks.common import RESULTS, argument_parser
 from device import ascend
 from device.base import AttentionOps, Device
-from device.check.batch import Batch
-from device.check.kernels import check_device
+from device.check import check_device, random_step
 from device.ops.plain import PlainOps
 from device.registry import get_device
 
@@ -127,10 +126,7 @@ def ceilings(device: Device, *, tiny: bool) -> dict[str, float]:
 
 def measure_checks(device: Device) -> tuple[list[dict[str, Any]], list[Target]]:
     """The self-test's rows; none may have failed."""
-    rows = [
-        {"check": row.check, "passed": row.passed, "detail": row.detail, "seconds": round(row.seconds, 1)}
-        for row in check_device(device)
-    ]
+    rows = [{"check": row.check, "passed": row.passed, "detail": row.detail} for row in check_device(device)]
     failed = sum(not row["passed"] for row in rows)
     return rows, [Target(name="failed self-tests", measured=failed, required=0, at_least=False)]
 
@@ -166,20 +162,8 @@ def _attention_call(
     device: Device, ops: AttentionOps, decodes: list[int], prefills: list[tuple[int, int]]
 ) -> Callable[[], object]:
     """One layer of a step: the cache is written, then read."""
-    sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "kv_heads": KV_HEADS, "group": GROUP, "head_dim": HEAD_DIM}
-    batch = Batch(decodes, prefills, **sizes, seed=0)
-    meta = batch.meta_on(device.torch_device)
-    query, key, value, kv_layer = (
-        states.nan_to_num(0.0).to(device.torch_device, torch.bfloat16)
-        for states in (batch.query, batch.key, batch.value, batch.kv_layer)
-    )
-    plan = ops.prepare(meta, torch.bfloat16)
-
-    def call() -> None:
-        ops.write_kv(key, value, kv_layer, meta.slot_mapping)
-        ops.attend(query, key, value, kv_layer, plan, batch.scale)
-
-    return call
+    chunks = [*((1, context) for context in decodes), *prefills]
+    return random_step(ops, device.torch_device, torch.bfloat16, *chunks, heads=KV_HEADS, size=BLOCK_SIZE)[1]
 
 
 def _vision_call(device: Device, ops: AttentionOps, patches: int, head_dim: int) -> Callable[[], object]:
@@ -189,22 +173,21 @@ def _vision_call(device: Device, ops: AttentionOps, patches: int, head_dim: int)
 
 
 def measure_parity(device: Device) -> tuple[dict[str, Any], list[Target]]:
-    """Compare this device's features with a CPU's, as P does."""
+    """Compare this device's features of a smooth picture with a CPU's."""
     from epd_serve.demo import weights_dir
-    from epd_serve.instance.parity import difference, fixed_inputs, sample_of
     from epd_serve.models.loader import load_family
     from epd_serve.models.tower import Tower
 
     path = weights_dir()
-    inputs, _ = fixed_inputs(load_family(path))
+    columns = torch.arange(112) % 256
+    picture = torch.stack((columns, 255 - columns, columns.flip(0)), dim=-1).to(torch.uint8).expand(84, -1, -1)
+    inputs = load_family(path).preprocess(picture.numpy())
     theirs, ours = (
         Tower(path, torch.bfloat16, one).encode([inputs])[0].cpu() for one in (device, get_device("cpu"))
     )
-    data = memoryview(theirs.contiguous().view(torch.uint8).numpy()).cast("B")
-    problem = difference(sample_of(device.type, theirs, data), ours)
-    failed = Target(name="features unlike the CPU's", measured=bool(problem), required=0, at_least=False)
     error = float((theirs.double() - ours.double()).norm() / ours.double().norm())
-    return {"relative_error": error, "problem": problem}, [failed]
+    target = Target(name="relative error of bfloat16 features", measured=error, required=0.05, at_least=False)
+    return {"relative_error": error}, [target]
 
 
 def measure_transfer(device: Device, *, tiny: bool) -> dict[str, float]:

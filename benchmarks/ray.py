@@ -176,7 +176,7 @@ class Cluster:
         raise LookupError(name)
 
     def pss_mib(self) -> dict[str, Any]:
-        """Memory of Ray on the head and on a worker, of an actor, and of the agent that it runs."""
+        """Memory of Ray on the head and on a worker, of an actor, and of the unit that it runs."""
 
         def mib(found: Sequence[psutil.Process]) -> int:
             return round(sum(one.memory_full_info().pss for one in found) / 2**20)
@@ -188,7 +188,7 @@ class Cluster:
             "head": mib(self.processes("head", *rays)),
             "worker": mib([one for one in self.processes(host, *rays) if one.pid not in actors]),
             "actor": mib([one for one in self.processes(host, *rays) if one.pid in actors]),
-            "agent": mib(self.processes(host, "epd_serve.cli agent")),
+            "unit": mib(self.processes(host, "--unit")),
         }
 
     def get(self, url: str, body: Any = None, timeout_s: float = 180.0) -> Any:

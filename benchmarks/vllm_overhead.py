@@ -31,7 +31,7 @@ from epd_serve.backends.vllm_command import VllmOptions, command_of, environment
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, model_path
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.launch.processes.ports import free_port
-from epd_serve.launch.vllm.probe import probe_vllm
+from epd_serve.launch.vllm.installed import find_vllm
 from epd_serve.types import Role
 
 TOPOLOGIES = ("EPD", "E-P-D", "EP-D")
@@ -165,9 +165,7 @@ async def measure_plain(python: str, num_rounds: int, pictures: Pictures) -> lis
         return [summary("plain", rounds)]
 
 
-async def measure(
-    topology: str, python: str, num_rounds: int, pictures: Pictures, media: str
-) -> list[dict[str, Any]]:
+async def measure(topology: str, python: str, num_rounds: int, pictures: Pictures) -> list[dict[str, Any]]:
     config = DeploymentConfig(
         topology=topology,
         engine="vllm",
@@ -176,7 +174,7 @@ async def measure(
         dtype="float32",
         gateway={"port": 0},
         instances=INSTANCES,
-        vllm={"python": python, "media": media},
+        vllm={"python": python},
     )
     async with LocalDeployment(config, ready_timeout_s=1200) as deployment:
         running = processes(deployment)
@@ -184,7 +182,7 @@ async def measure(
         def cpu() -> dict[str, float]:
             return cpu_s(running)
 
-        ways = {topology if media == "raw" else f"{topology}, media: {media}": deployment.gateway_url}
+        ways = {topology: deployment.gateway_url}
         if topology == "EPD":
             [instance] = deployment.instances.values()
             ways["EPD without its gateway"] = instance.url
@@ -200,20 +198,17 @@ async def measure(
 async def run(arguments: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     python, num_rounds, pictures = arguments.vllm_python, arguments.rounds, (arguments.size, arguments.every)
-    kinds = [
-        (name, kind) for name in arguments.topologies for kind in arguments.media if kind == "raw" or "E-" in name
-    ]
-    for name, media in [("plain", "raw"), *kinds]:
+    for name in ["plain", *arguments.topologies]:
         if name == "plain":
             found = await measure_plain(python, num_rounds, pictures)
         else:
-            found = await measure(name, python, num_rounds, pictures, media)
+            found = await measure(name, python, num_rounds, pictures)
         rows += found
         print(*map(json.dumps, found), sep="\n", flush=True)
         report = {
             "command": " ".join([COMMAND, *arguments.told]),
             "machine": machine(),
-            "vllm": probe_vllm(arguments.vllm_python).vllm,
+            "vllm": find_vllm(arguments.vllm_python).vllm,
             "rows": rows,
         }
         write(FOLDER / arguments.results, report)
@@ -227,9 +222,8 @@ def main() -> None:
     parser.add_argument("--results", default="vllm-overhead-cpu.json", help="file name in benchmarks/results")
     parser.add_argument("--size", type=int, default=160, help="of pictures, in pixels a side")
     parser.add_argument("--every", type=int, default=2, help="of so many requests one has a picture")
-    parser.add_argument("--media", nargs="*", default=["raw"], choices=("raw", "rewritten"), help="vllm.media")
     arguments = parser.parse_args()
-    given = {"topologies": "*", "rounds": None, "size": None, "every": None, "media": "*"}
+    given = {"topologies": "*", "rounds": None, "size": None, "every": None}
     arguments.told = [
         f"--{name} {' '.join(map(str, value)) if kind else value}"
         for name, kind in given.items()

@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import json
 import random
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ from benchmarks.common import CHAT_PATH, RESULTS, argument_parser, data_url, gre
 from benchmarks.deployed import figures
 from epd_serve.config import DEMO_MODEL, DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
-from epd_serve.launch.vllm.probe import probe_vllm
+from epd_serve.launch.vllm.installed import find_vllm
 
 TOPOLOGIES = ("EPD", "E-P-D", "E-PD", "EP-D")
 PASSES = [(stream, concurrency) for concurrency in (4, 24) for stream in (False, True)]
@@ -254,17 +253,9 @@ async def kill(deployment: LocalDeployment, name: str) -> dict[str, Any]:
     }
 
 
-def connectors(python: str, media: str, folder: Path) -> dict[str, str]:
-    """The deployment file's section ``vllm``, with connectors that this vLLM can run."""
-    found = probe_vllm(python)
-    if found.lacks("store") or found.lacks("grouped"):
-        return {"python": python, "features": "file", "feature_dir": str(folder), "kv": "mooncake"}
-    return {"python": python, "media": media}
-
-
 async def measure(
     topology: str,
-    vllm: dict[str, str],
+    python: str,
     bodies: list[dict[str, Any]],
     expected: Expected | None,
     storms: int,
@@ -286,7 +277,7 @@ async def measure(
         dtype="float32",
         gateway={"port": 0},
         instances=INSTANCES,
-        vllm=vllm if "E-" in topology else {**vllm, "media": "raw"},
+        vllm={"python": python},
     )
     async with LocalDeployment(config, ready_timeout_s=1200) as deployment:
         row: dict[str, Any] = {"topology": topology, "ready_s": round(time.monotonic() - start, 1), "passes": []}
@@ -376,29 +367,26 @@ async def run(arguments: argparse.Namespace) -> None:
         if answers is not None:
             answers.write_text(json.dumps(expected))
         report = {
-            "command": COMMAND
-            + (" --media rewritten" if arguments.media == "rewritten" else "")
-            + (" --answers FILE --topologies T, for each" if answers is not None else ""),
+            "command": COMMAND + (" --answers FILE --topologies T, for each" if answers is not None else ""),
             "machine": machine(),
-            "vllm": probe_vllm(arguments.vllm_python).vllm,
+            "vllm": find_vllm(arguments.vllm_python).vllm,
             "took_s": sum(one.get("took_s", 0) for one in rows.values()),
             "rows": sorted(rows.values(), key=lambda one: TOPOLOGIES.index(one["topology"])),
         }
         write(results, report)
 
     for topology in topologies:
-        with tempfile.TemporaryDirectory() as folder:
-            expected = await measure(
-                topology,
-                connectors(arguments.vllm_python, arguments.media, Path(folder)),
-                bodies,
-                expected,
-                arguments.storms,
-                arguments.idle_s,
-                arguments.bursts,
-                arguments.kills,
-                keep,
-            )
+        expected = await measure(
+            topology,
+            arguments.vllm_python,
+            bodies,
+            expected,
+            arguments.storms,
+            arguments.idle_s,
+            arguments.bursts,
+            arguments.kills,
+            keep,
+        )
         print(summary(rows[topology]), flush=True)
 
 
@@ -409,7 +397,6 @@ def main() -> None:
     parser.add_argument(
         "--answers", type=Path, help="keeps the answers of vLLM alone, so that topologies can be run one at a time"
     )
-    parser.add_argument("--media", default="raw", choices=("raw", "rewritten"), help="vllm.media")
     parser.add_argument("--storms", type=int, default=10)
     parser.add_argument("--bursts", type=int, nargs="*", default=BURSTS, help="requests at once")
     parser.add_argument("--kills", nargs="*", default=["e", "p", "d"], help="roles an instance of which is killed")

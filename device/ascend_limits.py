@@ -27,22 +27,16 @@ class InstanceUse:
         num_streams: streams that it opens, the default one included.
         num_graphs: decode batch sizes that it captures.
         num_layers: attention layers in each graph; each is a task group to update, with an event.
-        num_groups: communicators that its graphs use (1 with tensor parallelism).
     """
 
     num_streams: int
     num_graphs: int = 0
     num_layers: int = 0
-    num_groups: int = 0
 
     @property
     def streams(self) -> int:
-        """Streams of the process and of its graphs.
-
-        A graph holds one, and two more for each communicator, which itself takes 40: what vLLM's Ascend backend
-        reckoned with on A2 (update_aclgraph_sizes, until June 2026). An estimate from above on newer drivers.
-        """
-        return self.num_streams + self.num_graphs * (1 + 2 * self.num_groups) + 40 * self.num_groups
+        """Streams of the process and of its graphs, of which each holds one."""
+        return self.num_streams + self.num_graphs
 
     @property
     def tasks(self) -> int:
@@ -71,7 +65,7 @@ def check_colocation(instances: Mapping[str, InstanceUse]) -> None:
 def _remedy(instances: Mapping[str, InstanceUse], resource: str, needs: Mapping[str, int], excess: int) -> str:
     largest = max(needs, key=lambda name: needs[name])
     use = instances[largest]
-    per_graph = 1 + 2 * use.num_groups if resource == "streams" else use.num_layers
+    per_graph = 1 if resource == "streams" else use.num_layers
     graphs = use.num_graphs - -(-excess // per_graph) if per_graph else 0
     if graphs >= 1:
         return f"let {largest} capture {graphs} batch sizes instead of {use.num_graphs}, or move an instance away"

@@ -335,8 +335,7 @@ class BareDevice(Protocol):
     def stream(self, priority: int = 0, share: float | None = None) -> Stream:
         """A new stream; a lower number is served first.
 
-        An accelerator serves none after those of priority 0. On a CPU a positive priority is the niceness of the
-        threads that use the stream, from then on; none is served before priority 0.
+        An accelerator serves none after those of priority 0. On a CPU priorities mean nothing.
 
         Args:
             share: part of the arithmetic that this process has to which the stream's work keeps, in (0, 1]; other
@@ -415,7 +414,7 @@ class DeviceReport:
     graphs: str | None = None
     partition: Partition | None = None
     transports: tuple[str, ...] = ()
-    """The distributed backend, then the Mooncake protocols."""
+    """Protocols of Mooncake that reach what an instance offers."""
 
 
 class EagerRunner(GraphRunner):

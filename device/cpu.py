@@ -42,10 +42,7 @@ class CpuEvent:
 class CpuStream:
     """Fills the Stream protocol: the calling thread does its work at once, so there is never any to wait for."""
 
-    __slots__ = ("_niceness",)
-
-    def __init__(self, priority: int = 0) -> None:
-        self._niceness = max(priority, 0)
+    __slots__ = ()
 
     def synchronize(self) -> None:
         return
@@ -59,8 +56,6 @@ class CpuStream:
         return event
 
     def __enter__(self) -> CpuStream:
-        if self._niceness:
-            host.be_nice(self._niceness)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -125,7 +120,7 @@ class CpuDevice(host.HostPart):
     def stream(self, priority: int = 0, share: float | None = None) -> base.Stream:
         if share is not None:
             raise ValueError("a CPU limits no stream to a share, it parts threads: leave tower_share out")
-        return CpuStream(priority)
+        return CpuStream()
 
     def current_stream(self) -> base.Stream:
         return self._stream

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -83,13 +82,6 @@ def _pin(cores: Sequence[int]) -> None:
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # a thread that has ended since the listing
             os.sched_setaffinity(int(task.name), cores)
-
-
-def be_nice(niceness: int) -> None:
-    """Let this thread, and those that it starts, wait for threads of lower niceness; 0 to 19, never less again."""
-    thread = threading.get_native_id()
-    if os.getpriority(os.PRIO_PROCESS, thread) < niceness:
-        os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def reset_peak_memory() -> int:

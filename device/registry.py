@@ -95,11 +95,11 @@ def _report(backend: _Backend, kind: str, index: int) -> DeviceReport:
         attention=device.ops.name,
         graphs=device.graph_runner().name,
         partition=device.partition,
-        transports=(device.transport.distributed_backend, *_protocols(device)),
+        transports=_protocols(device),
     )
 
 
-def _protocols(device: Device) -> list[str]:
+def _protocols(device: Device) -> tuple[str, ...]:
     """Mooncake's protocols for which this machine has the hardware."""
     has_rdma = _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
-    return [one for one in device.transport.mooncake_protocols if one != "rdma" or has_rdma]
+    return tuple(one for one in device.transport.mooncake_protocols if one != "rdma" or has_rdma)

@@ -1,4 +1,4 @@
-"""The ways in which each type of device talks to others: collectives and bulk transfer."""
+"""The ways in which the memory of each type of device is sent elsewhere."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from types import MappingProxyType
 class TransportCapability:
     """The ways in which a device's memory can be sent elsewhere."""
 
-    distributed_backend: str
-    """The backend of torch.distributed."""
     mooncake_protocols: tuple[str, ...]
     """Protocols of Mooncake's Transfer Engine that can reach what an instance offers; the portable one first.
 
@@ -32,25 +30,18 @@ class TransportCapability:
 
 TRANSPORTS: Mapping[str, TransportCapability] = MappingProxyType(
     {
-        "cpu": TransportCapability(
-            distributed_backend="gloo", mooncake_protocols=("tcp", "rdma"), device_protocols=()
-        ),
-        "cuda": TransportCapability(
-            distributed_backend="nccl", mooncake_protocols=("tcp", "rdma"), device_protocols=("rdma",)
-        ),
+        "cpu": TransportCapability(mooncake_protocols=("tcp", "rdma"), device_protocols=()),
+        "cuda": TransportCapability(mooncake_protocols=("tcp", "rdma"), device_protocols=("rdma",)),
         # Over HCCS, its default within a server, Mooncake registers device memory by pages of 2 MiB
         # (ascend_direct_transport.md); the driver takes 256 regions of a process.
         "npu": TransportCapability(
-            distributed_backend="hccl",
             mooncake_protocols=("ascend",),
             device_protocols=("ascend",),
             alignment_bytes=2 * 1024 * 1024,
             max_regions=256,
         ),
         # Its memory is the host's.
-        "emulated": TransportCapability(
-            distributed_backend="gloo", mooncake_protocols=("tcp", "rdma"), device_protocols=("tcp", "rdma")
-        ),
+        "emulated": TransportCapability(mooncake_protocols=("tcp", "rdma"), device_protocols=("tcp", "rdma")),
     }
 )
 """By torch device type."""

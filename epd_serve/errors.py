@@ -146,13 +146,9 @@ PREPARATION_FULL = "preparation_full"
 DRAINING = "draining"
 #: The same of the decode instance that a prefill instance, which stays, has asked.
 DECODE_DRAINING = "decode_draining"
-#: The same of a decode instance that keeps the answer's KV a while, for another decode instance to be named.
-KV_HELD = "kv_held"
 #: Code of the error of an instance that cannot reach the other one of a request, or be reached by it. Both may be
 #: well and reach others: what has failed is the two together.
 PEER_UNREACHABLE = "peer_unreachable"
-#: Code of the error of an instance that has yet to compare a feature's producer with its own.
-PRODUCER_UNKNOWN = "producer_unknown"
 #: Code of the error of an instance that does not reach the device with a feature: it takes it from the host.
 NOT_MAPPED = "not_mapped"
 #: Code of the Unavailable of a decode instance without blocks for a request's KV.

@@ -2,6 +2,7 @@
 
 ``python -m epd_serve.lifeline [--group] PARENT_PID COMMAND...`` becomes a command that is tied in this way.
 With ``--group`` it leads a process group, which ends with it: for programs whose children are not tied to them.
+Python's resource trackers in the group may first remove the shared memory and semaphores that were left behind.
 It may be run as a script.
 """
 
@@ -11,8 +12,14 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
+#: Time that resource trackers have to clean up once the processes that they serve are gone.
+CLEAN_UP_S = 2.0
+_LOOK_S = 0.02
+_TRACKER = b"multiprocessing.resource_tracker"
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -47,8 +54,37 @@ def keep_group_together() -> None:
                 os.closerange(int(descriptor), int(descriptor) + 1)
             while os.getppid() == leader:
                 signal.sigwait({signal.SIGUSR1})
+            _end_group(leader)
         finally:
             os.killpg(leader, signal.SIGKILL)
+
+
+def _end_group(group: int) -> None:
+    """Kill all others of this process's group but resource trackers, and wait until these have cleaned up.
+
+    A tracker ends by itself once no process holds its pipe open.
+    """
+    deadline = time.monotonic() + CLEAN_UP_S
+    while (others := _members(group)) and time.monotonic() < deadline:
+        for pid, command in others.items():
+            if _TRACKER not in command:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+
+
+def _members(group: int) -> dict[int, bytes]:
+    """Return the command lines of the other running processes of a group."""
+    found = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - a script that stays in memory imports little
+        if not name.isdecimal() or int(name) == os.getpid():
+            continue
+        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as stat:  # noqa: PTH123
+            state, _, its_group = stat.read().rpartition(b")")[2].split()[:3]
+            if int(its_group) == group and state != b"Z":
+                with open(f"/proc/{name}/cmdline", "rb") as command:  # noqa: PTH123
+                    found[int(name)] = command.read()
+    return found
 
 
 def _tell_of_parents_end(signal_number: int) -> None:

@@ -27,7 +27,6 @@ from epd_serve.protocol.openai.tokenizing import DetokenizeBody, TokenizeBody
 from epd_serve.protocol.openai.transcriptions import TranscriptionRequest
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.routing.table import InstanceTable
-from proxy.admin.hosts import deployment_router, hosts_router
 from proxy.admin.plane import create_admin_app, running_admin, running_on_path
 from proxy.admin.reload import ConfigReload
 from proxy.admin.rollout import files_router, rollout_router
@@ -116,9 +115,7 @@ def create_app(
             await stack.enter_async_context(fetcher)
             stack.callback(probe.close)
             routers = [operations_router(table, health, switches), scaling_router(table, served_requests)]
-            routers += [hosts_router(current, lambda: app.state.files)]
-            orders = [switches_router(switches, hold), deployment_router(current, lambda: app.state.files)]
-            orders += [rollout_router(table, switches, hold)]
+            orders = [switches_router(switches, hold), rollout_router(table, switches, hold)]
             joining = leases_router(leases, needs_tls=settings.tls is not None)
             if gateway.admin.port is not None:
                 admin = create_admin_app(

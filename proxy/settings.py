@@ -14,6 +14,9 @@ from epd_serve.media.video import VideoLimits
 from epd_serve.protocol.addresses import is_loopback
 from epd_serve.rpc.tls import TlsFiles
 
+#: Of the time until an instance that hangs is replaced: a part, and seconds.
+_START_MARGIN, _PAUSE_S = 1.5, 10.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatewaySettings:
@@ -112,10 +115,17 @@ class GatewaySettings:
         """The time for which an instance may encode an item before another is asked: P waits for twice that."""
         return self.config.settings_for("P").feature_timeout_s / 2
 
-    @property
-    def failover_wait_s(self) -> float:
-        """The time for which a request waits for an instance to come where none is left for a stage."""
-        return self.gateway.failover.wait_s_of(self.config.engine)
+    def replacement_wait_s(self, start_s: float) -> float:
+        """The time for which a request waits for an instance where none is left for a stage.
+
+        ``start_s``: of an instance. It is as long as it takes to replace one that hangs: a supervisor notices that
+        within 4/3 of ``hang_timeout_s``, pauses for a second or more, and a start beside load takes longer than
+        the first one.
+        """
+        if (chosen := self.gateway.failover.wait_s) is not None:
+            return chosen
+        replaced_s = _START_MARGIN * ((self.config.hang_timeout_s or 0.0) + start_s) + _PAUSE_S
+        return min(self.gateway.request_timeout_s, replaced_s)
 
 
 class Current:

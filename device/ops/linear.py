@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from device.ops.cpu_kernels import cpu_kernels
-from device.ops.shared_weights import pack_shared
 
 Linear = Callable[[Tensor], Tensor]
 Activation = Literal["none", "swish", "gelu_tanh"]
@@ -44,7 +43,7 @@ class Product:
         self._bias = bias
         self._width = len(weight)
         self._is_packed = _packs(weight)
-        self._weight = pack_shared(weight, _reorder) if self._is_packed else weight
+        self._weight = _reorder(weight) if self._is_packed else weight
         kernels = cpu_kernels() if self._is_packed and weight.dtype == torch.bfloat16 else None
         self._address = None if kernels is None else kernels.packed_address(self._weight, weight)
         self._kernels = kernels

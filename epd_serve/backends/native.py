@@ -7,9 +7,9 @@ to E carry whole pictures, and are not to stand before anything else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from weakref import WeakSet
 
 import msgspec
@@ -55,7 +55,6 @@ class NativeConnections:
         # those of instances that have left go with their calls
         self._pools: WeakSet[HttpPool] = WeakSet()
         self._streams: WeakSet[Streams] = WeakSet()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def pool(self, name: str, url: str) -> HttpPool:
         pool = HttpPool(name, url, self._key, tls=self._tls)
@@ -68,21 +67,12 @@ class NativeConnections:
         self._streams.add(streams)
         return streams
 
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work``, which must not raise, in the background, at most until the connections close."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*[streams.close() for streams in list(self._streams)])
         await asyncio.gather(*[pool.close() for pool in list(self._pools)])
 
@@ -191,13 +181,6 @@ class NativeInstance:
 
     def decode(self, request: wire.DecodeRequest, *, trace_id: str) -> _StageCall:
         return self._post("/stage/decode", request, trace_id)
-
-    def move(self, request: wire.MoveRequest, *, trace_id: str) -> _StageCall:
-        """Begin a move of a request to another instance.
-
-        The answer has no token and is complete when the other instance goes on.
-        """
-        return self._post("/stage/move", request, trace_id)
 
     def _post(self, path: str, request: wire.Message, trace_id: str) -> _StageCall:
         headers = [_CONTENT_TYPE, (_REQUEST_ID, trace_id.encode())]

@@ -19,7 +19,7 @@ from epd_serve.backends.base import StageCall
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import PrefillAnswer, VllmCall, Work
 from epd_serve.backends.vllm_command import FEATURE_PORT, KV_PORT
-from epd_serve.backends.vllm_server import EngineWatch, Notices, VllmFigures, VllmServer, VllmTarget
+from epd_serve.backends.vllm_server import EngineWatch, VllmFigures, VllmServer, VllmTarget, send_notice
 from epd_serve.backends.vllm_stream import (
     KnownTokens,
     ReplayedTokens,
@@ -30,7 +30,7 @@ from epd_serve.backends.vllm_stream import (
 )
 from epd_serve.errors import Conflict, InstanceFailed, InstanceLost, InvalidRequest, StageTimeout
 from epd_serve.protocol import instance_state, wire
-from epd_serve.protocol.engine_notices import WITH_PIXELS, FeatureWithdrawn, KVUnwanted
+from epd_serve.protocol.engine_notices import FeatureWithdrawn
 from epd_serve.rpc.http import HttpPool
 from epd_serve.topology.remembered import remember_role, remembered_role
 from epd_serve.types import Role
@@ -61,10 +61,6 @@ class _Exchange:
     #: Items whose features P still waits for.
     awaited: set[str] = field(default_factory=set)
     encoded: asyncio.Event = field(default_factory=asyncio.Event)
-    #: What E has told of them.
-    told: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: D's, once it is asked.
-    answer: VllmCall | None = None
     #: Whether D computes the prompt itself.
     is_for_d: bool = False
     #: Prompt tokens that P says were in its prefix cache; None: D's own word counts.
@@ -75,24 +71,10 @@ class _Exchange:
         if usage and self.num_cached is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": min(self.num_cached, usage["prompt_tokens"])}
 
-    def settle(self, mm_hash: str, told: dict[str, Any] | None = None) -> None:
-        if told:
-            self.told[mm_hash] = told
+    def settle(self, mm_hash: str) -> None:
         self.awaited.discard(mm_hash)
         if not self.awaited:
             self.encoded.set()
-
-    async def rewritten(self) -> list[vllm_chat.Media] | None:
-        """The items, pictures without pixels, once it is known; None where one of them needs its pixels.
-
-        Videos and sounds stay as they are: without its frames vLLM makes another prompt of a video.
-        """
-        await self.encoded.wait()
-        items = list(zip(self.request.items, self.media, strict=True))
-        told = [self.told.get(ref.mm_hash) for ref, _ in items if ref.modality == "image"]
-        if not told or not all(told):
-            return None
-        return [self.told[ref.mm_hash] if ref.modality == "image" else item for ref, item in items]
 
 
 class VllmInstances:
@@ -144,7 +126,6 @@ class VllmInstance(VllmServer):
         self._encodes: dict[object, int] = {}
         self._engine_id: tuple[float, str] | None = None
         self._bootstrap: HttpPool | None = None
-        self._notices_at: dict[int, Notices] = {}
         self._ordered = target.role
 
     # ------------------------------------------------------------------ how it is
@@ -246,8 +227,8 @@ class VllmInstance(VllmServer):
         if not self.target.role.has_language_model:
             return f"instance {self.name} of vLLM has no language model; apply a file with the roles that you want"
         return (
-            f"instance {self.name} of vLLM keeps its role {self.target.role}: only with vllm.kv: grouped and "
-            "vllm.features: store do processes hold P and D; apply a file with the roles that you want, which "
+            f"instance {self.name} of vLLM keeps its role {self.target.role}: only with vllm.kv: mooncake on "
+            "CPUs and GPUs can a process become another; apply a file with the roles that you want, which "
             "starts others first"
         )
 
@@ -291,7 +272,7 @@ class VllmInstance(VllmServer):
         if self.target.role.has_language_model:
             if self.target.takes_features and self.target.features == "store":  # P need not wait any more
                 withdrawn = FeatureWithdrawn(request_id=request.request_id, mm_hash=ref.mm_hash)
-                await self._notices(FEATURE_PORT).ask(withdrawn)
+                await send_notice(self.name, self.address(FEATURE_PORT), withdrawn)
             self._settle(request)
             return wire.EncodeReply(cached=False, num_tokens=0)
         model = self._model_of(request) or await self.model_name()
@@ -311,7 +292,7 @@ class VllmInstance(VllmServer):
         finally:
             del self._encodes[key]
         told = (answer.get("ec_transfer_params") or {}).get(ref.mm_hash, {})
-        self._settle(request, told.get("metadata"))
+        self._settle(request)
         return wire.EncodeReply(cached=bool(told.get("cached")), num_tokens=int(told.get("tokens", 0)))
 
     def prefill(self, request: wire.PrefillRequest, *, trace_id: str, media: Sequence[bytes] = ()) -> StageCall:
@@ -330,7 +311,6 @@ class VllmInstance(VllmServer):
 
         def over() -> None:
             self._prompts.pop(key, None)
-            self._disclaim(exchange)
             self._others.exchanges.pop(request.request_id, None)
             if not exchange.answered.done():
                 exchange.answered.cancel()
@@ -341,7 +321,8 @@ class VllmInstance(VllmServer):
             try:
                 if self.target.features == "file":  # it is looked for when the prompt is scheduled, and only then
                     await exchange.encoded.wait()
-                return await self._prefill(work, exchange)
+                compute = self._answer if request.decode_url is None else self._compute_prompt
+                return await compute(work, exchange)
             except Exception as error:
                 if not exchange.answered.done():
                     exchange.answered.set_exception(error)
@@ -351,30 +332,13 @@ class VllmInstance(VllmServer):
 
         return Work(steps, over)
 
-    async def _prefill(self, work: Work, exchange: _Exchange) -> Any:
-        compute = self._answer if exchange.request.decode_url is None else self._compute_prompt
-        rewritten = None
-        if self.target.rewrites_prompts and not exchange.is_for_d:
-            rewritten = await exchange.rewritten()
-        try:
-            return await compute(work, exchange, rewritten=rewritten)
-        except InstanceFailed as error:  # a feature that E has announced could not be fetched
-            if rewritten is None or isinstance(error, InstanceLost):
-                raise
-        if exchange.request.decode_url is None:
-            return await self._answer(work, exchange)
-        exchange.is_for_d = True  # which waits for KV of the transfer that has failed, or is called now
-        return await self._compute_prompt(work, exchange)
-
-    async def _compute_prompt(
-        self, work: Work, exchange: _Exchange, rewritten: Sequence[vllm_chat.Media] | None = None
-    ) -> PrefillAnswer:
+    async def _compute_prompt(self, work: Work, exchange: _Exchange) -> PrefillAnswer:
         """Have P compute the prompt and keep its KV for D, if it comes from there."""
         request = exchange.request
         if exchange.is_for_d:
             exchange.answered.set_result(None)
             return PrefillAnswer()
-        body = vllm_chat.prefill_body(request, rewritten or exchange.media, suffix=self._suffix(rewritten))
+        body = vllm_chat.prefill_body(request, exchange.media)
         body |= self._expected(exchange)
         body["kv_transfer_params"] = self._hand_over(request)
         prompt = await self._go_on(exchange, body, work)
@@ -405,15 +369,7 @@ class VllmInstance(VllmServer):
             raise InstanceFailed(f"instance {self.name} was given a request that no instance prefills")
 
         async def steps(work: Work) -> Any:
-            kv = await self._take_over(exchange)
-            if self.target.rewrites and kv is not None and (rewritten := await exchange.rewritten()):
-                try:
-                    return await self._answer(work, exchange, kv, rewritten)
-                except InstanceFailed as error:
-                    if isinstance(error, InstanceLost) or not self.target.recomputes:
-                        raise
-                    kv = None  # it did not come: with the pixels D computes the prompt itself
-            return await self._answer(work, exchange, kv)
+            return await self._answer(work, exchange, await self._take_over(exchange))
 
         def over() -> None:
             self._num_decodes -= 1
@@ -421,36 +377,20 @@ class VllmInstance(VllmServer):
         self._num_decodes += 1
         return Work(steps, over)
 
-    async def _answer(
-        self,
-        work: Work,
-        exchange: _Exchange,
-        kv: dict[str, Any] | None = None,
-        rewritten: Sequence[vllm_chat.Media] | None = None,
-    ) -> VllmCall:
-        """Begin the answer, with the KV or with the prompt computed here.
-
-        Raises InstanceFailed also for a rewritten prompt's answer that begins with an error.
-        """
-        media = rewritten or exchange.media
-        body = vllm_chat.answer_body(exchange.request, media, suffix=self._suffix(rewritten))
+    async def _answer(self, work: Work, exchange: _Exchange, kv: dict[str, Any] | None = None) -> VllmCall:
+        """Begin the answer, with KV from P or with the prompt computed here."""
+        body = vllm_chat.answer_body(exchange.request, exchange.media)
         if exchange.prefill is self:
             body |= self._expected(exchange)
         if kv is not None:
             body["kv_transfer_params"] = kv
-        call = exchange.answer = self._answer_call(exchange, body, await self._go_on(exchange, body, work))
+        call = self._answer_call(exchange, body, await self._go_on(exchange, body, work))
         work.holds(call)
         call.send()
         await call.opened
-        if rewritten and exchange.request.output.stream:
-            await call.begun()
         return call
 
     # ------------------------------------------------------------------ what connectors are told
-
-    def _suffix(self, rewritten: Sequence[vllm_chat.Media] | None) -> str:
-        """The end of the names of pictures with pixels: where others have none, the two must not be mixed up."""
-        return WITH_PIXELS if self.target.rewrites and rewritten is None else ""
 
     def _expected(self, exchange: _Exchange) -> dict[str, Any]:
         """The word to P that features are on their way."""
@@ -474,8 +414,6 @@ class VllmInstance(VllmServer):
             return None
         prefill, transfer_id = exchange.prefill, exchange.request.request_id
         params: dict[str, Any] = {"do_remote_decode": False, "do_remote_prefill": True, "transfer_id": transfer_id}
-        if self.target.kv == "grouped":
-            return {**params, "address": prefill.address(KV_PORT)}
         if self.target.pulls:
             told = await asyncio.shield(exchange.answered)
             if told is None:
@@ -502,29 +440,14 @@ class VllmInstance(VllmServer):
             self._engine_id = (self._warm or 0.0, str(engine_id))
         return self._engine_id[1]
 
-    def _disclaim(self, exchange: _Exchange) -> None:
-        """Let P free KV that no D will ask for any more; a D that has begun its answer has taken it already."""
-        request, answer = exchange.request, exchange.answer
-        if self.target.kv != "grouped" or request.decode_url is None or exchange.is_for_d:
-            return
-        if answer is None or not answer.has_begun or answer.status >= 400:
-            for rank in range(self.target.ranks):
-                self._notices(KV_PORT + rank).tell(KVUnwanted(transfer_id=request.request_id))
-
-    def _notices(self, offset: int) -> Notices:
-        if offset not in self._notices_at:
-            notices = Notices(self._others.connections, self.name, self.address(offset))
-            self._notices_at[offset] = notices
-        return self._notices_at[offset]
-
     def address(self, offset: int) -> str:
         """``host:port`` of the instance's server at an offset from its HTTP port."""
         parts = urlsplit(self.url)
         return f"{parts.hostname}:{(parts.port or 80) + offset}"
 
-    def _settle(self, request: wire.EncodeRequest, told: dict[str, Any] | None = None) -> None:
+    def _settle(self, request: wire.EncodeRequest) -> None:
         if (exchange := self._others.exchanges.get(request.request_id)) is not None:
-            exchange.settle(request.ref.mm_hash, told)
+            exchange.settle(request.ref.mm_hash)
 
     def _model_of(self, request: wire.EncodeRequest) -> str:
         exchange = self._others.exchanges.get(request.request_id)

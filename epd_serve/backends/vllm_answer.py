@@ -51,8 +51,6 @@ class VllmCall(HttpCall):
     framed = False
     decode_follows = False
     prompt_note = ""
-    #: Whether some of the body has come.
-    has_begun = False
     #: What has to be put right in each object on its way: choices' index and the answer's id.
     rewrite: Callable[[dict[str, Any]], None] | None = None
     #: The beginning of an event whose end has not come yet.
@@ -60,21 +58,6 @@ class VllmCall(HttpCall):
 
     def error(self, body: bytes) -> ServeError:
         return error_of(self.status, body, self._pool.name)
-
-    def receive(self, data: bytes) -> None:
-        self.has_begun = True
-        super().receive(data)
-
-    async def begun(self) -> None:
-        """Return when the first event has begun to come. Raises InstanceFailed where it is an error."""
-        while len(told := b"".join(self._pieces)) < len(_ERROR) and not self._complete:
-            if self._failure is not None:
-                raise self._failure
-            self._news.clear()
-            await self._news.wait()
-        if told.startswith(_ERROR):
-            event, _, _ = (await self.read()).partition(END_OF_EVENT)
-            raise error_of(500, event.removeprefix(DATA), self._pool.name)
 
     async def chunks(self) -> AsyncIterator[bytes]:
         if self.rewrite is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import secrets
 import wave
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -32,19 +32,14 @@ _SAME: dict[str, Any] = {
 _OF_PROMPT = frozenset({"reasoning_effort"})
 
 Body = dict[str, Any]
-#: An item: its bytes, or what E has told of it, from which vLLM finds its place in the prompt.
-Media = bytes | Mapping[str, Any]
 
 
 def path_of(request: PrefillRequest) -> str:
     return COMPLETION if request.messages is None else CHAT
 
 
-def prompt_body(request: PrefillRequest, media: Sequence[Media], *, suffix: str = "") -> Body:
-    """The fields of a body from which the prompt is made; P and D must be given the same ones.
-
-    ``suffix`` ends the items' names.
-    """
+def prompt_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
+    """The fields of a body from which the prompt is made; P and D must be given the same ones."""
     body: Body = {
         "model": request.output.model,
         **media_options(request.items),
@@ -55,13 +50,13 @@ def prompt_body(request: PrefillRequest, media: Sequence[Media], *, suffix: str 
         body["prompt"] = request.prompt
     else:
         items = iter(zip(request.items, media, strict=True))
-        body["messages"] = [_message(message, items, suffix) for message in request.messages]
+        body["messages"] = [_message(message, items) for message in request.messages]
     return body
 
 
-def answer_body(request: PrefillRequest, media: Sequence[Media], *, suffix: str = "") -> Body:
+def answer_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
     """The whole request, for the instance that decodes it."""
-    body = prompt_body(request, media, suffix=suffix)
+    body = prompt_body(request, media)
     body |= _sampling(request.sampling, is_chat=request.messages is not None)
     body |= _output(request.output) | only_vllm(request)
     if "tools" in body:
@@ -83,13 +78,16 @@ def needs_whole_prompt(request: PrefillRequest) -> bool:
     return scores_prompt or "prompt_logprobs" in only_vllm(request)
 
 
-def prefill_body(request: PrefillRequest, media: Sequence[Media], *, suffix: str = "") -> Body:
-    """The body for an instance that computes the prompt alone: its one token is thrown away."""
-    body = prompt_body(request, media, suffix=suffix)
+def prefill_body(request: PrefillRequest, media: Sequence[bytes]) -> Body:
+    """The body for an instance that computes the prompt alone: its one token is thrown away.
+
+    vLLM's connectors hand no KV over where that token ends the answer.
+    """
+    body = prompt_body(request, media)
     if "tools" in body:
         body["tool_choice"] = "none"  # they are part of the prompt; what is called is seen at D
     limit = "max_tokens" if request.messages is None else "max_completion_tokens"
-    return body | {limit: 1, "temperature": 0.0, "stream": False}
+    return body | {limit: 1, "temperature": 0.0, "ignore_eos": True, "stream": False}
 
 
 def encode_body(model: str, ref: MediaRef, media: bytes) -> Body:
@@ -98,13 +96,10 @@ def encode_body(model: str, ref: MediaRef, media: bytes) -> Body:
     return {"model": model, "stream": False, "messages": [message], **media_options([ref])}
 
 
-def media_part(ref: MediaRef, media: Media, suffix: str = "") -> Body:
+def media_part(ref: MediaRef, media: bytes) -> Body:
     """An item as a part of a message, with its hash, so that all instances give the feature the same name."""
-    if not isinstance(media, bytes):
-        kind = f"{ref.modality}_embeds"
-        return {"type": kind, kind: media, "uuid": ref.mm_hash}
     kind = f"{ref.modality}_url"
-    return {"type": kind, kind: {"url": _data_url(ref, media)}, "uuid": ref.mm_hash + suffix}
+    return {"type": kind, kind: {"url": _data_url(ref, media)}, "uuid": ref.mm_hash}
 
 
 def _data_url(ref: MediaRef, media: bytes) -> str:
@@ -132,12 +127,12 @@ def media_options(refs: Sequence[MediaRef]) -> Body:
     return body
 
 
-def _message(message: ChatMessage, items: Any, suffix: str) -> Body:
+def _message(message: ChatMessage, items: Any) -> Body:
     told: Body = {"role": message.role}
     if len(message.content) == 1 and message.content[0].type == "text":
         told["content"] = message.content[0].text
     elif message.content:
-        told["content"] = [_part(part, items, suffix) for part in message.content]
+        told["content"] = [_part(part, items) for part in message.content]
     else:
         told["content"] = None if message.tool_calls else ""
     if message.tool_calls:
@@ -154,11 +149,11 @@ def _message(message: ChatMessage, items: Any, suffix: str) -> Body:
     return told
 
 
-def _part(part: Part, items: Any, suffix: str) -> Body:
+def _part(part: Part, items: Any) -> Body:
     if part.type == "text":
         return {"type": "text", "text": part.text}
     ref, media = next(items)
-    return media_part(ref, media, suffix)
+    return media_part(ref, media)
 
 
 def _prompting(options: PromptOptions, *, is_chat: bool) -> Body:

@@ -24,6 +24,8 @@ _NPU_TIMEOUTS = {
     "ASCEND_CONNECT_TIMEOUT": "10000",
     "ASCEND_TRANSFER_TIMEOUT": "10000",
 }
+#: Seconds for which P keeps KV that no D asks for, and for which D waits for P to compute a prompt.
+_MOONCAKE_LEASE_S = 60
 _GIB = 1 << 30
 _PLUGIN = "epd_serve.vllm_plugin"
 
@@ -33,33 +35,38 @@ class Connectors:
     """The connectors by which a deployment's instances hand on features and KV; None where no instance needs one.
 
     Attributes:
-        features: ``store`` (epd-serve's) or ``file`` (ECExampleConnector, through ``feature_dir``).
-        kv: ``grouped`` (epd-serve's), ``mooncake`` or ``nixl``.
+        features: ``store`` (epd-serve's) or ``file`` (vLLM's ECExampleConnector, through ``feature_dir``).
+        kv: vLLM's MooncakeConnector (vllm-ascend's MooncakeConnectorV1) or NixlConnector.
+        pulls: whether D asks for KV only once P has answered, with the parameters in P's answer.
         store_bytes, cache_bytes: encoder output that E keeps, and that P keeps, with ``store``.
         feature_timeout_s: time for which P waits for encoder output before it encodes itself.
         widths: tensor-parallel ranks of P and of D.
-        trace: directory for records of KV transfers.
     """
 
     features: Literal["store", "file"] | None = None
-    kv: Literal["grouped", "mooncake", "nixl"] | None = None
+    kv: Literal["mooncake", "nixl"] | None = None
+    pulls: bool = False
     feature_dir: str = ""
-    kv_load_failure: Literal["recompute", "fail"] = "recompute"
     store_bytes: int = 256 << 20
     cache_bytes: int = 256 << 20
     feature_timeout_s: float = 30.0
     widths: tuple[int, int] = (1, 1)
-    trace: str | None = None
 
     @property
     def holds_both(self) -> bool:
         """Whether each process with a language model can hand KV over and take it over (:func:`roles_of`)."""
-        return self.kv == "grouped" and self.features != "file"
+        return self.kv == "mooncake" and not self.pulls and self.features != "file"
+
+
+def moves_kv(role: Role, connectors: Connectors) -> bool:
+    """Whether an instance hands KV over or takes it over, or may come to do it."""
+    can_change = connectors.holds_both and role.has_language_model
+    return connectors.kv is not None and (role.prefills != role.decodes or can_change)
 
 
 def takes_features(role: Role, connectors: Connectors) -> bool:
     """Whether an instance has a connector that takes features, where the deployment has any."""
-    return role.has_language_model and not role.encodes and (role.prefills or connectors.features == "store")
+    return role.has_language_model and not role.encodes and (role.prefills or connectors.holds_both)
 
 
 def roles_of(role: Role, connectors: Connectors) -> frozenset[Role]:
@@ -157,14 +164,15 @@ def environment_of(options: VllmOptions) -> dict[str, str]:
     elif options.visible:
         names = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
         variables[names[options.kind]] = options.visible
-    if options.kind == "npu":
-        if options.host not in ("0.0.0.0", "::"):  # else it announces the address of the default route, as without
-            variables["VLLM_HOST_IP"] = options.host
-        if options.connectors.kv == "mooncake" and (_hands_over(options.role) or _takes_over(options.role)):
-            variables |= _NPU_TIMEOUTS
-    if options.connectors.kv == "mooncake" and _hands_over(options.role) and options.kind != "npu":
+    kv = options.connectors.kv if moves_kv(options.role, options.connectors) else None
+    if (options.kind == "npu" or kv == "mooncake") and options.host not in ("0.0.0.0", "::"):
+        variables["VLLM_HOST_IP"] = options.host  # it would announce the address of the default route
+    if kv == "mooncake" and options.kind == "npu":
+        variables |= _NPU_TIMEOUTS
+    elif kv == "mooncake":
         variables["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(options.port + KV_PORT)
-    if options.connectors.kv == "nixl" and (_hands_over(options.role) or _takes_over(options.role)):
+        variables["VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"] = str(_MOONCAKE_LEASE_S)
+    elif kv == "nixl":
         variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = options.host
         variables["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(options.port + KV_PORT)
     return variables
@@ -173,7 +181,7 @@ def environment_of(options: VllmOptions) -> dict[str, str]:
 def feature_config(options: VllmOptions) -> dict[str, Any] | None:
     """``--ec-transfer-config``: E produces, P and PD consume; EP and EPD keep their features to themselves.
 
-    ``store`` also keeps a D from encoding pictures that it has no pixels of.
+    A D that may become P consumes, too.
     """
     role, connectors = options.role, options.connectors
     takes = takes_features(role, connectors)
@@ -198,31 +206,18 @@ def feature_config(options: VllmOptions) -> dict[str, Any] | None:
 
 
 def kv_config(options: VllmOptions) -> dict[str, Any] | None:
-    """``--kv-transfer-config``: of roles that prefill for others or decode for them, or that may come to do it."""
+    """``--kv-transfer-config`` of roles that move KV; D computes a prompt whose KV does not come."""
     role, connectors = options.role, options.connectors
-    holds_both = connectors.holds_both and role.has_language_model
-    if connectors.kv is None or not (_hands_over(role) or _takes_over(role) or holds_both):
+    if not moves_kv(role, connectors):
         return None
     config: dict[str, Any] = {
-        "kv_role": "kv_both" if holds_both else "kv_producer" if role.prefills else "kv_consumer",
+        "kv_role": "kv_both" if connectors.holds_both else "kv_producer" if role.prefills else "kv_consumer",
         "engine_id": str(options.number) if options.kind == "npu" else options.name,
-        "kv_load_failure_policy": connectors.kv_load_failure,
+        "kv_load_failure_policy": "recompute",
     }
     buffer = {"kv_buffer_device": "cpu"} if options.kind == "cpu" else {}
-    if connectors.kv == "nixl":
-        return {"kv_connector": "NixlConnector", **config, **buffer}
-    if connectors.kv == "mooncake":
-        return {**_mooncake(options), **config, **buffer}
-    extra: dict[str, Any] = {"host": options.host, "port": options.port + KV_PORT}
-    if connectors.trace is not None:
-        extra["trace"] = connectors.trace
-    return {
-        "kv_connector": "GroupedKVConnector",
-        "kv_connector_module_path": f"{_PLUGIN}.kv",
-        **config,
-        **buffer,
-        "kv_connector_extra_config": extra,
-    }
+    connector = {"kv_connector": "NixlConnector"} if connectors.kv == "nixl" else _mooncake(options)
+    return {**connector, **config, **buffer}
 
 
 def _mooncake(options: VllmOptions) -> dict[str, Any]:
@@ -245,14 +240,6 @@ def _mooncake(options: VllmOptions) -> dict[str, Any]:
 def shell_line(command: tuple[str, ...], variables: Mapping[str, str]) -> str:
     """A line for a shell that runs the command with these variables."""
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(command)])
-
-
-def _hands_over(role: Role) -> bool:
-    return role.prefills and not role.decodes
-
-
-def _takes_over(role: Role) -> bool:
-    return role.decodes and not role.prefills
 
 
 def _json(value: Mapping[str, Any]) -> str:

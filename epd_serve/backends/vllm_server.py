@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +13,6 @@ import msgspec
 from blake3 import blake3
 
 from epd_serve.backends import vllm_chat
-from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm_answer import VllmCall, Work
 from epd_serve.backends.vllm_command import Connectors, roles_of
 from epd_serve.errors import InstanceLost, InvalidRequest, StageTimeout
@@ -294,39 +292,28 @@ class VllmTarget:
     """A vLLM instance as the deployment file describes it; vLLM does not know its role.
 
     Attributes:
-        ranks: tensor-parallel ones.
         features, kv: connectors that hand them on; None where nothing is handed on.
         pulls: whether D asks for KV only once P has answered, with the parameters in P's answer.
-        rewrites: whether P and D get E's description of a picture, and no pixels.
         continues: whether the rest of an answer, computed apart, equals the same part of the whole.
-        recomputes: whether D computes a prompt whose KV does not come.
     """
 
     role: Role
     device: str
     dtype: str
     model_path: str
-    ranks: int = 1
     features: Literal["store", "file"] | None = None
-    kv: Literal["grouped", "mooncake", "nixl"] | None = None
+    kv: Literal["mooncake", "nixl"] | None = None
     pulls: bool = False
-    rewrites: bool = False
     continues: bool = True
-    recomputes: bool = True
 
     @property
     def roles(self) -> frozenset[Role]:
         """The roles that its process can have."""
-        return roles_of(self.role, Connectors(features=self.features, kv=self.kv))
+        return roles_of(self.role, Connectors(features=self.features, kv=self.kv, pulls=self.pulls))
 
     @property
     def takes_features(self) -> bool:
         return self.features is not None and self.role.prefills and not self.role.encodes
-
-    @property
-    def rewrites_prompts(self) -> bool:
-        """Whether it computes prompts without pixels: MooncakeConnector does not tell D that P gives one up."""
-        return self.rewrites and self.takes_features and self.kv != "mooncake"
 
     @property
     def media_fingerprint(self) -> str:
@@ -337,45 +324,20 @@ class VllmTarget:
 _NOTICE_TIMEOUT_S = 5.0
 
 
-class Notices:
-    """The notices to one instance's connector."""
+async def send_notice(name: str, address: str, notice: Notice) -> None:
+    """Send a notice to the connector of instance ``name`` at ``host:port``; return when it is answered.
 
-    def __init__(self, connections: NativeConnections, name: str, address: str) -> None:
-        """``name`` is the instance's; ``address`` is ``host:port``."""
-        self._connections = connections
-        self._name = name
-        self._address = address
-        self._waiting: list[Notice] = []
-        self._is_telling = False
-
-    async def ask(self, *notices: Notice) -> None:
-        """Send notices over one connection; return when all are answered. Raises InstanceLost where that fails."""
-        host, _, port = self._address.rpartition(":")
-        try:
-            async with asyncio.timeout(_NOTICE_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(sock=await connect(host, int(port)))
-                try:
-                    writer.write(b"".join(map(pack, notices)))
-                    for _ in notices:
-                        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                        await reader.readexactly(length)
-                finally:
-                    writer.close()
-        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
-            raise InstanceLost(f"instance {self._name} takes no notices at {self._address} ({error})") from error
-
-    def tell(self, notice: Notice) -> None:
-        """Send a notice soon, together with others, without an answer; a failure is not reported."""
-        self._waiting.append(notice)
-        if not self._is_telling:
-            self._is_telling = True
-            self._connections.run(self._tell_all())
-
-    async def _tell_all(self) -> None:
-        try:
-            while self._waiting:
-                notices, self._waiting = self._waiting, []
-                with suppress(InstanceLost):
-                    await self.ask(*notices)
-        finally:
-            self._is_telling = False
+    Raises InstanceLost where that fails.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(_NOTICE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(sock=await connect(host, int(port)))
+            try:
+                writer.write(pack(notice))
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                await reader.readexactly(length)
+            finally:
+                writer.close()
+    except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+        raise InstanceLost(f"instance {name} takes no notices at {address} ({error})") from error

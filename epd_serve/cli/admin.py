@@ -14,7 +14,7 @@ from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 Deployment = Annotated[
     str | None,
     typer.Option(
-        "--deployment", metavar="HOST:PORT", help="Where several run: its gateway's address, port or file."
+        "--deployment", metavar="HOST:PORT", help="Its gateway's address or port, or the file it was started from."
     ),
 ]
 AdminUrl = Annotated[

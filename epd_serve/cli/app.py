@@ -15,11 +15,10 @@ _SETTINGS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mod
 GROUPS: dict[str, dict[str, str]] = {
     "Serve": {
         "up": "epd-serve up deployment.yaml --topology '(E-P)-D'",
-        "down": "epd-serve down deployment.yaml --on ray",
+        "down": "epd-serve down deployment.yaml",
         "chat": "epd-serve chat --image photo.jpg",
         "instance": "epd-serve instance --name e0 --role E --port 8100",
         "proxy": "epd-serve proxy --instance e0=http://127.0.0.1:8100",
-        "agent": "epd-serve agent deployment.yaml --unit 0 --name e-1 --join http://10.0.0.1:8001",
         "render": "epd-serve render kubernetes deployment.yaml | kubectl apply -f -",
     },
     "Operate": {

@@ -38,5 +38,5 @@ def autoscale(
         raise ValueError("say which deployment: --admin with the URL of its gateway's admin API")
     logging.basicConfig(format="%(asctime)s autoscale %(levelname)s %(message)s", level=logging.INFO)
     client = AdminClient(socket) if socket is not None else AdminClient(admin or "", admin_headers())
-    deployment = ("--admin", admin or "") if socket is None else ("--gateway", socket.parent.name)
+    deployment = () if socket is None else ("--deployment", socket.parent.name)
     asyncio.run(run(config, client, deployment))

@@ -23,8 +23,8 @@ def devices(
     console = Console()
     reports = show_devices(console)
     if check:
-        from epd_serve.launch.vllm.probe import check_vllm_engine
+        from epd_serve.launch.vllm.installed import show_vllm
 
-        passed = [check_devices(console, reports), check_vllm_engine(console, vllm)]
+        passed = [check_devices(console, reports), show_vllm(console, vllm)]
         if not all(passed):
             raise typer.Exit(1)

@@ -1,7 +1,11 @@
-"""``epd-serve down``: the end of a deployment that no terminal holds."""
+"""``epd-serve down``: the end of a deployment."""
 
 from __future__ import annotations
 
+import os
+import select
+import signal
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +15,40 @@ from epd_serve.cli.flags import On, ray_address
 from epd_serve.config import load_config
 
 
-def down(file: Annotated[Path, typer.Argument(help="Deployment file that was brought up.")], on: On) -> None:
-    """End a deployment on a cluster: its requests are finished, then its devices are free."""
+def down(
+    deployment: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="The deployment file that was brought up, or the address or port of its gateway; without one: "
+            "the only deployment that runs here.",
+        ),
+    ] = None,
+    on: On | None = None,
+) -> None:
+    """End a deployment of this machine, or with --on of a cluster: its requests are finished, then its devices are
+    free.
+    """
+    if on is None:
+        _end_here(deployment)
+        return
+    if deployment is None:
+        raise ValueError("say which deployment: epd-serve down FILE --on ray")
     address = ray_address(on)
     from epd_serve.launch.remote.ray import down as end
 
+    file = Path(deployment)
     end(load_config(file), file.stem, address)
+
+
+def _end_here(wanted: str | None) -> None:
+    """Have the launcher of a deployment end it, and return when it has ended."""
+    from epd_serve.launch.processes.runtime import find_deployment
+
+    _, directory = find_deployment(wanted)
+    run, began_s = directory.run, time.monotonic()
+    launcher = os.pidfd_open(directory.launcher_pid())
+    typer.echo(f"Stopping the deployment at {run}: it finishes its requests first. Ctrl-C waits no longer for it.")
+    signal.pidfd_send_signal(launcher, signal.SIGTERM)
+    select.select([launcher], [], [])
+    typer.echo(f"Stopped after {time.monotonic() - began_s:.1f} s. Its logs: {run.log_dir}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
+from epd_serve.cli import ended_by_ctrl_c
 from epd_serve.cli.flags import Join, ParentPid, model_of, tie_to
 from epd_serve.config import DeploymentConfig, InstanceOptions, change_config, load_config
 from epd_serve.errors import needs_native
@@ -39,11 +42,31 @@ def instance(
         Path | None,
         typer.Option(help="Deployment file with all other options of its role. Without one: defaults."),
     ] = None,
+    unit: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="In place of --role: run all instances of one replica of this unit of the file's topology, 0 for "
+            "the first, and start again what ends. Of several instances, --name is what their names begin with.",
+        ),
+    ] = None,
+    replica: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="With --unit, in place of --name: the replica whose names in the deployment they have."
+        ),
+    ] = None,
+    health_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="With --unit: port of /health/live and /health/ready."),
+    ] = None,
     options: Annotated[str | None, typer.Option(help="All options as JSON.", hidden=True)] = None,
     parent_pid: ParentPid = None,
 ) -> None:
-    """Run one instance; 'epd-serve up' starts these."""
+    """Run one instance, or with --unit those that share a device; 'epd-serve up' starts the same."""
     tie_to(parent_pid)
+    if unit is not None:
+        _run_unit(config, unit, name, replica, host or "127.0.0.1", join or [], health_port)
     if options is not None:
         chosen = InstanceOptions.model_validate_json(options)
     elif name is None or role is None:
@@ -68,3 +91,27 @@ def instance(
 
         run_instance(chosen)
     end_process()
+
+
+def _run_unit(
+    file: Path | None,
+    unit: int,
+    name: str | None,
+    replica: int | None,
+    address: str,
+    gateways: list[str],
+    health_port: int | None,
+) -> NoReturn:
+    if file is None or (name is None) == (replica is None):
+        raise ValueError("--unit needs --config FILE, and --name or --replica, as in --unit 0 --name e-1")
+    deployment = load_config(file)
+    with ended_by_ctrl_c():
+        from epd_serve.launch.download import download
+        from epd_serve.launch.remote.unit import run_unit, unit_placement
+
+        if isinstance(deployment.model, str):
+            download(deployment.model)
+        place = partial(unit_placement, unit=unit, name=name, replica=replica or 0)
+    raise typer.Exit(
+        asyncio.run(run_unit(deployment, place, address=address, gateways=gateways, health_port=health_port))
+    )

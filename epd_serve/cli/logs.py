@@ -1,4 +1,4 @@
-"""``epd-serve logs``: what the processes of a deployment said."""
+"""``epd-serve logs``: the output of a deployment's processes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
-from epd_serve.cli.admin import AdminUrl, ask_admin, choose_gateway
-from epd_serve.launch.processes.logs import LogPiece, log_files, log_piece, log_root, log_runs
-from epd_serve.rpc.admin import AdminClient
+from epd_serve.cli.admin import Deployment
+from epd_serve.launch.processes.logs import log_files, log_root, log_runs, read_log
+from epd_serve.launch.processes.runtime import find_deployment, read_run, running_deployments
 
 _POLL_S = 0.3
 
@@ -20,97 +19,63 @@ def logs(
     name: Annotated[
         str | None, typer.Argument(help="Of a process, as in p0 or gateway; without one: the last lines of each.")
     ] = None,
+    deployment: Deployment = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until Ctrl-C.")] = False,
-    run: Annotated[
-        int, typer.Option(min=1, help="1 is the latest run of 'epd-serve up', or of an agent; 2 the one before.")
-    ] = 1,
+    run: Annotated[int, typer.Option(min=1, help="1 is the deployment's latest run, 2 the one before.")] = 1,
     list_runs: Annotated[bool, typer.Option("--list", help="List the runs that are kept.")] = False,
-    admin: AdminUrl = None,
 ) -> None:
-    """Show the logs of a deployment, also after its end: those of the last runs are kept.
+    """Show the logs of a deployment of this machine, also after its end: those of the last runs are kept.
 
-    They are those of this machine, or with --admin those of all hosts of a deployment file.
+    Without --deployment it is the one that runs. Where none runs, the runs of all deployments count.
     """
-    found = log_runs()
+    found = _runs_of(deployment)
     if list_runs:
         for number, directory in enumerate(found, start=1):
-            typer.echo(f"{number:>3}  {directory}  {' '.join(log_files(directory))}")
+            typer.echo(f"{number:>3}  {read_run(directory) or '?'}  {directory}  {' '.join(log_files(directory))}")
         return
-    source: _Run | _Hosts
-    if admin is not None:
-        source = _Hosts(choose_gateway(None, admin)[1])
-    elif len(found) < run:
-        raise ValueError(f"{log_root()} has the logs of {len(found)} runs; 'epd-serve up' writes them")
-    else:
-        source = _Run(found[run - 1])
-    names = source.names()
-    if name is not None and name not in names:
-        raise ValueError(f"{source.where} has no log of {name!r}; it has those of {', '.join(names) or 'nothing'}")
-    ends = {one: _show(source, one, whole=name is not None) for one in names if name in (None, one)}
+    if len(found) < run:
+        whose = "" if deployment is None else f" of {deployment}"
+        raise ValueError(f"{log_root()} has the logs of {len(found)} runs{whose}; 'epd-serve up' writes them")
+    directory = found[run - 1]
+    files = log_files(directory)
+    if name is not None and name not in files:
+        raise ValueError(f"{directory} has no log of {name!r}; it has those of {', '.join(files) or 'nothing'}")
+    ends = {one: _show(file, whole=name is not None) for one, file in files.items() if name in (None, one)}
     while follow:
         time.sleep(_POLL_S)
-        for one in source.names() if name is None else [name]:
-            ends[one] = _show_rest(source, one, ends.get(one, 0), f"{one:<8} " if name is None else "")
+        for one, file in log_files(directory).items():
+            if name in (None, one):
+                ends[one] = _show_rest(file, ends.get(one, 0), f"{one:<8} " if name is None else "")
 
 
-class _Run:
-    """The logs of one run on this machine, by the names of their processes."""
-
-    def __init__(self, directory: Path) -> None:
-        self.where = str(directory)
-        self._directory = directory
-
-    def names(self) -> list[str]:
-        return list(log_files(self._directory))
-
-    def title(self, name: str) -> str:
-        return str(log_files(self._directory)[name])
-
-    def piece(self, name: str, after: int | None) -> LogPiece:
-        return log_piece(log_files(self._directory)[name], after)
+def _runs_of(deployment: str | None) -> list[Path]:
+    """The log directories of the runs that are meant, the latest first."""
+    running = running_deployments()
+    if deployment is None and running:
+        deployment = find_deployment(None)[0]
+    kept = log_runs()
+    if deployment is None:
+        return kept
+    now = [Path(one.run.log_dir) for one in running.values() if one.run.is_called(deployment)]
+    before = [one for one in kept if (known := read_run(one)) is not None and known.is_called(deployment)]
+    return [*now, *(one for one in before if one not in now)]
 
 
-class _Hosts:
-    """The logs of all hosts of a deployment, as its gateway gets them from their agents."""
-
-    def __init__(self, gateway: AdminClient) -> None:
-        self.where = str(gateway.where)
-        self._gateway = gateway
-        self._host_of: dict[str, str] = {}
-        self._silent: dict[str, str] = {}
-
-    def names(self) -> list[str]:
-        for host, names in ask_admin(self._gateway, "GET", "/logs")["logs"].items():
-            if isinstance(names, str):
-                if self._silent.get(host) != names:
-                    typer.echo(f"{host} does not answer: {names}", err=True)
-                self._silent[host] = names
-            else:
-                self._silent.pop(host, None)
-                self._host_of.update(dict.fromkeys(names, host))
-        return [name for name, host in self._host_of.items() if host not in self._silent]
-
-    def title(self, name: str) -> str:
-        return f"{name} on {self._host_of[name]}"
-
-    def piece(self, name: str, after: int | None) -> LogPiece:
-        path = f"/logs/{self._host_of[name]}/{name}?after={-1 if after is None else after}"
-        return msgspec.convert(ask_admin(self._gateway, "GET", path), LogPiece)
-
-
-def _show(source: _Run | _Hosts, name: str, *, whole: bool) -> int:
+def _show(file: Path, *, whole: bool) -> int:
     if whole:
-        return _show_rest(source, name, 0, "")
-    piece = source.piece(name, None)
-    typer.echo(f"==> {source.title(name)} <==")
-    typer.echo(piece.text, nl=False)
-    return piece.end
+        return _show_rest(file, 0, "")
+    text, end = read_log(file, None)
+    typer.echo(f"==> {file} <==")
+    typer.echo(text, nl=False)
+    return end
 
 
-def _show_rest(source: _Run | _Hosts, name: str, place: int, prefix: str) -> int:
+def _show_rest(file: Path, place: int, prefix: str) -> int:
     """Show what was written from ``place`` on, up to the last end of a line, and return where that is."""
-    while (piece := source.piece(name, place)).text:
-        for line in piece.text.splitlines():
+    text, end = read_log(file, place)
+    while text:
+        for line in text.splitlines():
             typer.echo(prefix + line)
-        place = piece.end
+        place = end
+        text, end = read_log(file, place)
     return place

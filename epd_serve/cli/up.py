@@ -50,11 +50,6 @@ def up(
     if on is not None:
         _up_on_ray(config, file.stem if file else "epd-serve", ray_address(on), spread, dry)
         return
-    if config.hosts:
-        raise ValueError(
-            f"{file} is for the hosts {', '.join(config.hosts)}: run 'epd-serve agent {file} --host-name NAME' on "
-            f"each, and 'epd-serve proxy --config {file}' where clients come"
-        )
     if not dry:
         from epd_serve.launch.download import download
 
@@ -78,7 +73,7 @@ def up(
         return
     with ended_by_ctrl_c():
         from epd_serve.launch.up import Terminal, run_up
-    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reason, layout)))
+    raise typer.Exit(asyncio.run(run_up(config, Terminal(), reason, layout, file)))
 
 
 def _up_on_ray(

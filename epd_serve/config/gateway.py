@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import (
     AfterValidator,
@@ -57,15 +57,10 @@ class FailoverConfig(Section):
     wait_s: Hot[NotNegative | None] = Field(
         default=None,
         description="How long a request waits for an instance to come where none is left for a stage: from when "
-        "it lost its own, or from when there was the last one. null: 10 s, and not at all with engine: vllm, "
-        "whose processes take about a minute to start.",
+        "it lost its own, or from when there was the last one. null: as long as it takes to replace one that "
+        "hangs, 1.5 * (hang_timeout_s + the longest first start of an instance) + 10 s, at most "
+        "request_timeout_s.",
     )
-
-    def wait_s_of(self, engine: Literal["auto", "native", "vllm"]) -> float:
-        """The number of seconds."""
-        if self.wait_s is not None:
-            return self.wait_s
-        return 0.0 if engine == "vllm" else 10.0
 
 
 class HealthConfig(Section):

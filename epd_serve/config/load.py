@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import shutil
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -157,8 +156,6 @@ def _vllm_paths(vllm: VllmConfig, here: Path) -> dict[str, Any]:
         changes["python"] = {role: str(here / path.expanduser()) for role, path in vllm.python.items()}
     elif vllm.python is not None:
         changes["python"] = str(here / vllm.python.expanduser())
-    if vllm.feature_dir is not None:
-        changes["feature_dir"] = str(here / vllm.feature_dir.expanduser())
     return changes
 
 
@@ -173,53 +170,6 @@ def change_config(
         return DeploymentConfig.model_validate(overlay(config.model_dump(exclude_unset=True), changes))
     except ValidationError as error:
         raise ConfigError("\n".join(f"{source}: {text}" for _, text in _explained(error))) from error
-
-
-#: The keys that say which instances are where, and with what settings.
-PLACED = frozenset({"topology", "devices", "hosts", "instances", "roles"})
-
-
-def placed_keys(config: DeploymentConfig) -> dict[str, Any]:
-    """The keys in :data:`PLACED` that a deployment sets, as JSON has them."""
-    found: dict[str, Any] = config.model_dump(mode="json", include=set(PLACED), exclude_unset=True)
-    return found
-
-
-def with_placed_keys(config: DeploymentConfig, keys: Mapping[str, Any]) -> DeploymentConfig:
-    """A deployment with these keys in place of its own. Raises ConfigError where the result breaks the schema."""
-    rest = {key: value for key, value in config.model_dump(exclude_unset=True).items() if key not in PLACED}
-    try:
-        return DeploymentConfig.model_validate({**rest, **keys})
-    except ValidationError as error:
-        raise ConfigError("\n".join(text for _, text in _explained(error))) from error
-
-
-def rewrite(file: Path, keys: Mapping[str, Any]) -> None:
-    """Replace top-level keys of a deployment file in one step; the rest of it stays, with its comments.
-
-    A key whose value is None is taken out. Raises ConfigError for what would be no deployment, and OSError; the
-    file is as it was then.
-    """
-    yaml = YAML(typ="rt")
-    yaml.width, yaml.preserve_quotes = 4096, True
-    tree = yaml.load(file.read_text(encoding="utf-8")) or {}
-    for key, value in keys.items():
-        if value is None:
-            tree.pop(key, None)
-        elif tree.get(key) != value:
-            tree[key] = value
-    new = file.with_name(f".{file.name}.part")
-    try:
-        new.touch(mode=0o600)
-        with new.open("w", encoding="utf-8") as stream:
-            yaml.dump(tree, stream)
-        load_config(new)
-        shutil.copymode(file, new)
-        new.replace(file)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(str(new), str(file))) from None
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _line(tree: CommentedMap | CommentedSeq | None, location: Location) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import PlainSerializer, PlainValidator
 
@@ -29,8 +29,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
         port: of the control server; its URL is ``http://host:port``.
         advertise: address under which others reach it; None: ``host``.
         data_port: port on which KV and features are read and written over TCP; 0: a free one.
-        device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see. Several, with
-            commas between them, share the language model (tensor parallelism).
+        device: ``cpu``, ``cuda:0``, ``npu:1``; indices count the devices that the process can see.
         device_share: the part of the device that the instance keeps to; None: no limit.
         device_board: ``path:slot`` of the file in which the instances on one device tell each other what they do;
             None where no other is there.
@@ -41,6 +40,7 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     """
 
     name: str
+    resident: Literal["role", "all"] = "role"
     role: Annotated[Role, PlainValidator(_read_role), PlainSerializer(str, return_type=str)]
     model: Path | ShapeConfig
     served_model_name: str
@@ -56,18 +56,13 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     join: tuple[str, ...] = ()
 
     @property
-    def devices(self) -> list[str]:
-        """The devices of the instance, one for each tensor-parallel rank; the first also runs the tower."""
-        return self.device.split(",")
-
-    @property
     def tokens_per_block(self) -> int:
         return tokens_per_block(self.block_size, self.device)
 
     @property
     def sizes(self) -> StepSizes:
         """The sizes that were asked for; the others follow from the device."""
-        sizes = StepSizes.of_device(self.devices[0].partition(":")[0], self.device_memory_bytes)
+        sizes = StepSizes.of_device(self.device.partition(":")[0], self.device_memory_bytes)
         asked = {name: value for name in StepSizes.__slots__ if (value := getattr(self, name)) is not None}
         return replace(sizes, **asked)
 
@@ -80,12 +75,6 @@ class InstanceOptions(SharedConfig, InstanceSettings):
     def kv_memory_sizes(self) -> tuple[int | None, ...]:
         """The options of which any makes the KV memory another."""
         return self.num_blocks, self.kv_cache_bytes, self.tokens_per_block, self.kv_transfer.staging_bytes
-
-    @property
-    def runs_ahead(self) -> bool:
-        if self.async_scheduling == "auto":
-            return not self.device.startswith("cpu")
-        return self.async_scheduling == "on"
 
     def to_json(self) -> str:
         """For ``epd-serve instance --options``."""

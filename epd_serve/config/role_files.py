@@ -50,15 +50,7 @@ def rebuilt(options: InstanceOptions, role: Role, settings: InstanceSettings) ->
 
 
 def in_role(options: InstanceOptions, role: Role) -> InstanceOptions:
-    """The options of the same instance in another role, with the deployment's settings for that.
-
-    Raises ValueError for a role that it cannot have.
-    """
-    if len(options.devices) > 1 and not role.has_language_model:
-        raise ValueError(
-            f"{options.name} shares its language model out over {len(options.devices)} devices, and role {role} "
-            "has none; order a role with P or D"
-        )
+    """Return the options of the same instance in another role, with the deployment's settings for that."""
     if options.switch_dir is None or not (file := options.switch_dir / _SETTINGS).exists():
         return options.model_copy(update={"role": role})
     settings = json.loads(file.read_text(encoding="utf-8"))[str(role)]

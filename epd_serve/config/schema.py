@@ -43,7 +43,6 @@ from epd_serve.protocol.addresses import is_wildcard
 from epd_serve.rpc.cluster import check_cluster_key, cluster_key
 from epd_serve.rpc.tls import TlsFiles, tls_files
 from epd_serve.topology import InstancePlacement, Topology, parse_topology, place
-from epd_serve.topology.placement import split_host
 from epd_serve.types import Role
 
 DEMO_MODEL = "demo"
@@ -59,12 +58,7 @@ def _read_topology(value: object) -> Topology:
     return parse_topology(value)
 
 
-def _check_device(text: str) -> str:
-    _check_local(split_host(text)[1])
-    return text
-
-
-def _check_local(name: str) -> str:
+def _check_device(name: str) -> str:
     if name == "cpu" or re.fullmatch(r"(cuda|npu):\d+", name):
         return name
     kind, _, chip = name.partition(":")
@@ -102,12 +96,6 @@ def _read_devices(value: object) -> object:
         many = None if many and many[1] == "cpu" else many
         names += [f"{many[1]}:{index}" for index in range(int(many[2]))] if many else [one]
     return tuple(names)
-
-
-class HostConfig(Section):
-    """A machine of the deployment."""
-
-    address: Hot[str] = Field(min_length=1, description="Under which gateway and other hosts reach it.")
 
 
 class TlsConfig(Section):
@@ -176,13 +164,7 @@ class DeploymentConfig(SharedConfig):
         "clusters. Else a list: cpu, cuda:0, npu:1 ... in the order of the topology; [cpu] serves all instances. "
         "'cuda x 8' is cuda:0 to cuda:7. emulated:h200:0 is this machine with the memory, the asynchrony "
         "and the speed of an accelerator, where its cores are not slower; emulated:FILE.json takes those of a "
-        "device that 'epd-serve profile' measured, with a path relative to this file. "
-        "n1/npu:0 is one of the host n1.",
-    )
-    hosts: Hot[dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*$")], HostConfig]] = Field(
-        default_factory=dict,
-        description="Machines whose devices the list names, as in {n1: {address: 10.0.0.1}}; on each runs "
-        "'epd-serve agent FILE --host-name n1 --join URL'. {}: there is this one.",
+        "device that 'epd-serve profile' measured, with a path relative to this file.",
     )
     restart: Anew[Literal["on-failure", "never"]] = Field(
         default="on-failure",
@@ -243,18 +225,6 @@ class DeploymentConfig(SharedConfig):
         return devices
 
     @model_validator(mode="after")
-    def _hosts_are_known(self) -> DeploymentConfig:
-        named = {split_host(device)[0] for device in self.devices}
-        if unknown := sorted(named - {*self.hosts} - ({""} if not self.hosts else set())):
-            here = ", ".join(self.hosts) or "none"
-            raise ValueError(
-                f"devices: {unknown[0] or 'a device without a host'} is not among hosts; there are: {here}"
-            )
-        if self.hosts and not self.instances.base_port:
-            raise ValueError("hosts: others must know the instances' ports; set instances.base_port, as in 8100")
-        return self
-
-    @model_validator(mode="after")
     def _engine_can(self) -> DeploymentConfig:
         placement = self.placement()
         settings = {str(one.role): self.settings_for(str(one.role)) for one in placement}
@@ -265,8 +235,12 @@ class DeploymentConfig(SharedConfig):
             )
         if self.shape_of is not None and not emulated:
             raise ValueError("shape_of is for emulated devices; write devices: [emulated:h200:0], or leave it out")
-        if isinstance(self.model, ShapeConfig) and any(one.tensor_parallel > 1 for one in emulated):
-            raise ValueError("topology: emulated devices share no model without weights; leave @tp out")
+        wide = next((one for one in placement if one.tensor_parallel > 1), None)
+        if wide is not None and (self.engine == "native" or emulated):
+            raise ValueError(
+                f"topology: @tp{wide.tensor_parallel} needs engine: vllm; the native engine runs each instance on "
+                "one device"
+            )
         if self.engine == "vllm":
             check_vllm(placement, settings, self.vllm, self.model_fields_set)
         elif "vllm" in self.model_fields_set or any(one.engine_args for one in settings.values()):
@@ -373,12 +347,12 @@ class DeploymentConfig(SharedConfig):
         settings = [self.settings_for(str(instance.role)) for instance in self.placement()]
         return self.feature_store == "mooncake" or any(s.kv_transfer.transport == "mooncake" for s in settings)
 
-    @property
-    def keeps_other_roles(self) -> bool:
-        """Whether CPU instances keep weights of roles that they do not have."""
-        if self.engine == "vllm" or self.instances.keep_weights is not None:
-            return bool(self.instances.keep_weights)
-        return self.gateway.admin.port is not None or self.elastic.enabled
+    def resident(self, instance: InstancePlacement) -> Literal["role", "all"]:
+        """Return whose weights an instance keeps loaded: those of its role, or of all stages."""
+        if (chosen := self.settings_for(str(instance.role)).resident) is not None:
+            return chosen
+        may_switch = self.gateway.admin.port is not None or self.elastic.enabled
+        return "all" if may_switch and instance.devices[0] == "cpu" else "role"
 
     @property
     def starts_master(self) -> bool:
@@ -391,11 +365,6 @@ class DeploymentConfig(SharedConfig):
         if isinstance(self.model, ShapeConfig):
             raise ValueError(f"model: shape_of {self.model.shape_of} has no weights")
         return self.model
-
-    @property
-    def agent_port(self) -> int:
-        """The port of each host's agent: the one before those of the instances."""
-        return self.instances.base_port - 1
 
     def placement(self) -> tuple[InstancePlacement, ...]:
         return place(self.topology, self.devices)
@@ -453,7 +422,7 @@ class DeploymentConfig(SharedConfig):
         device_board: str | None = None,
         switch_dir: Path | None = None,
     ) -> InstanceOptions:
-        """The options of one placed instance; ``device`` is what its devices are called in its process.
+        """The options of one placed instance; ``device`` is the name of its device in its process.
 
         ``placement`` has all instances of its place; None: of this deployment.
         ``master`` is the address of the mooncake_master where the deployment itself starts one; ``device_board``
@@ -462,7 +431,8 @@ class DeploymentConfig(SharedConfig):
         Raises ValueError where the model's directory is not one, and for a ``shape_of`` that cannot be read.
         """
         settings = self.settings_for(str(instance.role))
-        own = {name: getattr(settings, name) for name in InstanceSettings.model_fields} | {"threads": threads}
+        own = {name: getattr(settings, name) for name in InstanceSettings.model_fields}
+        own |= {"threads": threads, "resident": self.resident(instance)}
         others = self.placement() if placement is None else placement
         rivals = [one for one in others if one.role.has_language_model and {*one.devices} & {*instance.devices}]
         if instance.devices[0] != "cpu" and instance in rivals and len(rivals) > 1 and share is None:
@@ -509,7 +479,7 @@ class DeploymentConfig(SharedConfig):
         if self.feature_store == "mooncake" and self.mooncake.master is None:
             raise ValueError("feature_store: mooncake needs the address of its master; set mooncake.master")
         options = self.options_for(
-            InstancePlacement(name=name, role=role, devices=tuple(device.split(","))),
+            InstancePlacement(name=name, role=role, devices=(device,)),
             device=device,
             port=port,
             threads=settings.threads if threads is None else threads,

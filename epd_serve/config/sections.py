@@ -32,7 +32,7 @@ _DECIDED = {
     "num_gpu_blocks_override": "instances.num_blocks",
     "kv_cache_memory_bytes": "instances.kv_cache_bytes",
     "gpu_memory_utilization": "instances.memory_share, or instances.share for instances in parentheses",
-    "ec_transfer_config": "vllm.features",
+    "ec_transfer_config": "the topology: it decides which instances hand on encoder output",
     "kv_transfer_config": "vllm.kv",
     "api_key": "gateway.api_key",
     "uds": "instances.base_port",
@@ -95,8 +95,8 @@ class KVTransferConfig(Section):
     )
     staging_bytes: LanguageRebuild[Bytes] = Field(
         default=256 * MEBIBYTE,
-        description="Host memory through which the KV of an accelerator, or of ranks that share a model, comes "
-        "and goes where it cannot go from device to device; what is larger goes in rounds.",
+        description="Host memory through which the KV of an accelerator comes and goes where it cannot go from "
+        "device to device; what is larger goes in rounds.",
     )
 
     @model_validator(mode="after")
@@ -242,18 +242,17 @@ class InstanceSettings(Section):
         description="Part of an accelerator's memory; null: as share, and where several language models are on it "
         "without shares, 0.9 in equal parts.",
     )
-    stream_priority: Pinned[int] = Field(
-        default=0,
-        ge=-5,
-        le=19,
-        description="Of the stream on which the encoder runs; lower is served first, and the language model's has "
-        "-1. Accelerators know 0 and less, a CPU 0 and more, the niceness of the encoder's threads.",
-    )
     tower_share: Pinned[Annotated[float, Field(gt=0, le=1)] | None] = Field(
         default=None,
         description="Part of its multiprocessors to which the encoder keeps in an instance that holds a language "
         "model as well, which may use all of them: a green context of a GPU; emulated devices have it too. "
         "null: no limit.",
+    )
+    resident: Pinned[Literal["role", "all"] | None] = Field(
+        default=None,
+        description="Weights that an instance keeps loaded. role: those of its stages. all: those of all stages, "
+        "so that it takes another role in milliseconds. null: all on a CPU where roles may be switched, by "
+        "gateway.admin or elastic; else role.",
     )
     block_size: LanguageRebuild[int | None] = Field(
         default=None, ge=1, description="Tokens per KV block; null: 128 on an NPU, 16 elsewhere."
@@ -271,11 +270,6 @@ class InstanceSettings(Section):
         default=None,
         ge=1,
         description="Most sequences in a step; null: by a GPU's memory, 256 for 80 GB, 64 on a CPU or an NPU.",
-    )
-    async_scheduling: LanguageRebuild[Literal["auto", "on", "off"]] = Field(
-        default="auto",
-        description="on: a step is launched before the tokens of the one before are known, so that an accelerator "
-        "never waits for the host. auto: on accelerators.",
     )
     max_model_len: LanguageRebuild[int | None] = Field(
         default=None,
@@ -312,12 +306,6 @@ class InstanceSettings(Section):
     feature_timeout_s: Restart[Seconds] = Field(
         default=30.0,
         description="How long P waits for a feature before computing it itself.",
-    )
-    parity: Restart[Literal["warn", "refuse", "off"]] = Field(
-        default="warn",
-        description="Features of an E on another kind of device, or with other operators: P compares what both "
-        "make of one picture. warn: differences beyond rounding are logged. refuse: and P computes such features "
-        "itself. off: nothing is compared.",
     )
     queue_timeout_s: Restart[Seconds] = Field(
         default=60.0,
@@ -358,22 +346,6 @@ class InstancesConfig(InstanceSettings):
     host: Anew[str] = Field(default="127.0.0.1", min_length=1, description="Address of their control servers.")
     base_port: Restart[Port] = Field(
         default=0, description="Port of the first; the others follow. 0 chooses free ports."
-    )
-    share_weights: Anew[bool] = Field(
-        default=False,
-        description="CPU instances keep bfloat16 and float16 weights once between them. Saves memory; reads "
-        "a tenth more slowly unless the system has huge pages for shared memory.",
-    )
-    keep_weights: Anew[bool | None] = Field(
-        default=None,
-        description="CPU instances keep bfloat16 and float16 weights of all roles once in memory that they share, "
-        "beside their own, so that a role that is new to one takes no longer than another. null: where roles may "
-        "be switched, by gateway.admin or elastic.",
-    )
-    preload: Anew[bool] = Field(
-        default=True,
-        description="Several CPU instances are forked from one process that has loaded their code, so that they "
-        "start at once and share that memory. false: each loads its own.",
     )
 
 

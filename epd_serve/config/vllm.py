@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from epd_serve.config.applied import Anew, Section
 from epd_serve.config.elastic import RoleName
@@ -16,8 +16,8 @@ from epd_serve.topology import InstancePlacement
 
 #: How encoder output reaches P. ``store``: epd-serve's own connector; ``file``: vLLM's, through a directory.
 FeatureConnector = Literal["store", "file"]
-#: How KV reaches D. ``grouped``: epd-serve's own connector, in groups of layers; the others are vLLM's.
-KVConnector = Literal["grouped", "mooncake", "nixl"]
+#: vLLM's connectors that move KV from P to D.
+KVConnector = Literal["mooncake", "nixl"]
 
 #: Ports that an instance takes from its own on: HTTP, features, KV of up to 14 tensor-parallel ranks.
 PORTS_PER_INSTANCE = 16
@@ -25,28 +25,18 @@ _MAX_TENSOR_PARALLEL = PORTS_PER_INSTANCE - 2
 
 #: Keys that only the native engine has, with what to do instead.
 _NATIVE_KEYS = {
-    "stream_priority": "vLLM has no such thing",
     "tower_share": "vLLM has no such thing",
-    "async_scheduling": "write engine_args: {async_scheduling: true}",
     "image_budget_pixels": "vLLM's encoder budget follows max_num_batched_tokens",
     "queue_timeout_s": "gateway.queue_timeout_s bounds the wait at the gateway",
     "lease_s": "vLLM's connectors have times of their own",
     "drain_s": "write engine_args: {shutdown_timeout: 30}",
-    "parity": "vLLM's P takes what E gives it",
     "batching": "vLLM schedules by max_num_batched_tokens",
-    "share_weights": "each vLLM process loads its own",
-    "keep_weights": "each vLLM process holds the weights of its roles",
-    "preload": "vLLM processes are not forked",
+    "resident": "each vLLM process holds the weights of its roles",
 }
 _NATIVE_SECTIONS = {
-    "feature_store": "choose vllm.features",
+    "feature_store": "the connector for encoder output follows from the devices",
     "interference": "shares of vLLM instances are numbers: instances.share",
 }
-#: Seen in its code (tests/vllm_ascend/test_layerwise.py).
-_LAYERWISE = (
-    "vllm-ascend's MooncakeLayerwiseConnector (0.23.0) tells D that KV has come of which a write has failed, and "
-    "D keeps the blocks of a request for good where P fails; write mooncake"
-)
 
 
 class VllmConfig(Section):
@@ -58,42 +48,13 @@ class VllmConfig(Section):
         "that runs epd-serve. By role, as in {E: /opt/vllm-ascend/bin/python, PD: /opt/vllm/bin/python}, where "
         "devices of several kinds need a vLLM each; roles that are not named have the one that runs epd-serve.",
     )
-    features: Anew[FeatureConnector | None] = Field(
-        default=None,
-        description="How encoder output reaches P. store: epd-serve's connector, by content hash, in the "
-        "background. file: vLLM's ECExampleConnector, through feature_dir. null: store, and file on NPUs.",
-    )
     kv: Anew[KVConnector | None] = Field(
         default=None,
-        description="How KV reaches D. grouped: epd-serve's connector, groups of layers during the forward pass, "
-        "for KV caches in host memory. mooncake, nixl: vLLM's. null: grouped on CPUs, nixl on GPUs, mooncake on "
-        "NPUs.",
-    )
-    feature_dir: Anew[Path | None] = Field(
-        default=None,
-        description="A directory that all instances see, for features: file; relative to this file. Nothing is "
-        "ever deleted in it.",
-    )
-    kv_load_failure: Anew[Literal["recompute", "fail"]] = Field(
-        default="recompute",
-        description="What D does where KV does not come: compute the prompt itself, or give an error.",
-    )
-    media: Anew[Literal["raw", "rewritten"]] = Field(
-        default="raw",
-        description="What P and D get of a picture. raw: its pixels, as E does. rewritten: no more than its place "
-        "in the prompt, which E tells; they then neither receive nor prepare pixels, and are called once E has "
-        "answered. With kv: mooncake P gets the pixels. Needs E and features: store.",
+        description="vLLM's connector that moves KV from P to D. null: nixl on GPUs, mooncake on CPUs and NPUs.",
     )
     environment: Anew[dict[str, str]] = Field(
         default_factory=dict, description="Variables for all vLLM processes, as in VLLM_LOGGING_LEVEL: DEBUG."
     )
-
-    @field_validator("kv", mode="before")
-    @classmethod
-    def _not_layerwise(cls, kv: Any) -> Any:
-        if kv == "layerwise":
-            raise ValueError(_LAYERWISE)
-        return kv
 
     def python_of(self, role: str) -> str:
         """The interpreter of the instances of a role."""
@@ -104,14 +65,21 @@ class VllmConfig(Section):
 def connectors(
     placement: Iterable[InstancePlacement], vllm: VllmConfig
 ) -> tuple[FeatureConnector | None, KVConnector | None]:
-    """Return a deployment's connectors: as the file says, else by the devices; None: nothing is handed on."""
+    """Return a deployment's connectors for encoder output and KV; None: no instance hands any on.
+
+    vllm-ascend's vLLM (0.23) lacks the hooks of ``store``.
+    """
     placement = tuple(placement)
-    kinds = _kinds(_moving(placement))
-    features = vllm.features or ("file" if "npu" in _kinds(placement) else "store")
-    kv = vllm.kv or ("mooncake" if "npu" in kinds else "nixl" if "cuda" in kinds else "grouped")
+    features: FeatureConnector = "file" if "npu" in _kinds(placement) else "store"
+    kv: KVConnector = vllm.kv or ("nixl" if "cuda" in _kinds(_moving(placement)) else "mooncake")
     encodes = any(str(one.role) == "E" for one in placement)
     decodes = any(one.role.decodes and not one.role.prefills for one in placement)
     return features if encodes else None, kv if decodes else None
+
+
+def pulls(placement: Iterable[InstancePlacement], kv: KVConnector | None) -> bool:
+    """Whether D asks for KV only once P has answered, with the parameters in P's answer."""
+    return kv == "nixl" or (kv == "mooncake" and "npu" in _kinds(_moving(placement)))
 
 
 def _moving(placement: Iterable[InstancePlacement]) -> list[InstancePlacement]:
@@ -159,20 +127,11 @@ def check_vllm(
         )
     if kv is not None and kinds == {"npu"}:
         _check_npu(moving, kv)
-    if kv == "grouped":
-        if kinds != {"cpu"}:
-            raise ValueError("vllm.kv: grouped moves KV caches in host memory; write mooncake or nixl")
-        if len({one.tensor_parallel for one in moving}) > 1:
-            raise ValueError("vllm.kv: grouped needs the same @tp for P and D; write mooncake or nixl")
     roles = {str(instance.role) for instance in placement}
     encoders = "E" in roles
     if encoders and roles & {"EP", "EPD"}:
         raise ValueError(
             "E beside EP or EPD: these keep their features to themselves; write P or PD in their place"
-        )
-    if vllm.media == "rewritten" and connectors(placement, vllm)[0] != "store":
-        raise ValueError(
-            "vllm.media: rewritten gives P and D what E tells of pictures: it needs E, and vllm.features: store"
         )
     for role in sorted(roles & {"E", "P", "PD"}) if encoders else ():
         if str(settings[role].engine_args.get("mm_processor_cache_gb")) in ("0", "0.0"):
@@ -180,8 +139,6 @@ def check_vllm(
                 f"engine_args of {role}: mm_processor_cache_gb: 0: vLLM 0.23 then numbers the pictures of each "
                 "process, in place of the hashes by which E hands them to P; leave it out"
             )
-    if encoders and vllm.features == "file" and vllm.feature_dir is None:
-        raise ValueError("vllm.features: file needs vllm.feature_dir, a directory that E and P both see")
 
 
 def _check_npu(moving: Iterable[InstancePlacement], kv: KVConnector) -> None:

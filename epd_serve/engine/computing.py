@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from device.base import Event
 from epd_serve.protocol.wire import KVLayout, TokenLogprob
 from epd_serve.sched.block_tables import BlockMemory
 from epd_serve.sched.schedule import ScheduleOutput
@@ -76,18 +77,6 @@ class Runner(Protocol):
         ...
 
 
-class Pending(Protocol):
-    """Work of devices that may not be done. An event that is recorded is one."""
-
-    def query(self) -> bool:
-        """Whether it is known to be done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until it is done."""
-        ...
-
-
 class KVCacheMemory(BlockMemory, ReadableSource, Protocol):
     """The KV of an instance: blocks, where the model computes, and a slab by which peers reach them.
 
@@ -104,7 +93,7 @@ class KVCacheMemory(BlockMemory, ReadableSource, Protocol):
     def num_staged(self) -> int: ...
 
     @property
-    def copied(self) -> Pending | None:
+    def copied(self) -> Event | None:
         """The latest copy of a block to another: blocks that it reads may be free before it is done."""
         ...
 

@@ -117,30 +117,17 @@ class DeviceBoard:
         return self._values[self._own + _SINCE] > 0
 
 
-def rank_share(options: InstanceOptions, rank: int) -> tuple[float, float] | None:
-    """(share, start) of a tensor-parallel rank: that of the instance; on a CPU, which they share, a part of it."""
-    whole = options.device_share
-    if whole is None:
-        return None
-    if options.devices[0] != "cpu":
-        return whole.share, whole.start
-    share = whole.share / len(options.devices)
-    return share, whole.start + rank * share
+def apply_share(options: InstanceOptions, device: BareDevice) -> AppliedShare | None:
+    """Limit this process to its share and its part of the memory. Return the share; None where it has none.
 
-
-def apply_share(
-    device: BareDevice, share: tuple[float, float] | None, memory_share: float | None, threads: int | None
-) -> AppliedShare | None:
-    """Limit this process to a (share, start) and to a part of the memory; what was set, None where no share is.
-
-    Raises ValueError for shares that the device cannot give.
+    Raises ValueError for a share that the device cannot give.
     """
     applied: AppliedShare | None = None
-    if share is not None:
-        partition = device.apply_share(*share)
-        applied = AppliedShare(share[0], partition.strength, list(partition.mechanisms))
-        if threads is not None:
-            device.set_threads(threads)
-    if memory_share is not None:
-        device.set_memory_fraction(memory_share)
+    if (whole := options.device_share) is not None:
+        partition = device.apply_share(whole.share, whole.start)
+        applied = AppliedShare(whole.share, partition.strength, list(partition.mechanisms))
+        if options.threads is not None:
+            device.set_threads(options.threads)
+    if options.memory_share is not None:
+        device.set_memory_fraction(options.memory_share)
     return applied

@@ -162,7 +162,7 @@ class DeviceFeatureStore:
         self._area: FeatureArea | None = None
         if capacity_bytes:
             area = FeatureArea(device, transport, capacity_bytes, observe, shares=shares, registers=registers)
-            if area.region.handles or area.memory is not None:
+            if area.region.handle or area.memory is not None:
                 self._area = area
             else:  # nobody could get at it
                 area.close(transport)
@@ -375,9 +375,7 @@ class FeatureArea(FeatureBooks):
         self.features = GuardedMemory(memory, self._slab.buffer)
         self.region = self._slab.region
         if shares:
-            self.region = msgspec.structs.replace(
-                self.region, device=device.type, handles=(handle,) if handle else ()
-            )
+            self.region = msgspec.structs.replace(self.region, device=device.type, handle=handle)
         self._registered = registered(device, transport, "features", memory) if registers else None
         self.memory = None if self._registered is None else self._registered.region
         self._observe = observe
@@ -452,7 +450,7 @@ class MappedAreas:
             # its owner sees by the lock that it must not give the memory to others yet
             mapping.enter_context(self._locks.held(region, [MAPPED_SLOT]))
             try:
-                memory = mapping.enter_context(self._device.map_memory(region.handles[0]))
+                memory = mapping.enter_context(self._device.map_memory(region.handle))
             except ValueError as error:
                 raise NotMapped(f"region {region.name} cannot be mapped: {error}") from error
             area = GuardedMemory(memory, table)

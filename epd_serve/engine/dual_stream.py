@@ -16,11 +16,11 @@ from pathlib import Path
 
 from device.base import BareDevice, Stream
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.device_board import DeviceBoard, apply_share, rank_share
+from epd_serve.engine.device_board import DeviceBoard, apply_share
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.token_time import Slack, TokenTimeAccount, pause_s
 
-#: Of the language model's stream, with its decodes; ``stream_priority`` is the tower's.
+#: Of the language model's stream, with its decodes; the tower's has 0.
 _LANGUAGE_PRIORITY = -1
 _SMOOTHING = 0.3
 #: A batch under a limit on the time per token is small enough for a layer to take no more than so many tokens.
@@ -250,7 +250,7 @@ class DualStream:
     """
 
     def __init__(self, options: InstanceOptions, device: BareDevice) -> None:
-        self.share = apply_share(device, rank_share(options, 0), options.memory_share, options.threads)
+        self.share = apply_share(options, device)
         threads = _parted(options.threads) if options.role.has_language_model else None
         limit_s = None if options.slo.tpot_ms is None else options.slo.tpot_ms / 1000
         board, slot = options.device_board.rsplit(":", 1) if options.device_board else (None, "0")
@@ -259,7 +259,6 @@ class DualStream:
         self.tower = TowerStream(
             device,
             self.board,
-            priority=options.stream_priority,
             share=options.tower_share if options.role.has_language_model else None,
             threads=threads,
             is_busy=lambda: self.language.is_busy,

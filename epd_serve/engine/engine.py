@@ -250,12 +250,6 @@ class Engine:
             if self.queues.stop(sequence):
                 self._leave(sequence)
 
-    def hold(self, request_id: str, held: Callable[[Sequence], None]) -> bool:
-        """See :meth:`~epd_serve.sched.queues.Queues.hold`; tells ``held`` on its thread, after all tokens."""
-        with self._changed:
-            self._changed.notify_all()
-            return self.queues.hold(request_id, held)
-
     def transferred(self, sequence: Sequence) -> None:
         """Free a sequence's source blocks: the decode instance has confirmed, or the request is gone.
 
@@ -336,8 +330,6 @@ class Engine:
         """The next step, which may be empty; its sequences keep their blocks until it has ended."""
         stepping = in_flight.sequences if in_flight is not None else []
         with self._changed:
-            if self.queues.held:
-                self.queues.let_out(stepping)
             output = self.queues.plan(self._clock())
             self._stepping = frozenset(stepping if output is in_flight else (*output.sequences, *stepping))
             if output.admitted or output.preempted:

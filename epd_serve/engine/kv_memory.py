@@ -7,10 +7,9 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -22,11 +21,7 @@ from device.copies import to_device
 from device.ops.linear import multiplies_halves
 from epd_serve.config import InstanceOptions
 from epd_serve.config.sizes import MIN_BLOCKS, blocks_in, in_binary_units
-from epd_serve.engine.commands import CopyBlock
-from epd_serve.engine.computing import Pending
 from epd_serve.engine.device_regions import registered
-from epd_serve.engine.followers import Followers
-from epd_serve.models.sharding import HeadCopy, head_copies, kv_heads
 from epd_serve.protocol.wire import KVLayout, Region
 from epd_serve.transfer.kv_sender import ReadableKV, RemoteWrite
 from epd_serve.transfer.shared_memory import release_mapped
@@ -44,14 +39,13 @@ def block_nbytes(layout: KVLayout) -> int:
 
 
 class KVCache:
-    """One rank's KV, [layers, 2, num_blocks, block_size, its kv_heads, head_dim]: block 0 is scratch.
+    """The KV of an instance on its device: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
 
-    The stream on which it is made is that of the steps.
+    Block 0 is scratch. Steps run on the stream on which it is made.
 
     Args:
-        slab: on a CPU that is not shared with other ranks, the memory of the cache itself; else cells of all heads
-            (:mod:`epd_serve.transfer.staging`), between which and the cache :meth:`copy` moves blocks.
-        rank, size: this one, and how many keep their heads of the layout's.
+        slab: on a CPU the memory of the cache itself; else cells (:mod:`epd_serve.transfer.staging`), from which
+            and to which :meth:`copy` moves blocks.
         emulation: the time of copies between emulated devices.
 
     Attributes:
@@ -66,22 +60,18 @@ class KVCache:
         num_blocks: int,
         device: Device,
         slab: memoryview | mmap.mmap,
-        rank: int = 0,
-        size: int = 1,
         emulation: Emulation | None = None,
     ) -> None:
         self._layout, self._device, self._slab, self._emulation = layout, device, slab, emulation
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
-        heads = kv_heads(layout.num_kv_heads, rank, size)
-        self._rank, self._size, self._heads = rank, size, slice(heads.start, heads.stop)
         self.steps, self._copies = device.current_stream(), device.stream()
         self.copied: Event | None = None
         self._copying = threading.Lock()  # torch before 2.13 forgets which stream a second thread came from
-        self._shape = (layout.num_layers, 2, num_blocks, layout.block_size, len(heads), layout.head_dim)
+        self._shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
         self.memory: Tensor | None = None
         self.handle = b""
         self._unpin: weakref.finalize[..., Any] | None = None
-        if is_its_own_slab(device, size):
+        if device.type == "cpu":
             self.tensor = torch.frombuffer(slab, dtype=self._dtype).view(self._shape)
         else:
             self.memory, self.handle = _allocate(device, math.prod(self._shape) * self._dtype.itemsize)
@@ -103,7 +93,7 @@ class KVCache:
         self.steps.wait_event(self.copied)
 
     def cells(self, first: int, num_layers: int, num_blocks: int) -> Tensor:
-        """The cells from ``first`` on: [num_layers, 2, num_blocks, block_size, kv_heads, head_dim], all heads."""
+        """The cells from ``first`` on: [num_layers, 2, num_blocks, block_size, kv_heads, head_dim]."""
         layout = self._layout
         shape = (num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
         size = math.prod(shape[2:]) * 2 // num_blocks
@@ -118,7 +108,7 @@ class KVCache:
         """
         if not blocks:
             return
-        host = self.cells(first_cell, len(layers), len(blocks))[..., self._heads, :]
+        host = self.cells(first_cell, len(layers), len(blocks))
         with self._copying, self._copies:
             numbers = to_device(torch.tensor(blocks), self.tensor.device)
             part = self.tensor[layers.start : layers.stop]
@@ -132,34 +122,25 @@ class KVCache:
         done.synchronize()
 
     @contextmanager
-    def mapped(self, handles: Sequence[bytes]) -> Iterator[RemoteWrite]:
-        """A context in which this rank's heads can be written to other caches of the layout, one for each rank.
+    def mapped(self, handle: bytes) -> Iterator[RemoteWrite]:
+        """A context in which another cache of the layout can be written to.
 
-        Raises ValueError where one of them cannot be mapped.
+        Raises ValueError where it cannot be mapped.
         """
-        layout, targets = self._layout, list[tuple[HeadCopy, Tensor]]()
-        with ExitStack() as mapping:
-            for copy in head_copies(layout.num_kv_heads, self._rank, self._size, len(handles)):
-                memory = mapping.enter_context(self._device.map_memory(handles[copy.rank]))
-                num_heads = len(kv_heads(layout.num_kv_heads, copy.rank, len(handles)))
-                shape = (*self._shape[:2], -1, layout.block_size, num_heads, layout.head_dim)
-                targets.append((copy, memory.view(self._dtype).view(shape)))
-                del memory
+        with self._device.map_memory(handle) as memory:
+            cache = memory.view(self._dtype).view(*self._shape[:2], -1, *self._shape[3:])
+            del memory
+            targets = [cache]
+            del cache
             try:
                 yield partial(self._write, targets)
             finally:
                 targets.clear()
 
     def _write(
-        self,
-        targets: Sequence[tuple[HeadCopy, Tensor]],
-        layers: range,
-        blocks: Sequence[int],
-        remote: Sequence[int],
-        slots: Sequence[int] = (),
-        deadline: float = math.inf,
+        self, targets: Sequence[Tensor], layers: range, blocks: Sequence[int], remote: Sequence[int]
     ) -> None:
-        """Copy blocks of some layers, which no step writes now, to blocks of other caches; done on return."""
+        """Copy blocks of some layers, which no step writes now, to blocks of another cache; done on return."""
         num_tokens = len(blocks) * self._layout.block_size * len(layers) / self._layout.num_layers
         taking = nullcontext() if self._emulation is None else self._emulation.copy(num_tokens)
         with self._copying, self._copies:
@@ -167,44 +148,21 @@ class KVCache:
                 to_device(torch.tensor(one, dtype=torch.int64), self.tensor.device) for one in (blocks, remote)
             )
             with taking:
-                for layer, (copy, cache) in product(layers, targets):
-                    source = self.tensor[layer].narrow(3, copy.source, copy.count)
-                    target = cache[layer].narrow(3, copy.target, copy.count)
-                    target.index_copy_(1, places, source.index_select(1, here))
+                for layer in layers:
+                    targets[0][layer].index_copy_(1, places, self.tensor[layer].index_select(1, here))
             done = self._device.record_event()
         done.synchronize()
 
 
-def is_its_own_slab(device: Device, size: int) -> bool:
-    """Whether peers reach the cache itself, which so many ranks keep."""
-    return device.type == "cpu" and size == 1
-
-
-class _CopiedEverywhere:
-    """A copy within the cache on all ranks. Fills the Pending protocol."""
-
-    def __init__(self, here: Event, reached: Callable[[], None]) -> None:
-        self._here, self._reached, self._is_over = here, reached, False
-
-    def query(self) -> bool:
-        return self._is_over
-
-    def synchronize(self) -> None:
-        self._here.synchronize()
-        self._reached()
-        self._is_over = True
-
-
 class KVMemory:
-    """The KV of an instance: its slab, seen by the transport, and the cache of its only or first rank.
+    """The KV of an instance: the cache, and the slab by which the transport reaches it.
 
-    On a CPU that is not shared with other ranks the slab *is* the cache, and peers write right into it. On a
-    device that the transport reaches the cache is registered, and peers read there what they are offered. Else the
-    slab is a bounded area of cells through which KV comes and goes (:mod:`epd_serve.transfer.staging`), on the
-    threads of those who move it and on a stream of its own; peers on this host may map the cache on the device.
+    On a CPU the slab *is* the cache, and peers write right into it. On a device that the transport reaches the
+    cache is registered, and peers read there what they are offered. Else the slab is a bounded area of cells
+    through which KV comes and goes (:mod:`epd_serve.transfer.staging`), on the threads of those who move it and on
+    a stream of its own; peers on this host may map the cache on the device.
 
     Args:
-        followers: the other ranks, which keep the other heads and do to them what is done here.
         staging_bytes: of that area, at most.
         lease_s: for which cells are kept that a peer may still copy to.
         shares: other instances on this host may write to the KV on the device itself, and this one to theirs.
@@ -219,7 +177,6 @@ class KVMemory:
         device: Device,
         transport: Transport,
         *,
-        followers: Followers | None = None,
         staging_bytes: int = 0,
         lease_s: float = 0.0,
         shares: bool = False,
@@ -232,8 +189,7 @@ class KVMemory:
         self.block_bytes = nbytes // (2 * layout.num_layers)  # K or V of one layer
         self._area: StagingArea | None = None
         self.staged_cells: int | None = None
-        size = 1 if followers is None else followers.size
-        if not is_its_own_slab(device, size):
+        if device.type != "cpu":
             self._area = StagingArea(
                 staging_bytes // (2 * self.block_bytes), num_blocks * layout.num_layers, lease_s
             )
@@ -250,26 +206,18 @@ class KVMemory:
         self._device = device
         self._registered: DeviceSlab | None = None
         try:
-            self._cache = KVCache(layout, num_blocks, device, slab.buffer, 0, size, emulation)
+            self._cache = KVCache(layout, num_blocks, device, slab.buffer, emulation)
         except BaseException:  # the device has no room for it, say
             transport.release(slab)
             raise
-        self._followers, self._shares = followers, shares
-        self._copied: _CopiedEverywhere | None = None
-        if followers is None:
-            self.offer([])
-        if registers and followers is None and self._cache.memory is not None:
+        if shares and self._cache.handle:
+            self.region = msgspec.structs.replace(self.region, device=device.type, handle=self._cache.handle)
+        if registers and self._cache.memory is not None:
             self._registered = registered(device, transport, "kv", self._cache.memory)
         if self._registered is not None:
             self.region, self.buffer = self._registered.region, self._registered.buffer
             # all: they are read, and not written, where they are
             self.staged_cells = layout.num_layers * num_blocks
-
-    def offer(self, handles: Sequence[bytes]) -> None:
-        """Let others map the KV on the device, with that of the other ranks; nothing where a handle is empty."""
-        handles = (self._cache.handle, *handles)
-        if self._shares and all(handles):
-            self.region = msgspec.structs.replace(self.region, device=self._device.type, handles=tuple(handles))
 
     def unpin(self) -> None:
         self._cache.unpin()
@@ -283,7 +231,7 @@ class KVMemory:
 
     @property
     def tensor(self) -> Tensor:
-        """[layers, 2, num_blocks, block_size, kv_heads of this rank, head_dim]"""
+        """[layers, 2, num_blocks, block_size, kv_heads, head_dim]"""
         return self._cache.tensor
 
     @property
@@ -291,8 +239,8 @@ class KVMemory:
         return 0 if self._area is None else self._area.num_lent
 
     @property
-    def copied(self) -> Pending | None:
-        return self._cache.copied if self._followers is None else self._copied
+    def copied(self) -> Event | None:
+        return self._cache.copied
 
     def check_integrity(self) -> None:
         if self._area is not None:
@@ -303,18 +251,7 @@ class KVMemory:
         return 2 * self.block_bytes * num_layers * num_blocks
 
     def copy_block(self, source: int, target: int) -> None:
-        if self._followers is not None:
-            self._followers.send(CopyBlock(source, target))
         self._cache.copy_block(source, target)
-        if self._followers is not None and self._cache.copied is not None:
-            self._copied = _CopiedEverywhere(self._cache.copied, self._reached)
-
-    def _reached(self) -> None:
-        """Wait until the other ranks have carried out what they were sent."""
-        assert self._followers is not None
-        end = self.layout.num_layers
-        with self._followers.copying(range(end, end), [], 0, lands=False):
-            pass
 
     @contextmanager
     def stage(self, layers: range, blocks: Sequence[int]) -> Iterator[ReadableKV]:
@@ -322,7 +259,7 @@ class KVMemory:
             yield _InSlab(self, layers, blocks, self.num_blocks)
             return
         with self._area.leaving.lend(len(layers) * len(blocks)) as first:
-            self._copy(layers, blocks, first, lands=False)
+            self._cache.copy(layers, blocks, first, lands=False)
             yield self._in_cells(layers, len(blocks), first)
 
     @contextmanager
@@ -336,21 +273,19 @@ class KVMemory:
             return
         with self._area.arriving.lend(len(layers) * len(blocks)) as first:
             yield self._in_cells(layers, len(blocks), first)
-            self._copy(layers, blocks, first, lands=True)
+            self._cache.copy(layers, blocks, first, lands=True)
 
     @contextmanager
     def mapped(self, region: Region) -> Iterator[RemoteWrite | None]:
         own = self.region
-        if not own.handles or (own.device, own.host_id) != (region.device, region.host_id):
+        if not own.handle or not region.handle or (own.device, own.host_id) != (region.device, region.host_id):
             yield None
             return
-        followers = self._followers
-        with nullcontext() if followers is None else followers.mapping(region):  # noqa: SIM117
-            with self._cache.mapped(region.handles) as write:
-                yield write if followers is None else partial(_on_all_ranks, followers, region, write)
+        with self._cache.mapped(region.handle) as write:
+            yield write
 
     def save(self, blocks: Sequence[int]) -> Tensor:
-        """A copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim], all heads."""
+        """A copy of blocks in host memory: [layers, 2, len(blocks), block_size, kv_heads, head_dim]."""
         self._cache.steps.record_event().synchronize()  # the device may not have written them yet
         if self._area is None:
             return self.tensor[:, :, torch.tensor(blocks)]
@@ -360,7 +295,7 @@ class KVMemory:
             dtype=getattr(torch, layout.dtype),
         )
         for layers, part in rounds(range(self.layout.num_layers), len(blocks), self._area.round_cells):
-            self._copy(layers, blocks[part.start : part.stop], self._area.saved, lands=False)
+            self._cache.copy(layers, blocks[part.start : part.stop], self._area.saved, lands=False)
             cells = self._cache.cells(self._area.saved, len(layers), len(part))
             saved[layers.start : layers.stop, :, part.start : part.stop] = cells
         return saved
@@ -374,34 +309,11 @@ class KVMemory:
         for layers, part in rounds(range(self.layout.num_layers), len(blocks), self._area.round_cells):
             cells = self._cache.cells(self._area.saved, len(layers), len(part))
             cells.copy_(saved[layers.start : layers.stop, :, part.start : part.stop])
-            self._copy(layers, blocks[part.start : part.stop], self._area.saved, lands=True)
-
-    def _copy(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> None:
-        """On all ranks: see :meth:`KVCache.copy`."""
-        if self._followers is None:
-            self._cache.copy(layers, blocks, first_cell, lands=lands)
-        else:
-            with self._followers.copying(layers, blocks, first_cell, lands=lands):
-                self._cache.copy(layers, blocks, first_cell, lands=lands)
+            self._cache.copy(layers, blocks[part.start : part.stop], self._area.saved, lands=True)
 
     def _in_cells(self, layers: range, num_blocks: int, first: int) -> _InSlab:
         start = first * 2 * self.block_bytes
         return _InSlab(self, layers, range(num_blocks), num_blocks, start=start, first_layer=layers.start)
-
-
-def _on_all_ranks(
-    followers: Followers,
-    region: Region,
-    write: RemoteWrite,
-    layers: range,
-    blocks: Sequence[int],
-    remote: Sequence[int],
-    slots: Sequence[int] = (),
-    deadline: float = math.inf,
-) -> None:
-    """Fills the RemoteWrite protocol where other ranks have other heads."""
-    with followers.writing(region, layers, blocks, remote, slots, deadline):
-        write(layers, blocks, remote)
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,9 +348,8 @@ class _InSlab:
 _DEFAULT_KV_BYTES = 1 << 28
 #: Sequences whose recurrent states have room beside that.
 _DEFAULT_STATES = 4
-#: Of an accelerator's memory that is free once the weights are loaded, where nobody knows what a step takes.
-_FREE_MEMORY_FOR_KV = 0.8
-#: The same, of which a step and the features are taken off: graphs and holes of the allocator need the rest.
+#: Share of an accelerator's free memory, once the weights are loaded, for steps, features and KV: graphs and holes
+#: of the allocator need the rest.
 _FREE_MEMORY_TO_USE = 0.95
 
 
@@ -447,12 +358,12 @@ def num_kv_blocks(
     layout: KVLayout,
     device_type: str,
     free_bytes: int,
-    measure: Callable[[], int] | None = None,
+    measure: Callable[[], int],
 ) -> int:
-    """Blocks of the KV cache; ``free_bytes`` are left on the fullest of the instance's devices.
+    """Blocks of the KV cache; ``free_bytes`` are left on its device.
 
     Args:
-        measure: bytes that a step takes at most; None: that cannot be measured.
+        measure: returns the bytes that a step takes at most.
 
     Raises ValueError for a ``kv_cache_bytes`` that is too small.
     """
@@ -468,11 +379,8 @@ def num_kv_blocks(
         )
     if device_type in ("cpu", "emulated"):  # in the memory of the host
         return max(_DEFAULT_KV_BYTES // block_bytes, MIN_BLOCKS) + _DEFAULT_STATES * layout.state_blocks
-    heads_each = -(-layout.num_kv_heads // len(options.devices))  # more ranks than heads repeat them
-    kv_bytes = int((free_bytes - options.sizes.feature_cache_bytes) * _FREE_MEMORY_FOR_KV)
-    if measure is not None:
-        kv_bytes = int(free_bytes * _FREE_MEMORY_TO_USE) - measure() - options.sizes.feature_cache_bytes
-    return max(kv_bytes * layout.num_kv_heads // (block_bytes * heads_each), MIN_BLOCKS)
+    kv_bytes = int(free_bytes * _FREE_MEMORY_TO_USE) - measure() - options.sizes.feature_cache_bytes
+    return max(kv_bytes // block_bytes, MIN_BLOCKS)
 
 
 def _allocate(device: Device, nbytes: int) -> tuple[Tensor, bytes]:

@@ -31,7 +31,7 @@ class _Between:
     """
 
     def __init__(self, model: LanguageModel, device: Device, kv: Tensor, most: int) -> None:
-        self._ops, self._kv, self._is_alone = device.ops, kv, model.group.size == 1
+        self._ops, self._kv = device.ops, kv
         zeros = partial(torch.zeros, dtype=model.dtype, device=device.torch_device)
         self.queries, self.attended = zeros(2, most, model.num_query_heads, model.head_dim).unbind(0)
         self.keys, self.values = zeros(2, most, kv.shape[4], model.head_dim).unbind(0)
@@ -41,16 +41,12 @@ class _Between:
     def attend(self, layer: int, scale: float) -> None:
         if self.context is None:
             return
-        if self._is_alone:
-            self.tell(layer)
+        if self.context.on_layer is not None:
+            self.context.on_layer(layer)
         count = self.num_tokens
         query, key, value = (buffer[:count] for buffer in (self.queries, self.keys, self.values))
         attended = self._ops.attend(query, key, value, self._kv[layer], self.context.plan, scale)
         self.attended[:count].copy_(attended)
-
-    def tell(self, layer: int) -> None:
-        if self.context is not None and self.context.on_layer is not None:
-            self.context.on_layer(layer)
 
 
 class PrefillGraphs:
@@ -138,13 +134,7 @@ class PrefillGraphs:
             prefill_context_lens=[],
             prefill_block_table=self._no_table,
         )
-        context = StepContext(
-            plan=AttentionPlan(meta=meta),
-            kv=self._kv,
-            attend=self._attend,
-            # else it is told between the pieces, beside the attention
-            on_layer=self._cut_to_tell if self._model.group.size > 1 else None,
-        )
+        context = StepContext(plan=AttentionPlan(meta=meta), kv=self._kv, attend=self._attend)
         added = self._added[:, :size].unbind(0)
         return self._model.layers(
             self._slots[:size], self._embeddings[:size], self._positions[:, :size], context, None, added
@@ -156,6 +146,3 @@ class PrefillGraphs:
             buffer[:size].copy_(states)
         self._graphs.cut(partial(between.attend, layer, scale))
         return between.attended[:size]
-
-    def _cut_to_tell(self, layer: int) -> None:
-        self._graphs.cut(partial(self._between.tell, layer))

@@ -1,12 +1,11 @@
-"""One step: packed from a schedule, computed on each rank, sampled.
+"""One step: packed from a schedule, computed, sampled.
 
-A rank computes eagerly, or where a step is decodes alone as a captured graph of padded size.
+It is computed eagerly, or where it is decodes alone as a captured graph of padded size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from device.base import AttentionOps, AttnMeta, Device, GraphRunner
 from device.copies import Readback, to_device
-from epd_serve.engine.commands import CreateCache
 from epd_serve.engine.computing import StepResult
-from epd_serve.engine.followers import Followers
 from epd_serve.engine.prefill_graphs import PrefillGraphs
 from epd_serve.engine.sampling.sampler import PromptLogprobs, Row, Sampler, Sampling
 from epd_serve.engine.step_inputs import Batch, DecodeTables, DeviceTables, StepInputs, on_device
@@ -44,13 +41,11 @@ class LanguageRunner:
         block_size: int,
         num_position_axes: int,
         eos_token_ids: frozenset[int],
-        followers: Followers | None = None,
     ) -> None:
         self._executor = executor
         self._sampler = Sampler(ops, eos_token_ids)
         self._block_size = block_size
         self._num_position_axes = num_position_axes
-        self._followers = followers
         self._tables = DecodeTables(block_size, executor.num_seats)
         self._decoding = SampledRows([])
 
@@ -87,8 +82,7 @@ class LanguageRunner:
             assert before is not None, "a step before has chosen the tokens"
             fed = before.tokens_of(list(batch.fed.values()))
         logprobs = PromptLogprobs(inputs, self._executor.device) if inputs.scored_rows else None
-        with self._followers.together(inputs) if self._followers else nullcontext():
-            logits = self._executor.compute(inputs, on_layer, fed, logprobs)
+        logits = self._executor.compute(inputs, on_layer, fed, logprobs)
         finished = [s for s, count in output.prefills if s.num_computed + count == s.num_tokens]
         scored = None if logprobs is None else Scored(logprobs, batch.scored)
         if not finished and output.decodes != self._decoding.sequences:
@@ -176,7 +170,7 @@ class LaunchedStep:
 
 
 class StepExecutor:
-    """A rank's share of the language model over its share of the KV.
+    """The language model over the KV of its instance.
 
     Args:
         kv: [layers, 2, num_blocks, block_size, kv_heads, head_dim].
@@ -236,28 +230,6 @@ class StepExecutor:
                 model, device, graphs, kv, num_position_axes=num_position_axes, sizes=prefill_graph_sizes
             )
 
-    @classmethod
-    def for_cache(
-        cls,
-        model: LanguageModel,
-        device: Device,
-        kv: Tensor,
-        cache: CreateCache,
-        emulation: Emulation | None = None,
-    ) -> StepExecutor:
-        """Make the executor from the command that the leader sends to all ranks."""
-        return cls(
-            model,
-            device,
-            kv,
-            num_position_axes=cache.num_position_axes,
-            graph_sizes=cache.graph_sizes,
-            max_num_seqs=cache.max_num_seqs,
-            max_model_len=cache.max_model_len,
-            prefill_graph_sizes=cache.prefill_graph_sizes,
-            emulation=emulation,
-        )
-
     def activate(self) -> None:
         self._device.activate()
 
@@ -272,9 +244,8 @@ class StepExecutor:
 
         Args:
             on_layer: called when a layer's K and V are in the cache, in steps with prefills.
-            fed: the tokens of the inputs' ``fed_rows``, on the first rank's device. Others have them from there,
-                as they have the features.
-            logprobs: takes those of the inputs' ``scored_rows``, which all ranks compute.
+            fed: the tokens of the inputs' ``fed_rows``, on the device.
+            logprobs: takes those of the inputs' ``scored_rows``.
         """
         self._tables.update(inputs.decodes, inputs.decode_context_lens)
         if self._emulation is None:
@@ -301,24 +272,16 @@ class StepExecutor:
         fed: Tensor | None,
         logprobs: PromptLogprobs | None,
     ) -> Tensor:
-        if inputs.fed_rows:
-            if fed is None:
-                fed = torch.empty(len(inputs.fed_rows), dtype=torch.long, device=self.device)
-            fed = self._model.group.broadcast(fed)
         if self._graphs is not None and self._graphs.fits(inputs):
             return self._graphs.run(inputs, fed)
         target = self.device
         meta, positions = self._pack(inputs)
         plan = self._device.ops.prepare(meta, self._model.dtype)
         features, ids = inputs.features, on_device(inputs.ids, target)
-        if features is not None:  # from the first rank's device to the others'
-            is_here = not features.is_meta
-            features = to_device(features, target) if is_here else torch.empty_like(features, device=target)
-            features = self._model.group.broadcast(features)
+        if features is not None:
+            features = to_device(features, target)
         if fed is not None:
             inputs.feed(ids, fed)
-        if inputs.scored_rows and logprobs is None:
-            logprobs = PromptLogprobs(inputs, target)
         return self._model.forward(
             ids,
             positions,

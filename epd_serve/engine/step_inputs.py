@@ -1,14 +1,14 @@
-"""A step as plain data, so that every rank of an instance can compute its share of it, and who packs it.
+"""The packed inputs of a step.
 
-The block tables of the sequences that decode stay on each rank's device; a step brings what is new of them.
+The block tables of the sequences that decode stay on the device; a step brings what is new of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import is_
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from epd_serve.sched.sequence import PLACEHOLDER
 from epd_serve.sched.sequence import Sequence as TokenSequence
 
 
-class TableChange(msgspec.Struct, frozen=True, array_like=True, gc=False):
+@dataclass(frozen=True, slots=True)
+class TableChange:
     """The difference between the decodes of a step and those of the last step that had some.
 
     Attributes:
@@ -27,27 +28,27 @@ class TableChange(msgspec.Struct, frozen=True, array_like=True, gc=False):
         position_deltas: numbers that M-RoPE adds to the index of a token of each; empty where they are the same.
     """
 
-    writes: list[tuple[int, int, list[int]]] = []
+    writes: Sequence[tuple[int, int, list[int]]] = ()
     seats: list[int] | None = None
-    position_deltas: list[int] = []
+    position_deltas: Sequence[int] = ()
 
 
-class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInputs:
     """The packed tokens of a step, on the host: decodes first, then prefill chunks.
 
     Attributes:
-        positions: [axes, tokens of prefills] int64; each rank's device makes those of decodes.
+        positions: [axes, tokens of prefills] int64; the device makes those of decodes.
         slots: [tokens of prefills], where each token's K and V go.
         rows: tokens whose logits are wanted. scored_rows: tokens behind which the log-probabilities of
             ``scored_ids``, those that follow them, are wanted, with ``num_top`` alternatives.
-        decodes: what is new in their tables, of which each rank keeps its own.
+        decodes: what is new in their tables.
         prefill_blocks: the blocks in use of each sequence, as many as its context fills.
         prefill_both_ways: for each prefill, the runs of its sequence's tokens that see all of themselves.
-        features: [F, (1 + deepstack levels) * hidden], in batch order; None without media. Ranks that are not the
-            first have their shape, on torch's device ``meta``.
+        features: [F, (1 + deepstack levels) * hidden], in batch order; None without media.
         feature_rows: [F], the tokens that they replace.
         states: the blocks of the recurrent state of each sequence, decodes first; empty where there are none.
-        fed_rows: tokens that the first rank's device has chosen in the step before and the host does not know.
+        fed_rows: tokens that the device has chosen in the step before and the host does not know.
     """
 
     ids: list[int]
@@ -61,12 +62,12 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     prefill_blocks: list[list[int]]
     features: Tensor | None
     feature_rows: list[int]
-    scored_rows: list[int] = []
-    scored_ids: list[int] = []
+    scored_rows: Sequence[int] = ()
+    scored_ids: Sequence[int] = ()
     num_top: int = 0
-    prefill_both_ways: list[list[tuple[int, int]]] = []
-    states: list[list[int]] = []
-    fed_rows: list[int] = []
+    prefill_both_ways: Sequence[Sequence[tuple[int, int]]] = ()
+    states: Sequence[list[int]] = ()
+    fed_rows: Sequence[int] = ()
 
     def feed(self, ids: Tensor, tokens: Tensor) -> None:
         """Put the ``tokens`` of ``fed_rows`` among the step's ``ids``, both on a device."""
@@ -78,7 +79,7 @@ class StepInputs(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
 
 
 class DecodeTables:
-    """The first rank's account of what the devices' tables hold.
+    """What the tables on the device hold, as the host knows it.
 
     A sequence is known by its list of blocks, which only grows: one that comes back with another list is new.
 
@@ -98,7 +99,7 @@ class DecodeTables:
     def change(
         self, tables: list[list[int]], context_lens: Sequence[int], position_deltas: list[int]
     ) -> TableChange:
-        """Take over a step's decodes; returns what the devices have to be told of them.
+        """Take over a step's decodes; returns what is new to the device.
 
         Args:
             tables: the blocks of each, as many as its context fills at least.
@@ -137,7 +138,7 @@ class DecodeTables:
 
 
 class DeviceTables:
-    """A rank's tables, and how far each decode of the batch is: a step makes its inputs of these on the device.
+    """The tables on the device, and how far each decode of the batch is: a step makes its inputs of these there.
 
     Rows of a batch without a decode have the table of a seat that is nobody's: zeros, for block 0 belongs to no
     sequence. They see one token and write into block 0, each into a slot of its own as long as there are some: an

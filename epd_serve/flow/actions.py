@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from epd_serve.errors import ServeError
-from epd_serve.flow.failures import HeldKV, TryHistory
+from epd_serve.flow.failures import TryHistory
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.routes import Route
 from epd_serve.routing.table import InstanceRecord
@@ -51,15 +51,6 @@ class CallPrefill(Struct, frozen=True, gc=False):
     again: bool
 
 
-class CallMove(Struct, frozen=True, gc=False):
-    """In P's place: have the instance that keeps the answer's KV send it to D."""
-
-    request_id: str
-    route: Route
-    held: HeldKV
-    generated: list[int]
-
-
 class Encode(Struct, frozen=True, gc=False):
     """Have an item encoded for P.
 
@@ -86,10 +77,9 @@ class Forward(Struct, frozen=True, gc=False):
 
 
 class HandOver(Struct, frozen=True, gc=False):
-    """P's answer is over: D has the KV. ``moved``: it came from another D."""
+    """P's answer is over: D has the KV."""
 
     route: Route
-    moved: bool
 
 
 class Listen(Struct, frozen=True, gc=False):
@@ -143,10 +133,6 @@ class KeepApart(Struct, frozen=True, gc=False):
     peer: InstanceRecord
 
 
-class FallBack(Struct, frozen=True, gc=False):
-    """The KV of an answer whose instance leaves is lost: the prompt is computed again."""
-
-
 class Done(Struct, frozen=True, gc=False):
     """The client has the whole answer, and all calls are closed.
 
@@ -172,13 +158,12 @@ class SplitUp(Struct, frozen=True, gc=False):
 #: The last of a request's actions.
 End = Done | Fail | SplitUp
 #: What is to be told of instances.
-Note = Judge | ReportLost | ReportLeaving | KeepApart | FallBack
+Note = Judge | ReportLost | ReportLeaving | KeepApart
 Action = (
     Wait
     | Name
     | Try
     | CallPrefill
-    | CallMove
     | Encode
     | Forward
     | HandOver

@@ -6,11 +6,9 @@ from collections.abc import Collection
 
 from msgspec import Struct
 
-from epd_serve.cost.stages import Work
 from epd_serve.errors import (
     DECODE_DRAINING,
     DRAINING,
-    KV_HELD,
     NO_ROOM,
     PREPARATION_FULL,
     REQUEST_ENDED,
@@ -28,7 +26,7 @@ from epd_serve.types import Stage
 
 def is_planned(failure: ServeError) -> bool:
     """Whether an instance only leaves its role: nothing speaks against it, nor against another attempt."""
-    return failure.code in (DRAINING, DECODE_DRAINING, KV_HELD)
+    return failure.code in (DRAINING, DECODE_DRAINING)
 
 
 def may_help(failure: ServeError) -> bool:
@@ -42,14 +40,9 @@ def leaver(route: Route, stage: Stage, failure: ServeError) -> str:
     return (route.decode if is_decodes else route.prefill).name
 
 
-def blamed(route: Route, stage: Stage, failure: ServeError, *, moves: bool) -> str:
-    """Whose failure it is that the instance of a stage, which is alive, reports in place of an answer.
-
-    ``moves``: it was to send KV to D, which others may reach all the same.
-    """
+def blamed(route: Route, stage: Stage, failure: ServeError) -> str:
+    """Return the instance to blame when the live instance of a stage answers with an error."""
     if stage is Stage.PREFILL:
-        if moves:
-            return leaver(route, stage, failure)
         is_decodes = isinstance(failure, InstanceFailed) or failure.code in (NO_ROOM, REQUEST_ENDED)
         return (route.decode if is_decodes else route.prefill).name
     return (route.prefill if isinstance(failure, StageTimeout) else route.decode).name
@@ -91,21 +84,6 @@ class TryHistory(Struct, eq=False):
         if record is None or record.info is None:
             return None
         return record, record.info.pid, record.info.epoch, record.num_returns
-
-
-class HeldKV(Struct, frozen=True):
-    """Kept by ``record`` for a while, as that of the request which it knows by ``request_id``."""
-
-    record: InstanceRecord
-    request_id: str
-
-    def route(self, other: Route) -> Route | None:
-        """To the decode instance of a route on which the prompt would be computed again; None: there is none."""
-        if other.decode is self.record:
-            return None
-        answer = other.prefill_work if other.fused else other.decode_work
-        work = Work(num_sequences=answer.num_sequences, num_kv_tokens=answer.num_kv_tokens)
-        return Route(prefill=self.record, decode=other.decode, decode_work=work, max_model_len=other.max_model_len)
 
 
 #: Encoders that may leave one item without an answer before P encodes it itself.

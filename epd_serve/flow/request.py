@@ -11,8 +11,6 @@ from msgspec import Struct
 from msgspec import field as struct_field
 
 from epd_serve.errors import (
-    DRAINING,
-    KV_HELD,
     PEER_UNREACHABLE,
     REQUEST_ENDED,
     InstanceFailed,
@@ -26,7 +24,7 @@ from epd_serve.errors import (
 from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
 from epd_serve.flow.events import Progress
-from epd_serve.flow.failures import HeldKV, ItemEncode, TryHistory, blamed, is_planned, leaver, may_help
+from epd_serve.flow.failures import ItemEncode, TryHistory, blamed, is_planned, leaver, may_help
 from epd_serve.routing.encoders import in_segments
 from epd_serve.routing.routes import Demand, Route, Router
 from epd_serve.routing.table import InstanceTable
@@ -72,15 +70,12 @@ class Fleet(Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_attempts: of a request, or of each of its choices, the first included.
-        wait_s: how long it waits for an instance where none is left for a stage: from when it lost its own,
-            or from when there was the last one.
         encode_timeout_s: how long an encoder has for an item; P waits for the feature for twice that.
     """
 
     table: InstanceTable
     router: Router
     max_attempts: int
-    wait_s: float
     encode_timeout_s: float
 
 
@@ -109,7 +104,6 @@ class _Attempt(Struct, eq=False):
     """One try: its calls, and what has become of them.
 
     Attributes:
-        held: the KV that is moved in place of a prompt's; ``is_moved``: it was.
         suspects: instances to which the request should not be sent again.
         is_cut: none of them has failed, but P cannot reach D.
         follows: the rest of P's answer comes from D.
@@ -120,8 +114,6 @@ class _Attempt(Struct, eq=False):
     """
 
     request_id: str
-    held: HeldKV | None = None
-    is_moved: bool = False
     suspects: set[str] = struct_field(default_factory=set)
     is_cut: bool = False
     follows: bool = False
@@ -129,11 +121,6 @@ class _Attempt(Struct, eq=False):
     explained: on.Refused | on.Broke | None = None
     encodes: dict[int, ItemEncode] = {}
     is_expected: bool = False
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether it was to move KV and has not."""
-        return self.held is not None and not self.is_moved
 
 
 class RequestFlow:
@@ -150,12 +137,10 @@ class RequestFlow:
         "_generated",
         "_history",
         "_is_awaited",
-        "_left",
         "_num_planned",
         "_number",
         "_until_s",
         "_waits_for",
-        "_was_left",
         "_was_split",
         "asked",
         "fleet",
@@ -182,8 +167,6 @@ class RequestFlow:
         self._waits_for: ServeError | None = None  # what is raised where no instance comes
         self._until_s = 0.0
         self._is_awaited = False
-        self._left: HeldKV | None = None  # by the last try
-        self._was_left = False
 
     def tell(self, event: on.Event) -> list[do.Action]:
         """The actions that follow from an event. One that comes too late has none."""
@@ -214,23 +197,18 @@ class RequestFlow:
     def _on_look(self, event: on.Look) -> None:
         if self.state is not State.ROUTING or (route := self._choose(event)) is None:
             return
-        if self._number == 0:
-            self._begin_try(route)
-            return
-        way = None if self._left is None else self._left.route(route)
-        if way is None and self._was_left:
-            self._actions.append(do.FallBack())
-        held = None if way is None else self._left
-        self._begin_try(way or route, "continued" if self._generated or held else "again", held)
+        if self._number > 0:
+            self._actions.append(do.Try("continued" if self._generated else "again"))
+        self._begin_try(route)
 
     def _choose(self, event: on.Look) -> Route | None:
         """Instances that have not failed; None where it waits for them, or has ended."""
         fleet, model, demand, history = self.fleet, self.asked.model, self.asked.demand, self._history
         table, choose = fleet.table, fleet.router.routes.choose_route
         if self._waits_for is None:
-            wait_s, expected_s = fleet.wait_s, 0.0
+            expected_s = 0.0
             if event.complete_at_s is not None:
-                expected_s = event.complete_at_s + wait_s - event.now_s
+                expected_s = event.complete_at_s + event.wait_s - event.now_s
             self._is_awaited = expected_s > 0
             if history.failure is None:
                 try:
@@ -241,7 +219,7 @@ class RequestFlow:
                 except Unavailable as failure:
                     self._waits_for, self._until_s = failure, event.now_s + expected_s
             else:
-                self._waits_for, self._until_s = history.failure, event.now_s + wait_s
+                self._waits_for, self._until_s = history.failure, event.now_s + event.wait_s
         exclude = history.suspects()
         try:
             route = choose(table, model, exclude=exclude, demand=demand)
@@ -256,18 +234,16 @@ class RequestFlow:
         else:
             why = self._waits_for
             assert why is not None
-            if is_worth_waiting and why is history.failure and fleet.wait_s:
-                why = why.with_more(f"nothing could take over within {fleet.wait_s:g} s (gateway.failover.wait_s)")
+            if is_worth_waiting and why is history.failure and event.wait_s:
+                why = why.with_more(f"nothing could take over within {event.wait_s:.3g} s")
             self._end_request(do.Fail(why))
         return None
 
-    def _begin_try(self, route: Route, kind: do.Kind | None = None, held: HeldKV | None = None) -> None:
+    def _begin_try(self, route: Route) -> None:
         self._number += 1
         self.route = route
-        self._attempt = _Attempt(f"{self.asked.id}-{self._number}", held)
-        if kind is not None:
-            self._actions.append(do.Try(kind))
-        if not self.asked.has_media or held is not None:
+        self._attempt = _Attempt(f"{self.asked.id}-{self._number}")
+        if not self.asked.has_media:
             self._send(_NO_MEDIA)
             return
         assert route.prefill.info is not None, "a ready instance has said what it is"
@@ -291,11 +267,7 @@ class RequestFlow:
             refs = in_segments(fleet.table, route.prefill, refs)
         self._enter(State.SENT)
         attempt.is_expected = not route.fused
-        if attempt.held is None:
-            again = self._number > 1 or self._was_split
-            act(do.CallPrefill(request_id, route, refs, self._generated, again))
-        else:
-            act(do.CallMove(request_id, route, attempt.held, self._generated))
+        act(do.CallPrefill(request_id, route, refs, self._generated, self._number > 1 or self._was_split))
         if not refs:
             return
         parts = [(place, part) for place, ref in enumerate(refs) for part in ref.segments]
@@ -340,8 +312,7 @@ class RequestFlow:
             name = route.prefill.name
             self._fail_try(InstanceFailed(f"instance {name} left the answer to a decode instance; it has none"))
         elif self.state is State.FIRST:
-            attempt.is_moved = attempt.held is not None
-            self._actions.append(do.HandOver(route, attempt.is_moved))
+            self._actions.append(do.HandOver(route))
             self._enter(State.BETWEEN)
             if isinstance(attempt.decode, ServeError):
                 self._call_failed(_D, attempt.decode)
@@ -407,7 +378,7 @@ class RequestFlow:
             self._report_lost((self.route.prefill if stage is _P else self.route.decode).name)
             self._fail_try(failure)
         else:
-            self._fail_at(blamed(self.route, stage, failure, moves=self._attempt.held is not None), failure)
+            self._fail_at(blamed(self.route, stage, failure), failure)
 
     def _report_lost(self, name: str) -> None:
         self._actions.append(do.ReportLost(name))
@@ -483,7 +454,7 @@ class RequestFlow:
         attempt, history, progress = self._attempt, self._history, self.progress
         names = {self.route.prefill.name, self.route.decode.name}
         planned = is_planned(failure)
-        is_innocent = planned or attempt.is_moving or isinstance(failure, Unavailable | InvalidRequest)
+        is_innocent = planned or isinstance(failure, Unavailable | InvalidRequest)
         self._end_try(names, () if is_innocent else attempt.suspects)
         if progress.complete:
             self._end_request(do.Done(None))
@@ -491,8 +462,8 @@ class RequestFlow:
         if not may_help(failure) or not (attempt.suspects & names or attempt.is_cut):
             self._end_request(do.Fail(failure))
             return
-        self._num_planned += planned or attempt.is_moving
-        history.num_attempts += not (planned or attempt.is_moving) or self._num_planned > _MAX_PLANNED
+        self._num_planned += planned
+        history.num_attempts += not planned or self._num_planned > _MAX_PLANNED
         history.failure = failure
         if planned:  # for as long as it says so itself
             self._actions += [do.ReportLeaving(name) for name in attempt.suspects]
@@ -504,20 +475,12 @@ class RequestFlow:
         elif not begun or (tokens is not None and is_one):
             if tokens is not None and is_one:
                 self._generated = tokens[0]
-            self._keep_kv(failure)
             self._enter(State.ROUTING)
             self._actions.append(do.Wait())
         elif tokens is not None and self.asked.splits:
             self._end_request(do.SplitUp(tokens, history))
         else:
             self._end_request(do.Fail(failure))
-
-    def _keep_kv(self, failure: ServeError) -> None:
-        """Keep for the next try the answer's KV, where D leaves and has it still."""
-        attempt, decode = self._attempt, self.route.decode
-        self._left = HeldKV(decode, attempt.request_id) if failure.code == KV_HELD else None
-        leaves = failure.code == KV_HELD or (failure.code == DRAINING and bool(self._generated))
-        self._was_left = attempt.is_moving or (leaves and decode.name in attempt.suspects)
 
     def _end_request(self, last: do.End) -> None:
         self._enter(State.OVER)

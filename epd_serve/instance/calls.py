@@ -27,7 +27,6 @@ _DONE = Reply(status=204)
 class _Call:
     scope: asyncio.Timeout
     has_begun: Callable[[], bool]
-    is_spared: Callable[[], bool]
 
 
 def left(name: str) -> Unavailable:
@@ -54,19 +53,17 @@ class Refusals:
     async def call(
         self,
         has_begun: Callable[[], bool],
-        is_spared: Callable[[], bool] = lambda: False,
         refusal: Callable[[str], ServeError] = left,
     ) -> AsyncGenerator[None]:
         """Around what answers a call; it is cancelled, and raises ``refusal``, when it is refused.
 
         Args:
             has_begun: whether anything was computed for it.
-            is_spared: whether it ends by other means, and soon.
         """
         call: _Call | None = None
         try:
             async with asyncio.timeout(None) as scope:
-                call = _Call(scope, has_begun, is_spared)
+                call = _Call(scope, has_begun)
                 self._calls.add(call)
                 try:
                     yield
@@ -81,7 +78,7 @@ class Refusals:
         """Refuse the calls that have not begun; with ``begun``, all."""
         now = asyncio.get_running_loop().time()
         for call in [call for call in self._calls if begun or not call.has_begun()]:
-            if not call.scope.expired() and not call.is_spared():
+            if not call.scope.expired():
                 call.scope.reschedule(now)
 
 
@@ -102,11 +99,9 @@ class ControlCalls:
             ("POST", "/stage/encode", self._encode),
             ("POST", "/stage/prefill", self._prefill),
             ("POST", "/stage/decode", self._decode),
-            ("POST", "/stage/move", self._move),
             ("POST", "/prompt/tokenize", self._tokenize),
             ("POST", "/prompt/detokenize", self._detokenize),
             ("POST", "/feature/event", self._feature_event),
-            ("POST", "/feature/parity", self._feature_parity),
             ("POST", "/kv/reserve", self._kv_reserve),
             ("POST", "/kv/renew", self._kv_renew),
             ("POST", "/kv/complete", self._kv_complete),
@@ -143,10 +138,8 @@ class ControlCalls:
         language, request_id = self._instance.serving(Stage.PREFILL), request.request_id
         if self._instance.export is not None:
             self._instance.export.received(request_id, request.traceparent)
-        # refused when the instance leaves, unless its answer goes elsewhere with its KV
-        has_begun, is_held = language.prefill.has_begun, language.migrations.holds
         with self._instance.reports.call(Stage.PREFILL, request_id):
-            async with self._instance.refusals.call(partial(has_begun, request_id), partial(is_held, request_id)):
+            async with self._instance.refusals.call(partial(language.prefill.has_begun, request_id)):
                 return await language.prefill.prefill(request)
 
     async def _decode(self, body: bytes) -> Reply:
@@ -155,14 +148,9 @@ class ControlCalls:
         language, request_id = self._instance.serving(Stage.DECODE), request.request_id
         if self._instance.export is not None:
             self._instance.export.received(request_id, request.traceparent)
-        has_begun, is_held = language.decode.has_begun, language.migrations.holds
         with self._instance.reports.call(Stage.DECODE, request_id):
-            async with self._instance.refusals.call(partial(has_begun, request_id), partial(is_held, request_id)):
+            async with self._instance.refusals.call(partial(language.decode.has_begun, request_id)):
                 return await language.decode.decode(request)
-
-    async def _move(self, body: bytes) -> Reply:
-        request = wire.decode(body, wire.MoveRequest)
-        return await self._instance.serving(Stage.DECODE).migrations.move(request)
 
     async def _tokenize(self, body: bytes) -> Reply:
         reply = await self._instance.serving(Stage.PREFILL).prefill.tokenize(
@@ -179,15 +167,8 @@ class ControlCalls:
     async def _feature_event(self, body: bytes) -> Reply:
         receiver = self._instance.serving(Stage.PREFILL).receiver
         event = wire.decode(body, wire.FeatureEvent)
-        if event.producer not in ("", self._instance.model.producer):
-            self._instance.parity.admit(event.producer)
-        self._instance.metrics.feature_came(event.producer, True)
+        self._instance.metrics.feature_came(event.producer)
         await receiver.receive(event)
-        return _DONE
-
-    async def _feature_parity(self, body: bytes) -> Reply:
-        self._instance.serving(Stage.PREFILL)  # as long as it has that role
-        await self._instance.parity.judge(wire.decode(body, wire.ParitySample))
         return _DONE
 
     async def _kv_reserve(self, body: bytes) -> Reply:

@@ -179,7 +179,7 @@ class DecodeService:
             except BaseException:
                 self._reservations.stop_writing(request.transfer_id)
                 raise
-        if self._memory.region.handles and (copied := self._memory.copied) is not None and not copied.query():
+        if self._memory.region.handle and (copied := self._memory.copied) is not None and not copied.query():
             await asyncio.to_thread(copied.synchronize)  # P's device does not wait for this one
         if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
             raise _ended(request.request_id)

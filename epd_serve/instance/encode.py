@@ -19,15 +19,13 @@ from epd_serve.engine.pace.step_watch import StepWatch
 from epd_serve.errors import (
     NOT_MAPPED,
     PREPARATION_FULL,
-    PRODUCER_UNKNOWN,
     InstanceFailed,
     InvalidRequest,
     ServeError,
 )
 from epd_serve.instance.http import Peers
-from epd_serve.instance.parity import fixed_inputs, sample_of
 from epd_serve.instance.text.request_processor import S_PER_PIXEL, RequestProcessor
-from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef, ParitySample
+from epd_serve.protocol.wire import EncodeReply, EncodeRequest, MediaRef
 from epd_serve.sched.schedule import schedule_encodes
 from epd_serve.telemetry.span import Span, Value
 from epd_serve.transfer.feature_store import FeatureStore, StoredFeature
@@ -116,7 +114,6 @@ class EncodeService:
         self._family = model.family
         self._peers = peers
         self._url = url
-        self._sample: ParitySample | None = None
         self._processor = processor
         self._feature_timeout_s = feature_timeout_s
         self._may_start = may_start
@@ -235,12 +232,8 @@ class EncodeService:
         return EncodeReply(cached=cached, num_tokens=feature.shape[0]), batch
 
     async def _announce(self, request: EncodeRequest, feature: StoredFeature) -> None:
-        """Tell the consumer of a feature; where it does not reach this device, of a copy on the host.
-
-        Where it does not know what this encoder makes, show it first.
-        """
+        """Tell the consumer of a feature; where it does not reach this device, of a copy on the host."""
         consumer, mm_hash, owner = request.announce_to, request.ref.mm_hash, request.request_id
-        is_shown = False
         while True:
             here, is_on_host = feature, consumer in self._off_device
             if is_on_host:
@@ -254,30 +247,9 @@ class EncodeService:
                 await self._peers.call(consumer, "/feature/event", event, _ANNOUNCE_TIMEOUT_S)
                 return
             except ServeError as error:
-                if error.code == NOT_MAPPED and not is_on_host:
-                    self._off_device.add(consumer)
-                elif error.code == PRODUCER_UNKNOWN and event.producer == self._model.producer and not is_shown:
-                    await self._show(consumer)
-                    is_shown = True
-                else:
+                if error.code != NOT_MAPPED or is_on_host:
                     raise
-
-    async def _show(self, consumer: str) -> None:
-        """Let the consumer judge what this encoder makes of the fixed picture."""
-        if self._sample is None:
-            feature = await self.parity_feature()
-            self._sample = sample_of(self._model.producer, feature, self._model.data_of(feature))
-        await self._peers.call(consumer, "/feature/parity", self._sample, _ANNOUNCE_TIMEOUT_S)
-
-    async def parity_feature(self) -> Any:
-        """The feature of the fixed picture. The tower is loaded where it is not."""
-        return await self._loop.run_in_executor(self._tower_thread, self._encode_fixed)
-
-    def _encode_fixed(self) -> Any:
-        inputs, num_pixels = fixed_inputs(self._family)
-        tower = self._loaded_tower()
-        with self._stream.encoding(num_pixels), self._model.encoding([num_pixels]):
-            return tower.encode([inputs])[0]
+                self._off_device.add(consumer)
 
     async def _encoded(self, request: EncodeRequest) -> _Encoded:
         """The item's feature; requests for one item share one encode, which ends when nobody wants it any more."""

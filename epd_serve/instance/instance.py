@@ -32,7 +32,6 @@ from epd_serve.instance.language_engine import LanguageEngine
 from epd_serve.instance.lifecycle import DrainReason, Lifecycle, SwitchState
 from epd_serve.instance.loading.model import Language, open_device, open_model
 from epd_serve.instance.metrics import InstanceMetrics
-from epd_serve.instance.parity import ParityGate
 from epd_serve.instance.reports import Reporter, StageRates
 from epd_serve.instance.text.request_processor import RequestProcessor, num_media_threads
 from epd_serve.protocol import instance_state, wire
@@ -120,12 +119,6 @@ class Instance:
             on_failed=self.check_device,
             may_start=partial(factory("may encode", _may_encode), self),
         )
-        self.parity = ParityGate(
-            self.model.producer,
-            options.parity,
-            self._parity_feature,
-            partial(self.metrics.feature_came, admitted=False),
-        )
         self.streams.language.on_pause = self.encode.reconsider
         await self._build()
         self.spawn(asyncio.create_task(self._housekeep()))
@@ -140,19 +133,21 @@ class Instance:
         return await asyncio.to_thread(self.model.feature_store, options, host, transport, told)
 
     async def _build(self) -> None:
-        """The stages of the role, out of what is there of them."""
+        """Make the stages of the role, out of what is there of them; load the others' weights that stay."""
         options, role = self.options, self.options.role
+        keeps_all = options.resident == "all"
         self.limits = StepLimits(options, self.model.measurements())
         self.encode.serve(
             self.store,
             self._deliver_here if role.has_language_model else None,
             image_budget_pixels=options.image_budget_pixels,
         )
-        if role.encodes and self.family.token_ids:
-            await self.encode.warm_up(self._find_image_budget)
-        if role.has_language_model:
-            if self._weights is None:  # known before the engine, which may fail: others use them then
-                self._weights = await asyncio.to_thread(self.model.language, self, at_once=self.ready)
+        if self.family.token_ids and (role.encodes or keeps_all):
+            await self.encode.warm_up(self._find_image_budget if role.encodes else None)
+        if self._weights is None and (role.has_language_model or keeps_all):
+            # known before the engine, which may fail: others use them then
+            self._weights = await asyncio.to_thread(self.model.language, self)
+        if self._weights is not None and role.has_language_model:
             language = await asyncio.to_thread(LanguageEngine, self, self._weights)
             language.start()
             self.language = language
@@ -338,19 +333,16 @@ class Instance:
         self.is_accepting = self.ready and not self.lifecycle.is_leaving and machine.is_serving
         self.reports.state_changed(self.is_accepting, machine.epoch)
 
-    def send_away(self, *, begun: bool, late: bool) -> None:
-        """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well.
-
-        Their KV goes there too, unless it is ``late``.
-        """
+    def send_away(self, *, begun: bool) -> None:
+        """Refuse requests that have not begun; with ``begun``, give up those that can go on elsewhere as well."""
         if self.language is not None:
-            self.language.send_away(begun=begun, late=late)
+            self.language.send_away(begun=begun)
         self.refusals.refuse(begun=begun)
 
     async def rebuild(self, role: Role) -> None:
         """Serve another role from now on; nothing may be in use. Raises whatever keeps its stages from being made.
 
-        Weights stay where they fit and are needed, or may be soon.
+        Weights that the role does not need stay with ``resident: all``.
         """
         old, options = self.options, in_role(self.options, role)
         remember(options)
@@ -360,12 +352,12 @@ class Instance:
         # those of a role that encodes have a part of the device, or lend one of the host
         lends = (old.feature_store == "mooncake" or self.store.on_device) and old.role.stages != role.stages
         self.options = options
-        if self._weights is not None and not (role.has_language_model and not self._weights.is_split):
+        if self._weights is not None and not role.has_language_model:
             await asyncio.to_thread(self._weights.forget, self.transport)
-            if self.device.type != "cpu" or self._weights.is_split:
+            if options.resident == "role":
                 await _close([self._weights])
                 self._weights = None
-        if self.device.type != "cpu" and not role.encodes:
+        if options.resident == "role" and not role.encodes:
             self.encode.unload()
         if lends or old.sizes.feature_store_bytes != options.sizes.feature_store_bytes:
             await asyncio.to_thread(self.store.close)
@@ -388,12 +380,6 @@ class Instance:
             self.end_process()
 
     # ------------------------------------------------------------------ inside
-
-    async def _parity_feature(self) -> Any:
-        feature = await self.encode.parity_feature()
-        if not (self.options.role.encodes or self.encode.num_waiting):
-            self.encode.unload()  # which was loaded for this alone
-        return feature
 
     async def _deliver_here(self, request_id: str, item: wire.MediaRef, feature: Any) -> None:
         assert self.language is not None

@@ -31,7 +31,6 @@ class PushDelivery:
         num_generated: of the answer's tokens, the first of which KV is sent, too.
         abort: ends the request in the engine.
         spawn: runs a clean-up in the background, owned by the instance.
-        request_id: the decode instance's, where it is not that of the sequence.
     """
 
     #: Whether the decode instance reads even where it could be written to.
@@ -49,7 +48,6 @@ class PushDelivery:
         lease_s: float,
         abort: Callable[[str], None],
         spawn: Callable[[asyncio.Task[None]], None],
-        request_id: str = "",
     ) -> None:
         self._sequence = sequence
         self._url = decode_url
@@ -60,7 +58,7 @@ class PushDelivery:
         sampling = sequence.sampling
         self._reserve = wire.ReserveRequest(
             transfer_id=uuid.uuid4().hex,
-            request_id=request_id or sequence.request_id,
+            request_id=sequence.request_id,
             num_prompt_tokens=len(sequence.prompt_ids) + num_generated,
             max_tokens=sequence.max_tokens - num_generated,
             num_sequences=sequence.num_sequences,
@@ -111,7 +109,7 @@ class PushDelivery:
         transfer.deadline, transfer.next_block = granted_after + lease_s / 2, target.num_cached_blocks
         if self.reads or target.staged_cells is not None:
             transfer.offer = partial(self._offer, asyncio.get_running_loop())
-        if transfer.offer is None or target.region.handles:
+        if transfer.offer is None or target.region.handle:
             self._sender.connect(target.region)
         transfer.target = target
         self._renewal = asyncio.create_task(self._renew(transfer, feed))
@@ -242,6 +240,4 @@ async def _while_it_answers(
 class Deliveries(Protocol):
     """Makes the delivery of one request's KV to the decode instance at a URL; see :class:`PushDelivery`."""
 
-    def __call__(
-        self, sequence: Sequence, num_generated: int, decode_url: str, *, request_id: str = ""
-    ) -> PushDelivery: ...
+    def __call__(self, sequence: Sequence, num_generated: int, decode_url: str) -> PushDelivery: ...

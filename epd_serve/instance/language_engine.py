@@ -15,11 +15,11 @@ from epd_serve.engine.engine import Engine, EngineEvent, EngineHooks, Listeners
 from epd_serve.engine.pace.step_watch import StepWatch
 from epd_serve.engine.step_loop import KVPush, LayerGroups, StepLoop
 from epd_serve.factories import factory
+from epd_serve.instance.calls import moved
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.feature_receiver import FeatureReceiver
 from epd_serve.instance.kv_delivery import PullDelivery, PushDelivery
 from epd_serve.instance.loading.model import Language
-from epd_serve.instance.migration import Migrations
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.protocol import instance_state
 from epd_serve.sched.schedule import ScheduleOutput
@@ -97,7 +97,7 @@ class LanguageEngine(EngineHooks):
                 layer_groups=factory("layer groups", LayerGroups),
             ),
             stream=instance.streams.language.stream,
-            runs_ahead=options.runs_ahead,
+            runs_ahead=instance.device.type != "cpu",
             watch=self.watch,
         )
 
@@ -119,14 +119,6 @@ class LanguageEngine(EngineHooks):
             rates=instance.rates,
             refusals=instance.refusals,
             compile=compile_,
-        )
-        self.migrations = Migrations(
-            options.name,
-            engine,
-            self.sender,
-            self._deliver,
-            loop=instance.loop,
-            spawn=instance.spawn,
         )
         self.decode = DecodeService(
             engine,
@@ -166,17 +158,17 @@ class LanguageEngine(EngineHooks):
         self._loop.close()
         self.sender.close()
 
-    def send_away(self, *, begun: bool, late: bool) -> None:
+    def send_away(self, *, begun: bool) -> None:
         """See :meth:`~epd_serve.instance.instance.Instance.send_away`."""
         self.decode.send_away()
         if begun:
-            self.migrations.send_away(self.decode.generations | self.prefill.generations, late=late)
+            for generation in (self.decode.generations | self.prefill.generations).values():
+                if generation.can_move:
+                    generation.fail(moved(self._instance.options.name))
 
     def expire(self) -> None:
         """End what has waited for too long; to be called now and then, on the event loop."""
         self.decode.expire()
-        if self.migrations.held:
-            self.migrations.expire()
         if self.receiver.early:
             self.receiver.expire()
 
@@ -199,9 +191,7 @@ class LanguageEngine(EngineHooks):
             "listeners": len(self.listeners),
         }
 
-    def _deliver(
-        self, sequence: Sequence, num_generated: int, decode_url: str, *, request_id: str = ""
-    ) -> PushDelivery:
+    def _deliver(self, sequence: Sequence, num_generated: int, decode_url: str) -> PushDelivery:
         instance, options = self._instance, self._instance.options
         delivery = PullDelivery if options.kv_transfer.mode == "pull" else PushDelivery
         return delivery(
@@ -214,7 +204,6 @@ class LanguageEngine(EngineHooks):
             lease_s=options.lease_s,
             abort=self.engine.abort,
             spawn=instance.spawn,
-            request_id=request_id,
         )
 
     # ------------------------------------------------------------------ for the engine

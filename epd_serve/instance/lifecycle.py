@@ -222,8 +222,7 @@ class Lifecycle:
     ) -> float:
         """Take nothing new; return the seconds until nothing was left.
 
-        Unless the process ends, work is sent away: what has not begun at once, the rest after ``patience_s``, more
-        of it as the deadline comes nearer.
+        Unless the process ends, work is sent away: what has not begun at once, the rest after ``patience_s``.
 
         Raises:
             Conflict: it was called back to its role.
@@ -239,7 +238,7 @@ class Lifecycle:
                     raise Conflict(f"it was called back to role {self.machine.role}")
                 now = self._clock()
                 if reason is not DrainReason.END:
-                    self._instance.send_away(begun=now >= patience, late=now >= (patience + deadline) / 2)
+                    self._instance.send_away(begun=now >= patience)
                 in_use = {what: count for what, count in self._instance.in_use().items() if count}
                 if not in_use:
                     return now - began

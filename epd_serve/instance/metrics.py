@@ -89,9 +89,8 @@ class InstanceMetrics:
         )
         self._feature_producers = self._counter(
             "feature_producers",
-            "Announced features by who made them, and whether parity let them in",
+            "Announced features by the kind of device and the operators that made them",
             producer=(),
-            admitted=("false", "true"),
         )
         self._encodes = self._counter(
             "encodes", "Encode calls; cached: the store had the feature", cached=("false", "true")
@@ -207,9 +206,9 @@ class InstanceMetrics:
         if instead and not cached:
             self._feature_recomputes.inc()
 
-    def feature_came(self, producer: str, admitted: bool) -> None:
-        """A feature was announced; see :class:`epd_serve.instance.parity.ParityGate`."""
-        self._feature_producers.labels(producer, str(admitted).lower()).inc()
+    def feature_came(self, producer: str) -> None:
+        """Count a feature that was announced, by the kind of device and the operators that made it."""
+        self._feature_producers.labels(producer).inc()
 
     def store_did(self, store: str, operation: str, nbytes: int = 0, seconds: float = 0.0) -> None:
         """A :class:`epd_serve.transfer.feature_store.StoreObserver`."""

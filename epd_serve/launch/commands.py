@@ -12,7 +12,6 @@ from typing import ClassVar
 from device import mps
 from device.ascend_limits import InstanceUse, check_colocation, hccl_environment
 from device.present import EMULATED_MEMORY, num_cores, visibility
-from device.weight_files import COPIES, VARIABLE, to_variable
 from epd_serve.config import DeploymentConfig, InstanceOptions, InstanceSettings, ShapeConfig, decode_graph_sizes
 from epd_serve.config.applied import changes, leaves
 from epd_serve.config.model_files import read_model_config
@@ -110,8 +109,7 @@ class PreparedInstance:
                 **hccl_variables(self.placement),
             },
             url=url_of(config.instances.host, options.port, tls=config.read_tls() is not None),
-            can_fork=config.instances.preload
-            and (set(devices) == {"cpu"} or isinstance(config.model, ShapeConfig)),
+            can_fork=set(devices) == {"cpu"} or isinstance(config.model, ShapeConfig),
             measures=measured(devices),
         )
 
@@ -257,37 +255,6 @@ def instance_specs(
     return tuple(instance.spec(config, environment) for instance in prepared)
 
 
-def shared_parts(config: DeploymentConfig, *, later: bool = False) -> list[str]:
-    """The parts of the model that several CPU instances hold, or may come to hold, if they share them.
-
-    ``later``: also with instances that are added while it runs.
-    """
-    if later and (config.instances.share_weights or config.keeps_other_roles):
-        return ["tower", "language_model"]
-    roles = [placed.role for placed in config.placement() if set(placed.devices) == {"cpu"}]
-    if config.keeps_other_roles and len(roles) > 1:
-        return ["tower", "language_model"]
-    if not config.instances.share_weights:
-        return []
-    holders = {
-        "tower": sum(role.encodes for role in roles),
-        "language_model": sum(role.has_language_model for role in roles),
-    }
-    return [part for part, count in holders.items() if count > 1]
-
-
-def sharing_weights(spec: ProcessSpec, files: Mapping[str, int], *, copies: bool = False) -> ProcessSpec:
-    """The instance with these memory files, by part of the model, to keep its weights in.
-
-    Args:
-        copies: one that begins with a language model has its own copy: decode steps read all of it.
-    """
-    if not files:
-        return spec
-    variables = {VARIABLE: to_variable(files), **({COPIES: "language_model"} if copies else {})}
-    return replace(spec, environment={**spec.environment, **variables}, descriptors=tuple(files.values()))
-
-
 def master_spec(config: DeploymentConfig, ports: Ports, environment: Mapping[str, str]) -> ProcessSpec | None:
     """The mooncake_master's process; None where the deployment needs none or names one.
 
@@ -422,5 +389,4 @@ def _use(options: InstanceOptions) -> InstanceUse:
         num_streams=2,  # the default one, and the one on which graphs are updated
         num_graphs=len(decode_graph_sizes(options.sizes.max_num_seqs)) if options.role.decodes else 0,
         num_layers=text["num_hidden_layers"],
-        num_groups=int(len(options.devices) > 1),
     )

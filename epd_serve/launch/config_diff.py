@@ -2,28 +2,77 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from epd_serve.config import DeploymentConfig, ShapeConfig, model_path
 from epd_serve.config.applied import changes
 from epd_serve.config.vllm import connectors
 from epd_serve.launch.deployment_record import DeploymentRecord, Prepared
 from epd_serve.launch.processes.ports import next_port
+from epd_serve.protocol.addresses import is_loopback
 from epd_serve.topology.change import Part, Step, StepKind, plan_change
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The steps in order, the instances that they start, and notes on what stays other than in the file."""
+    """The steps in order, the instances that they start, and notes on what stays other than in the file.
+
+    Attributes:
+        options: a line for each option that changes.
+    """
 
     steps: tuple[Step, ...]
     to_start: Mapping[str, Prepared]
     notes: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+    def lines(self) -> list[str]:
+        """Notes and options, for people."""
+        return [*(f"note: {note}" for note in self.notes), *(f"option {line}" for line in self.options)]
+
+
+#: Options whose values are shown to nobody.
+_SECRETS = frozenset({"api_key", "cluster_key", "join_key", "key"})
+
+
+def changed_options(old: DeploymentConfig, new: DeploymentConfig) -> tuple[str, ...]:
+    """Return a line for each option that differs, as in ``gateway.max_queue: 4096 -> 10``."""
+    before, after = old.model_dump(mode="json"), new.model_dump(mode="json")
+    return tuple(f"{path}: {_shown(before, path)} -> {_shown(after, path)}" for path, _ in changes(old, new))
+
+
+def _shown(config: dict[str, Any], path: str) -> str:
+    value: Any = config
+    for name in path.split("."):
+        value = value[name]
+    if path == "gateway.api_keys":
+        return ", ".join(key["name"] for key in value) or "none"
+    if path.rpartition(".")[2] in _SECRETS:
+        return "none" if value is None else "a secret"
+    return json.dumps(value)
+
+
+def check_open_api(old: DeploymentConfig, new: DeploymentConfig) -> tuple[str, ...]:
+    """Return a warning where the new deployment asks for no API key any more.
+
+    Raises ValueError where the gateway listens beyond the loopback interface.
+    """
+    if not old.gateway.needs_key or new.gateway.needs_key:
+        return ()
+    where = f"{old.gateway.host} port {old.gateway.port}"
+    if not is_loopback(old.gateway.host):
+        raise ValueError(
+            f"the file has no gateway.api_keys, and the API at {where} would be open to everybody who reaches it: "
+            "add the keys to the file; to open the API, stop the deployment and start it from the file"
+        )
+    return (f"THE API BECOMES OPEN: the file has no gateway.api_keys; all users of this machine reach {where}",)
 
 
 def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
@@ -41,8 +90,6 @@ def check_same_deployment(old: DeploymentConfig, new: DeploymentConfig) -> None:
             f"({new.model}); start a deployment of its own for another model"
         )
     other = [path for path, how in changes(old, new) if how.how == "anew"]
-    if old.keeps_other_roles == new.keeps_other_roles:
-        other = [path for path in other if path != "instances.keep_weights"]
     if other:
         raise ValueError(
             f"a change of {', '.join(other)} needs another start: stop the deployment and start it from the "
@@ -73,7 +120,7 @@ def difference(record: DeploymentRecord, config: DeploymentConfig) -> Difference
         for name, one in live.items()
     ]
     wanted = [_part(name, one, boards.get(_board(one))) for name, one in zip(names, prepared, strict=True)]
-    steps = plan_change(running, wanted, record.elsewhere(config))
+    steps = plan_change(running, wanted)
     started = {step.name for step in steps if step.kind is StepKind.START}
     named = {name: one for name, one in zip(names, prepared, strict=True) if name in started}
     return Difference(

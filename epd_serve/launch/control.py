@@ -94,7 +94,7 @@ async def _carry_out(request: ApplyRequest, applier: Rollout, say: Callable[[New
         config = config_of(request, applier.config)
         if request.dry_run:
             found = await applier.plan(config)
-            for text in (*(f"note: {note}" for note in found.notes), *map(str, found.steps)):
+            for text in (*found.lines(), *map(str, found.steps)):
                 say(News(say=text))
         else:
             limits = ApplyLimits(deadline_s=request.deadline_s, patience_s=request.patience_s)

@@ -12,9 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from device.weight_files import open_weight_files
 from epd_serve.config import DeploymentConfig
-from epd_serve.launch.commands import autoscale_spec, gateway_spec, master_spec, shared_parts, with_trust
+from epd_serve.launch.commands import autoscale_spec, gateway_spec, master_spec, with_trust
 from epd_serve.launch.control import ControlServer
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.preflight import check_deployment
@@ -28,9 +27,9 @@ from epd_serve.launch.processes.process import (
     RunningProcess,
     spawn,
 )
-from epd_serve.launch.processes.runtime import AddressTaken, RuntimeDirectory
+from epd_serve.launch.processes.runtime import AddressTaken, Run, RuntimeDirectory
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
-from epd_serve.launch.rollout import DEFAULT_LIMITS, ApplyLimits, OwnGateway, Rollout
+from epd_serve.launch.rollout import DEFAULT_LIMITS, ApplyLimits, GatewayOrders, Rollout
 from epd_serve.types import Role
 
 #: What CPU instances run, transformers' part of it included that is imported when a model is loaded.
@@ -67,6 +66,7 @@ class LocalDeployment:
         self,
         config: DeploymentConfig,
         *,
+        file: Path | None = None,
         log_dir: Path | None = None,
         ready_timeout_s: float | None = None,
         backoff: Callable[[], Backoff] = Backoff,
@@ -76,6 +76,7 @@ class LocalDeployment:
     ) -> None:
         """Choose ports and prepare all command lines; nothing is started yet.
 
+        ``file``: by which ``epd-serve down`` and ``epd-serve logs`` find the deployment.
         Raises ValueError where a port is taken, by a gateway that is being started again too, or the model or a
         package is not there.
         """
@@ -92,21 +93,18 @@ class LocalDeployment:
         self._log_dir_is_ours = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="epd-serve-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self._weight_files = open_weight_files(shared_parts(config, later=True))
         self._record = record = DeploymentRecord(
             config=config,
             ports=ports,
             environment=environment,
             directory=self.log_dir.resolve(),
-            weight_files={part: self._weight_files[part] for part in shared_parts(config)},
         )
         try:
             specs = record.begin()
-            self._runtime = self._make_runtime(config.gateway.host, ports.gateway)
+            self._runtime = self._make_runtime(config.gateway.host, ports.gateway, file)
         except BaseException:
             self._give_back(keep_logs=False)
             raise
-        record.weight_files = self._weight_files
         record.admin = None if self._runtime is None else self._runtime.admin
         self._preloaded = _PRELOADED if isinstance(config.model, str) else _PRELOADED_OF_SHAPES
         self._fork_server = self._fork_server_for([spec for spec in specs if spec.can_fork])
@@ -130,7 +128,7 @@ class LocalDeployment:
         )
         self._applier: Rollout | None = None
         if record.admin is not None:
-            orders = OwnGateway(record.admin, record)
+            orders = GatewayOrders(record.admin, record)
             self._applier = Rollout(record, self._supervisor, orders, self._make_forkable, on_apply)
         self._control: ControlServer | None = None
 
@@ -232,8 +230,6 @@ class LocalDeployment:
     def _give_back(self, *, keep_logs: bool) -> None:
         """Close what instances share, and remove the logs unless somebody wants to read them."""
         release(self._claims)
-        while self._weight_files:
-            os.close(self._weight_files.popitem()[1])
         if self._runtime is not None:
             self._runtime.remove()
         if self._log_dir_is_ours and not keep_logs:
@@ -247,12 +243,17 @@ class LocalDeployment:
         return self._new_fork_server(specs[0]) if len(specs) > 1 else None
 
     def _new_fork_server(self, spec: ProcessSpec) -> ForkServer:
-        log_file = self.log_dir / "fork-server.log"
-        return ForkServer(self._preloaded, spec.environment, log_file, tuple(self._weight_files.values()))
+        return ForkServer(self._preloaded, spec.environment, self.log_dir / "fork-server.log")
 
-    def _make_runtime(self, host: str, port: int) -> RuntimeDirectory | None:
+    def _make_runtime(self, host: str, port: int, file: Path | None) -> RuntimeDirectory | None:
+        run = Run(
+            address=f"{host}:{port}",
+            log_dir=str(self.log_dir.resolve()),
+            file=None if file is None else str(file.resolve()),
+        )
+        run.write(self.log_dir)
         try:
-            return RuntimeDirectory.make(host, port)
+            return RuntimeDirectory.make(run)
         except AddressTaken:
             raise
         except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,18 +15,17 @@ from epd_serve.launch.commands import (
     check_mps,
     mps_spec,
     prepare_instances,
-    sharing_weights,
     with_mps,
 )
 from epd_serve.launch.engine_choice import choose_engine
 from epd_serve.launch.layout_choice import choose_layout
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
-from epd_serve.launch.vllm.probe import VllmFound
+from epd_serve.launch.vllm.installed import VllmFound
 from epd_serve.launch.vllm.process import VllmProcess, prepare_vllm
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.remembered import remember_role, remembered_role, role_file
-from epd_serve.types import Role, Stage
+from epd_serve.types import Role
 
 Prepared = PreparedInstance | VllmProcess
 #: Of the launcher's directory.
@@ -53,7 +51,6 @@ class DeploymentRecord:
     directory: Path
     role_config: DeploymentConfig = field(init=False)
     live: dict[str, Prepared] = field(default_factory=dict)
-    weight_files: Mapping[str, int] = field(default_factory=dict)
     engines: dict[str, VllmFound] = field(default_factory=dict)
     admin: Path | None = None
     _of_roles: dict[str, InstanceSettings] = field(default_factory=dict)
@@ -95,17 +92,12 @@ class DeploymentRecord:
         """The instances of a deployment that belong here."""
         return config.placement()
 
-    def elsewhere(self, config: DeploymentConfig) -> Counter[Stage]:
-        """The number of instances of each stage that others look after."""
-        return Counter()
-
     def spec(self, name: str) -> ProcessSpec:
         """The process of an instance if it is started again, with the role that it has now."""
         return self.spec_of(self._started_again(name))
 
     def spec_of(self, instance: Prepared) -> ProcessSpec:
-        spec = instance.spec(self.config, self.environment)
-        return sharing_weights(spec, self.weight_files, copies=not self.config.instances.share_weights)
+        return instance.spec(self.config, self.environment)
 
     def starts(self, instance: Prepared) -> None:
         """An instance is about to be started, perhaps with a name that another had before."""

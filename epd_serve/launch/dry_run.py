@@ -13,8 +13,8 @@ from epd_serve.launch.deployment_record import resolved
 from epd_serve.launch.preflight import device_faults
 from epd_serve.launch.processes.ports import Ports, choose_ports, instance_urls
 from epd_serve.launch.processes.process import ProcessSpec
-from epd_serve.launch.vllm.probe import NoVllm, VllmFound
-from epd_serve.launch.vllm.process import check_engines, engine_names, vllm_processes
+from epd_serve.launch.vllm.installed import NoVllm, VllmFound
+from epd_serve.launch.vllm.process import check_engines, connectors_of, engine_names, vllm_processes
 from epd_serve.protocol.addresses import url_of
 from epd_serve.rpc.cluster import CLUSTER_KEY
 
@@ -97,7 +97,13 @@ def _vllm(config: DeploymentConfig, ports: tuple[int, ...], environment: Mapping
     except ValueError as error:
         model = beside(config.checkpoint, Path.cwd())
         yield f"# not on this machine: {error}"
-    for process in vllm_processes(config, config.placement(), ports, environment, path, found=found, model=model):
+    shared = ""
+    if connectors_of(config).features == "file":
+        shared = "FEATURE_DIR"
+        yield "# FEATURE_DIR: a directory that E and P share"
+    for process in vllm_processes(
+        config, config.placement(), ports, environment, path, shared, found=found, model=model
+    ):
         placed = process.placement
         yield f"\n# {placed.name}: {placed.role} on {', '.join(dict.fromkeys(placed.devices))}"
         yield shell_line(process.command, process.variables)

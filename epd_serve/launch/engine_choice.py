@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, change_config, model_path
 from epd_serve.config.model_files import read_model_config
@@ -39,23 +36,10 @@ def _against_vllm(config: DeploymentConfig) -> str:
     try:
         chosen = change_config(config, {"engine": "vllm"})
         content = read_model_config(model_path(config.checkpoint))
-        check_engines(chosen)
+        engines = check_engines(chosen)
     except ValueError as error:  # no vLLM, one that does not fit, or an option of the native engine alone
         return str(error)
-    return (
-        "" if vllm_knows(content) else f"the vLLM that is installed here does not know {_architectures(content)}"
-    )
-
-
-def vllm_knows(content: Mapping[str, Any]) -> bool:
-    """Whether the vLLM of this Python has the architecture of a ``config.json``; False where there is no vLLM."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return False
-    registry = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
-    known = registry.read_text(encoding="utf-8") if registry.is_file() else ""
-    return any(f'"{name}"' in known for name in content.get("architectures") or ())
-
-
-def _architectures(content: Mapping[str, Any]) -> str:
-    return ", ".join(map(str, content.get("architectures") or ())) or "the model, whose config.json names none"
+    if all(one.lists(content) for one in engines.values()):
+        return ""
+    names = ", ".join(map(str, content.get("architectures") or ())) or "the model, whose config.json names none"
+    return f"the vLLM that is installed here does not know {names}"

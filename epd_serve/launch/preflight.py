@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,17 +14,16 @@ import psutil
 from device.datasheets import emulated_kind, emulated_sheet
 from device.present import accelerators, torch_lacks, visibility
 from epd_serve.config import DeploymentConfig, InstanceSettings, ShapeConfig, model_path
+from epd_serve.config.gateway import read_secret
 from epd_serve.config.model_files import check_max_model_len, check_model_files, read_model_config
 from epd_serve.config.sizes import blocks_in, in_binary_units, tokens_per_block
 from epd_serve.cost.shape import LanguageShape, ModelShape, shape_from_config, shape_of
-from epd_serve.launch.engine_choice import vllm_knows
 from epd_serve.launch.processes.ports import choose_ports
-from epd_serve.models.families import FAMILIES, NOT_SPLIT, QUANTISED, TEXT, refusal
-from epd_serve.models.sharding import check_heads, check_width
+from epd_serve.launch.vllm.installed import find_vllm
+from epd_serve.models.families import FAMILIES, QUANTISED, TEXT, refusal
 from epd_serve.topology import InstancePlacement
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MAX_WIDTH = 64
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -40,18 +41,56 @@ def check_deployment(config: DeploymentConfig, environment: Mapping[str, str]) -
     faults += device_faults(config, environment)
     if checkpoint is not None and not faults:
         faults += _memory_faults(config, *checkpoint)
-    try:
-        if (tls := config.read_tls()) is not None:
-            tls.check(config.instances.host)
-        choose_ports(config)
-    except ValueError as error:
-        faults.append(str(error))
+    for check in (_check_secrets, _check_tls, choose_ports):
+        try:
+            check(config)
+        except ValueError as error:
+            faults.append(str(error))
+    faults += _file_faults(config)
     if faults:
         raise ValueError("\n".join(dict.fromkeys(faults)))
 
 
-def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShape | None, int] | None:
-    """(weights of each part, the language model's sizes, bytes of a number); None where vLLM reads the model.
+def _check_secrets(config: DeploymentConfig) -> None:
+    """Raise ValueError where a secret is not where the file says."""
+    gateway = config.gateway
+    config.read_cluster_key()
+    read_secret(gateway.api_key, "gateway.api_key")
+    read_secret(gateway.admin.key, "gateway.admin.key")
+    read_secret(gateway.admin.join_key, "gateway.admin.join_key")
+
+
+def _check_tls(config: DeploymentConfig) -> None:
+    if (tls := config.read_tls()) is not None:
+        tls.check(config.instances.host)
+
+
+def _file_faults(config: DeploymentConfig) -> Iterator[str]:
+    """A sentence for each file that is not there, and each directory that cannot be written to."""
+    if config.trace is not None and (lack := _unwritable(config.trace)):
+        yield f"trace: {lack}"
+    log = config.gateway.access_log
+    if log not in (None, "-") and (lack := _unwritable(Path(log or "").parent)):
+        yield f"gateway.access_log: {lack}"
+    devices = config.elastic.drift.devices
+    if devices is not None and not devices.is_file():
+        yield f"elastic.drift.devices: there is no file {devices}"
+
+
+def _unwritable(directory: Path) -> str:
+    """The reason why there can be no files in a directory that may have to be made; "" where there can."""
+    there = next(one for one in (directory.absolute(), *directory.absolute().parents) if one.exists())
+    if not there.is_dir():
+        return f"{there} is a file; name a directory"
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return ""
+    except OSError as error:
+        return f"{there} cannot be written to ({error.strerror}); name another directory"
+
+
+def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShape | None, int]:
+    """(weights of each part, the language model's sizes, bytes of a number); 0 and None where vLLM reads it.
 
     Raises ValueError for a model that the engine cannot serve as the deployment has it.
     """
@@ -59,7 +98,7 @@ def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShap
         return _check_shape(config, shape_of(config.model.shape_of))
     path = model_path(config.model)
     if config.engine == "vllm":
-        return None
+        return {"tower": 0, "language": 0}, None, 0
     content = read_model_config(path)
     _check_family(path, content)
     weights = check_model_files(path)
@@ -79,7 +118,6 @@ def _check_model(config: DeploymentConfig) -> tuple[dict[str, int], LanguageShap
     number_bytes = _BYTES[_dtype(config, content)]
     for instance in config.placement():
         if instance.role.has_language_model:
-            _check_parallel(instance, content, language)
             _check_kv(instance, config.settings_for(str(instance.role)), language, number_bytes)
     return weights, language, number_bytes
 
@@ -104,7 +142,7 @@ def _check_family(path: Path, content: Mapping[str, Any]) -> None:
 def _vllm_advice(content: Mapping[str, Any]) -> str:
     if importlib.util.find_spec("vllm") is None:
         return "With vLLM installed, engine: vllm serves many more (docs/guide/vllm.md)"
-    if vllm_knows(content):
+    if find_vllm(sys.executable).lists(content):
         return "The vLLM that is installed here knows it: write engine: vllm"
     names = ", ".join(map(str, content.get("architectures") or ()))
     return f"Nor does the vLLM that is installed here know {names or 'it'}"
@@ -117,33 +155,6 @@ def _dtype(config: DeploymentConfig, content: Mapping[str, Any]) -> str:
     text = content.get("text_config") or {}
     saved = next((part[key] for part in (content, text) for key in ("dtype", "torch_dtype") if part.get(key)), "")
     return saved if saved in _BYTES else "float32"
-
-
-def _check_parallel(instance: InstancePlacement, content: Mapping[str, Any], language: LanguageShape) -> None:
-    width = instance.tensor_parallel
-    if width == 1:
-        return
-    if layers := NOT_SPLIT.get(content["model_type"]):
-        raise ValueError(f"@tp{width} of {instance.name}: {layers} are not split; leave it out")
-    try:
-        _check_width(language, width)
-    except ValueError as error:
-        possible = [f"@tp{other}" for other in range(2, _MAX_WIDTH + 1) if _can_split(language, other)]
-        advice = f"this model takes {' or '.join(possible)}" if possible else "this model takes none"
-        raise ValueError(f"@tp{width} of {instance.name}: {error}; {advice}") from None
-
-
-def _check_width(language: LanguageShape, width: int) -> None:
-    check_heads(language.num_heads, language.num_kv_heads, width)
-    check_width(language.intermediate, width)
-
-
-def _can_split(language: LanguageShape, width: int) -> bool:
-    try:
-        _check_width(language, width)
-    except ValueError:
-        return False
-    return True
 
 
 def _check_kv(
@@ -205,28 +216,28 @@ def _memory_faults(
         if room is None:
             continue
         parts, kv = 0, 0
-        shared: set[str] = set()
         for placed in config.placement():
             ranks = placed.devices.count(device)
             if not ranks:
                 continue
-            for part, held in (("tower", placed.role.encodes), ("language", placed.role.has_language_model)):
-                if held and part not in shared:
-                    split = ranks / placed.tensor_parallel if part == "language" else 1.0
-                    parts += int(weights[part] * number_bytes * split)
-                    if config.instances.share_weights and device == "cpu":
-                        shared.add(part)
-            if language is not None and placed.role.has_language_model:
+            share = ranks / placed.tensor_parallel
+            keeps_all = config.engine != "vllm" and config.resident(placed) == "all"
+            parts += weights["tower"] * number_bytes * (placed.role.encodes or keeps_all)
+            parts += int(
+                weights["language"] * number_bytes * share * (placed.role.has_language_model or keeps_all)
+            )
+            if placed.role.has_language_model:
                 settings = config.settings_for(str(placed.role))
                 tokens = (settings.num_blocks or 0) * tokens_per_block(settings.block_size, device)
-                whole = settings.kv_cache_bytes or tokens * language.kv_values * number_bytes
-                kv += whole * ranks // placed.tensor_parallel
+                token_bytes = 0 if language is None else language.kv_values * number_bytes
+                kv += int((settings.kv_cache_bytes or tokens * token_bytes) * share)
         if parts + kv > room:
+            kept = f"{in_binary_units(parts)} of weights at {number_bytes} bytes each, " if parts else ""
             where = "this machine" if device == "cpu" else device
             yield (
-                f"{device}: its instances keep {in_binary_units(parts + kv)} at least ({in_binary_units(parts)} "
-                f"of weights at {number_bytes} bytes each, {in_binary_units(kv)} of KV cache), and {where} has "
-                f"{in_binary_units(room)}; write {_memory_advice(config, kv > parts)}"
+                f"{device}: its instances keep {in_binary_units(parts + kv)} at least ({kept}"
+                f"{in_binary_units(kv)} of KV cache), and {where} has {in_binary_units(room)}; "
+                f"write {_memory_advice(config, kv > parts)}"
             )
 
 

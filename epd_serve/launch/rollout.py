@@ -7,12 +7,18 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from epd_serve.config import DeploymentConfig, change_config
-from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
+from epd_serve.launch.config_diff import (
+    Difference,
+    changed_options,
+    check_open_api,
+    check_same_deployment,
+    difference,
+)
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState
 from epd_serve.launch.processes.supervisor import Supervisor
@@ -130,12 +136,13 @@ class Rollout:
             changes["engine"] = old.engine
         config = resolved(change_config(config, changes))
         check_same_deployment(old, config)
+        notes += check_open_api(old, config)
         found = difference(self._record, config)
         try:
             await self._orders.check(config, Deadline(_GATEWAY_S))
         except OrderRefused as error:
             raise ValueError(f"the gateway does not take the file: {error}") from error
-        return config, Difference(steps=found.steps, to_start=found.to_start, notes=(*notes, *found.notes))
+        return config, replace(found, notes=(*notes, *found.notes), options=changed_options(old, config))
 
     # ------------------------------------------------------------------ the steps
 
@@ -147,8 +154,8 @@ class Rollout:
         self._say = say
         try:
             config, found = await self._checked(config)
-            for note in found.notes:
-                say(f"note: {note}")
+            for line in found.lines():
+                say(line)
             try:
                 await self._hold(limits.deadline_s + _HOLD_MARGIN_S, Deadline(_GATEWAY_S))
             except OrderRefused as error:
@@ -296,19 +303,31 @@ class Deadline:
 
 
 class GatewayOrders:
-    """Orders to the gateway; each is repeated until its deadline while the obstacle may pass.
+    """Orders to the gateway, which reads the launcher's file.
 
-    As it is, instances join the gateway and leave it by themselves.
+    Each is repeated until its deadline while the obstacle may pass.
+
+    Args:
+        path: socket of the gateway's admin API.
     """
 
-    def __init__(self, client: AdminClient) -> None:
-        self.client = client
+    def __init__(self, path: Path, record: DeploymentRecord) -> None:
+        self.client = AdminClient(path)
+        self._record = record
 
     async def check(self, config: DeploymentConfig, deadline: Deadline) -> None:
         """Raise ValueError where the gateway would not serve ``config`` without another start; OrderRefused."""
+        body = json.loads(self._record.gateway_config(config))
+        if left := (await self.give("POST", "/check", body, deadline))["left"]:
+            raise ValueError(
+                f"the gateway would need another start for {', '.join(left)}: stop the deployment and start it "
+                "from the new file"
+            )
 
     async def take_over(self, config: DeploymentConfig, deadline: Deadline) -> None:
         """Have the gateway serve ``config`` with the present instances. Raises OrderRefused."""
+        self._record.write_gateway_file(config)
+        await self.give("POST", "/reload", {}, deadline)
 
     async def give(
         self,
@@ -350,26 +369,6 @@ class GatewayOrders:
                     return
             await asyncio.sleep(_AGAIN_S)
         raise OrderRefused(f"the gateway has not found {name} ready in {deadline.seconds:g} s")
-
-
-class OwnGateway(GatewayOrders):
-    """Orders to the gateway beside the launcher, which reads the launcher's file."""
-
-    def __init__(self, path: Path, record: DeploymentRecord) -> None:
-        super().__init__(AdminClient(path))
-        self._record = record
-
-    async def check(self, config: DeploymentConfig, deadline: Deadline) -> None:
-        body = json.loads(self._record.gateway_config(config))
-        if left := (await self.give("POST", "/check", body, deadline))["left"]:
-            raise ValueError(
-                f"the gateway would need another start for {', '.join(left)}: stop the deployment and start it "
-                "from the new file"
-            )
-
-    async def take_over(self, config: DeploymentConfig, deadline: Deadline) -> None:
-        self._record.write_gateway_file(config)
-        await self.give("POST", "/reload", {}, deadline)
 
 
 def _within(body: dict[str, Any] | None, left_s: float) -> dict[str, Any] | None:

@@ -34,7 +34,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 async def run_up(
-    config: DeploymentConfig, console: Console, engine_reason: str = "", layout_reason: str = ""
+    config: DeploymentConfig,
+    console: Console,
+    engine_reason: str = "",
+    layout_reason: str = "",
+    file: Path | None = None,
 ) -> int:
     """Start, show progress, say what to type next, and stay until a signal or a death.
 
@@ -51,6 +55,7 @@ async def run_up(
     with Progress(console) as progress, new_log_run() as log_dir:
         deployment = LocalDeployment(
             config,
+            file=file,
             log_dir=log_dir,
             on_change=progress.update,
             on_death=lambda death, delay_s: _say(console, _restart_text(death, delay_s)),
@@ -112,7 +117,7 @@ def _handled(signals: tuple[signal.Signals, ...], handler: Callable[[], None]) -
 
 
 def _restart_text(death: ProcessDied, delay_s: float) -> str:
-    return f"{death.name} died: {death.how}. Starting it again in {delay_s:g} s; its log is {death.log_file}"
+    return f"{death.end}. Starting it again in {delay_s:g} s; its log is {death.log_file}"
 
 
 def _ready_text(deployment: LocalDeployment) -> str:

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from device.base import AttentionOps, AttentionPlan
-from device.distributed import Alone, Group
 from device.ops.linear import Linear, fused, gated_linear, linear
 from device.ops.plain import position_axes, rotary_tables
-from epd_serve.models.sharding import Heads, split
 from epd_serve.models.stored_weights import read_weights
 
 _INTERLEAVED_MROPE = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
@@ -56,22 +54,20 @@ class _Layer:
 
 
 class Decoder:
-    """Runs the layers of one rank's share of a language model.
+    """Runs the layers of a language model.
 
     Attributes:
-        kv_heads: the model's KV heads that this rank keeps. num_query_heads: query heads that it computes.
+        num_kv_heads, num_query_heads: of each layer.
         capturable: no layer routes tokens to experts, which reads values back from the device.
     """
 
-    def __init__(self, model: Any, ops: AttentionOps, device: torch.device, group: Group | None = None) -> None:
+    def __init__(self, model: Any, ops: AttentionOps, device: torch.device) -> None:
         """Take over a transformers language model: its layers are emptied one by one as they are converted.
 
-        Its configuration is one that :mod:`epd_serve.models.checkpoint_config` lets pass. Raises ValueError for a
-        group that its heads and widths cannot be split over.
+        Its configuration is one that :mod:`epd_serve.models.checkpoint_config` lets pass.
         """
         config = model.config
         self._ops = ops
-        self._group = group or Alone()
         self._device = device
         self._epsilon: float = config.rms_norm_eps
         rotary = model.rotary_emb
@@ -82,9 +78,8 @@ class Decoder:
             self._axes = position_axes(sections, interleaved=config.model_type in _INTERLEAVED_MROPE).to(device)
         self.num_layers: int = config.num_hidden_layers
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._heads = Heads.of_rank(config.num_attention_heads, config.num_key_value_heads, self._group)
-        self.num_query_heads = self._heads.num_query
-        self.kv_heads = range(self._heads.first_kv, self._heads.first_kv + self._heads.num_kv)
+        self.num_query_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_key_value_heads
         self.capturable = all(hasattr(layer.mlp, "gate_proj") for layer in model.layers)
         self._layers: list[_Layer] = []
         for index, layer in enumerate(model.layers):
@@ -121,8 +116,6 @@ class Decoder:
         hidden = ops.rms_norm(embeddings, layers[0].input_norm, self._epsilon)
         for index, layer in enumerate(layers):
             attended = self._attend(layer, index, hidden, cos, sin, context)
-            if context.on_layer is not None and self._group.size > 1:
-                context.on_layer(index)  # the attention's all-reduce is over: what starts now runs beside the MLP
             hidden, residual = ops.add_rms_norm(attended, residual, layer.post_norm, self._epsilon)
             hidden = layer.mlp(hidden)
             if index < len(deepstack):
@@ -135,16 +128,17 @@ class Decoder:
     def _attend(
         self, layer: _Layer, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, context: StepContext
     ) -> Tensor:
-        ops, heads = self._ops, self._heads
+        ops = self._ops
         states = layer.qkv(hidden).view(len(hidden), -1, self.head_dim)
-        query, key, value = torch.split(states, [heads.num_query, heads.num_kv, heads.num_kv], dim=1)
+        num_heads = [self.num_query_heads, self.num_kv_heads, self.num_kv_heads]
+        query, key, value = torch.split(states, num_heads, dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             query = ops.rms_norm(query, layer.query_norm, self._epsilon)
             key = ops.rms_norm(key, layer.key_norm, self._epsilon)
         query, key = ops.rotary(query, key, cos, sin)
         kv_layer = context.kv[index]
         ops.write_kv(key, value, kv_layer, context.plan.meta.slot_mapping)
-        if context.on_layer is not None and self._group.size == 1:
+        if context.on_layer is not None:
             context.on_layer(index)
         scale = self.head_dim**-0.5
         if context.attend is not None:
@@ -154,60 +148,41 @@ class Decoder:
         return layer.output(attended.flatten(1))
 
     def _convert(self, layer: Any) -> _Layer:
-        attention, heads = layer.self_attn, self._heads
+        attention = layer.self_attn
         query_norm = getattr(attention, "q_norm", None)
         key_norm = getattr(attention, "k_norm", None)
-        parts = [
-            (attention.q_proj, heads.query_rows(self.head_dim)),
-            (attention.k_proj, heads.kv_rows(self.head_dim)),
-            (attention.v_proj, heads.kv_rows(self.head_dim)),
-        ]
         return _Layer(
             input_norm=self._own(layer.input_layernorm.weight),
-            qkv=self._fuse(parts),
+            qkv=self._fuse(attention.q_proj, attention.k_proj, attention.v_proj),
             query_norm=None if query_norm is None else self._own(query_norm.weight),
             key_norm=None if key_norm is None else self._own(key_norm.weight),
-            output=self._row_parallel(attention.o_proj, heads.query_rows(self.head_dim)),
+            output=self._fuse(attention.o_proj),
             post_norm=self._own(layer.post_attention_layernorm.weight),
             mlp=self._convert_mlp(layer.mlp),
         )
 
     def _convert_mlp(self, mlp: Any) -> Callable[[Tensor], Tensor]:
         if not hasattr(mlp, "gate_proj"):
-            if self._group.size > 1:
-                raise ValueError("tensor parallelism does not split mixture-of-experts layers; use one device")
             experts = read_weights(mlp, self._device)
             return lambda hidden: experts(hidden.unsqueeze(0)).squeeze(0)
-        rows = split(mlp.gate_proj.out_features, self._group)
-        gate, up = (projection.weight[rows].to(self._device) for projection in (mlp.gate_proj, mlp.up_proj))
+        gate, up = (self._own(projection.weight) for projection in (mlp.gate_proj, mlp.up_proj))
         biases = None
         if mlp.gate_proj.bias is not None:
-            biases = (mlp.gate_proj.bias[rows].to(self._device), mlp.up_proj.bias[rows].to(self._device))
+            biases = (self._own(mlp.gate_proj.bias), self._own(mlp.up_proj.bias))
         activation = fused(mlp.act_fn)
         if not isinstance(activation, str):
             activation = read_weights(activation, self._device)  # some have weights
         inner = gated_linear(gate, up, self._ops.swiglu, biases, activation)
-        down = self._row_parallel(mlp.down_proj, rows)
+        down = self._fuse(mlp.down_proj)
         return lambda hidden: down(inner(hidden))
 
-    def _fuse(self, parts: Sequence[tuple[nn.Linear, slice]]) -> Linear:
-        """Rows of several projections of one input, one below the other."""
-        weight = torch.cat([projection.weight[rows].to(self._device) for projection, rows in parts])
+    def _fuse(self, *projections: nn.Linear) -> Linear:
+        """The product of one input with several projections, one below the other."""
+        weight = torch.cat([self._own(projection.weight) for projection in projections])
         bias = None
-        if parts[0][0].bias is not None:
-            bias = torch.cat([projection.bias[rows].to(self._device) for projection, rows in parts])
+        if projections[0].bias is not None:
+            bias = torch.cat([self._own(projection.bias) for projection in projections])
         return linear(weight, bias)
-
-    def _row_parallel(self, projection: Any, columns: slice) -> Linear:
-        """A product whose input is split over the ranks: partial sums are added up, then the bias once."""
-        bias = None if projection.bias is None else self._own(projection.bias)
-        weight = projection.weight[:, columns].to(self._device).contiguous()
-        if self._group.size == 1:
-            return linear(weight, bias)
-        partial_sum, all_reduce = linear(weight), self._group.all_reduce
-        if bias is None:
-            return lambda states: all_reduce(partial_sum(states))
-        return lambda states: all_reduce(partial_sum(states)) + bias
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._device)

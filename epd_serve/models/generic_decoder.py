@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from device.base import AttentionOps
-from device.distributed import Group
 from device.ops.linear import pack_modules
 from epd_serve.models.checkpoint_config import layer_configs
 from epd_serve.models.decoder import StepContext
@@ -51,7 +50,7 @@ class GenericDecoder:
     """Runs a language model of transformers. The same to its caller as :class:`~epd_serve.models.decoder.Decoder`.
 
     Attributes:
-        kv_heads, head_dim: of a plane of the cache: all of a layer's KV heads, where layers are alike.
+        num_kv_heads, head_dim: of a plane of the cache: all of a layer's KV heads, where layers are alike.
         num_layers: planes of the cache: layers with K and V, where these are alike.
         capturable: False; masks are made on the host. num_query_heads: 0; not all layers have as many.
     """
@@ -63,26 +62,22 @@ class GenericDecoder:
         model: Any,
         ops: AttentionOps,
         device: torch.device,
-        group: Group | None = None,
         *,
         both_ways_in_windows: bool = False,
     ) -> None:
-        """Take over a transformers language model. Raises ValueError for a group of several devices.
+        """Take over a transformers language model.
 
         Args:
             both_ways_in_windows: tokens see later ones in layers of a sliding window alone, and inside it.
         """
         config = model.config
-        if group is not None and group.size > 1:
-            raise ValueError(f"the layers of {config.model_type!r} are not split over devices; use one")
         self._ops = ops
         self._model: Any = read_weights(model, device)
         pack_modules(model)
         self._both_ways_in_windows = both_ways_in_windows
         self._states = RecurrentStates(model, model.dtype)
-        self._planes, (num_heads, self.head_dim) = _planes(config, self._states.layers)
+        self._planes, (self.num_kv_heads, self.head_dim) = _planes(config, self._states.layers)
         self.num_layers = 1 + max(planes.last for planes in self._planes.values())
-        self.kv_heads = range(num_heads)
         # what Gemma 4 adds to each layer's hidden states by the token
         self._embeds_by_layer = bool(getattr(config, "hidden_size_per_layer_input", 0))
         self._step: _Step
@@ -92,7 +87,7 @@ class GenericDecoder:
 
     def state_blocks(self, block_size: int) -> int:
         """Blocks for the recurrent state of one sequence; 0: there is none."""
-        return self._states.num_blocks(len(self.kv_heads) * self.head_dim, block_size)
+        return self._states.num_blocks(self.num_kv_heads * self.head_dim, block_size)
 
     def forward(
         self,
@@ -155,7 +150,7 @@ class GenericDecoder:
 
     def _write(self, key: Tensor, value: Tensor, kv_layer: Tensor, planes: _Planes) -> None:
         """Write a layer's K and V [T, heads, head_dim] into its planes of the cache."""
-        context, shape = self._step.context, (planes.count, len(self.kv_heads), self.head_dim)
+        context, shape = self._step.context, (planes.count, self.num_kv_heads, self.head_dim)
         keys, values = (states.reshape(len(states), *shape) for states in (key, value))
         for number, plane in enumerate(kv_layer):
             parts = keys[:, number].contiguous(), values[:, number].contiguous()

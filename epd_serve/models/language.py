@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from device.base import Device
-from device.distributed import Alone, Group
-from device.ops.linear import Linear, linear
-from device.ops.shared_weights import shared_weights
+from device.ops.linear import linear
 from epd_serve.models.decoder import Decoder, StepContext
 from epd_serve.models.families import family_of
 from epd_serve.models.family import DecoderKind
@@ -33,19 +30,18 @@ class MoreLogits(Protocol):
 
 
 class LanguageModel:
-    """Embedding, decoder and head of a transformers model, or one rank's share of them.
+    """Embedding, decoder and head of a transformers model.
 
     Attributes:
-        num_layers, num_kv_heads, head_dim: the shape of one token's KV in the cache, all ranks together.
+        num_layers, num_kv_heads, head_dim: the shape of one token's KV in the cache.
         state_blocks: of a block size, how many blocks the recurrent state of a sequence takes; 0: there is none.
-        kv_heads: those that this rank keeps.
         capturable: whether a step may be captured as a graph.
-        num_query_heads: that this rank computes; 0 where layers differ.
+        num_query_heads: of each layer; 0 where layers differ.
         layers: computes them: :meth:`epd_serve.models.decoder.Decoder.forward`.
         hidden_size: numbers of a token's hidden state.
         feature_width: (1 + deepstack levels) * hidden, what a feature has for each token.
         max_model_len: longest context that the rotary embedding and the attention window allow.
-        num_parameters: of the language model and its head, all ranks together.
+        num_parameters: of the language model and its head.
         inner: the transformers model without weights, for its position arithmetic; None for text alone.
     """
 
@@ -54,15 +50,12 @@ class LanguageModel:
         path: Path,
         dtype: torch.dtype,
         device: Device,
-        group: Group | None = None,
         *,
-        at_once: bool = False,
         decoder: DecoderKind | None = None,
     ) -> None:
-        """Raises ValueError for a model that the engine cannot run or the group cannot share.
+        """Raises ValueError for a model that the engine cannot run.
 
         Args:
-            at_once: it is needed now: weights that another process has packed are read where they lie, for good.
             decoder: other than the family's.
         """
         model: Any = load_part(path, ModelPart.LANGUAGE_MODEL, dtype, device.torch_device)
@@ -77,7 +70,6 @@ class LanguageModel:
         num_levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
         self.feature_width = (1 + num_levels) * self.hidden_size
         self._device = device.torch_device
-        self.group = group or Alone()
         inner = model.model
         language_model = getattr(inner, "language_model", inner)
         head: Tensor = model.get_output_embeddings().weight
@@ -88,23 +80,17 @@ class LanguageModel:
         as_padding = [getattr(model.config, name) for name in family.as_padding]
         self._as_padding = torch.tensor(as_padding, device=self._device) if as_padding else None
         self._padding: int = text.pad_token_id if as_padding else 0
-        self._vocab_size: int = text.vocab_size
         is_capped = "final_logit_softcapping" in family.texts.get(text.model_type, ())
         self._logit_cap: float | None = text.final_logit_softcapping if is_capped else None
-        key = f"{path} {dtype} {self.group.rank}/{self.group.size}"
-        with shared_weights(ModelPart.LANGUAGE_MODEL.value, key, at_once=at_once):
-            self._head, self._head_rows = self._load_head(
-                self._embed.get_parameter("weight") if is_tied else head, text.vocab_size
-            )
-            parts = language_model, device.ops, self._device, self.group
-            self._decoder = (
-                Decoder(*parts)
-                if decoder == "fused"
-                else GenericDecoder(*parts, both_ways_in_windows=family.both_ways_in_windows)
-            )
+        self._head = linear((self._embed.get_parameter("weight") if is_tied else head).to(self._device))
+        parts = language_model, device.ops, self._device
+        self._decoder = (
+            Decoder(*parts)
+            if decoder == "fused"
+            else GenericDecoder(*parts, both_ways_in_windows=family.both_ways_in_windows)
+        )
         self.num_layers = self._decoder.num_layers
-        self.kv_heads = self._decoder.kv_heads
-        self.num_kv_heads: int = text.num_key_value_heads if decoder == "fused" else len(self.kv_heads)
+        self.num_kv_heads = self._decoder.num_kv_heads
         self.head_dim = self._decoder.head_dim
         self.capturable = self._decoder.capturable
         self.num_query_heads = self._decoder.num_query_heads
@@ -114,12 +100,6 @@ class LanguageModel:
         if language_model is not inner:
             self.inner = inner
             inner.language_model = None
-
-    def _load_head(self, weight: Tensor, vocab_size: int) -> tuple[Linear, int]:
-        """The product with this rank's rows of the head, and how many they are."""
-        part = -(-vocab_size // self.group.size)
-        rows = weight[self.group.rank * part : (self.group.rank + 1) * part].to(self._device)
-        return linear(rows), len(rows)
 
     @torch.inference_mode()
     def forward(
@@ -166,10 +146,7 @@ class LanguageModel:
         logits = self._head(hidden)
         if self._logit_cap is not None:
             logits = torch.tanh(logits / self._logit_cap) * self._logit_cap
-        if self.group.size == 1:
-            return logits
-        part = -(-self._vocab_size // self.group.size)
-        return self.group.all_gather(F.pad(logits, (0, part - self._head_rows)))[:, : self._vocab_size]
+        return logits
 
 
 def _max_model_len(text: Any) -> int:

@@ -1,8 +1,7 @@
 """Weights in the safetensors files of a checkpoint, of which nothing is read before a device needs it.
 
 A model is built of them as though they were tensors. ``weight[rows].to(device)`` then reads these rows alone,
-straight to the device: the host holds a piece of a weight at a time, however large the model is and however many
-ranks share it.
+straight to the device: the host holds a piece of a weight at a time, however large the model is.
 """
 
 from __future__ import annotations

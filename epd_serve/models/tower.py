@@ -19,7 +19,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from device.base import AttentionOps, Device
 from device.copies import to_device
 from device.ops.linear import Product, activated_linear, fused, gated_linear, pack_modules
-from device.ops.shared_weights import shared_weights
 from epd_serve.models.families import family_of
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, Size, TowerInputs, picture, sound
 from epd_serve.models.loader import ModelPart, attend_by, load_part, num_parameters
@@ -148,10 +147,9 @@ class Tower:
         self._attention = attention
         self._visual = model.model.visual if kind.captures else None
         self._graphs: TowerGraphs | None = None
-        with shared_weights(ModelPart.TOWER.value, f"{path} {dtype}"):
-            if device.type == "cpu":
-                replace_blocks(model, device.ops, attention)
-            pack_modules(model)
+        if device.type == "cpu":
+            replace_blocks(model, device.ops, attention)
+        pack_modules(model)
         self.uses_device_attention = True
         if family is not None:
             self._try(family, attention)

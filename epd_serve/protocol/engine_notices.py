@@ -11,13 +11,10 @@ import struct
 
 import msgspec
 
-from epd_serve.protocol.wire import FeatureEvent, Region
+from epd_serve.protocol.wire import FeatureEvent
 
 LENGTH = struct.Struct("<I")
-#: Ends the name of a picture that is given with its pixels where P or D otherwise get none: vLLM's caches go by
-#: names.
-WITH_PIXELS = ":pixels"
-#: The block ids of three million tokens, and more.
+#: The names of thousands of features, and more.
 MAX_NBYTES = 1 << 20
 
 
@@ -45,36 +42,7 @@ class FeatureKept(Notice, frozen=True):
     evicted: list[str]
 
 
-class KVWanted(Notice, frozen=True):
-    """To P: write the KV of a prompt's blocks from ``first_block`` on to D's ``block_ids``.
-
-    Answered when all is written.
-
-    Attributes:
-        prompt: checksum of the prompt that D will compute, which must be the one that P has computed.
-        region: D's memory: that of each layer after the one before, all of one size.
-        num_layers: layers in the region.
-        planes: number of equal parts of a layer's memory that each hold a part of every block (keys, values).
-        block_bytes: bytes of one block in one plane.
-    """
-
-    transfer_id: str
-    prompt: str
-    first_block: int
-    block_ids: list[int]
-    region: Region
-    num_layers: int
-    planes: int
-    block_bytes: int
-
-
-class KVUnwanted(Notice, frozen=True):
-    """To P: D has given the request up before it asked for its KV."""
-
-    transfer_id: str
-
-
-AnyNotice = FeatureAnnounced | FeatureWithdrawn | FeatureKept | KVWanted | KVUnwanted
+AnyNotice = FeatureAnnounced | FeatureWithdrawn | FeatureKept
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyNotice)

@@ -9,9 +9,7 @@ call                    from, to   body                  answer
 ``/stage/encode``       gateway,E  EncodeRequest         EncodeReply once P has the feature
 ``/stage/prefill``      gateway,P  PrefillRequest        the answer; header ``x-epd-next`` says who goes on
 ``/stage/decode``       gateway,D  DecodeRequest         the answer from the second token on
-``/stage/move``         gateway,D  MoveRequest           no token; complete once another D goes on with the answer
 ``/feature/event``      E, P       FeatureEvent          204 once P has fetched and verified the feature
-``/feature/parity``     E, P       ParitySample          204 once P has compared it with its own
 ``/kv/reserve``         P, D       ReserveRequest        ReserveReply, when blocks are free
 ``/kv/renew``           P, D       TransferRef           204, or 404 when the lease is gone
 ``/kv/complete``        P, D       Handoff               204; D owns the request from here
@@ -311,24 +309,6 @@ class DecodeRequest(Message, frozen=True):
     traceparent: str = ""
 
 
-class MoveRequest(Message, frozen=True):
-    """Asks D, which has broken an answer off with the code ``kv_held``, to move it to another D.
-
-    D does what P does for a prompt: it reserves there, writes the KV and hands over.
-
-    Attributes:
-        request_id: the id under which the other D expects it. held_id: the id under which D decoded it.
-        decode_url, max_model_len: of the other D, as in PrefillRequest.
-        num_generated: tokens that the client of a stream has; D moves it if these are all.
-    """
-
-    request_id: str
-    held_id: str
-    decode_url: str
-    max_model_len: int | None = None
-    num_generated: int | None = None
-
-
 class Region(Message, frozen=True):
     """Registered memory as a peer addresses it.
 
@@ -342,8 +322,8 @@ class Region(Message, frozen=True):
         address: where the memory begins in its process, or on its device.
         identity_address: where the process keeps what the region is, for the engine's peers to compare.
         device: type of the devices whose memory is meant.
-        handles: what their vendor's library maps that memory by in other processes of this host, one for each
-            rank, where the region itself is memory beside it; empty where there is only this memory.
+        handle: by which their vendor's library maps that memory in other processes of this host, where the region
+            itself is memory beside it; empty where there is only this memory.
     """
 
     name: str
@@ -358,7 +338,7 @@ class Region(Message, frozen=True):
     address: int = 0
     identity_address: int = 0
     device: str = ""
-    handles: tuple[bytes, ...] = ()
+    handle: bytes = b""
 
 
 class FeatureEvent(Message, frozen=True):
@@ -375,7 +355,7 @@ class FeatureEvent(Message, frozen=True):
         memory: the memory of that device where its transport reaches it.
         store: name of the store that has it under ``mm_hash``; "" where there is a region.
         item: that was encoded; P knows from it how long the feature must be. None: E does not know.
-        producer: kind of device and operators that made it (``instance/parity.py``); "": unknown.
+        producer: kind of device and operators that made it; "": unknown.
     """
 
     request_id: str
@@ -391,15 +371,6 @@ class FeatureEvent(Message, frozen=True):
     store: str = ""
     item: MediaRef | None = None
     producer: str = ""
-
-
-class ParitySample(Message, frozen=True):
-    """A producer's feature of the fixed picture: its shape, dtype and bytes."""
-
-    producer: Text
-    shape: list[Count]
-    dtype: Name
-    data: bytes
 
 
 class KVLayout(Message, frozen=True):

@@ -33,7 +33,12 @@ _RECENT_MEMORY = 0.995
 
 
 class InstanceTable:
-    """The instances of one deployment, by name."""
+    """The instances of one deployment, by name.
+
+    Attributes:
+        num_calls: number of calls that this gateway has opened so far.
+        first_start_s: the longest time until an instance was ready for the first time.
+    """
 
     def __init__(self, instances: list[tuple[str, str]]) -> None:
         """``instances`` are (name, control URL). Raises ValueError for a name that occurs twice."""
@@ -41,6 +46,7 @@ class InstanceTable:
         if len(self._records) != len(instances):
             raise ValueError(f"instance names must be unique, got {[name for name, _ in instances]}")
         self.num_calls = 0
+        self.first_start_s = 0.0
         self._models: dict[str, InstanceInfo] | None = None  # None: to be looked up
         self._last_models: dict[str, InstanceInfo] = {}
         self._peers: dict[frozenset[Stage], list[InstanceRecord]] = {}  # by their stages
@@ -138,8 +144,7 @@ class InstanceTable:
             for stage in Stage:  # else it would get all work until it has caught up with its peers
                 peers = [one.num_chosen[stage] for one in self if one.ready and stage in one.stages]
                 record.num_chosen[stage] = max([record.num_chosen[stage], *peers])
-            record.num_returns += record.is_gone
-            record.is_gone = False
+            self.mark_returned(record.name)
         record.ready = ready
 
     def mark_lost(self, name: str) -> None:
@@ -151,6 +156,18 @@ class InstanceTable:
         """Note that an instance cannot be reached; after its return, earlier failures say nothing about it."""
         self.mark_lost(name)
         self._records[name].is_gone = True
+
+    def mark_silent(self, name: str) -> None:
+        """Note that an instance computes nothing; after its return, earlier failures say nothing about it."""
+        if name in self._records:
+            self._records[name].is_gone = True
+
+    def mark_returned(self, name: str) -> None:
+        """Note that an instance that was gone or silent answers again."""
+        if name in self._records:
+            record = self._records[name]
+            record.num_returns += record.is_gone
+            record.is_gone = False
 
     def mark_stale(self, name: str) -> None:
         """Give an instance no work, where another can take it, until its next report."""
@@ -275,7 +292,7 @@ class InstanceRecord:
         ready: whether it answers and is ready to work.
         accepting: whether this gateway gives it any.
         cut_off: names of instances that it cannot reach, as far as is known, though this gateway can.
-        is_gone: it cannot be reached. num_returns: number of times that it was here again after that.
+        is_gone: it cannot be reached, or computes nothing. num_returns: number of times that it was back since.
         before: its answer to ``/info`` before the last one, if the same process gave it.
         num_restarts: number of times that another process has taken its place.
         is_stale: it has been silent for longer than it should; it gets work only where no other can take it.

@@ -1,7 +1,7 @@
 """Calls between the processes of a deployment.
 
 * :mod:`epd_serve.rpc.link`, MessagePack in frames, joins pairs on one machine: a gateway's parent and its workers,
-  the ranks of a tensor-parallel instance, the launcher and its fork server, the launcher and ``epd-serve apply``.
+  the launcher and its fork server, the launcher and ``epd-serve apply``.
   :mod:`epd_serve.rpc.streams` has many calls on such a link: a gateway's to the stages of an instance that answer
   with tokens.
 * :mod:`epd_serve.rpc.http` is the client of every server of a deployment: calls of the gateway and of instances,

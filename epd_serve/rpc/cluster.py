@@ -57,7 +57,7 @@ def cluster_key() -> str | None:
 
 
 #: The services of a deployment that prove the cluster's key.
-Service = Literal["instance", "admin", "agent", "data"]
+Service = Literal["instance", "admin", "data"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,10 @@ class NoMessage(LinkClosed):
     """The other end sent what is no message here: it is another program, or another version of this one."""
 
 
-def pack(message: Any, encoder: msgspec.msgpack.Encoder = _ENCODER, max_bytes: int = MAX_BYTES) -> bytearray:
+def pack(message: Any, max_bytes: int = MAX_BYTES) -> bytearray:
     """A message as it travels. Raises ValueError for one that is too long."""
     packed = bytearray(_LENGTH.size)
-    encoder.encode_into(message, packed, _LENGTH.size)
+    _ENCODER.encode_into(message, packed, _LENGTH.size)
     nbytes = len(packed) - _LENGTH.size
     if nbytes > max_bytes:
         raise ValueError(f"a message of {nbytes} bytes; {max_bytes} are the limit of its link")
@@ -107,12 +107,10 @@ class Link(Generic[T]):
         end: socket.socket,
         decoder: msgspec.msgpack.Decoder[T],
         *,
-        encoder: msgspec.msgpack.Encoder = _ENCODER,
         max_bytes: int = MAX_BYTES,
     ) -> None:
         self._socket = end
         self._messages = Messages(decoder, max_bytes)
-        self._encoder = encoder
         self._max_bytes = max_bytes
         self._sending = threading.Lock()
         self._came: deque[T] = deque()
@@ -126,10 +124,7 @@ class Link(Generic[T]):
 
     def send(self, message: Any) -> None:
         """Send a message. Raises LinkClosed."""
-        self.send_packed(pack(message, self._encoder, self._max_bytes))
-
-    def send_packed(self, packed: bytearray) -> None:
-        """Send a message that is packed once for several links. Raises LinkClosed."""
+        packed = pack(message, self._max_bytes)
         with self._sending:
             try:
                 self._socket.sendall(packed)
@@ -186,7 +181,7 @@ class AsyncLink(Generic[T]):
 
     def send(self, message: Any) -> None:
         """Send a message without waiting; nothing happens where the other end is gone."""
-        packed = pack(message, max_bytes=self._max_bytes)
+        packed = pack(message, self._max_bytes)
         if not self._writer.is_closing():
             self._writer.write(packed)
 

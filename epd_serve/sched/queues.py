@@ -9,7 +9,7 @@ import logging
 import math
 from bisect import insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
 from functools import partial
@@ -96,7 +96,6 @@ class Queues:
         on_lost: called with a request whose KV could not be saved or brought back; it must :meth:`remove` it.
 
     Attributes:
-        held: sequences that keep their blocks and take part in no step any more, until :meth:`let_out`.
         num_lacking: blocks for want of which a reservation was refused that waits; 0: there is none, or it was
             refused for want of a place.
     """
@@ -123,7 +122,6 @@ class Queues:
         self._waiting: deque[Sequence] = deque()
         self._preempted: list[Sequence] = []  # oldest first, likewise the running ones
         self._running: list[Sequence] = []
-        self.held: dict[Sequence, Callable[[Sequence], None]] = {}
         self._turns: list[Sequence] | None = None  # the running ones in turn, while they are the same
         self._steady: SteadyDecodes | None = None
         self._num_over = 0  # those that have come beside a full step, whose places others gave up
@@ -133,7 +131,7 @@ class Queues:
 
     @property
     def num_running(self) -> int:
-        return len(self._running) + len(self.held)
+        return len(self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -149,7 +147,7 @@ class Queues:
         """Raise AssertionError unless the books of the pool balance, and each sequence has a state of its own."""
         self._pool.check_integrity()
         size, taken = self._pool.state_blocks, set[int]()
-        for sequence in (*self._running, *self.held):
+        for sequence in self._running:
             own = {block for state in sequence.states for block in state}
             assert len(own) == (size and size * (1 + len(sequence.forks))), (
                 "a state has too few or too many blocks"
@@ -173,7 +171,7 @@ class Queues:
                 queue.remove(sequence)
                 self._left()
                 return True
-        return self.held.pop(sequence, None) is not None
+        return False
 
     def remove(self, request_id: str) -> list[Sequence]:
         """Take all sequences of a request out of their queues."""
@@ -184,29 +182,7 @@ class Queues:
                 queue.remove(sequence)
                 self._left()
             removed += found
-        held = [s for s in self.held if s.request_id == request_id]
-        for sequence in held:
-            del self.held[sequence]
-        return removed + held
-
-    def hold(self, request_id: str, held: Callable[[Sequence], None]) -> bool:
-        """Take a request that decodes, with its blocks, out of the steps to come; ``held``: see :meth:`let_out`.
-
-        Returns False for a request of several sequences, or one that has more to compute than its newest token.
-        """
-        found = [s for s in (*self._running, *self._preempted) if s.request_id == request_id]
-        if len(found) != 1 or not found[0].blocks or not found[0].output_ids or found[0].num_uncomputed > 1:
-            return False
-        self._running.remove(found[0])
-        self._left()
-        self.held[found[0]] = held
-        return True
-
-    def let_out(self, stepping: Collection[Sequence]) -> None:
-        """Call ``held`` for each held sequence that is not in ``stepping``; the sequence keeps its blocks."""
-        for sequence in [s for s in self.held if s not in stepping]:
-            sequence.move_to(SequenceState.TRANSFERRING)
-            self.held.pop(sequence)(sequence)
+        return removed
 
     def reserve(
         self,

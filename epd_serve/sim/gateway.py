@@ -114,7 +114,6 @@ class SimGateway:
             table=self.table,
             router=router,
             max_attempts=_MAX_ATTEMPTS,
-            wait_s=0.0,  # nobody comes up for what has died but itself
             encode_timeout_s=float("inf"),
         )
         self._spec = next(iter(instances.values())).spec  # of profile and blocks: prompts are the same everywhere

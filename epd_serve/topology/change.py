@@ -6,7 +6,7 @@ No clock and no I/O. A change for which there is no room is refused before its f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -15,7 +15,6 @@ from epd_serve.types import Role, Stage
 
 #: A stage that has an instance keeps one at every moment. E is no must: P encodes in its place.
 _FLOOR = frozenset({Stage.PREFILL, Stage.DECODE})
-NOTHING: Mapping[Stage, int] = {}
 #: What is always possible.
 _ANEW = "stop the deployment and start it from the new file"
 
@@ -84,12 +83,8 @@ class Step:
         return f"{self.kind.name.lower()} {self.name} ({self.role})"
 
 
-def plan_change(
-    running: Sequence[Part], wanted: Sequence[Part], elsewhere: Mapping[Stage, int] = NOTHING
-) -> list[Step]:
+def plan_change(running: Sequence[Part], wanted: Sequence[Part]) -> list[Step]:
     """The steps of a change: all starts, then all switches, then all stops.
-
-    ``elsewhere``: the number of instances of each stage on other hosts, which this change leaves alone.
 
     An instance keeps its process where another one of its kind is wanted. At no moment is P or D, where it had an
     instance, without one that serves. Where the switches alone cannot keep that, one instance serves all stages
@@ -97,7 +92,7 @@ def plan_change(
 
     Raises ChangeImpossible with what would be possible instead.
     """
-    change = _Change(running, wanted, elsewhere)
+    change = _Change(running, wanted)
     change.start_missing()
     while any(change.missing.values()):
         if not (change.switch_one() or change.switch_aside() or change.start_instead()):
@@ -114,8 +109,7 @@ class _Change:
         missing: the wanted instances that are not there yet, by kind.
     """
 
-    def __init__(self, running: Sequence[Part], wanted: Sequence[Part], elsewhere: Mapping[Stage, int]) -> None:
-        self._elsewhere = Counter(elsewhere)
+    def __init__(self, running: Sequence[Part], wanted: Sequence[Part]) -> None:
         self.starts: list[Step] = []
         self.switches: list[Step] = []
         self.now = {part.name: part for part in running}
@@ -242,7 +236,7 @@ class _Change:
 
     def _serving(self) -> Counter[Stage]:
         """The number of instances of each stage."""
-        return self._elsewhere + Counter(stage for one in self.now.values() for stage in one.role.stages)
+        return Counter(stage for one in self.now.values() for stage in one.role.stages)
 
     def _rank(self, one: Part, role: Role, serving: Counter[Stage]) -> tuple[bool, bool, bool, int]:
         """The order among possible switches; the least is taken.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ class InstancePlacement:
 
     Attributes:
         devices: ``tensor_parallel`` device names, in the order of the deployment's list.
-        host: that has them, by its name in the deployment; "": it has but one, or they are all on this machine.
         shares_device_with: names of the instances in the same group of the notation. Instances that merely
             run on the same CPU are not listed.
         index: of the instance in its deployment, from 0; processes on one host have HCCL ports by it.
@@ -32,14 +30,7 @@ class InstancePlacement:
     devices: tuple[str, ...]
     shares_device_with: tuple[str, ...] = ()
     tensor_parallel: int = 1
-    host: str = ""
     index: int = field(default=0, compare=False)
-
-
-def split_host(device: str) -> tuple[str, str]:
-    """Host and device of ``n1/npu:0``; no host for ``npu:0``."""
-    found = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9-]*)/((?:cpu|cuda|npu|emulated)(?::.*)?)", device)
-    return (found[1], found[2]) if found else ("", device)
 
 
 def place(topology: Topology, devices: Sequence[str]) -> tuple[InstancePlacement, ...]:
@@ -77,13 +68,6 @@ def _place_replica(
         members = [member for member in unit.members for _ in range(member.count)]
     else:
         members = [unit]
-    hosts = list(dict.fromkeys(split_host(device)[0] for device in devices))
-    if len(hosts) > 1:
-        raise ValueError(
-            f"{unit} would lie on {' and '.join(map(repr, hosts))}; what is in parentheses and the ranks of an "
-            "@tp lie on one host: put its devices next to each other in the list"
-        )
-    devices = tuple(split_host(device)[1] for device in devices)
     named = [(names(member.role), member) for member in members]
     return tuple(
         InstancePlacement(
@@ -92,7 +76,6 @@ def _place_replica(
             devices=devices[: member.tensor_parallel],
             shares_device_with=tuple(other for other, _ in named if other != name),
             tensor_parallel=member.tensor_parallel,
-            host=hosts[0],
             index=next(indices),
         )
         for name, member in named
@@ -113,7 +96,7 @@ def _names() -> Callable[[Role], str]:
 
 def _devices(topology: Topology, devices: Sequence[str]) -> Iterator[str]:
     for device, times in Counter(devices).items():
-        if times > 1 and split_host(device)[1] != CPU:
+        if times > 1 and device != CPU:
             raise ValueError(
                 f"device {device} is listed {times} times; name it once, "
                 "and put instances that share it in parentheses, as in '(E-P)-D'"

@@ -33,7 +33,7 @@ class StoredFeature:
     Attributes:
         offset: its place in the embedded store's slab, or on the device; None where it lies in another store.
         generation: of one on the device (:mod:`epd_serve.engine.device_features`); else 0.
-        producer: of one that another encoder may have put (``instance/parity.py``); "": this one.
+        producer: of one that another encoder may have put; "": this one.
     """
 
     nbytes: int

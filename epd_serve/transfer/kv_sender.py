@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 from collections import deque
@@ -37,22 +36,8 @@ class StagedKV(Protocol):
 class RemoteWrite(Protocol):
     """Writes to the KV of another instance, on a device that this one reaches."""
 
-    def __call__(
-        self,
-        layers: range,
-        blocks: Sequence[int],
-        remote: Sequence[int],
-        slots: Sequence[int] = (),
-        deadline: float = math.inf,
-    ) -> None:
-        """Copy blocks that are computed to blocks there; they are there when this returns.
-
-        Args:
-            slots: of the locks that the caller holds (:class:`~epd_serve.transfer.shared_memory.WriteLocks`).
-            deadline: monotonic time after which no other process of the instance may begin.
-
-        Raises TransferError where one of them came too late.
-        """
+    def __call__(self, layers: range, blocks: Sequence[int], remote: Sequence[int]) -> None:
+        """Copy blocks that are computed to blocks there; they are there when this returns."""
         ...
 
 
@@ -258,7 +243,7 @@ class KVSender:
     def _run(self, lane: _Lane) -> None:
         with lane.mapping:
             while (job := self._next(lane)) is not None:
-                if lane.is_mapped is None and lane.region.handles:
+                if lane.is_mapped is None and lane.region.handle:
                     self._map(lane)
                 if isinstance(job, _Push):
                     self._push(lane, job)
@@ -313,7 +298,7 @@ class KVSender:
 
     def _connect(self, lane: _Lane) -> None:
         region = lane.region
-        if region.handles and lane.mapped is None:
+        if region.handle and lane.mapped is None:
             return  # nobody is written to: the decode instance reads
         try:
             start = self._clock()
@@ -438,8 +423,7 @@ class KVSender:
             if mapped is not None:
                 here = [block for part in leased for block in part.local]
                 there = [block for part in leased for block in part.remote]
-                deadline = min(part.transfer.deadline for part in leased)
-                mapped(layers, here, there, [part.slot for part in leased], deadline)
+                mapped(layers, here, there)
                 return leased
             assert staged is not None
             pieces, first = list[Piece](), 0

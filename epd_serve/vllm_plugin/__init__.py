@@ -1,6 +1,6 @@
-"""epd-serve's connectors inside vLLM's processes: encoder output by content hash, KV in groups of layers.
+"""epd-serve's connector for encoder output inside vLLM's processes; no other part imports vLLM.
 
-vLLM loads them by name (``--ec-transfer-config``, ``--kv-transfer-config``). No other part imports vLLM.
+vLLM loads it by name (``--ec-transfer-config``).
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import os
 
 
 def register() -> None:
-    """Entry point ``vllm.general_plugins``, in each of vLLM's processes: makes the connectors known by their names
-    alone, and has processes on a CPU spin less."""
+    """Register the connector by its name, and have processes on a CPU spin less.
+
+    This is the entry point ``vllm.general_plugins``, which each of vLLM's processes calls.
+    """
     from epd_serve.backends.vllm_command import SPIN_VARIABLE
     from epd_serve.vllm_plugin.spinning import share_threads, spin_for
 
@@ -18,11 +20,7 @@ def register() -> None:
         spin_for(float(spin_s))
         share_threads()
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    for factory, name, module in (
-        (ECConnectorFactory, "StoreFeatureConnector", "features"),
-        (KVConnectorFactory, "GroupedKVConnector", "kv"),
-    ):
-        if name not in factory._registry:
-            factory.register_connector(name, f"{__name__}.{module}", name)
+    name = "StoreFeatureConnector"
+    if name not in ECConnectorFactory._registry:
+        ECConnectorFactory.register_connector(name, f"{__name__}.features", name)

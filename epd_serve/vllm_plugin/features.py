@@ -3,10 +3,6 @@
 E keeps what it has encoded by content hash and announces it to the P that the gateway names; P fetches it while
 the request still waits, and a request is scheduled only once its features are here, so that the step that needs
 one finds it: Model Runner V1 runs nothing of a connector in a step without tokens. P encodes what does not come.
-
-E also describes a picture: the number of its tokens and their place, which is all that P and D need where feature
-and KV come. vLLM would run its encoder on such a description where they do not, and die of it: that request ends
-with an error in place of that.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ import prometheus_client
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
-from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver, collect_ec_item_metadata
 
 from epd_serve.factories import as_it_is, factory
 from epd_serve.protocol.engine_notices import (
@@ -42,16 +37,13 @@ from epd_serve.vllm_plugin.notices import Conversation, NoticeRefused, NoticeSer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.epd_serve")
 
-#: ``encoded`` by this instance's tower; ``reused`` by E, which had it; ``fetched`` by P from an E, now or before;
-#: ``rewritten`` at P and D, which were given no pixels; ``missing`` for requests that ended without, as neither
-#: feature nor KV came.
-EVENTS = ("encoded", "reused", "fetched", "rewritten", "missing")
+#: ``encoded`` by this instance's tower; ``reused`` by E, which had it; ``fetched`` by P from an E, now or before.
+EVENTS = ("encoded", "reused", "fetched")
 _NUM_SENDERS = 8
 _ANNOUNCE_TIMEOUT_S = 30.0
 #: A step without tokens lasts so long, or until a feature comes: nothing can be done but wait for one.
@@ -129,7 +121,6 @@ class StoreFeatureConnector(ECConnectorBase):
         self._host, self._port = config.ec_ip, config.ec_port
         self._extra: dict[str, Any] = config.ec_connector_extra_config
         self._capacity = int(self._extra.get("bytes", 256 << 20))
-        self._described = PlaceholderMetadataResolver(vllm_config.model_config)
         self._counts: Counter[str] = Counter()
         self._trials: set[str] = set()
 
@@ -178,7 +169,7 @@ class StoreFeatureConnector(ECConnectorBase):
 
 
 class SchedulerOfE(StoreFeatureConnector):
-    """Knows from the worker what is stored, so that it is not encoded again, and describes it."""
+    """Knows from the worker which features are stored, so that they are not encoded again."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
@@ -216,16 +207,13 @@ class SchedulerOfE(StoreFeatureConnector):
         super().request_finished(request)
         hits = self._hits.pop(request.request_id, set())
         names = {one.identifier: name for one, name in zip(request.mm_features, _names_of(request), strict=True)}
-        told: dict[str, dict[str, Any]] = {
+        return False, {
             names[one.identifier]: {
                 "cached": one.identifier in hits,
                 "tokens": request.get_num_encoder_embeds(index),
             }
             for index, one in enumerate(request.mm_features)
         }
-        for mm_hash, item in collect_ec_item_metadata(request.mm_features, self._described).items():
-            told[names[mm_hash]]["metadata"] = item["metadata"]
-        return False, told
 
 
 class SchedulerOfP(StoreFeatureConnector):
@@ -235,7 +223,6 @@ class SchedulerOfP(StoreFeatureConnector):
         super().__init__(vllm_config, role)
         transport = factory("transport", as_it_is)(EmbeddedTransport(self._host, key=cluster_key()))
         self._announced = AnnouncedFeatures(transport, self._capacity, float(self._extra.get("timeout_s", 30.0)))
-        self._unavailable: set[str] = set()
         self._server = NoticeServer(self._host, self._port, self._announced.handle)
         self._load: dict[str, tuple[Region, StoredFeature]] = {}
         #: The gateway's names of what is held; :meth:`ensure_cache_available` comes before each use.
@@ -258,19 +245,7 @@ class SchedulerOfP(StoreFeatureConnector):
                 return False
             if self._announced.hold(request.request_id, name):
                 self._held[feature.identifier] = name
-            elif self._is_rewritten(feature):
-                self._unavailable.add(request.request_id)
-                return False
         return True
-
-    def _is_rewritten(self, feature: MultiModalFeatureSpec) -> bool:
-        """Whether there is no more of an item here than E has told of it."""
-        return feature.data is not None and set(feature.data) <= self._described.fields_for(feature.modality)
-
-    def take_unavailable_requests(self) -> set[str]:
-        unavailable, self._unavailable = self._unavailable, set()
-        self._counts["missing"] += len(unavailable)
-        return unavailable
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         mm_hash = request.mm_features[index].identifier
@@ -291,7 +266,6 @@ class SchedulerOfP(StoreFeatureConnector):
         self._announced.forget(request.request_id)
         for feature in request.mm_features:
             self._held.pop(feature.identifier, None)
-        self._counts["rewritten"] += sum(map(self._is_rewritten, request.mm_features))
         return super().request_finished(request)
 
 
@@ -381,7 +355,7 @@ def _names_of(request: Request) -> list[str]:
 def _names(params: dict[str, Any], own: list[str]) -> list[str]:
     """The gateway's names of a request's features, by which E and P speak of them; else vLLM's ``own``.
 
-    vLLM makes others where a request has options, and P has two of a picture: with and without its pixels.
+    vLLM makes other names where a request has options.
     """
     names: list[str] = params.get("names") or own
     return names if len(names) == len(own) else own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -13,14 +14,24 @@ if hasattr(torch.cpu, "_init_amx"):
     # D's first attention may be that of a decode step, whose tiles nothing has asked the kernel for yet.
     torch.cpu._init_amx()
 
-from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
-    MooncakeConnector,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
 
 from epd_serve.factories import as_it_is, factory
+from epd_serve.protocol.addresses import is_loopback
+
+_BootstrapServer = mooncake_connector.MooncakeBootstrapServer
 
 
-class MooncakeCPUConnector(MooncakeConnector):
+def _start_bootstrap(host: str, port: int) -> Any:
+    """Have P's directory of workers listen on loopback where all instances are on this host, not on 0.0.0.0."""
+    own = os.environ.get("VLLM_HOST_IP", "")
+    return _BootstrapServer(own if is_loopback(own) else host, port)
+
+
+mooncake_connector.MooncakeBootstrapServer = _start_bootstrap
+
+
+class MooncakeCPUConnector(mooncake_connector.MooncakeConnector):
     """``kv_connector: MooncakeCPUConnector``."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

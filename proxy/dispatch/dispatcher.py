@@ -11,13 +11,12 @@ from typing import Any, assert_never, get_args
 from msgspec import Struct
 
 from epd_serve.backends.base import Answer, StageCall, StageCalls
-from epd_serve.backends.native import NativeInstance
 from epd_serve.errors import InstanceLost, ServeError
 from epd_serve.flow import actions as do
 from epd_serve.flow import events as on
 from epd_serve.flow.failures import TryHistory
 from epd_serve.flow.request import Asked, Fleet, RequestFlow, State
-from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, MoveRequest, PrefillRequest
+from epd_serve.protocol.wire import DecodeRequest, EncodeRequest, PrefillRequest
 from epd_serve.routing.routes import Demand
 from epd_serve.routing.table import InstanceRecord, OpenCall
 from epd_serve.telemetry.span import Span
@@ -77,7 +76,6 @@ class Dispatcher:
                 table=instances.table,
                 router=instances.router,
                 max_attempts=settings.gateway.failover.max_attempts,
-                wait_s=settings.failover_wait_s,
                 encode_timeout_s=settings.encode_timeout_s,
             )
         pieces = await prompt_pieces(job, instances.table) if instances.router.routes.uses_prefix else ()
@@ -134,7 +132,7 @@ class Dispatch(Struct, eq=False):
                     if step.until_s is not None:
                         await asyncio.sleep(_LOOK_AGAIN_S)
                     avoid = health.held_back() if health.returning else ()
-                    self.feed(on.Look(time.monotonic(), health.was_complete_at, avoid))
+                    self.feed(on.Look(time.monotonic(), health.wait_s, health.was_complete_at, avoid))
                 elif isinstance(step, do.Name):
                     refs = [await item.name(step.fingerprint) for item in job.items]
                     self.feed(on.Named(refs, [item.param for item in job.items]))
@@ -205,8 +203,6 @@ class Dispatch(Struct, eq=False):
 
     def _handed_over(self, action: do.HandOver) -> None:
         self._pass(DECODE, action.route.decode.name)
-        if action.moved:
-            self._instances.metrics.migrations.add(1.0, "moved")
 
     def _start_encode(self, action: do.Encode) -> None:
         record = self._job.record
@@ -231,8 +227,6 @@ class Dispatch(Struct, eq=False):
                 instances.table.mark_lost(name)
             case do.KeepApart(caller, peer):
                 instances.pairs.failed(caller, peer)
-            case do.FallBack():
-                instances.metrics.migrations.add(1.0, "fallen_back")
             case _:
                 assert_never(action)
 
@@ -246,8 +240,8 @@ class Dispatch(Struct, eq=False):
         record.again(continued=continued)
         (metrics.request_continuations if continued else metrics.request_retries).inc()
 
-    def _call_both(self, action: do.CallPrefill | do.CallMove) -> None:
-        """Call P, or the instance in its place, and D unless it is the same one."""
+    def _call_both(self, action: do.CallPrefill) -> None:
+        """Call P, and D unless it is the same one."""
         instances, job, route, table = self._instances, self._job, action.route, self._instances.table
         request_id = self._request_id = action.request_id
         first, second = instances.calls.get(route.prefill.name), instances.calls.get(route.decode.name)
@@ -257,10 +251,7 @@ class Dispatch(Struct, eq=False):
             return
         decode_url, stage = None if route.fused else second.url, _P
         try:
-            if isinstance(action, do.CallPrefill):
-                again, call = action.again, self._prefill_call(action, first, decode_url)
-            else:
-                again, call = True, self._move_call(action, first, decode_url or "")
+            again, call = action.again, self._prefill_call(action, first, decode_url)
             counted = table.in_flight(
                 route.prefill, _P, request_id=request_id, work=route.prefill_work, prefix=route.prefix, again=again
             )
@@ -298,17 +289,6 @@ class Dispatch(Struct, eq=False):
             traceparent=record.traceparent_of(span) if record.context.sampled else record.traceparent,
         )
         return calls.prefill(request, trace_id=job.trace_id, media=[item.data for item in job.items])
-
-    def _move_call(self, action: do.CallMove, calls: StageCalls, decode_url: str) -> StageCall:
-        assert isinstance(calls, NativeInstance), "no other keeps KV"
-        request = MoveRequest(
-            request_id=action.request_id,
-            held_id=action.held.request_id,
-            decode_url=decode_url,
-            max_model_len=action.route.max_model_len,
-            num_generated=len(action.generated) if self._job.output.stream else None,
-        )
-        return calls.move(request, trace_id=self._job.trace_id)
 
     def _opened(self, stage: Stage, opened: asyncio.Future[Answer]) -> None:
         """The answer has begun, or will not."""
@@ -456,7 +436,6 @@ def _left(record: InstanceRecord) -> InstanceLost:
 
 _ACTIONS: dict[type, Callable[[Dispatch, Any], None]] = {
     do.CallPrefill: Dispatch._call_both,
-    do.CallMove: Dispatch._call_both,
     do.Encode: Dispatch._start_encode,
     do.Release: Dispatch._release,
     do.EndTry: Dispatch._end_try,

@@ -347,10 +347,15 @@ class Health:
             self._probes.create_task(probe())
 
     @property
+    def wait_s(self) -> float:
+        """The time for which a request waits for an instance where none is left for a stage."""
+        return self._settings.now.replacement_wait_s(self._table.first_start_s)
+
+    @property
     def is_awaited(self) -> bool:
-        """Whether requests wait for what is missing: it was there less than ``failover.wait_s`` ago."""
+        """Whether requests wait for what is missing: it was there less than :attr:`wait_s` ago."""
         at = self.was_complete_at
-        return at is not None and self._clock() < at + self._settings.now.failover_wait_s
+        return at is not None and self._clock() < at + self.wait_s
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -387,10 +392,13 @@ class Health:
             watched.probe_at = self._clock() + interval_s * self._rng.uniform(0.8, 1.2)
         if passed is None or (not passed and self._stood_still_at >= began):
             return  # where this gateway stood still, that the answer is late says nothing
+        if passed:
+            self._table.mark_returned(name)
         watched.breaker.probed(passed, self._clock())
         self._apply(name, watched)
         if not passed:
             watched.probe_at = 0.0  # the breaker says when
+            self._table.mark_silent(name)
             self.losses.report(name)
         elif (
             watched.breaker.state is BreakerState.CLOSED and watched.breaker.is_new and name not in self.returning

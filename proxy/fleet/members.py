@@ -13,7 +13,7 @@ from epd_serve.backends.native import NativeConnections, NativeInstance
 from epd_serve.backends.vllm import VllmInstances
 from epd_serve.backends.vllm_server import VllmTarget
 from epd_serve.config import DeploymentConfig
-from epd_serve.config.vllm import connectors
+from epd_serve.config.vllm import connectors, pulls
 from epd_serve.errors import Conflict, InvalidRequest
 from epd_serve.routing.table import InstanceTable
 from proxy.fleet.health import Health
@@ -115,13 +115,10 @@ def vllm_targets(config: DeploymentConfig) -> dict[str, VllmTarget]:
             device=",".join(one.devices),
             dtype=config.dtype,
             model_path=str(Path(config.checkpoint).expanduser()),
-            ranks=one.tensor_parallel,
             features=features,
             kv=kv,
-            pulls=kv == "nixl" or (kv == "mooncake" and one.devices[0].startswith("npu")),
-            rewrites=config.vllm.media == "rewritten",
+            pulls=pulls(placement, kv),
             continues=_WHOLE_ONLY.isdisjoint(config.settings_for(str(one.role)).engine_args),
-            recomputes=config.vllm.kv_load_failure == "recompute",
         )
         for one in placement
     }

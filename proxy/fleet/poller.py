@@ -81,6 +81,7 @@ class Poller:
         self._wake = {name: asyncio.Event() for name in calls}
         self._group: asyncio.TaskGroup | None = None
         self._watching: dict[str, asyncio.Task[None]] = {}
+        self._watched_since: dict[str, float] = {}  # those that were not ready yet
         self.on_process: Callable[[str, int], None] = lambda name, pid: None
         self.on_silent: Callable[[str], None] = lambda name: None
         self.on_gone: Callable[[str], None] = lambda name: None
@@ -101,6 +102,7 @@ class Poller:
         """Listen no more."""
         del self._wake[name]
         self._distrust_s.pop(name, None)
+        self._watched_since.pop(name, None)
         if (watching := self._watching.pop(name, None)) is not None:
             watching.cancel()
 
@@ -119,6 +121,7 @@ class Poller:
                         silence.scope.reschedule(loop.time())
 
     async def _watch(self, name: str) -> None:
+        self._watched_since[name] = asyncio.get_running_loop().time()
         wake, num_unreachable = self._wake[name], 0
         while True:
             doubted = wake.is_set() or not self._table[name].ready
@@ -217,6 +220,9 @@ class Poller:
             or (all(one.info is not None for one in self._table) and not self._table.lacks_roles())
         ):
             self.started.set()
+        if record.ready and name in self._watched_since:
+            start_s = asyncio.get_running_loop().time() - self._watched_since.pop(name)
+            self._table.first_start_s = max(self._table.first_start_s, start_s)
         if record.ready and not was_ready:
             logger.info("instance %s (%s) is ready at %s", name, record.role, record.url)
         return True

@@ -120,12 +120,6 @@ class GatewayMetrics:
             "request_continuations",
             "Streamed answers that went on at other instances after a failure",
         )
-        self.migrations = self._counter(
-            "migrations",
-            "Answers whose decode instance left: moved to another with their KV, or fallen_back to prefill",
-            ("outcome",),
-            [("moved",), ("fallen_back",)],
-        )
         self.media_bytes = self._counter(
             "media_bytes", "Bytes of decoded media received or fetched", ("modality",)
         )

@@ -85,9 +85,6 @@ def test_videos_and_frame_lists_are_passed_on_with_the_frames_that_are_asked_for
     alone = vllm_chat.encode_body("m", asked.items[0], b"file")
     assert alone["messages"][0]["content"] == [part], "E and D see the same"
     assert whole["media_io_kwargs"] == alone["media_io_kwargs"] == {"video": {"num_frames": 4}}
-    assert vllm_chat.prompt_body(asked, [{"grid": [1]}])["messages"][0]["content"] == [
-        {"type": "video_embeds", "video_embeds": {"grid": [1]}, "uuid": "v0"}
-    ]
     frames = vllm_chat.prompt_body(video_request(is_list=True), [pack_frames([b"one", b"two"])])
     assert frames["messages"][0]["content"][0]["video_url"]["url"] == "data:video/jpeg;base64,b25l,dHdv"
     assert "media_io_kwargs" not in frames

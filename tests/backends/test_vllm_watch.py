@@ -16,13 +16,10 @@ from epd_serve.backends import vllm_chat
 from epd_serve.backends.native import NativeConnections
 from epd_serve.backends.vllm import VllmInstance, VllmInstances
 from epd_serve.backends.vllm_answer import VllmCall
-from epd_serve.backends.vllm_command import KV_PORT
 from epd_serve.backends.vllm_server import IDLE_S, STUCK_S, EngineWatch, VllmFigures, VllmTarget
 from epd_serve.errors import Conflict, InstanceFailed, InvalidRequest, StageTimeout, Unavailable
-from epd_serve.protocol.engine_notices import LENGTH, KVUnwanted, unpack
 from epd_serve.protocol.instance_state import LeaveOrder, RoleOrder
-from epd_serve.protocol.wire import ChatMessage, DecodeRequest, OutputOptions, Part, PrefillRequest
-from epd_serve.types import Role, SamplingParams
+from epd_serve.types import Role
 
 PROMPT_S = 20
 
@@ -243,61 +240,9 @@ def test_a_picture_to_warm_up_with_is_none_of_a_client() -> None:
     assert all(body["ec_transfer_params"]["trial"] for body in bodies)
 
 
-@pytest.mark.parametrize("status", [None, 200, 400])
-async def test_p_hears_of_kv_that_no_d_will_ask_for(status: int | None) -> None:
-    """A request that ends before D has begun: D may never have heard of it. None: it has said nothing yet."""
-    takes_kv = status == 200
-    told: list[Any] = []
-    heard = asyncio.Event()
-
-    async def take_notice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                told.append(unpack(bytearray(await reader.readexactly(length))))
-                writer.write(LENGTH.pack(0))
-                heard.set()
-        except asyncio.IncompleteReadError:
-            writer.close()
-
-    notices = await asyncio.start_server(take_notice, "127.0.0.1", 0)
-    port = notices.sockets[0].getsockname()[1] - KV_PORT
-    async with serving(status=status or 200) as at_d, NativeConnections() as connections:
-        others = VllmInstances(connections, {"p0": target("P", kv="grouped"), "d0": target("D", kv="grouped")})
-        prefill = others.connect("p0", f"http://127.0.0.1:{port}")
-        decode = others.connect("d0", f"http://127.0.0.1:{at_d.port}")
-        if status is None:
-            at_d.computes.clear()
-        request = PrefillRequest(
-            request_id="r-1",
-            output=OutputOptions(kind="chat", id="c-1", created=0, model="m"),
-            sampling=SamplingParams(seed=0, temperature=0.0),
-            items=[],
-            messages=[ChatMessage(role="user", content=[Part(type="text", text="hi")])],
-            decode_url=decode.url,
-        )
-        call = prefill.prefill(request, trace_id="r")
-        answer = decode.decode(DecodeRequest(request_id="r-1", stream=False), trace_id="r")
-        if status is not None:
-            await asyncio.wait({answer.opened})
-        else:
-            async with asyncio.timeout(PROMPT_S):
-                await at_d.computing.wait()
-        call.close()
-        answer.close()
-        if takes_kv:
-            await asyncio.sleep(0.2)
-            assert not told
-        else:
-            async with asyncio.timeout(PROMPT_S):
-                await heard.wait()
-            assert told == [KVUnwanted(transfer_id="r-1")]
-    notices.close()
-
-
 @asynccontextmanager
 async def switchable(server: Server, directory: Path | None = None, **fields: Any) -> AsyncIterator[VllmInstance]:
-    fields = {"features": "store", "kv": "grouped", **fields}
+    fields = {"features": "store", "kv": "mooncake", **fields}
     async with NativeConnections() as connections:
         others = VllmInstances(connections, {"p0": target("P", **fields), "d0": target("D", **fields)}, directory)
         yield others.connect("p0", f"http://127.0.0.1:{server.port}")
@@ -332,10 +277,8 @@ async def test_an_order_is_called_back_and_where_a_stage_stays_no_instance_need_
             await calls.switch(RoleOrder("EPD"))
 
 
-@pytest.mark.parametrize("fields", [{"kv": "nixl"}, {"features": "file"}])
+@pytest.mark.parametrize("fields", [{"kv": "nixl"}, {"pulls": True}])
 async def test_processes_of_one_role_keep_it_and_say_what_would_be_right(fields: dict[str, Any]) -> None:
     async with serving() as server, switchable(server, **fields) as calls:
-        with pytest.raises(
-            InvalidRequest, match=r"keeps its role P: only with vllm\.kv: grouped and .*apply a file"
-        ):
+        with pytest.raises(InvalidRequest, match=r"keeps its role P: only with vllm\.kv: mooncake .*apply a file"):
             await calls.switch(RoleOrder("D"))

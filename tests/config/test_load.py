@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 
 from epd_serve.config import ConfigError, DeploymentConfig, change_config, load_config, model_path, parse_config
-from epd_serve.config.load import rewrite
 from epd_serve.demo import weights_dir
 
 
@@ -19,6 +18,11 @@ def test_an_empty_file_is_the_default_deployment() -> None:
         ("model: demo\ntopolgy: E-P-D", 2, "topolgy: unknown key; did you mean 'topology'?"),
         ("gateway:\n  host: 127.0.0.1\n  prot: 1", 3, "gateway.prot: unknown key; did you mean 'port'?"),
         ("port: 80", 1, "port: unknown key here; it belongs at gateway.port"),
+        (
+            "host: 0.0.0.0",
+            1,
+            "host: unknown key here; it belongs at gateway.host or gateway.admin.host or",
+        ),
         ("gateway:\n  parallel_encode: false", 2, "gateway.parallel_encode: this option was removed: media of a"),
         ("gateway: {stealing: {batch: 8}}", 1, "gateway.stealing: this option was removed: no instance takes"),
         ("topology: 2EPD-2PD\nroles:\n  EPD: {steals: true}", 3, "roles.EPD.steals: this option was removed"),
@@ -54,8 +58,9 @@ def test_an_empty_file_is_the_default_deployment() -> None:
         (
             "model: {shape_of: qwen2-vl-7b}\ndevices: [emulated:h200 x 3]\ntopology: EP@tp2-D",
             3,
-            ":3: topology: emulated devices share no",
+            ":3: topology: @tp2 needs engine: vllm",
         ),
+        ("topology: E-PD@tp2\nengine: native", 1, ":1: topology: @tp2 needs engine: vllm"),
         ("dtype: auto\nvllm: {}", 1, ":1: vllm and engine_args are for engine: vllm"),
         ("- topology", 1, "expected keys and values such as 'topology: E-P-D'"),
         ("model: demo\ntopology: [", 2, "expected"),
@@ -159,18 +164,3 @@ def test_a_model_must_be_a_transformers_directory(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
     (tmp_path / "config.json").write_text("{}")
     assert model_path(str(tmp_path)) == tmp_path
-
-
-def test_rewrite_leaves_the_rest(tmp_path: Path) -> None:
-    file = tmp_path / "deployment.yaml"
-    text = "# ours\ntopology: E-P-D  # small\nroles: {P: {threads: 2}}\ngateway:\n  port: 0  # any\n"
-    file.write_text(text)
-    file.chmod(0o640)
-    rewrite(file, {"topology": "E-P-2D", "roles": None, "devices": None})
-    assert file.read_text() == "# ours\ntopology: E-P-2D # small\ngateway:\n  port: 0  # any\n"
-    assert file.stat().st_mode & 0o777 == 0o640
-    before = file.read_text()
-    with pytest.raises(ConfigError, match=rf"{file}:2: .*topology"):
-        rewrite(file, {"topology": "E-Q"})
-    assert file.read_text() == before
-    assert list(tmp_path.iterdir()) == [file]

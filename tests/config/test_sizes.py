@@ -45,11 +45,3 @@ def test_what_is_asked_for_stays(share: dict[str, Any], num_seqs: int) -> None:
     )
     assert options.on_memory(85 * GB).sizes.max_num_seqs == num_seqs
     assert options.max_num_seqs == share.get("max_num_seqs"), "the options stay as they were written"
-
-
-@pytest.mark.parametrize(("device", "num_seqs"), [("cpu,cpu", 64), ("npu:0,npu:1", 64), ("cuda:0,cuda:1", 512)])
-def test_several_ranks_have_the_sizes_of_the_first_device(device: str, num_seqs: int) -> None:
-    options = InstanceOptions(
-        name="d0", role=Role.parse("D"), model=Path("m"), served_model_name="m", device=device
-    )
-    assert options.on_memory(512 * GB).sizes.max_num_seqs == num_seqs

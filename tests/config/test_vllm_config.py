@@ -17,23 +17,16 @@ ROOT = Path(__file__).parents[2]
         ("instances: {engine_args: {tensor-parallel-size: 2}}", "use the topology's @tp"),
         ("instances: {engine_args: {'--seed x': 1}}", "is no flag of vllm serve"),
         ("instances: {engine_args: {max-seqs: 1, max_seqs: 2}}", "max_seqs is set twice"),
-        ("instances: {stream_priority: 3}", "stream_priority (of E) has no effect with engine: vllm"),
+        ("instances: {tower_share: 0.3}", "tower_share (of E) has no effect with engine: vllm"),
         ("roles: {D: {batching: {alpha: 0.3}}}", "batching (of D) has no effect"),
-        ("feature_store: mooncake", "choose vllm.features"),
+        ("feature_store: mooncake", "feature_store has no effect with engine: vllm"),
         ("topology: (E-P)-D\ninstances: {share: auto}", "auto is measured with engine: native; write a number"),
-        ("devices: ['cuda:0', 'cuda:1', 'cuda:2']\nvllm: {kv: grouped}", "write mooncake or nixl"),
-        ("topology: E-P@tp2-D\nvllm: {kv: grouped}", "needs the same @tp for P and D"),
-        ("topology: E-P@tp2-D", "needs the same @tp for P and D"),  # grouped is what CPUs get
         ("topology: P-D@tp2\ndevices: ['npu:0', 'npu:1', 'npu:2']", "P's width must be a multiple of D's"),
         ("topology: P-D\ndevices: ['npu:0', 'npu:1']\nvllm: {kv: nixl}", "nixl knows no NPU; write mooncake"),
         ("topology: P-D\ndevices: ['npu:0', 'cuda:0']", "P and D of one kind, and these are on cuda and npu"),
         ("vllm: {python: {X: python}}", "'X' is not possible here; write E, P, D"),
-        ("vllm: {features: file}", "needs vllm.feature_dir"),
-        ("topology: EP-D\nvllm: {media: rewritten}", "it needs E, and vllm.features: store"),
-        ("vllm: {media: rewritten, features: file, feature_dir: x}", "and vllm.features: store"),
-        ("vllm: {kv: layerwise}", "D keeps the blocks of a request for good where P fails; write mooncake"),
         ("roles: {P: {engine_args: {mm-processor-cache-gb: 0}}}", "engine_args of P: mm_processor_cache_gb: 0"),
-        ("vllm: {kv: files}", "vllm.kv: 'files' is not possible here; write grouped, mooncake or nixl"),
+        ("vllm: {kv: files}", "vllm.kv: 'files' is not possible here; write mooncake or nixl"),
     ],
 )
 def test_what_vllm_cannot_have_is_refused(text: str, words: str) -> None:
@@ -63,10 +56,10 @@ def test_flags_of_a_role_go_over_those_of_all() -> None:
 @pytest.mark.parametrize(
     ("text", "chosen"),
     [
-        ("", ("store", "grouped")),
+        ("", ("store", "mooncake")),
         ("devices: ['cuda:0', 'cuda:1', 'cuda:2']", ("store", "nixl")),
         ("devices: ['npu:0', 'npu:1', 'npu:2']", ("file", "mooncake")),
-        ("devices: ['npu:0', 'cuda:0', 'cuda:1']\nvllm: {feature_dir: x}", ("file", "nixl")),
+        ("devices: ['npu:0', 'cuda:0', 'cuda:1']", ("file", "nixl")),
         ("topology: EPD", (None, None)),
         ("topology: E-PD", ("store", None)),
         ("topology: EP-D\nvllm: {kv: nixl}", (None, "nixl")),
@@ -85,10 +78,15 @@ def test_the_deployments_in_deploy_are_valid_and_their_paths_are_theirs(file: Pa
 
 
 @pytest.mark.parametrize(
-    ("engine", "given", "waits_s"), [("native", "", 10.0), ("vllm", "", 0.0), ("vllm", "{wait_s: 90}", 90.0)]
+    ("text", "start_s", "waits_s"),
+    [
+        ("", 4.0, 61.0),
+        ("engine: vllm", 60.0, 145.0),
+        ("hang_timeout_s: 2", 4.0, 19.0),
+        ("hang_timeout_s: null", 4.0, 16.0),
+        ("gateway: {request_timeout_s: 20}", 4.0, 20.0),
+        ("gateway: {failover: {wait_s: 90}}", 4.0, 90.0),
+    ],
 )
-def test_a_restart_that_takes_a_minute_is_not_waited_for_unless_asked(
-    engine: str, given: str, waits_s: float
-) -> None:
-    config = parse_config(f"engine: {engine}\ngateway: {{failover: {given or '{}'}}}")
-    assert GatewaySettings.of(config, "127.0.0.1").failover_wait_s == waits_s
+def test_a_request_waits_as_long_as_the_replacement_takes(text: str, start_s: float, waits_s: float) -> None:
+    assert GatewaySettings.of(parse_config(text), "127.0.0.1").replacement_wait_s(start_s) == waits_s

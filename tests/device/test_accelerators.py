@@ -20,7 +20,7 @@ from attention_contract import (
 from hypothesis import HealthCheck, given, settings
 
 from device.base import Device
-from device.check.kernels import TOLERANCES, check_device
+from device.check import TOLERANCES, check_device
 from device.registry import get_device, list_devices
 
 NAMES = [report.name for report in list_devices() if report.available and report.kind != "cpu"]
@@ -82,7 +82,6 @@ def test_layers_equal_the_oracle(name: str, dtype: torch.dtype, case: Layers) ->
 
 @EACH
 def test_the_self_test_passes(name: str) -> None:
-    """Memory, copies, streams, graphs, collectives, and the operators once more."""
     assert [(r.check, r.detail) for r in check_device(opened(name)) if not r.passed] == []
 
 

@@ -16,12 +16,12 @@ from attention_contract import (
     segments,
 )
 from hypothesis import given, settings
+from operator_oracle import ReferenceOps
 from torch import Tensor
 
 from device.base import AttentionOps, AttnMeta
 from device.ops.cpu import CpuOps
 from device.ops.plain import PlainOps
-from device.ops.reference import ReferenceOps
 
 CPU = torch.device("cpu")
 CASES = settings(max_examples=50, deadline=None)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from operator_oracle import ReferenceOps
 from torch import Tensor
 
 from device.base import AttnMeta
 from device.ops.cpu import CpuOps
 from device.ops.cpu_kernels import cpu_kernels, library_path
 from device.ops.linear import Product
-from device.ops.reference import ReferenceOps
 
 needs_kernels = pytest.mark.skipif(cpu_kernels() is None, reason="no AMX or no g++")
 

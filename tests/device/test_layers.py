@@ -7,6 +7,7 @@ import torch
 from attention_contract import TOLERANCES, Comparison, Layers, check_layers, layers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from operator_oracle import ReferenceOps
 from torch import Tensor, nn
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
@@ -17,7 +18,6 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 from device.base import AttentionOps
 from device.ops.cpu import CpuOps
 from device.ops.plain import PlainOps, position_axes, rotary_tables
-from device.ops.reference import ReferenceOps
 
 EVERY_OPS = pytest.mark.parametrize("ops", [ReferenceOps(), PlainOps(), CpuOps()], ids=lambda ops: ops.name)
 CPU = torch.device("cpu")

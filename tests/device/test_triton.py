@@ -36,9 +36,10 @@ triton = pytest.importorskip("triton", reason="not run: Triton is not installed"
 # Triton reads the variable when it is imported, and transformers imports it: tests/conftest.py sets it first.
 assert HAS_GPU or not isinstance(triton.language.cdiv, triton.JITFunction), "set TRITON_INTERPRET=1 before pytest"
 
+from operator_oracle import ReferenceOps  # noqa: E402
+
 from device.ops import cuda as cuda_ops  # noqa: E402
 from device.ops import triton_decode, triton_layers  # noqa: E402
-from device.ops.reference import ReferenceOps  # noqa: E402
 from device.ops.triton_ops import TritonOps  # noqa: E402
 from device.ops.varlen import find_varlen  # noqa: E402
 

@@ -60,3 +60,20 @@ def test_no_answer_is_wrong_while_everything_dies(
     assert killed == {"e", "p", "d"} | ({"master"} if store == "mooncake" else set())
     assert sum(report["kills"].values()) == sum(report["restarts"].values()) > 0
     assert outcomes["identical"] > report["requests"] // 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("stop_s", [0.0, 8.0], ids=["replaced", "back"])
+def test_no_stream_is_lost_while_the_only_d_is_stopped(
+    stop_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "stop.json"
+    options = ["--requests", "6", "--concurrency", "6", "--interval", "1", "--topology", "P-D"]
+    hang_timeout_s = 30.0 if stop_s else 4.0
+    options += ["--stop", str(stop_s), "--hang-timeout", str(hang_timeout_s), "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["chaos", *options])
+    code = chaos.main()
+    report = json.loads(output.read_text())
+    assert code == 0, json.dumps(report, indent=2)
+    assert report["outcomes"]["identical"] == 6

@@ -20,8 +20,7 @@ async def test_tokens_are_the_same_under_shares_and_the_guard(
     path = make_tiny_model(kind, tmp_path / "model")
     settings = {
         "roles": {
-            "E": {"share": 0.5, "stream_priority": 5},
-            "ED": {"stream_priority": 5},
+            "E": {"share": 0.5},
             "P": {"threads": 1},  # it has the same cores as the others, in truth
         },
         "slo": {"tpot_ms": 0.01},  # no step keeps it: encodes get their least share while anything decodes

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import tiny_models
 from chat import chat
@@ -29,11 +28,8 @@ from device.emulated.chip import Chip
 from device.emulated.timeline import Operation, Timeline, TimelineStream
 from epd_serve.config import DeploymentConfig
 from epd_serve.cost.device_time import DeviceTime
-from epd_serve.engine.commands import Command
 from epd_serve.engine.device_features import Copies
-from epd_serve.engine.followers import Followers
 from epd_serve.engine.kv_memory import KVCache
-from epd_serve.engine.step_inputs import StepInputs
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.types import Role
@@ -43,7 +39,7 @@ FIELDS: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "skip_special_tok
 #: All instances are in the test's process, which a busy machine keeps from answering for a while.
 UNWATCHED = {"probe_interval_s": None}
 CASES: dict[str, dict[str, Any]] = {
-    "pushed KV, steps launched ahead": {"async_scheduling": "on"},
+    "pushed KV": {},
     "through host memory": {"kv_transfer": {"transport": "shm"}},
     "pulled KV, small pool": {"kv_transfer": {"mode": "pull", "staging_bytes": "64KiB"}, "num_blocks": 20},
 }
@@ -63,20 +59,6 @@ async def test_tokens_equal_generate(case: str, tmp_path: Path, monkeypatch: pyt
             if "num_blocks" not in CASES[case] or sum(preempted):
                 return
     raise AssertionError("the pool was large enough for all")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("topology", "ahead"), [("E-P@tp2-D@tp2", "on"), ("E-P@tp4-D@tp2", "off"), ("EP@tp2-D", "on")]
-)
-async def test_tokens_of_ranks_equal_generate(topology: str, ahead: str, tmp_path: Path) -> None:
-    """KV goes from ranks to as many, to fewer that share heads, and to one; none of it by the host."""
-    model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
-    instances = {"async_scheduling": ahead}
-    async with start_fleet(model, topology, devices=["emulated:h200 x 7"], instances=instances) as fleet:
-        await fleet.check_tokens(fleet.urls)
-        moved = {name: (await figures(url))["kv_bytes_total"] for name, url in fleet.urls.items()}
-        assert moved.pop("d0") == 0 < sum(moved.values()), "P writes, and D reads nothing"
 
 
 async def check_answers(one: Deployment, reference: Reference, asked: list[tuple[str, list[Any]]]) -> None:
@@ -229,36 +211,6 @@ async def test_features_and_kv_go_from_device_to_device(
         assert of_p["kv_bytes_total"] > 0 == of_d["kv_bytes_total"], "P writes, and D reads nothing"
 
 
-@pytest.mark.parametrize("split", ["p1", pytest.param("d2", marks=pytest.mark.slow)])
-async def test_nothing_goes_through_the_host_to_or_from_ranks_that_share_a_model(
-    split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Features reach all of them, and their KV one device or comes from one."""
-    model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
-    reference = Reference(model)
-    asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, [])]
-    options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40}
-    monkeypatch.setattr(KVCache, "copy", None)  # between the device and the host's cells
-    monkeypatch.setattr(Copies, "to_host", None)
-    monkeypatch.setattr(Copies, "to_device", None)
-    sent: list[Command] = []
-    send = Followers.send
-
-    def sending(followers: Followers, command: Command) -> None:
-        sent.append(command)
-        send(followers, command)
-
-    monkeypatch.setattr(Followers, "send", sending)
-    of = {split: {"device": "emulated:h200:3,emulated:h200:16"}}
-    async with deployment(model, "E", "P", "D", options=options, of=of, health=UNWATCHED) as one:
-        await check_answers(one, reference, asked)
-        of_p, of_d = [await figures(one.instances[name].url) for name in ("p1", "d2")]
-        assert of_p["kv_bytes_total"] > 0 == of_d["kv_bytes_total"], "P writes, and D reads nothing"
-    features = [command.features for command in sent if isinstance(command, StepInputs)]
-    assert all(one is None or one.is_meta for one in features), "features are sent to ranks by the host"
-    assert any(one is not None for one in features) == (split == "p1")
-
-
 @needs_mooncake
 @pytest.mark.parametrize("mode", ["grouped", pytest.param("pull", marks=pytest.mark.slow)])
 async def test_mooncake_reads_features_and_kv_where_they_are(
@@ -322,10 +274,10 @@ def maps_of(pid: object) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("topology", "killed", "rank"),
-    [("P-D", "d0", 0), ("E-PD", "e0", 0), ("P@tp2-D@tp2", "d0", 1), ("E-PD@tp2", "e0", 0)],
+    ("topology", "killed"),
+    [("P-D", "d0"), ("E-PD", "e0")],
 )
-async def test_an_instance_that_is_killed_leaves_its_memory(topology: str, killed: str, rank: int) -> None:
+async def test_an_instance_that_is_killed_leaves_its_memory(topology: str, killed: str) -> None:
     """In the middle of its work: P unmaps it, all it held is free again, and the next one's memory is mapped."""
     other, doing = killed[0].upper(), "reservations" if killed == "d0" else "encodes"
     config = DeploymentConfig(
@@ -352,17 +304,17 @@ async def test_an_instance_that_is_killed_leaves_its_memory(topology: str, kille
 
         right = {0: await ask(0)}
         assert right[0][0] == 200
-        readers, owners = (ranks(deployment.instances[name].pid) for name in (consumer, killed))
-        before = mapped(*readers, *owners)
-        assert len(before) == len(owners)
+        reader, owner = (deployment.instances[name].pid for name in (consumer, killed))
+        before = mapped(reader, owner)
+        assert len(before) == 1
         asked = [asyncio.create_task(ask(number)) for number in range(8)]
         while not (await client.get(f"{deployment.instances[killed].url}/integrity")).json()[doing]:
             assert not all(one.done() for one in asked)
-        os.kill(owners[rank], signal.SIGKILL)
+        os.kill(owner, signal.SIGKILL)
         answers = await asyncio.gather(*asked)
         assert {status for status, _ in answers} <= {200, 502, 503}
         async with asyncio.timeout(60):
-            while any(name in maps_of(reader) for reader in readers for name in before):  # noqa: ASYNC110
+            while any(name in maps_of(reader) for name in before):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         await Books({consumer: deployment.instances[consumer].url}).check()
         for number, found in enumerate(answers):
@@ -372,56 +324,10 @@ async def test_an_instance_that_is_killed_leaves_its_memory(topology: str, kille
             assert found[0] != 200 or found == again
             assert right.setdefault(number, again) == again
         async with asyncio.timeout(600):
-            while not (after := mapped(*readers, *ranks(deployment.instances[killed].pid))):
+            while not (after := mapped(reader, deployment.instances[killed].pid)):
                 number += 1
                 assert (await ask(number))[0] == 200
         assert not before & after
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_ranks_that_are_killed_while_they_write_harm_nobody(rank: int) -> None:
-    """D has all of its blocks again when the lease is over, and answers rightly once there is a P."""
-    config = DeploymentConfig(
-        topology="P@tp2-D@tp2",
-        model="demo",
-        served_model_name="demo",
-        dtype="float32",
-        devices=["emulated:h200 x 4"],
-        shape_of="llava-1.6-34b",  # whose KV takes its time
-        gateway={"port": 0},
-        instances={"base_port": 0, "threads": 1, "lease_s": 10.0},
-    )
-    fields = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
-    async with (
-        LocalDeployment(config, ready_timeout_s=600) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=300) as client,
-    ):
-
-        async def ask(number: int) -> tuple[int, str]:
-            body = chat(f"apple {number} " * 60, **fields)
-            answer = await client.post("/v1/chat/completions", json=body)
-            return answer.status_code, answer.text.partition('"choices"')[2]
-
-        assert (await ask(0))[0] == 200
-        asked = [asyncio.create_task(ask(number)) for number in range(8)]
-        while not (await client.get(f"{deployment.instances['d0'].url}/integrity")).json()["reservations"]:
-            assert not all(one.done() for one in asked)
-        os.kill(ranks(deployment.instances["p0"].pid)[rank], signal.SIGKILL)
-        answers = await asyncio.gather(*asked)
-        assert {status for status, _ in answers} <= {200, 502, 503}
-        await Books({"d0": deployment.instances["d0"].url}).check()
-        for number, found in enumerate(answers):
-            async with asyncio.timeout(600):
-                while (again := await ask(number))[0] != 200:  # noqa: ASYNC110
-                    await asyncio.sleep(0.5)
-            assert found[0] != 200 or found == again
-
-
-def ranks(pid: int) -> list[int]:
-    """The processes of an instance: its first, and those of its other ranks."""
-    children = psutil.Process(pid).children()
-    return [pid, *(one.pid for one in children if "epd_serve.engine.follower" in one.cmdline())]
 
 
 @pytest.mark.slow

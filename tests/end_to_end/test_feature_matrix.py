@@ -36,11 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
         },
         "baselines": {"prefetch": "sync"},
     },
-    "budgets, encodes beside decodes, layer by layer, shared weights, steps launched ahead": {
+    "budgets, encodes beside decodes, layer by layer": {
         "slo": {"tpot_ms": 400},
         "instances": {
-            "share_weights": True,
-            "async_scheduling": "on",
             **SMALL_BUDGETS,
         },
         "baselines": {"kv": "layerwise"},

@@ -117,7 +117,7 @@ def test_a_copy_waits_for_the_tower_and_for_no_step(pair: Pair) -> None:
     [
         ({"device": "cuda"}, NotMapped),
         ({"host_id": "another:pid:[1]"}, NotMapped),
-        ({"handles": (b'[0, 0, "", 8]',)}, NotMapped),
+        ({"handle": b'[0, 0, "", 8]'}, NotMapped),
         ({"fd": 1 << 20}, TransferError),
     ],
 )

@@ -1,8 +1,7 @@
-"""Tower and language model beside each other: pauses, threads, memory, niceness."""
+"""Tower and language model beside each other: pauses, threads, memory."""
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -182,27 +181,6 @@ def test_threads_are_parted_while_both_sides_compute() -> None:
     thread.join()
     torch.set_num_threads(before)
     assert seen == [("language alone", 3), ("tower beside", 1), ("language beside", 2), ("tower alone", 3)]
-
-
-def test_priority_is_the_niceness_of_the_threads_of_the_tower() -> None:
-    rig = Rig(priority=7)
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    seen: list[int] = []
-
-    def run() -> None:
-        with rig.tower.encoding(1):
-            seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-            child = threading.Thread(
-                target=lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-            )
-            child.start()
-            child.join()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert seen == [max(7, before)] * 2
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_a_real_tower_pauses_before_each_of_its_layers(tmp_path: Path) -> None:

@@ -50,7 +50,6 @@ class Request:
     stopped: set[int] = field(default_factory=set)
     finished: set[int] = field(default_factory=set)
     over: bool = False
-    held: bool = False
 
     @property
     def spans(self) -> tuple[MediaSpan, ...]:
@@ -123,7 +122,7 @@ class EngineMachine(RuleBasedStateMachine):
         for told in events:
             request_id = told.request_id if isinstance(told, FailureEvent) else told.sequence.request_id
             request = self.requests[request_id]
-            assert not request.over and not request.held, "an event after the end"
+            assert not request.over, "an event after the end"
             if isinstance(told, FailureEvent):
                 assert "no room for it" in told.error.message
                 request.over = True
@@ -289,28 +288,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.requests[name].stopped.add(index)
             self.engine.stop_sequence(self.sequences[name, index])
 
-    @precondition(lambda self: self.live())
-    @rule(data=st.data())
-    def hold(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(self.live()))
-        if self.requests[name].num_sequences == 1:
-            self.engine.hold(name, self.keep)
-
-    def keep(self, sequence: Sequence) -> None:
-        """Another instance could go on with what it finds in the blocks."""
-        request = self.requests[sequence.request_id]
-        assert not request.over and request.tokens == [sequence.output_ids]
-        known = contents(request.prompt + sequence.output_ids[:-1], request.spans)
-        self.cells.check(sequence.blocks, known)
-        self.cells.advance(sequence.state_blocks, known, len(known), len(known))
-        request.held = True
-        event("held")
-
     def confirm_transfers(self) -> None:
         for request in self.requests.values():
             if request.root is not None and request.root.state is SequenceState.TRANSFERRING:
-                if not request.held:
-                    assert request.tokens == [request.alone(i)[:1] for i in range(request.num_sequences)]
+                assert request.tokens == [request.alone(i)[:1] for i in range(request.num_sequences)]
                 self.engine.transferred(request.root)
                 request.over = True
 

@@ -1,27 +1,22 @@
-"""KV that is saved in host memory comes back as it was, on one rank and on several."""
+"""KV that is saved in host memory comes back as it was."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 
 from device.cpu import CpuEvent
 from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
 from epd_serve.config import InstanceOptions
-from epd_serve.engine.commands import Command, CopyBlock
-from epd_serve.engine.kv_memory import KVCache, KVMemory, block_nbytes, num_kv_blocks
-from epd_serve.models.sharding import head_copies, kv_heads
+from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.protocol import wire
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.transfer.grouping import GroupSizer
@@ -35,66 +30,19 @@ LAYOUT = wire.KVLayout(num_layers=3, num_kv_heads=4, head_dim=2, block_size=2, d
 NUM_BLOCKS = 9
 
 
-class OtherRank:
-    """Carries commands out as a follower does, in this process."""
-
-    def __init__(self) -> None:
-        self.size = 2
-        self.num_reached = 0
-        self.cache: KVCache | None = None
-
-    def send(self, command: Command) -> None:
-        assert self.cache is not None
-        match command:
-            case CopyBlock():
-                self.cache.copy_block(command.source, command.target)
-
-    @contextmanager
-    def copying(self, layers: range, blocks: Sequence[int], first_cell: int, *, lands: bool) -> Iterator[None]:
-        assert self.cache is not None
-        yield
-        self.num_reached += not blocks
-        self.cache.copy(layers, blocks, first_cell, lands=lands)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_saved_blocks_come_back_elsewhere(num_ranks: int) -> None:
-    device, transport = get_device("cpu"), EmbeddedTransport(path="shm")
-    other: Any = OtherRank() if num_ranks == 2 else None
-    memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, followers=other)
-    caches = [memory.tensor]
-    if other:
-        other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, 1, 2)
-        caches.append(other.cache.tensor)
-    for cache in caches:
-        cache.copy_(torch.randn(cache.shape))
-    before = [cache.clone() for cache in caches]
+def test_saved_blocks_come_back_elsewhere() -> None:
+    transport = EmbeddedTransport(path="shm")
+    memory = KVMemory(LAYOUT, NUM_BLOCKS, get_device("cpu"), transport)
+    cache = memory.tensor
+    cache.copy_(torch.randn(cache.shape))
+    old = cache.clone()
     saved = memory.save([3, 1, 7])
-    for cache in caches:
-        cache[:, :, [1, 3, 7]] = 0.0  # others have them now
+    cache[:, :, [1, 3, 7]] = 0.0  # others have them now
     memory.restore(saved, 1, [3, 5])
-    for cache, old in zip(caches, before, strict=True):
-        torch.testing.assert_close(cache[:, :, [3, 5]], old[:, :, [1, 7]], rtol=0, atol=0)
-        untouched = [2, 4, 6, 8]
-        torch.testing.assert_close(cache[:, :, untouched], old[:, :, untouched], rtol=0, atol=0)
-        assert not cache[:, :, [1, 7]].any()
-    transport.close()
-
-
-def test_a_copy_within_the_cache_is_over_when_it_is_on_all_ranks() -> None:
-    """Before, no peer may write to the blocks that it reads."""
-    device, transport = get_device("cpu"), EmbeddedTransport(path="shm")
-    other: Any = OtherRank()
-    memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, followers=other)
-    other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, 1, 2)
-    assert memory.copied is None
-    memory.copy_block(1, 2)
-    copied = memory.copied
-    assert copied is not None and not copied.query() and other.num_reached == 0
-    copied.synchronize()
-    assert copied.query() and other.num_reached == 1
-    memory.copy_block(3, 2)
-    assert memory.copied is not copied
+    torch.testing.assert_close(cache[:, :, [3, 5]], old[:, :, [1, 7]], rtol=0, atol=0)
+    untouched = [2, 4, 6, 8]
+    torch.testing.assert_close(cache[:, :, untouched], old[:, :, untouched], rtol=0, atol=0)
+    assert not cache[:, :, [1, 7]].any()
     transport.close()
 
 
@@ -107,21 +55,11 @@ def test_the_host_keeps_no_second_copy_of_a_device_s_kv() -> None:
     transport.close()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_kv_goes_from_device_to_device_through_few_cells(num_ranks: int) -> None:
+def test_kv_goes_from_device_to_device_through_few_cells() -> None:
     """In rounds, from any blocks to any others, in any layers."""
-    device, transport = get_device("emulated:h200:2" if num_ranks == 1 else "cpu"), EmbeddedTransport(path="shm")
-
-    def made() -> tuple[KVMemory, list[Tensor]]:
-        other: Any = OtherRank() if num_ranks == 2 else None
-        memory = KVMemory(LAYOUT, NUM_BLOCKS, device, transport, followers=other)
-        if other:
-            other.cache = KVCache(LAYOUT, NUM_BLOCKS, device, memory.buffer, 1, 2)
-        return memory, [memory.tensor, *([other.cache.tensor] if other else [])]
-
-    (there, sources), (here, targets) = made(), made()
-    for source in sources:
-        source.copy_(torch.randn(source.shape))
+    device, transport = get_device("emulated:h200:2"), EmbeddedTransport(path="shm")
+    there, here = (KVMemory(LAYOUT, NUM_BLOCKS, device, transport) for _ in range(2))
+    there.tensor.copy_(torch.randn(there.tensor.shape))
     theirs, ours = [3, 1, 7, 8, 2], [5, 8, 1, 2, 3]
     device.synchronize()
     assert there.staged_cells is not None and there.staged_cells < len(theirs)
@@ -131,10 +69,9 @@ def test_kv_goes_from_device_to_device_through_few_cells(num_ranks: int) -> None
             for start, to, count in paired(staged.spans(0, len(numbers)), landing.spans(0, len(numbers))):
                 here.buffer[to : to + count] = there.buffer[start : start + count]
             assert (there.num_staged, here.num_staged) == (1, 1)
-    for source, target in zip(sources, targets, strict=True):
-        old, new = source.cpu(), target.cpu()
-        torch.testing.assert_close(new[1:, :, ours], old[1:, :, theirs], rtol=0, atol=0)
-        assert not new[:1].any() and not new[:, :, [4, 6, 7]].any()
+    old, new = there.tensor.cpu(), here.tensor.cpu()
+    torch.testing.assert_close(new[1:, :, ours], old[1:, :, theirs], rtol=0, atol=0)
+    assert not new[:1].any() and not new[:, :, [4, 6, 7]].any()
     for memory in (there, here):
         memory.check_integrity()
         assert memory.num_staged == 0
@@ -173,35 +110,6 @@ def test_kv_goes_from_one_device_s_memory_into_another_s(pair: Pair) -> None:
     torch.testing.assert_close(new[1:, :, [5, 17, 1]], old[1:, :, [3, 1, 7]], rtol=0, atol=0)
     others = [block for block in range(2 * NUM_BLOCKS) if block not in (5, 17, 1)]
     assert not new[:1].any() and not new[:, :, others].any()
-
-
-@pytest.mark.parametrize("heads", [2, 4])
-def test_ranks_of_any_width_write_to_those_of_any_other(heads: int) -> None:
-    """Each its own heads; where several keep the same ones, the first of them writes, and all of them get them."""
-    device, layout = get_device("emulated:h200:2"), msgspec.structs.replace(LAYOUT, num_kv_heads=heads)
-    slab = memoryview(bytearray(block_nbytes(layout)))
-
-    def ranks(size: int, num_blocks: int) -> list[KVCache]:
-        return [KVCache(layout, num_blocks, device, slab, rank, size) for rank in range(size)]
-
-    kept = {size: [kv_heads(heads, rank, size) for rank in range(size)] for size in (1, 2, 4)}
-    numbers = torch.randn(3, 2, NUM_BLOCKS, 2, heads, 2)
-    for here in (1, 2, 4):
-        sources = ranks(here, NUM_BLOCKS)
-        for cache, own in zip(sources, kept[here], strict=True):
-            cache.tensor.copy_(numbers[..., own.start : own.stop, :])
-        device.synchronize()
-        for there in (1, 2, 4):
-            targets = ranks(there, 2 * NUM_BLOCKS)
-            for cache in sources:
-                with cache.mapped([target.handle for target in targets]) as write:
-                    write(range(1, 3), [3, 1, 7], [5, 17, 1])
-            for target, own in zip(targets, kept[there], strict=True):
-                new = target.tensor.cpu()
-                assert torch.equal(new[1:, :, [5, 17, 1]], numbers[1:, :, [3, 1, 7]][..., own.start : own.stop, :])
-                assert not new[:1].any() and not new[:, :, [0, 2, 3, 4, *range(6, 17)]].any()
-            moved = [copy for rank in range(here) for copy in head_copies(heads, rank, here, there)]
-            assert sum(copy.count for copy in moved) == sum(map(len, kept[there])), "some are copied twice"
 
 
 def test_memory_is_mapped_only_where_both_sides_share(pair: Pair) -> None:
@@ -288,22 +196,14 @@ def test_memory_is_given_back_when_nobody_maps_it(pair: Pair) -> None:
     sender.close()
 
 
-@pytest.mark.parametrize(("num_ranks", "heads_each"), [(1, 4), (2, 2), (4, 1), (8, 1)])
-def test_the_kv_of_a_rank_fits_into_its_device(num_ranks: int, heads_each: int) -> None:
-    """More ranks than heads repeat heads, and each keeps one whole."""
-    devices = ",".join(f"cuda:{index}" for index in range(num_ranks))
+def test_the_kv_of_an_accelerator_fits_beside_step_and_features() -> None:
     options = InstanceOptions(
-        name="pd0", role=Role.parse("PD"), model=Path("m"), served_model_name="m", device=devices
+        name="pd0", role=Role.parse("PD"), model=Path("m"), served_model_name="m", device="cuda:0"
     )
     free = 1 << 30
-    blocks = num_kv_blocks(options, LAYOUT, "cuda", free)
-    rank_bytes = blocks * block_nbytes(LAYOUT) * heads_each // LAYOUT.num_kv_heads
-    features = options.sizes.feature_cache_bytes
-    assert 0.79 * (free - features) < rank_bytes <= 0.8 * (free - features)
     small = options.model_copy(update={"feature_cache_bytes": free // 10})
-    blocks = num_kv_blocks(small, LAYOUT, "cuda", free, lambda: free // 4)
-    rank_bytes = blocks * block_nbytes(LAYOUT) * heads_each // LAYOUT.num_kv_heads
-    assert 0.59 * free < rank_bytes <= 0.6 * free, "95 % without the step's and the features'"
+    nbytes = num_kv_blocks(small, LAYOUT, "cuda", free, lambda: free // 4) * block_nbytes(LAYOUT)
+    assert 0.59 * free < nbytes <= 0.6 * free, "95 % without the step's and the features'"
 
 
 def test_states_have_room_beside_the_usual_kv() -> None:
@@ -312,17 +212,17 @@ def test_states_have_room_beside_the_usual_kv() -> None:
         name="pd0", role=Role.parse("PD"), model=Path("m"), served_model_name="m", device="cpu"
     )
     layout = msgspec.structs.replace(LAYOUT, state_blocks=500)
-    assert num_kv_blocks(options, layout, "cpu", 0) == num_kv_blocks(options, LAYOUT, "cpu", 0) + 2000
+    assert num_kv_blocks(options, layout, "cpu", 0, int) == num_kv_blocks(options, LAYOUT, "cpu", 0, int) + 2000
     small = options.model_copy(update={"kv_cache_bytes": 500 * block_nbytes(layout)})
     with pytest.raises(ValueError, match="which are 564 blocks, 500 of them for the recurrent state"):
-        num_kv_blocks(small, layout, "cpu", 0)
+        num_kv_blocks(small, layout, "cpu", 0, int)
 
 
 def test_memory_that_another_process_took_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the measurement of what is free and the allocation."""
     device = EmulatedDevice("h200", 9)
 
-    def share_memory(nbytes: int) -> tuple[Tensor, bytes]:
+    def share_memory(nbytes: int) -> tuple[torch.Tensor, bytes]:
         raise torch.OutOfMemoryError(f"Tried to allocate {nbytes} bytes")
 
     monkeypatch.setattr(device, "share_memory", share_memory)

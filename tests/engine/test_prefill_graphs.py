@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import tiny_models
 import torch
 from torch import Tensor
 
-from device.distributed import Alone, Group
 from device.emulated.accelerator import EmulatedDevice
 from device.registry import get_device
 from epd_serve.engine.step import StepExecutor
@@ -17,21 +15,6 @@ from epd_serve.engine.step_inputs import StepInputs, TableChange
 from epd_serve.models.language import LanguageModel
 
 BLOCK_SIZE, AXES, DECODED = 8, 3, 9
-
-
-class First:
-    """The first of two ranks, of whom the other has the same parts."""
-
-    rank, size = 0, 2
-
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        return partial + partial
-
-    def all_gather(self, part: Tensor) -> Tensor:
-        return torch.cat((part, part), dim=-1)
-
-    def broadcast(self, own: Tensor) -> Tensor:
-        return own
 
 
 def inputs_of(start: int, count: int, features: Tensor | None = None) -> StepInputs:
@@ -53,16 +36,13 @@ def inputs_of(start: int, count: int, features: Tensor | None = None) -> StepInp
     )
 
 
-@pytest.mark.parametrize("group", [Alone(), First()], ids=["alone", "two ranks"])
-def test_logits_and_kv_equal_those_without_graphs(group: Group, tmp_path: Path) -> None:
+def test_logits_and_kv_equal_those_without_graphs(tmp_path: Path) -> None:
     """Chunks behind others, and with features, whose numbers lie in the same buffers; in few launches."""
     device = get_device("emulated:h200")
     assert isinstance(device, EmulatedDevice)
     device.activate()
-    model = LanguageModel(
-        tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model"), torch.float32, device, group
-    )
-    shape = (model.num_layers, 2, 20, BLOCK_SIZE, len(model.kv_heads), model.head_dim)
+    model = LanguageModel(tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model"), torch.float32, device)
+    shape = (model.num_layers, 2, 20, BLOCK_SIZE, model.num_kv_heads, model.head_dim)
     features = torch.randn(9, model.feature_width, generator=torch.Generator().manual_seed(0))
     answers: list[list[Tensor]] = []
     counts: list[int] = []

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from epd_serve.errors import (
     DECODE_DRAINING,
     DRAINING,
-    KV_HELD,
     NO_ROOM,
     PEER_UNREACHABLE,
     PREPARATION_FULL,
@@ -41,7 +40,7 @@ T = TypeVar("T")
 P, D = Stage.PREFILL, Stage.DECODE
 INSTANCES = {"e0": "E", "e1": "E", "p0": "P", "p1": "P", "d0": "D", "d1": "D", "a0": "EPD"}
 NUM_TOKENS = 6
-PLANNED = [Unavailable("it leaves", code=code) for code in (DRAINING, DECODE_DRAINING, KV_HELD)]
+PLANNED = [Unavailable("it leaves", code=code) for code in (DRAINING, DECODE_DRAINING)]
 FAILURES = [
     InstanceLost("gone"),
     InstanceUnreachable("not there"),
@@ -73,11 +72,11 @@ class World:
         self.table = InstanceTable([(name, f"http://{name}") for name in INSTANCES])
         for name, role in INSTANCES.items():
             self.table.update(name, instance_info(name, role, splits_videos=True), contains=0)
+        self.wait_s = self.pick(0.0, 10.0)
         self.fleet = Fleet(
             table=self.table,
             router=Router(),
             max_attempts=self.pick(1, 2, 3, 4),
-            wait_s=self.pick(0.0, 10.0),
             encode_timeout_s=15.0,
         )
         # the last two items are the same picture
@@ -101,7 +100,6 @@ class World:
         self.is_given_up = False
         self.failed_s = self.now_s
         self.num_tries = self.num_free = 0
-        self.held: set[str] = set()
         asked = Asked(
             id="r",
             model="m",
@@ -143,13 +141,6 @@ class World:
                 self.items = dict(enumerate(_places(refs)))
                 self.num_tries += 1
                 self._send(len(generated), request_id, fused=route.fused)
-            case do.CallMove(request_id, route, held, generated):
-                assert not self.calls and not self.encodes
-                assert held.request_id in self.held and not route.fused and held.record is route.prefill
-                assert generated == (self.got[0] if self.begun else [])
-                self.num_tries += 1
-                self.num_free += 1  # where it comes to nothing
-                self._send(len(generated), request_id, fused=False)
             case do.Encode(item):
                 assert P in self.calls and item not in self.encodes
                 assert action.place == self.items[item] and (action.again or action.ref.mm_hash in self.unsent)
@@ -171,7 +162,7 @@ class World:
                 self.listens = True
             case do.Wait(until_s):
                 if until_s is not None:
-                    latest_s = self.failed_s + self.fleet.wait_s
+                    latest_s = self.failed_s + self.wait_s
                     assert self.now_s < until_s <= latest_s, "it waits no longer than it may"
                 self.step = action
                 if until_s is None:
@@ -226,8 +217,6 @@ class World:
 
     def _count(self, failure: ServeError) -> None:
         self.num_free += failure in PLANNED
-        if failure.code == KV_HELD:
-            self.held.add(self.request_id)
 
     def _change_table(self) -> None:
         name = self.pick(*INSTANCES)
@@ -250,7 +239,7 @@ class World:
         if self.step.until_s is not None:
             self.now_s += self.pick(1.0, 0.05, 4.0)
         self.step = None
-        self.tell(on.Look(self.now_s, 100.0 if self.expects else None))
+        self.tell(on.Look(self.now_s, self.wait_s, 100.0 if self.expects else None))
 
     def _named(self) -> None:
         self.step = None

@@ -42,7 +42,6 @@ class Fleet:
     ) -> None:
         self.hosts = lab
         self.file = file
-        self._num_commands = 0
         self._session = session
         self._joined = joined
         self._device = device
@@ -61,25 +60,7 @@ class Fleet:
         command += ["--device", self._device]
         await self.hosts[host or name].start(name, command, **_KEYS)
 
-    async def start_host(self, name: str) -> RunningProcess:
-        """The agent of a host that the deployment names."""
-        file = ["agent", str(self.file), "--host-name", name, "--join", f"{self._url}:{_ADMIN_PORT}"]
-        return await self.hosts[name].start(
-            name, ["epd_serve.cli", *file], EPD_SERVE_LOG_DIR=str(self.file.parent / f"logs-{name}"), **_KEYS
-        )
-
-    async def command(self, *arguments: str) -> str:
-        """The output of epd-serve with these arguments, beside the gateway. It must succeed."""
-        self._num_commands += 1
-        name = f"command-{self._num_commands}"
-        admin = ["--admin", f"http://127.0.0.1:{_ADMIN_PORT}"]
-        process = await self.hosts[_GATEWAY].start(name, ["epd_serve.cli", *arguments, *admin], **_KEYS)
-        code = await process.wait()
-        said = (self.file.parent / f"{name}.log").read_text()
-        assert code == 0, said
-        return said
-
-    async def start_agent(self, host: str, command: Sequence[str]) -> RunningProcess:
+    async def start_unit(self, host: str, command: Sequence[str]) -> RunningProcess:
         """The command of a pod, as Kubernetes would write it there, with the gateway's address for its name."""
         words = {"$(POD_NAME)": host, "$(POD_IP)": self.hosts[host].ip}
         command = [
@@ -167,7 +148,6 @@ async def _fleet(
     joined: bool = True,
     spares: tuple[str, ...] = (),
     device: str = "cpu",
-    deployment: dict[str, Any] | None = None,
     **gateway: Any,
 ) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
@@ -177,12 +157,11 @@ async def _fleet(
             "host": "0.0.0.0",
             "port": _PORT,
             "admin": {"host": "0.0.0.0", "port": _ADMIN_PORT, "key": {"env": ADMIN_KEY}},
+            "instances": given,
             **gateway,
         }
-        if deployment is None:
-            config["instances"] = given
         file = log_dir / "gateway.yaml"
-        file.write_text(json.dumps({"gateway": config, **(deployment or {})}))
+        file.write_text(json.dumps({"gateway": config}))
         await lab[_GATEWAY].start("gateway", ["epd_serve.cli", "proxy", "--config", str(file)], **_KEYS)
         connector = aiohttp.TCPConnector(socket_factory=lab[_GATEWAY].socket, force_close=True)
         timeout = aiohttp.ClientTimeout(total=300)

@@ -128,7 +128,7 @@ async def test_running_answers_go_on_elsewhere_token_by_token(device: str, tmp_p
         assert changed.new == "P" and leaving.info().role == "P"
         assert 0 < len(tokens(first)) < MAX_TOKENS, "it was given up in its middle"
         label, _, event = first[-1]
-        assert label == frames.ERROR and json.loads(event[6:])["error"]["code"] == "kv_held", "nobody asks for it"
+        assert label == frames.ERROR and json.loads(event[6:])["error"]["code"] == "draining"
         async with answering(staying, request("rest", generated=tokens(first))) as answer:
             assert tokens(first) + tokens(await read(answer)) == whole
         with pytest.raises(ServeError, match="does not decode") as lacks:
@@ -194,7 +194,7 @@ async def test_a_role_that_cannot_be_built_leaves_the_old_one(tmp_path: Path) ->
 async def test_what_a_failed_rebuild_has_made_is_kept_or_given_back(tmp_path: Path) -> None:
     model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
     (tmp_path / "roles.json").write_text(json.dumps({"E": {}, "D": {"num_blocks": 1}, "P": {"num_blocks": 1}}))
-    async with serving(model, "E", switch_dir=tmp_path) as instance:
+    async with serving(model, "E", switch_dir=tmp_path, resident="all") as instance:
         before, parts = num_slabs(instance), set[int]()
         for role in ("D", "P", "D"):  # too few blocks for a pool
             with pytest.raises(ServeError, match="role E is served on"):
@@ -257,8 +257,17 @@ def test_the_role_outlives_the_process(tmp_path: Path) -> None:
     assert (str(again.role), again.num_blocks) == ("D", 20)
     remember(in_role(again, Role.parse("P")))
     assert remembered(options) == options
-    with pytest.raises(ValueError, match="order a role with P or D"):
-        in_role(options.model_copy(update={"device": "cuda:0,cuda:1"}), Role.parse("E"))
+
+
+async def test_weights_of_other_roles_stay_or_go(tmp_path: Path) -> None:
+    model = tiny_models.make_tiny_model("qwen3_vl", tmp_path / "model")
+    for resident, stays in (("role", False), ("all", True)):
+        async with serving(model, "P", num_blocks=64, resident=resident) as instance:
+            assert bool(instance.info().parameters["tower"]) is stays
+            await instance.lifecycle.switch(order("E"))
+            await instance.lifecycle.switch(order("P"))
+            assert bool(instance.info().parameters["tower"]) is stays
+            await Books({"i": instance.url}).check()
 
 
 async def test_a_store_takes_a_part_of_what_others_leave_of_its_device(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -88,5 +88,9 @@ def fakes(tmp_path: Path) -> Iterator[Fakes]:
 @pytest.fixture
 def fake_program(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake processes in place of those of a deployment."""
+    spec = commands.PreparedInstance.spec
     monkeypatch.setattr(commands, "PROGRAM", (sys.executable, str(FAKE_PROGRAM)))
+    monkeypatch.setattr(
+        commands.PreparedInstance, "spec", lambda *arguments: replace(spec(*arguments), can_fork=False)
+    )
     monkeypatch.setenv("FAKE_DIR", str(fakes.folder))

@@ -3,7 +3,8 @@
 FAKE_DIR holds a file NAME.pid for each started process; FAKE_<NAME> is a behaviour: "die", "deaf" (to SIGTERM),
 "loading" (503 for half a second), "never" (503 for ever), "parent" (has a child of its own), "once" (starts only
 once, and dies at every later start), "ails" (503 from the second answer on), "stuck" ("deaf" and "never"),
-"partly" (503 to /health?role=EPD for half a second, and for ever when it was started again).
+"partly" (503 to /health?role=EPD for half a second, and for ever when it was started again), "clean" (exits with 0
+after SIGTERM).
 """
 
 import argparse
@@ -44,6 +45,8 @@ def main() -> None:
         sys.exit(3)
     if behaviour in ("deaf", "stuck"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour == "clean":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     if behaviour == "parent":
         child = subprocess.Popen(["sleep", "600"])
         (folder / "child.pid").write_text(str(child.pid))

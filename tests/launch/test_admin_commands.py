@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from epd_serve import cli
-from epd_serve.launch.processes.runtime import RuntimeDirectory
+from epd_serve.launch.processes.runtime import Run, RuntimeDirectory
 
 LOAD = {"num_waiting": 2, "num_waiting_encodes": 1}
 BUDGETS = {
@@ -92,7 +92,7 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def deployment(root: Path) -> Iterator[RuntimeDirectory]:
     """One that runs, with the sockets of launcher and gateway."""
-    directory = RuntimeDirectory.make("127.0.0.1", 8123)
+    directory = RuntimeDirectory.make(Run(address="127.0.0.1:8123", log_dir="/logs"))
     with socket.socket(socket.AF_UNIX) as launcher, UnixServer(str(directory.admin), Answers) as server:
         launcher.bind(str(directory.control))
         launcher.listen()
@@ -137,7 +137,7 @@ def test_the_deployment_of_this_machine_needs_no_port(
     assert run(monkeypatch, capsys, "status", "--deployment", "8123") == TABLE.format(name="127.0.0.1:8123")
     assert run(monkeypatch, capsys, "switch", "e0", "D").startswith("e0: E → D in 0.250 s")
     said = run(monkeypatch, capsys, "status", "--deployment", "9000")
-    assert said == "epd-serve: no deployment of this user runs at 9000; those that run: 127.0.0.1:8123\n"
+    assert said == "epd-serve: no deployment of this user is called 9000; those that run: 127.0.0.1:8123\n"
 
 
 def test_a_gateway_elsewhere_has_a_url(

@@ -8,7 +8,7 @@ from told import told
 
 from epd_serve.config import DeploymentConfig, parse_config
 from epd_serve.config.shares import DeviceShare
-from epd_serve.launch.commands import gateway_spec, instance_specs, shared_parts, sharing_weights
+from epd_serve.launch.commands import gateway_spec, instance_specs
 from epd_serve.launch.dry_run import dry_run
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
@@ -77,47 +77,27 @@ def test_instances_keep_their_heap_in_huge_pages_unless_the_user_tunes_it() -> N
     assert spec.environment["GLIBC_TUNABLES"] == "glibc.malloc.perturb=7"
 
 
-def test_instances_on_the_cpu_may_be_forked_unless_each_shall_load_its_own_code() -> None:
+def test_instances_on_the_cpu_may_be_forked() -> None:
     text = "topology: E-P-D\ndevices: [cpu, cuda:0, npu:0]"
     assert [spec.can_fork for spec in specs(text)[1]] == [True, False, False]
-    assert not any(spec.can_fork for spec in specs("instances: {preload: false}")[1])
 
 
 @pytest.mark.parametrize(
-    ("topology", "parts"),
-    [("E-P-D", ["language_model"]), ("2E-PD", ["tower"]), ("E-PD", []), ("2EPD", ["tower", "language_model"])],
-)
-def test_weights_are_shared_that_several_instances_hold(topology: str, parts: list[str]) -> None:
-    config, instances = specs(f"topology: {topology}\ninstances: {{share_weights: true}}")
-    assert shared_parts(config) == parts
-    files = {part: 7 + i for i, part in enumerate(parts)}
-    shared = [sharing_weights(spec, files) for spec in instances]
-    assert {spec.descriptors for spec in shared} == {tuple(files.values())}
-    names = {spec.environment.get("EPD_SERVE_WEIGHT_FILES") for spec in shared}
-    assert names == {",".join(f"{part}={number}" for part, number in files.items()) or None}
-    assert shared_parts(specs(f"topology: {topology}")[0]) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "keeps"),
+    ("text", "resident"),
     [
-        ("topology: E-P-D", False),
-        ("topology: E-P-D\ngateway: {admin: {port: 9000}}", True),
-        ("topology: E-P-D\ninstances: {keep_weights: true}", True),
-        ("topology: E-P-D\ngateway: {admin: {port: 9000}}\ninstances: {keep_weights: false}", False),
-        ("topology: EPD\ngateway: {admin: {port: 9000}}", False),
-        ("topology: E-P-D\ndevices: [cuda:0, cuda:1, cpu]\ngateway: {admin: {port: 9000}}", False),
+        ("topology: E-P-D", ["role"] * 3),
+        ("topology: E-P-D\ngateway: {admin: {port: 9000}}", ["all"] * 3),
+        ("topology: E-P-D\ninstances: {resident: all}", ["all"] * 3),
+        ("topology: E-P-D\nroles: {D: {resident: all}}", ["role", "role", "all"]),
+        ("topology: E-P-D\ngateway: {admin: {port: 9000}}\ninstances: {resident: role}", ["role"] * 3),
+        (
+            "topology: E-P-D\ndevices: [cuda:0, cuda:1, cpu]\ngateway: {admin: {port: 9000}}",
+            ["role", "role", "all"],
+        ),
     ],
 )
-def test_weights_of_all_roles_are_kept_where_roles_may_be_switched(text: str, keeps: bool) -> None:
-    config, instances = specs(text)
-    assert shared_parts(config) == (["tower", "language_model"] if keeps else [])
-    if keeps:
-        [kept] = {
-            spec.environment["EPD_SERVE_WEIGHT_COPIES"]
-            for spec in (sharing_weights(one, {"tower": 7, "language_model": 8}, copies=True) for one in instances)
-        }
-        assert kept == "language_model"
+def test_weights_of_all_roles_stay_on_cpus_where_roles_may_be_switched(text: str, resident: list[str]) -> None:
+    assert [told(spec.command).resident for spec in specs(text)[1]] == resident
 
 
 def test_a_process_sees_its_device_alone() -> None:
@@ -133,17 +113,6 @@ def test_a_process_sees_its_device_alone() -> None:
     assert instances[0].label == "E on cuda:1"
     with pytest.raises(ValueError, match="cuda:2: CUDA_VISIBLE_DEVICES=4,5 shows only 2 devices"):
         specs("topology: EPD\ndevices: [cuda:2]", {"CUDA_VISIBLE_DEVICES": "4,5"})
-
-
-def test_a_wide_instance_sees_all_its_devices() -> None:
-    text = "topology: E-PD@tp2\ndevices: [cuda:0, cuda:2, cuda:1]"
-    _, (_, wide) = specs(text, {"CUDA_VISIBLE_DEVICES": "4,GPU-ab,6"})
-    assert (told(wide.command).device, wide.environment["CUDA_VISIBLE_DEVICES"]) == ("cuda:0,cuda:1", "6,GPU-ab")
-    assert wide.label == "PD on cuda:2, cuda:1"
-    _, (_, wide) = specs("topology: E-PD@tp3", {"OMP_NUM_THREADS": "x"})
-    assert (told(wide.command).device, told(wide.command).threads) == ("cpu,cpu,cpu", 1)
-    with pytest.raises(ValueError, match="cuda:0, npu:0: the devices of one instance must be of one kind"):
-        specs("topology: PD@tp2\ndevices: [cuda:0, npu:0]", {})
 
 
 def test_instances_in_parentheses_get_their_shares_and_a_board_of_their_own(

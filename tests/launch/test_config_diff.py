@@ -13,10 +13,16 @@ from told import told
 from epd_serve.config import DeploymentConfig, InstanceOptions, parse_config
 from epd_serve.config.role_files import remember
 from epd_serve.launch.commands import hccl_variables
-from epd_serve.launch.config_diff import Difference, check_same_deployment, difference
+from epd_serve.launch.config_diff import (
+    Difference,
+    changed_options,
+    check_open_api,
+    check_same_deployment,
+    difference,
+)
 from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.processes.ports import Ports
-from epd_serve.launch.vllm.probe import VllmFound
+from epd_serve.launch.vllm.installed import VllmFound
 from epd_serve.topology.change import ChangeImpossible
 from epd_serve.topology.remembered import remembered_role
 from epd_serve.types import Role
@@ -174,17 +180,16 @@ def test_threads_that_were_divided_stay_and_that_is_said(tmp_path: Path, monkeyp
     [
         ("served_model_name: other", "start a deployment of its own for another model"),
         ("dtype: bfloat16", "a change of dtype needs another start"),
-        ("instances: {share_weights: true, host: 127.0.0.2}", "instances.host, instances.share_weights"),
+        ("instances: {host: 127.0.0.2}", "a change of instances.host"),
         ("feature_store: mooncake", "feature_store"),
         (
             "gateway: {shutdown_delay_s: 7, shutdown_grace_s: 8}",
             "gateway.shutdown_delay_s, gateway.shutdown_grace_s",
         ),
-        ("instances: {keep_weights: true}", "a change of instances.keep_weights"),
         ("slo: {ttft_ms: 9, tpot_ms: 9}\nelastic: {enabled: true}", "a change of elastic.enabled"),
         ("elastic: {drift: {enabled: true}}", "a change of elastic.drift.enabled"),
         ("cluster_key: a-key-of-many-letters", "a change of cluster_key"),
-        ("engine: vllm\nvllm: {feature_dir: /tmp}", "a change of engine, vllm.feature_dir"),
+        ("engine: vllm\nvllm: {kv: nixl}", "a change of engine, vllm.kv"),
     ],
 )
 def test_what_all_processes_have_in_common_needs_another_start(text: str, message: str) -> None:
@@ -198,12 +203,11 @@ VLLM = f"engine: vllm\n{FREE}"
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], DeploymentRecord]:
     """Makes the record of a deployment of vLLM instances."""
-    engine = VllmFound(
-        vllm="0.32.0", vllm_ascend="", mooncake=True, nixl=True, epd_serve=True, python="3", flags=["max_num_seqs"]
-    )
+    engine = VllmFound(vllm="0.32.0", vllm_ascend="", mooncake=True, nixl=True, epd_serve=True, python="3")
     monkeypatch.setattr(
         "epd_serve.launch.vllm.process.check_engines", lambda config, known=None: {sys.executable: engine}
     )
+    monkeypatch.setattr("epd_serve.launch.vllm.process.check_models", lambda config, engines: None)
 
     def make(text: str) -> DeploymentRecord:
         config = resolved(parse_config(text))
@@ -245,5 +249,39 @@ def test_other_vllm_instances_start_before_those_of_before_stop(vllm: Callable[[
     own = vllm(seqs)
     mixed = seqs.replace("E-2P-D", "E-P-2D")
     assert in_turn(own, mixed) == ["start", "stop"], "P and D have other settings"
-    with pytest.raises(ValueError, match=r"hand on features by store and KV by None; the file's .* and grouped"):
+    with pytest.raises(ValueError, match=r"hand on features by store and KV by None; the file's .* and mooncake"):
         check_same_deployment(parse_config(f"topology: E-PD\n{VLLM}"), held.config)
+
+
+KEYS = "{api_keys: [{name: alice, hash: 'sha256:%s'}]}" % ("0" * 64)
+
+
+def test_each_changed_option_is_named_and_no_secret_shown() -> None:
+    old = parse_config(f"gateway: {KEYS}")
+    both = KEYS.replace("]}", ", {name: bob, hash: 'sha256:%s'}], max_queue: 10}" % ("1" * 64))
+    text = f"{{topology: E-P-2D, gateway: {both}, cluster_key: {'k' * 32}, roles: {{E: {{threads: 2}}}}}}"
+    new = parse_config(text)
+    said = changed_options(old, new)
+    assert {line.partition(":")[0] for line in said} == {
+        "topology",
+        "roles",
+        "cluster_key",
+        "gateway.api_keys",
+        "gateway.max_queue",
+    }
+    assert "gateway.api_keys: alice -> alice, bob" in said and 'topology: "E-P-D" -> "E-P-2D"' in said
+    assert not any("sha256" in line or "kkk" in line for line in said)
+    assert changed_options(old, old) == ()
+
+
+def test_an_api_that_would_become_open_is_refused_beyond_loopback_and_else_said() -> None:
+    local, everywhere = parse_config(f"gateway: {KEYS}"), parse_config(f"gateway: {KEYS[:-1]}, host: 0.0.0.0}}")
+    for old in (local, everywhere):
+        assert check_open_api(old, old) == ()
+        assert check_open_api(parse_config(""), old) == ()
+    (warning,) = check_open_api(local, parse_config(""))
+    assert "OPEN" in warning and "127.0.0.1 port 8000" in warning
+    with pytest.raises(ValueError, match=r"0\.0\.0\.0 port 8000"):
+        check_open_api(everywhere, parse_config("gateway: {host: 0.0.0.0}"))
+    with pytest.raises(ValueError, match="api_keys"):
+        check_open_api(everywhere, parse_config(""))

@@ -19,7 +19,7 @@ from epd_serve.launch.processes.forking import ForkServer
 from epd_serve.launch.processes.process import ProcessDied, ProcessSpec, ProcessState
 
 pytestmark = pytest.mark.usefixtures("fake_program")
-CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0, preload: false}\ngateway: {port: 0, api_key: secret}"
+CONFIG = "topology: (E-P)-D\ninstances: {base_port: 0}\ngateway: {port: 0, api_key: secret}"
 
 
 async def test_a_deployment_runs_inside_the_with_block(fakes: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 from epd_serve.config import DeploymentConfig, parse_config
 from epd_serve.launch import engine_choice
 from epd_serve.launch.engine_choice import choose_engine
-from epd_serve.launch.vllm.probe import VllmFound
+from epd_serve.launch.vllm.installed import VllmFound
 
 ARCHITECTURE = "Qwen2_5_VLForConditionalGeneration"
 
@@ -26,16 +26,12 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A vLLM that fits, whose registry of models is the file that this returns."""
-    file = tmp_path / "site" / "vllm" / "model_executor" / "models" / "registry.py"
-    file.parent.mkdir(parents=True)
-    (tmp_path / "site" / "vllm" / "__init__.py").touch()
-    file.write_text(f'_MULTIMODAL = {{"{ARCHITECTURE}": ("qwen2_5_vl", "Q")}}')
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    found = VllmFound("0.33.0", "", mooncake=False, nixl=True, epd_serve=True, python="3.11", flags=[])
+def architectures(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The architectures that a vLLM that fits knows."""
+    known = [ARCHITECTURE]
+    found = VllmFound("0.33.0", "", mooncake=False, nixl=True, epd_serve=True, python="3.11", architectures=known)
     monkeypatch.setattr(engine_choice, "check_engines", lambda config: {sys.executable: found})
-    return file
+    return known
 
 
 def chosen(text: str, model: Path) -> tuple[str, str]:
@@ -48,13 +44,18 @@ def test_a_file_that_names_an_engine_keeps_it(model: Path) -> None:
         assert chosen(f"engine: {engine}\ndevices: [cuda:0, cuda:1]\ntopology: EP-D", model) == (engine, "")
 
 
-@pytest.mark.usefixtures("registry")
+def test_what_only_vllm_can_share_out_is_refused_where_the_engine_is_native(model: Path) -> None:
+    with pytest.raises(ValueError, match="@tp2 needs engine: vllm"):
+        chosen("topology: EP-D@tp2", model)
+
+
+@pytest.mark.usefixtures("architectures")
 def test_gpus_get_the_vllm_that_knows_the_model(model: Path) -> None:
     engine, reason = chosen("devices: [cuda:0, cuda:1]\ntopology: EP-D", model)
     assert (engine, reason) == ("vllm", "vLLM 0.33.0 is installed here and knows the model")
 
 
-@pytest.mark.usefixtures("registry")
+@pytest.mark.usefixtures("architectures")
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -73,8 +74,8 @@ def test_all_else_gets_the_native_engine(text: str, why: str, model: Path) -> No
     assert engine == "native" and re.search(why, reason), reason
 
 
-def test_a_vllm_that_does_not_know_the_model_is_not_chosen(model: Path, registry: Path) -> None:
-    registry.write_text("")
+def test_a_vllm_that_does_not_know_the_model_is_not_chosen(model: Path, architectures: list[str]) -> None:
+    architectures.clear()
     engine, reason = chosen("devices: [cuda:0]\ntopology: EPD", model)
     assert (engine, reason) == ("native", f"the vLLM that is installed here does not know {ARCHITECTURE}")
 

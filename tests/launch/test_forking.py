@@ -42,9 +42,9 @@ class Starter:
 
 @asynccontextmanager
 async def forking(
-    spec: ProcessSpec, folder: Path, modules: Sequence[str] = ("fake_program",), descriptors: Sequence[int] = ()
+    spec: ProcessSpec, folder: Path, modules: Sequence[str] = ("fake_program",)
 ) -> AsyncIterator[ForkServer]:
-    server = ForkServer(modules, spec.environment, folder / "fork-server.log", descriptors)
+    server = ForkServer(modules, spec.environment, folder / "fork-server.log")
     await server.start()
     try:
         yield server
@@ -53,12 +53,11 @@ async def forking(
 
 
 async def test_a_forked_process_is_as_a_spawned_one(fakes: Any, tmp_path: Path) -> None:
-    shared = os.memfd_create("shared")
     specs = [fakes.spec("e0", can_fork=True), fakes.spec("d0", "parent", can_fork=True)]
     for spec in specs:
         spec.environment["OLDPWD"] = os.fsdecode(b"/caf\xe9")  # no UTF-8
     deaths: list[str] = []
-    async with forking(specs[0], tmp_path, descriptors=[shared]) as server:
+    async with forking(specs[0], tmp_path) as server:
         running = Supervisor(
             specs,
             tmp_path,
@@ -76,8 +75,8 @@ async def test_a_forked_process_is_as_a_spawned_one(fakes: Any, tmp_path: Path) 
                 shown = [word for word in seen.cmdline() if word]
                 assert (shown[:-1], shown[-1]) == (list(spec.command[:-1]), str(seen.ppid()))
                 assert os.getsid(process.pid) == os.getpgid(process.pid) == process.pid
-                files = [open_file(process.pid, number) for number in (0, 1, 2, shared)]
-                assert files == [os.devnull, *[str(process.log_file)] * 2, open_file(os.getpid(), shared)]
+                files = [open_file(process.pid, number) for number in (0, 1, 2)]
+                assert files == [os.devnull, *[str(process.log_file)] * 2]
             os.kill(fakes.pids["d0"], signal.SIGKILL)
             await until(lambda: bool(deaths))
             await running.wait_ready(timeout_s=300)
@@ -86,7 +85,6 @@ async def test_a_forked_process_is_as_a_spawned_one(fakes: Any, tmp_path: Path) 
         finally:
             await running.stop()
         assert {name for name in ("e0", "d0") if name in fakes.alive} == set()
-    os.close(shared)
     fakes.wait_until(lambda: not fakes.alive)
 
 

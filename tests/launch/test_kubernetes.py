@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from epd_serve.cli.app import app
 from epd_serve.config import load_config, parse_config
 from epd_serve.launch.remote.kubernetes import InferencePool, Keda, Values, load_values, manifests, render
-from epd_serve.launch.remote.part import PartRecord, unit_placement
+from epd_serve.launch.remote.unit import UnitRecord, unit_placement
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.glob("*.yaml"))
@@ -69,8 +69,8 @@ def test_every_deployment_file_is_rendered(file: Path, tmp_path: Path) -> None:
     config = load_config(tmp_path / "file.yaml")
     assert str(config.topology) == str(load_config(file).topology)
     assert config.gateway.instances == {}
-    agents = [one for one in docs if one["kind"] == "Deployment" and "--unit" in _command(one)]
-    assert len(agents) == len(config.topology.units)
+    units = [one for one in docs if one["kind"] == "Deployment" and "--unit" in _command(one)]
+    assert len(units) == len(config.topology.units)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -170,12 +170,12 @@ def test_what_is_tied_to_a_machine_is_refused(tmp_path: Path, text: str, sentenc
 
 def test_devices_rollouts_and_roles(tmp_path: Path) -> None:
     file = tmp_path / "file.yaml"
-    file.write_text("{topology: 2(E-P)-3D@tp2, engine: native, model: org/name, devices: ['npu x 8']}")
+    file.write_text("{topology: 2(E-P)-3D, engine: native, model: org/name, devices: ['npu x 5']}")
     docs = {one["metadata"]["name"]: one for one in manifests(file, Values()) if one["kind"] == "Deployment"}
     pairs, decodes = docs["epd-e-p"]["spec"], docs["epd-d"]["spec"]
     assert (pairs["replicas"], decodes["replicas"]) == (2, 3)
     limits = [one["template"]["spec"]["containers"][0]["resources"]["limits"] for one in (pairs, decodes)]
-    assert [one["huawei.com/Ascend910"] for one in limits] == ["1", "2"]
+    assert [one["huawei.com/Ascend910"] for one in limits] == ["1", "1"]
     roles = [one["template"]["metadata"]["labels"]["llm-d.ai/role"] for one in (pairs, decodes)]
     assert roles == ["encode-prefill", "decode"]
     assert decodes["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}
@@ -188,14 +188,14 @@ def test_devices_rollouts_and_roles(tmp_path: Path) -> None:
 def test_a_part_counts_its_own_devices_and_bears_its_own_names(tmp_path: Path) -> None:
     config = parse_config("{topology: 2(E-P)-D, devices: [cpu]}")
     place = partial(unit_placement, unit=0, name="epd-e-p-7c9d")
-    specs = PartRecord.of(config, place, "10.0.0.7", {"OMP_NUM_THREADS": "1"}, tmp_path).begin()
+    specs = UnitRecord.of(config, place, "10.0.0.7", {"OMP_NUM_THREADS": "1"}, tmp_path).begin()
     assert [spec.name for spec in specs] == ["epd-e-p-7c9d-e0", "epd-e-p-7c9d-p0"]
     assert [spec.url for spec in specs] == ["http://10.0.0.7:8100", "http://10.0.0.7:8101"]
     options = [json.loads(spec.command[spec.command.index("--options") + 1]) for spec in specs]
     assert [one["name"] for one in options] == [spec.name for spec in specs]
     emulated = parse_config("{topology: E-2P-D, devices: ['emulated:h200 x 4'], model: {shape_of: qwen2.5-vl-7b}}")
     place = partial(unit_placement, unit=1, name="p-1")
-    (spec,) = PartRecord.of(emulated, place, "10.0.0.8", {}, tmp_path).begin()
+    (spec,) = UnitRecord.of(emulated, place, "10.0.0.8", {}, tmp_path).begin()
     assert json.loads(spec.command[spec.command.index("--options") + 1])["device"] == "emulated:h200:0"
     with pytest.raises(ValueError, match="units 0 to 1; there is no unit 7"):
         unit_placement(config, 7, "x")

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,6 +26,19 @@ started.stdout.readline()
 print('child', started.pid, flush=True)
 sys.stdin.readline()
 """
+#: A program with shared memory and semaphores that it and its child use, and that it removes at no end of its own.
+SHARING = """
+import multiprocessing as mp, sys, time
+from multiprocessing.shared_memory import SharedMemory
+context = mp.get_context("spawn")
+memory, lock = SharedMemory(create=True, size=4096), context.Lock()
+started = context.Process(target=time.sleep, args=(1000,), daemon=True)
+started.start()
+names = memory.name, lock._semlock.name.strip("/")
+print("child", started.pid, flush=True)
+print(*names, flush=True)
+sys.stdin.readline()
+"""
 SUPERVISOR = """
 import os, subprocess, sys
 command = [sys.executable, "-IS", sys.argv[3], "--group", str(os.getpid())]
@@ -37,9 +51,11 @@ sys.stdin.readline()
 
 
 @contextmanager
-def supervised(*, session: bool) -> Iterator[tuple[subprocess.Popen[str], psutil.Process, psutil.Process]]:
+def supervised(
+    *, session: bool, program: str = TREE
+) -> Iterator[tuple[subprocess.Popen[str], psutil.Process, psutil.Process]]:
     """A supervisor, the program that it started, and that program's child."""
-    command = [sys.executable, "-c", SUPERVISOR, TREE, "yes" if session else "no", lifeline.__file__]
+    command = [sys.executable, "-c", SUPERVISOR, program, "yes" if session else "no", lifeline.__file__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout is not None
         found: dict[str, psutil.Process] = {}
@@ -98,3 +114,16 @@ def test_a_program_that_ends_takes_its_children_along(number: signal.Signals | N
             program.send_signal(number)
         wait_until(lambda: has_ended(child), "the child has ended")
         assert supervisor.poll() is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_stays_in_shared_memory(number: signal.Signals) -> None:
+    """The resource tracker cleans up after a program that is killed, too."""
+    with supervised(session=True, program=SHARING) as (supervisor, program, child):
+        assert supervisor.stdout is not None
+        memory, semaphore = supervisor.stdout.readline().split()
+        files = [Path("/dev/shm", memory), Path("/dev/shm", f"sem.{semaphore}")]
+        assert all(file.exists() for file in files)
+        program.send_signal(number)
+        wait_until(lambda: has_ended(child) and not members(program.pid), "the group has ended")
+        assert not any(file.exists() for file in files)

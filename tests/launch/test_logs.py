@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from program import read_until
 
 from epd_serve.launch.processes import logs
+from epd_serve.launch.processes.runtime import Run, RuntimeDirectory
 
 COMMAND = [sys.executable, "-P", "-m", "epd_serve.cli", "logs"]
 
@@ -17,6 +20,7 @@ COMMAND = [sys.executable, "-P", "-m", "epd_serve.cli", "logs"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("EPD_SERVE_LOG_DIR", str(tmp_path / "logs"))
+    monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", str(tmp_path / "none"))
     return tmp_path / "logs"
 
 
@@ -107,3 +111,23 @@ def test_following_shows_whole_lines_as_they_come(folder: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_the_logs_of_the_deployment_that_is_meant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of another one that was started later."""
+    runs = {}
+    for number, (port, file) in enumerate(((8000, "a"), (8000, "a"), (8001, "b"))):
+        directory = make(folder, f"2026010{number + 1}-000000-1", p0=f"run {number}\n")
+        runs[number] = Run(address=f"127.0.0.1:{port}", log_dir=str(directory), file=f"/files/{file}.yaml")
+        runs[number].write(directory)
+    assert show("p0") == (0, "run 2\n")
+    assert show("p0", "--deployment", "8000") == (0, "run 1\n")
+    assert show("p0", "--deployment", "/files/a.yaml", "--run", "2") == (0, "run 0\n")
+    assert show("p0", "--deployment", "/files/c.yaml")[0] == 2
+    with tempfile.TemporaryDirectory(dir="/tmp") as root, socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.setenv("EPD_SERVE_RUNTIME_DIR", f"{root}/r")
+        listener.bind(str(RuntimeDirectory.make(runs[1]).control))
+        listener.listen()
+        assert show("p0") == (0, "run 1\n"), "the one that runs"
+        assert show("p0", "--run", "2") == (0, "run 0\n")
+        assert show("p0", "--deployment", "/files/b.yaml") == (0, "run 2\n")

@@ -23,7 +23,7 @@ from epd_serve.launch.commands import check_mps, instance_specs, mps_note, mps_s
 from epd_serve.launch.processes.ports import choose_ports
 from epd_serve.launch.processes.process import ProcessDied, ProcessSpec
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
-from epd_serve.launch.remote.part import PartRecord, unit_placement
+from epd_serve.launch.remote.unit import UnitRecord, unit_placement
 
 SHARED = "topology: (E-PD)\ndevices: [cuda:0]\nroles: {E: {share: 0.5}}\ngateway: {port: 0}\n"
 
@@ -172,8 +172,8 @@ def test_a_running_deployment_gets_no_shares_that_nothing_would_give(
 def test_a_part_on_another_host_has_a_daemon_of_its_own(environment: dict[str, str], tmp_path: Path) -> None:
     several = parse_config(SHARED.replace("(E-PD)", "(E-PD)-D").replace("[cuda:0]", "[cuda:0, cuda:1]"))
     here, there = (partial(unit_placement, unit=unit, name=None) for unit in range(2))
-    daemon_spec, *specs = PartRecord.of(several, here, "127.0.0.1", environment, tmp_path).begin()
+    daemon_spec, *specs = UnitRecord.of(several, here, "127.0.0.1", environment, tmp_path).begin()
     assert daemon_spec.name == "mps" and [one.environment[mps.SHARE] for one in specs] == ["50", "50"]
     assert mps_note(several, environment, there(several)) == "" != mps_note(several, environment, here(several))
-    [alone] = PartRecord.of(several, there, "127.0.0.1", environment, tmp_path).begin()
+    [alone] = UnitRecord.of(several, there, "127.0.0.1", environment, tmp_path).begin()
     assert mps.PIPES not in alone.environment

@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ import pytest
 
 from device import present
 from device.present import Accelerators, accelerators
-from epd_serve.config import DeploymentConfig
+from epd_serve.config import DeploymentConfig, change_config, parse_config
 from epd_serve.demo import weights_dir
 from epd_serve.launch import preflight
 from epd_serve.launch.preflight import check_deployment
+from epd_serve.launch.vllm.installed import VllmFound
 
 #: Three times what it takes on a machine that does nothing else.
 LIMIT_S = 1.0
@@ -113,16 +116,6 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         lambda model: (model / "chat_template.jinja").write_text("{% for message in %}") and None,
         "its chat template, line 1 is broken",
     ),
-    "a width for heads": (
-        "{model: MODEL, topology: E-P@tp4-D}",
-        nothing,
-        "@tp4 of p0: 6 query and 2 KV heads cannot be split over 4 devices",
-    ),
-    "a width for the MLP": (
-        "{model: MODEL, topology: P@tp2-D}",
-        lambda model: change(model, {"intermediate_size": 513}),
-        "@tp2 of p0: a width of 513 cannot be split over 2 devices; this model takes none",
-    ),
     "a part of a CPU's tower": (
         "{model: MODEL, topology: EPD, instances: {tower_share: 0.3}}",
         nothing,
@@ -178,7 +171,10 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize(
     ("mistake", "dry"),
-    [*((one, False) for one in MISTAKES), *((one, True) for one in ("a width for heads", "a port that is taken"))],
+    [
+        *((one, False) for one in MISTAKES),
+        *((one, True) for one in ("a part of a CPU's tower", "a port that is taken")),
+    ],
 )
 def test_a_mistake_is_a_sentence_before_anything_starts(
     mistake: str, dry: bool, model: Path, taken: int, tmp_path: Path
@@ -241,7 +237,9 @@ def test_what_a_gpu_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(preflight, "torch_lacks", lambda kind: "")
     monkeypatch.setattr(preflight, "accelerators", lambda kind: Accelerators(memory_bytes=(1 << 20, None)))
     config = DeploymentConfig(topology="E-PD", devices=["cuda:1", "cuda:0"])
-    with pytest.raises(ValueError, match=r"cuda:0: its instances .* at 4 bytes each.* cuda:0 has 1MiB"):
+    with pytest.raises(
+        ValueError, match=r"cuda:0: its instances keep .* of weights at 4 bytes each.* cuda:0 has 1MiB"
+    ):
         check_deployment(config, {})
 
 
@@ -255,21 +253,24 @@ def test_npus_are_counted_by_their_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert present._npus() == Accelerators(memory_bytes=(None,))
 
 
-def test_the_vllm_that_is_there_is_asked_for_a_family(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_vllm_that_is_there_is_asked_for_a_family(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change(model, model_type="mllama", architectures=["MllamaForConditionalGeneration"])
-    package = tmp_path / "site" / "vllm"
-    registry = package / "model_executor" / "models" / "registry.py"
-    registry.parent.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    registry.write_text('_MULTIMODAL = {"MllamaForConditionalGeneration": ("mllama", "M")}')
-    monkeypatch.syspath_prepend(str(package.parent))
+    known = ["MllamaForConditionalGeneration"]
+    found = VllmFound("0.33.0", "", mooncake=False, nixl=True, epd_serve=True, python="3.11", architectures=known)
+    monkeypatch.setattr(preflight, "find_vllm", lambda python: found)
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    sys.modules["vllm"].__spec__ = ModuleSpec("vllm", None)
     with pytest.raises(ValueError, match="knows it: write engine: vllm"):
         check_deployment(DeploymentConfig(model=str(model)), {})
-    registry.write_text("")
+    known.clear()
     with pytest.raises(ValueError, match="Nor does the vLLM that is installed here know MllamaForCond"):
         check_deployment(DeploymentConfig(model=str(model)), {})
+
+
+def test_the_kv_of_vllm_must_fit_into_the_machine(model: Path) -> None:
+    config = parse_config(f"engine: vllm\nmodel: {model}\ntopology: E-P-D\ninstances: {{kv_cache_bytes: 99TiB}}")
+    with pytest.raises(ValueError, match=r"keep 198TiB .*this machine has .*smaller kv_cache_bytes"):
+        check_deployment(config, {})
 
 
 def test_the_gpus_are_those_that_torch_sees() -> None:
@@ -308,3 +309,28 @@ def test_ctrl_c_inside_a_callback_of_the_interpreter_is_not_lost() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (130, b"")
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("gateway: {api_key: {env: EPD_SERVE_NOT_SET}}", "gateway.api_key"),
+        ("gateway: {admin: {port: 1, key: {file: DIR/none}}}", "gateway.admin.key"),
+        ("gateway: {admin: {port: 1, join_key: {env: EPD_SERVE_NOT_SET}}}", "gateway.admin.join_key"),
+        ("cluster_key: {env: EPD_SERVE_NOT_SET}", "cluster_key"),
+        ("trace: DIR/file/trace", "trace"),
+        ("trace: /proc/none", "trace"),
+        ("gateway: {access_log: DIR/file/log}", "gateway.access_log"),
+        ("tls: {ca: DIR/a, cert: DIR/b, key: DIR/c}", "tls.ca"),
+        (
+            "{slo: {ttft_ms: 9, tpot_ms: 9}, elastic: {drift: {enabled: true, devices: DIR/none}}}",
+            "elastic.drift.devices",
+        ),
+    ],
+)
+def test_what_the_file_names_is_looked_for(text: str, option: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = parse_config(text.replace("DIR", str(tmp_path)))
+    config = change_config(config, {"gateway": {"port": 0}})
+    with pytest.raises(ValueError, match=rf"(?m)^{option}: "):
+        check_deployment(config, {})

@@ -27,7 +27,7 @@ from epd_serve.config import parse_config
 from epd_serve.config.keys import ADMIN_KEY
 from epd_serve.launch.processes.ports import free_port
 from epd_serve.launch.remote import ray as on_ray
-from epd_serve.launch.remote.part import PartRecord, unit_placement
+from epd_serve.launch.remote.unit import UnitRecord, unit_placement
 from epd_serve.launch.vllm.process import vllm_processes
 
 ROOT = Path(__file__).parents[2]
@@ -38,10 +38,10 @@ TUNED = {"initial_delay_ms": "0", "period_ms": "1000", "timeout_ms": "2000", "fa
 
 def test_groups_take_what_they_share_once() -> None:
     config = parse_config(
-        "{topology: 2(E-P)-D@tp2, engine: native, devices: ['npu x 4'], instances: {base_port: 9000}}"
+        "{topology: 2(E-P)-D@tp2, engine: vllm, model: m, devices: ['cuda x 4'], instances: {base_port: 9000}}"
     )
     found = [(one.name, one.resource, one.amount, one.base_port) for one in on_ray.groups(config)]
-    assert found == [("e0-p0", "NPU", 1, 9000), ("e1-p1", "NPU", 1, 9002), ("d0", "NPU", 2, 9004)]
+    assert found == [("e0-p0", "GPU", 1, 9000), ("e1-p1", "GPU", 1, 9032), ("d0", "GPU", 2, 9064)]
     emulated = parse_config("{topology: E-D-P, devices: ['emulated:h200:0', 'emulated:ascend-910b3 x 2']}")
     assert [one.resource for one in on_ray.groups(emulated)] == ["GPU", "NPU", "NPU"]
     cpus = parse_config("{topology: EP-D, roles: {D: {threads: 4}}}")
@@ -57,7 +57,7 @@ def test_agents_have_the_ports_and_names_of_the_whole_deployment(tmp_path: Path)
     for group in on_ray.groups(config):
         file = parse_config(on_ray._file(config, group.base_port, "10.0.0.1", 8001))
         place = partial(unit_placement, unit=group.unit, name=None, replica=group.replica)
-        specs = PartRecord.of(file, place, "10.0.0.2", {}, tmp_path).begin()
+        specs = UnitRecord.of(file, place, "10.0.0.2", {}, tmp_path).begin()
         urls |= {spec.name: spec.url for spec in specs}
     names = [one.name for one in config.placement()]
     assert urls == {name: f"http://10.0.0.2:{8100 + index}" for index, name in enumerate(names)}
@@ -75,7 +75,7 @@ def test_instances_see_the_devices_that_ray_shows(tmp_path: Path) -> None:
     assert not any("executor" in word for word in p0.command), "vLLM's own choice within a host"
     config = parse_config("{topology: E-PD, engine: native, devices: ['cuda x 2'], model: demo}")
     place = partial(unit_placement, unit=1, name=None)
-    (spec,) = PartRecord.of(config, place, "10.0.0.2", {"CUDA_VISIBLE_DEVICES": "GPU-7"}, tmp_path).begin()
+    (spec,) = UnitRecord.of(config, place, "10.0.0.2", {"CUDA_VISIBLE_DEVICES": "GPU-7"}, tmp_path).begin()
     assert spec.environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
 
 
@@ -94,10 +94,6 @@ def test_the_file_in_the_cluster_has_no_secret() -> None:
     ("file", "sentence"),
     [
         ("{engine: auto, devices: ['npu x 3']}", "engine: auto looks at the machine"),
-        (
-            "{topology: EPD, hosts: {n1: {address: 10.0.0.1}}, devices: [n1/cpu], instances: {base_port: 1}}",
-            "Ray chooses them",
-        ),
         ("{feature_store: mooncake}", "set mooncake.master"),
         ("{gateway: {port: 0}}", "a port that nobody knows"),
         ("{slo: {ttft_ms: 9, tpot_ms: 9}, elastic: {enabled: true}}", "epd-serve autoscale FILE"),
@@ -115,7 +111,8 @@ def test_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert shown.exit_code == 0, shown.output
     assert "# placement group epd-serve: SPREAD, 3 bundles" in shown.stdout
-    assert "epd-serve agent FILE --unit 0 --replica 1 --host HOST --join http://GATEWAY:8001" in shown.stdout
+    unit = "epd-serve instance --config FILE --unit 0 --replica 1 --host HOST --join http://GATEWAY:8001"
+    assert unit in shown.stdout
     for arguments, sentence in ((["--on", "slurm"], "write --on ray"), (["--on", "ray"], ADMIN_KEY)):
         result = CliRunner().invoke(app, ["up", *arguments])
         assert sentence in str(result.exception)

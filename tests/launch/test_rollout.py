@@ -19,7 +19,7 @@ from epd_serve.launch.deployment_record import DeploymentRecord, resolved
 from epd_serve.launch.processes.ports import Ports
 from epd_serve.launch.processes.process import ProcessSpec
 from epd_serve.launch.processes.supervisor import Supervisor
-from epd_serve.launch.rollout import ApplyLimits, ApplyStopped, OwnGateway, Rollout
+from epd_serve.launch.rollout import ApplyLimits, ApplyStopped, GatewayOrders, Rollout
 from epd_serve.types import Role
 
 CONFIG = resolved(parse_config("topology: 2E-P-D\ninstances: {base_port: 0}\ngateway: {api_key: secret}"))
@@ -102,7 +102,7 @@ async def launcher(fakes: Any, tmp_path: Path) -> AsyncIterator[Launcher]:
 
         try:
             yield Launcher(
-                Rollout(held, supervisor, OwnGateway(orders, held), before_start), supervisor, gateway, held
+                Rollout(held, supervisor, GatewayOrders(orders, held), before_start), supervisor, gateway, held
             )
         finally:
             await supervisor.stop()
@@ -176,4 +176,4 @@ async def test_what_is_in_the_way_for_long_is_said_once(
         said: list[str] = []
         with pytest.raises(ApplyStopped, match="a stage would be left alone"):
             await own.applier.apply(OTHER, ApplyLimits(deadline_s=2), said.append)
-        assert said[1:] == ["waiting: a stage would be left alone"]
+        assert said[2:] == ["waiting: a stage would be left alone"]

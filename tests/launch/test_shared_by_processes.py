@@ -6,11 +6,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from device.weight_files import VARIABLE
 from epd_serve.config import load_config, parse_config
 from epd_serve.launch.deployment import LocalDeployment
 from epd_serve.rpc.cluster import CLUSTER_KEY
@@ -32,7 +30,7 @@ async def test_a_key_that_is_changed_in_its_file_stays_the_one_of_the_start(
     """Those that die are started again, and find the others with the key that these have."""
     file, key = tmp_path / "key", "the-key-at-the-start"
     file.write_text(key)
-    config = parse_config(f"cluster_key: {{file: {file}}}\ninstances: {{base_port: 0, preload: false}}\n{FREE}")
+    config = parse_config(f"cluster_key: {{file: {file}}}\ninstances: {{base_port: 0}}\n{FREE}")
     async with LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300) as deployment:
         file.write_text("another-key-since-then")
         *_, gateway = deployment.processes
@@ -44,36 +42,8 @@ async def test_a_key_that_is_changed_in_its_file_stays_the_one_of_the_start(
         assert load_config(written).read_cluster_key() == key and key not in written.read_text()
 
 
-@pytest.mark.parametrize(
-    ("text", "at_start", "later"),
-    [
-        ("topology: E-P-D\ninstances: {base_port: 0, share_weights: true}", {"language_model"}, True),
-        ("topology: EPD\ninstances: {base_port: 0, share_weights: true}", set(), True),
-        ("topology: EPD\ninstances: {base_port: 0, keep_weights: true}", set(), True),
-        ("topology: E-P-D\ninstances: {base_port: 0}", set(), False),
-    ],
-)
-async def test_instances_that_are_added_share_what_none_had_twice_at_the_start(
-    text: str, at_start: set[str], later: bool, tmp_path: Path
-) -> None:
-    deployment = LocalDeployment(parse_config(f"{text}\n{FREE}"), log_dir=tmp_path / "logs")
-    try:
-        first, held = deployment._supervisor._specs[0], deployment._record
-        assert parts(first.environment) == at_start and len(first.descriptors) == len(at_start)
-        added = held.spec(next(iter(held.live)))  # as it is made for an instance that is added
-        assert parts(added.environment) == ({"tower", "language_model"} if later else set())
-        if deployment._fork_server is not None:
-            assert set(added.descriptors) <= set(deployment._fork_server._descriptors)
-    finally:
-        await deployment.stop()
-
-
-def parts(environment: Any) -> set[str]:
-    return {pair.partition("=")[0] for pair in environment.get(VARIABLE, "").split(",") if pair}
-
-
 async def test_a_deployment_serves_where_its_control_socket_cannot_be(tmp_path: Path, runtime: Path) -> None:
-    config = parse_config(f"topology: EPD\ninstances: {{base_port: 0, preload: false}}\n{FREE}")
+    config = parse_config(f"topology: EPD\ninstances: {{base_port: 0}}\n{FREE}")
     deployment = LocalDeployment(config, log_dir=tmp_path / "logs", ready_timeout_s=300)
     assert deployment.no_control == ""
     shutil.rmtree(runtime)

@@ -1,6 +1,7 @@
 import asyncio
 import dataclasses
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from program import until
 
-from epd_serve.launch.processes import supervisor
+from epd_serve.launch.processes import process, supervisor
 from epd_serve.launch.processes.process import ManagedProcess, ProcessDied, ProcessSpec, ProcessState
 from epd_serve.launch.processes.supervisor import Backoff, Supervisor
 
@@ -104,6 +105,17 @@ async def test_a_death_before_a_turn_ends_the_start(fakes: Any, tmp_path: Path) 
     assert set(fakes.pids) == {"p0"} and fakes.alive == set()
 
 
+async def test_an_end_with_exit_code_0_is_no_death(fakes: Any, tmp_path: Path) -> None:
+    running = Supervisor([fakes.spec("p1", "clean")], tmp_path, restart=False)
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=300)
+        os.kill(fakes.pids["p1"], signal.SIGTERM)
+        assert (await running.wait_failure()).end == "p1 stopped"
+    finally:
+        await running.stop()
+
+
 async def test_a_death_at_the_start_says_which_how_and_why(fakes: Any, tmp_path: Path) -> None:
     running = Supervisor([fakes.spec("e0"), fakes.spec("p0", "die")], tmp_path)
     try:
@@ -134,6 +146,35 @@ async def test_at_first_more_is_asked_of_a_process_than_when_it_comes_back(fakes
         await running.stop()
 
 
+@pytest.mark.parametrize(
+    ("counted", "how"), [(3, "killed by SIGKILL"), (4, "killed by SIGKILL, as .* memory ran out")]
+)
+async def test_want_of_memory_is_named_where_the_kernel_counts_a_kill(
+    counted: int, how: str, fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = tmp_path / "memory.events"
+    counter.write_text("oom 9\noom_kill 3\n")
+    monkeypatch.setattr(process, "OOM_COUNTERS", (tmp_path / "nowhere", counter))
+    running = Supervisor([fakes.spec("d0")], tmp_path, restart=False)
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=300)
+        counter.write_text(f"oom 9\noom_kill {counted}\n")
+        os.kill(fakes.pids["d0"], signal.SIGKILL)
+        death = await asyncio.wait_for(running.wait_failure(), 300)
+        assert re.fullmatch(how, death.how)
+    finally:
+        await running.stop()
+
+
+def test_the_log_is_shown_up_to_the_root_cause(fakes: Any, tmp_path: Path) -> None:
+    first = ["(EngineCore) Traceback (most recent call last):", "(EngineCore) ValueError: No memory for the cache"]
+    then = ["Traceback:"] * 30 + ["RuntimeError: Engine core initialization failed. See root cause above."]
+    (tmp_path / "d0.log").write_text("\n".join(["loading", *first, *then]))
+    managed = ManagedProcess(fakes.spec("d0"), tmp_path / "d0.log", lambda process: None, process.spawn)
+    assert managed.log_tail() == ["loading", *first]
+
+
 async def test_a_death_after_ready_is_reported_where_nothing_is_restarted(fakes: Any, tmp_path: Path) -> None:
     running = Supervisor([fakes.spec("e0"), fakes.spec("d0")], tmp_path, restart=False)
     try:
@@ -142,7 +183,7 @@ async def test_a_death_after_ready_is_reported_where_nothing_is_restarted(fakes:
         os.kill(fakes.pids["d0"], signal.SIGKILL)
         death = await asyncio.wait_for(running.wait_failure(), 300)
         assert death.name == "d0"
-        assert death.how.startswith("killed by SIGKILL, as the kernel does when memory runs out")
+        assert death.how == "killed by SIGKILL"
         assert fakes.alive == {"e0"}
     finally:
         await running.stop()
@@ -366,7 +407,7 @@ async def test_what_was_ready_and_hangs_is_killed_and_started_again(fakes: Any, 
         await running.stop()
     hung, killed = deaths
     assert hung == "d0: it answered nothing for 4.5 s and was killed"
-    assert killed.startswith("d0: killed by SIGKILL, as the kernel does"), "of another life"
+    assert killed.startswith("d0: killed by SIGKILL"), "of another life"
     fakes.wait_until(lambda: not fakes.alive)
 
 

@@ -15,7 +15,6 @@ TOLD = {
     "epd_serve/rpc/joining.py",  # which of two processes of one name began later
     "epd_serve/telemetry/otel.py",
     "epd_serve/telemetry/trace_file.py",
-    "epd_serve/vllm_plugin/kv_sending.py",
     "proxy/observe/access_log.py",
     "proxy/api/endpoint.py",
     "proxy/admin/scaling.py",

@@ -134,6 +134,26 @@ async def test_a_stream_leaves_a_stopped_instance(start, kit):
     await gateway.settle()
 
 
+async def test_a_stream_goes_on_at_the_only_instance_when_that_computes_again(start, kit):
+    """The same process: it was stopped, and nothing that failed before speaks against it."""
+    gateway = await start("a0:EPD", health=health())
+    gateway["a0"].scripts["/stage/prefill"] = lambda message: (
+        [kit.FRAMES, kit.frame(2), kit.frame(0, end=True)]
+        if message.generated
+        else [kit.FRAMES, kit.frame(1), kit.FOREVER]
+    )
+    asking = asyncio.create_task(gateway.answer(kit.chat(stream=True)))
+    await gateway.until(lambda: gateway["a0"].got("/stage/prefill"))
+    gateway["a0"].scripts["/health"] = lambda _: [kit.FOREVER]
+    await gateway.until(lambda: not gateway.table["a0"].accepting)
+    await gateway.until(lambda: gateway["a0"].cancelled)
+    assert not asking.done()
+    del gateway["a0"].scripts["/health"]
+    assert await asking == (200, kit.events_of(kit.frame(1) + kit.frame(2)) + kit.DONE)
+    assert len(gateway["a0"].got("/stage/prefill")) == 2
+    await gateway.settle()
+
+
 async def test_failures_in_a_row_open_it_and_a_probe_closes_it(start, kit):
     gateway = await start("a0:EPD", "a1:EPD", health=health(probe_interval_s=None))
     gateway["a0"].scripts["/stage/prefill"] = lambda _: kit.fail(500, "out of memory")

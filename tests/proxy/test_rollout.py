@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,7 +14,7 @@ from epd_serve.errors import Conflict
 from epd_serve.launch.rollout import Deadline, GatewayOrders, OrderRefused
 from epd_serve.protocol import instance_state, wire
 from epd_serve.protocol.instance_state import Left
-from epd_serve.rpc.admin import AdminClient, AdminUnreachable
+from epd_serve.rpc.admin import AdminUnreachable
 from epd_serve.types import Stage
 from proxy.admin.plane import create_admin_app, running_on_path
 from proxy.admin.rollout import GatewayFiles, files_router, rollout_router
@@ -27,7 +27,7 @@ class Launched:
     def __init__(self, gateway: Any, path: Path) -> None:
         self.gateway = gateway
         self.path = path
-        self.orders = GatewayOrders(AdminClient(path))
+        self.orders = GatewayOrders(path, cast(Any, None))
         self.hold = Hold()
         self.reloads = 0
         self.refusal = ""

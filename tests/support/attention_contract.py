@@ -1,4 +1,4 @@
-"""The contract of ``device.base.AttentionOps``: hypothesis draws cases for ``device.check.operators``.
+"""The contract of ``device.base.AttentionOps``: hypothesis draws cases for ``operator_comparison``.
 
 A backend's test file draws with the limits of its hardware and calls the checks::
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from operator_batch import LAYOUTS, Batch, Layout
+from operator_comparison import Comparison
 from torch import Tensor
 
 from device.base import AttentionOps
-from device.check.batch import LAYOUTS, Batch, Layout
-from device.check.operators import Comparison
 
 __all__ = [
     "LAYOUTS",

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from wire import Wire, address_lines, tun
 from zygote import OWN_HOST
 
-from benchmarks.hosts.wire import Wire, address_lines, tun
 from epd_serve.launch import deployment
 from epd_serve.launch.commands import HEAP_TUNABLES
 from epd_serve.launch.processes.forking import ForkServer

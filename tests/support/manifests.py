@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-#: Of gateways, of agents and of Mooncake's master.
+#: Of gateways, of instances and of Mooncake's master.
 SERVED = {
     ("gateway", "http"): {"/health/live", "/health/ready", "/metrics"},
-    ("agent", "health"): {"/health/live", "/health/ready"},
+    ("instances", "health"): {"/health/live", "/health/ready"},
     ("master", "http"): {"/health"},
 }
 VERSIONS = {
@@ -69,10 +69,10 @@ def _faults(docs: list[dict[str, Any]]) -> Iterator[str]:
         container["command"][container["command"].index("--join") + 1]
         for pod in pods.values()
         for container in pod["spec"]["containers"]
-        if container["name"] == "agent"
+        if container["name"] == "instances"
     }
     if joined != {f"http://{headless[0]['metadata']['name']}:{headless[0]['spec']['ports'][0]['port']}"}:
-        yield "agents join elsewhere"
+        yield "instances join elsewhere"
     for one in of.get("PodDisruptionBudget", []):
         selected = _matching(one["spec"]["selector"]["matchLabels"], pods)
         if len(selected) != 1 or one["spec"]["maxUnavailable"] < 1:
@@ -147,7 +147,7 @@ def _container(name: str, container: dict[str, Any], volumes: dict[str, Any]) ->
     mounts = {one["mountPath"]: one for one in container["volumeMounts"]}
     if {one["name"] for one in mounts.values()} != set(volumes):
         yield f"{name}: mounts and volumes differ"
-    needed = {"gateway": {"/tmp", "/etc/epd-serve"}, "agent": {"/tmp", "/etc/epd-serve", "/dev/shm", "/cache"}}
+    needed = {"gateway": {"/tmp", "/etc/epd-serve"}, "instances": {"/tmp", "/etc/epd-serve", "/dev/shm", "/cache"}}
     if needed.get(container["name"], {"/tmp"}) - mounts.keys():
         yield f"{name}: a volume is missing"
     locked = container["securityContext"]
@@ -186,11 +186,11 @@ def _container(name: str, container: dict[str, Any], volumes: dict[str, Any]) ->
             yield f"{name}: nothing is {word}"
     wanted = {
         "gateway": {"EPD_SERVE_ADMIN_KEY", "HOME"},
-        "agent": {"POD_NAME", "POD_IP", "HOME", "HF_HOME", "HF_TOKEN"},
+        "instances": {"POD_NAME", "POD_IP", "HOME", "HF_HOME", "HF_TOKEN"},
     }
     if wanted.get(container["name"], set()) - variables.keys():
         yield f"{name}: a variable is missing"
-    if container["name"] == "agent":
+    if container["name"] == "instances":
         if not variables.keys() & {"EPD_SERVE_JOIN_KEY", "EPD_SERVE_CLUSTER_KEY"}:
             yield f"{name} cannot join"
         if not variables["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["optional"]:

@@ -84,7 +84,7 @@ def zygote() -> Iterator[None]:
     async def spawn(server: ForkServer, connection: socket.socket) -> Any:
         if server._modules != deployment._PRELOADED:  # that of a model without weights
             return await ForkServer._spawn(server, connection)
-        descriptors = [connection.fileno(), *server._descriptors]
+        descriptors = [connection.fileno()]
         wanted = {
             "environment": server._environment,
             "log": os.fspath(server._log_file),

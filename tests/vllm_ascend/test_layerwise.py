@@ -1,4 +1,4 @@
-"""The reasons for which ``vllm.kv: layerwise`` is refused; a failure here is news from the vendor."""
+"""Why vllm-ascend's layerwise connector is not used; a failure here is news from the vendor."""
 
 from __future__ import annotations
 

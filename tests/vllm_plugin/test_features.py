@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from epd_serve.protocol.engine_notices import FeatureAnnounced, FeatureWithdrawn, KVUnwanted
+from epd_serve.protocol.engine_notices import FeatureAnnounced, FeatureKept, FeatureWithdrawn
 from epd_serve.transfer.embedded import EmbeddedTransport
 from epd_serve.vllm_plugin.announced_features import AnnouncedFeatures, FeatureMemory
 
@@ -184,7 +184,7 @@ def test_who_waits_for_features_wakes_up_with_them(peers: Peers) -> None:
 
 
 def test_notices_for_others_are_refused(peers: Peers) -> None:
-    assert "knows no KVUnwanted" in peers.announced.handle(KVUnwanted(transfer_id="t"), never)
+    assert "knows no FeatureKept" in peers.announced.handle(FeatureKept(stored=[], evicted=[]), never)
 
 
 def test_threads_may_announce_at_once(peers: Peers) -> None:

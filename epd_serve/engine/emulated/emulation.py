@@ -39,7 +39,7 @@ class Emulation:
     def of(cls, options: InstanceOptions, device: Device) -> Emulation:
         """Raises ValueError for a ``shape_of``, or a model without one, whose sizes cannot be read."""
         assert isinstance(device, EmulatedDevice), f"{device.name} is no emulated device"
-        kind = emulated_kind(options.devices[0])
+        kind = emulated_kind(options.device)
         if options.shape_of is not None or is_measured(kind):
             return cls(device, DeviceTime.of(options.shape_of or "", kind))
         try:

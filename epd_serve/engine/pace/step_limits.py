@@ -132,7 +132,7 @@ class StepLimits:
 
     def _first_chunk(self) -> int:
         """Prompt tokens of the first step: few on a CPU, where thousands may take a minute."""
-        is_cpu = self._options.devices[0] == "cpu"
+        is_cpu = self._options.device == "cpu"
         return min(_FIRST_CHUNK_ON_CPU, self.budget.max_num_tokens) if is_cpu else self.budget.max_num_tokens
 
     def _report(self, what: str, found: Found, limit_s: float) -> None:
@@ -240,7 +240,6 @@ def measurements(options: InstanceOptions, device: BareDevice, fingerprint: str,
         "role": str(options.role),  # instances of different roles start at once and measure different things
         "model": fingerprint,
         "device": f"{device.type} {device.description}",
-        "ranks": len(options.devices),
         "threads": options.threads,
         "cores": device.cores,
         "share": None if options.device_share is None else f"{options.device_share.share:g}",

@@ -47,7 +47,7 @@ class CheckpointModel:
     """Fills the InstanceModel protocol with a directory of transformers' files.
 
     Attributes:
-        torch_dtype: of weights and features. device: the first.
+        torch_dtype: of weights and features.
         emulation: the times of an emulated device; None on others.
     """
 
@@ -82,7 +82,7 @@ class CheckpointModel:
 
     def tower(self, before_layer: Callable[[], None]) -> Tower:
         # one that is loaded for want of an encoder has no time for graphs
-        sizes = GRAPH_SIZES if self._options.role.encodes else ()
+        sizes = GRAPH_SIZES if self._options.role.encodes or self._options.resident == "all" else ()
         if self.emulation is None:
             return Tower(self.path, self.torch_dtype, self.device, before_layer, self.family, sizes)
         paced = self.emulation.between_layers(before_layer)
@@ -105,7 +105,7 @@ class CheckpointModel:
             return host
         in_area = options.feature_store == "embedded"
         shares = in_area and options.kv_transfer.transport == "auto"
-        registers = in_area and len(options.devices) == 1 and self.are_regions_reached(transport)
+        registers = in_area and self.are_regions_reached(transport)
         taking = None
         if self.emulation is not None:
             taking = self.emulation.copying_features(self.path, self.torch_dtype.itemsize)
@@ -136,9 +136,9 @@ class CheckpointModel:
     def encode_seconds(self, tower: Tower, num_images: int) -> float:
         return encode_seconds(tower, self.family, num_images, encoding=self.encoding)
 
-    def language(self, instance: Instance, *, at_once: bool) -> LanguageWeights:
+    def language(self, instance: Instance) -> LanguageWeights:
         with instance.streams.language.loading():
-            return LanguageWeights(self, instance, at_once=at_once)
+            return LanguageWeights(self, instance)
 
 
 async def tower_inputs(

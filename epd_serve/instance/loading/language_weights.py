@@ -13,8 +13,6 @@ from transformers import AutoTokenizer
 
 from epd_serve.config import InstanceOptions, decode_graph_sizes
 from epd_serve.config.sizes import MIN_BLOCKS, in_binary_units
-from epd_serve.engine.commands import CreateCache
-from epd_serve.engine.followers import Followers
 from epd_serve.engine.kv_memory import KVMemory, block_nbytes, num_kv_blocks
 from epd_serve.engine.pace.step_timer import StepTimer
 from epd_serve.engine.prefill_graphs import prefill_graph_sizes
@@ -42,21 +40,17 @@ logger = logging.getLogger(__name__)
 
 
 class LanguageWeights:
-    """Weights and KV of one instance, on all ranks. Making it takes as long as loading the weights.
+    """Weights and KV of one instance. Making it takes as long as loading the weights.
 
     Attributes:
         max_model_len: of a sequence that is alone here.
     """
 
-    def __init__(self, model: CheckpointModel, instance: Instance, *, at_once: bool = False) -> None:
-        """Raises ValueError for a model that cannot be served. ``at_once``: see :class:`LanguageModel`."""
-        options, group = instance.options, None
+    def __init__(self, model: CheckpointModel, instance: Instance) -> None:
+        """Raises ValueError for a model that cannot be served."""
+        options = instance.options
         self._model = model
-        self.followers: Followers | None = None
-        if len(options.devices) > 1:
-            self.followers = Followers(options, model.torch_dtype)
-            group = self.followers.join(model.device)
-        self.language = LanguageModel(model.path, model.torch_dtype, model.device, group, at_once=at_once)
+        self.language = LanguageModel(model.path, model.torch_dtype, model.device)
         self.num_parameters = self.language.num_parameters
         generation = read_generation_config(model.path, model.family.config, options.generation_config)
         self.eos_token_ids = generation.eos_token_ids
@@ -76,10 +70,6 @@ class LanguageWeights:
     def memory(self) -> KVMemory:
         assert self._memory is not None, "no KV memory: prepare() comes first"
         return self._memory
-
-    @property
-    def is_split(self) -> bool:
-        return self.followers is not None
 
     @property
     def layout(self) -> wire.KVLayout:
@@ -133,27 +123,22 @@ class LanguageWeights:
             self.language.max_model_len,
             (memory.num_blocks - 1 - memory.layout.state_blocks) * options.tokens_per_block,
         )
-        create = CreateCache(
-            layout=memory.layout,
-            num_blocks=memory.num_blocks,
-            slab=memory.region,
-            num_position_axes=self._model.family.num_position_axes,
-            graph_sizes=decode_graph_sizes(options.sizes.max_num_seqs) if options.role.decodes else [],
-            prefill_graph_sizes=prefill_graph_sizes(most) if options.role.prefills else [],
-            max_num_seqs=options.sizes.max_num_seqs,
-            max_model_len=self.max_model_len,
-        )
-        if self.followers is not None:
-            memory.offer(self.followers.create_cache(create))
         runner = LanguageRunner(
-            StepExecutor.for_cache(
-                self.language, self._model.device, memory.tensor, create, emulation=self._model.emulation
+            StepExecutor(
+                self.language,
+                self._model.device,
+                memory.tensor,
+                num_position_axes=self._model.family.num_position_axes,
+                graph_sizes=decode_graph_sizes(options.sizes.max_num_seqs) if options.role.decodes else [],
+                prefill_graph_sizes=prefill_graph_sizes(most) if options.role.prefills else [],
+                max_num_seqs=options.sizes.max_num_seqs,
+                max_model_len=self.max_model_len,
+                emulation=self._model.emulation,
             ),
             self._model.device.ops,
             block_size=options.tokens_per_block,
             num_position_axes=self._model.family.num_position_axes,
             eos_token_ids=self.eos_token_ids,
-            followers=self.followers,
         )
         self._timer(runner).warm_up(self._model.device.ops.compiled_by, most, self.max_model_len)
         return runner
@@ -165,11 +150,9 @@ class LanguageWeights:
             self._memory = None
 
     def close(self) -> None:
-        """End the other ranks. Blocks. The transport may be closed then."""
+        """Give pinned memory back, before the transport is closed."""
         if self._memory is not None:
             self._memory.unpin()
-        if self.followers is not None:
-            self.followers.close()
 
     def step_bytes(self, options: InstanceOptions, layout: wire.KVLayout) -> int:
         """The most memory that a step takes beside weights and KV. Raises ValueError where it is not there."""
@@ -228,11 +211,9 @@ class LanguageWeights:
             model=self._model.fingerprint,
             state_blocks=language.state_blocks(options.tokens_per_block),
         )
-        free_bytes = self._model.device.headroom()
-        if self.followers is not None:
-            free_bytes = min(free_bytes, self.followers.wait_joined())
-        measure = None if self.followers is not None else partial(self.step_bytes, options, layout)
-        num_blocks = num_kv_blocks(options, layout, self._model.device.type, free_bytes, measure)
+        device = self._model.device
+        measure = partial(self.step_bytes, options, layout)
+        num_blocks = num_kv_blocks(options, layout, device.type, device.headroom(), measure)
         if layout.state_blocks:
             state_bytes = in_binary_units(layout.state_blocks * block_nbytes(layout))
             if num_blocks < layout.state_blocks + 2:
@@ -249,9 +230,8 @@ class LanguageWeights:
         return KVMemory(
             layout,
             num_blocks,
-            self._model.device,
+            device,
             instance.transport,
-            followers=self.followers,
             staging_bytes=options.kv_transfer.staging_bytes,
             lease_s=options.lease_s,
             shares=options.kv_transfer.transport == "auto",

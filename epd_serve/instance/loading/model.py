@@ -74,16 +74,12 @@ class Language(Protocol):
     Attributes:
         max_model_len: of a sequence that is alone here; known after :meth:`prepare`.
         num_parameters: of the weights that are held.
-        is_split: whether other processes hold parts of it.
     """
 
     prompts: PromptProcessor
     eos_token_ids: frozenset[int]
     max_model_len: int
     num_parameters: int
-
-    @property
-    def is_split(self) -> bool: ...
 
     @property
     def memory(self) -> KVCacheMemory: ...
@@ -116,7 +112,7 @@ class Language(Protocol):
         ...
 
     def close(self) -> None:
-        """End what other processes hold of it. Blocks."""
+        """Give pinned memory back. Blocks."""
         ...
 
 
@@ -177,20 +173,20 @@ class InstanceModel(Protocol):
         """The time to encode square images of 448 pixels."""
         ...
 
-    def language(self, instance: Instance, *, at_once: bool) -> Language:
+    def language(self, instance: Instance) -> Language:
         """Load the language model. Blocks as long as that takes. Raises ValueError where it cannot be served."""
         ...
 
 
 def open_device(options: InstanceOptions) -> BareDevice:
-    """The first device of an instance. Raises ValueError where it is not there."""
+    """The device of an instance. Raises ValueError where it is not there."""
     if isinstance(options.model, ShapeConfig):
         from device.emulated import timed
 
-        return timed.open_device(options.devices[0])
+        return timed.open_device(options.device)
     from device.registry import get_device
 
-    return get_device(options.devices[0])
+    return get_device(options.device)
 
 
 def open_model(options: InstanceOptions, device: Any) -> InstanceModel:

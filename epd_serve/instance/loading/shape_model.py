@@ -106,7 +106,7 @@ class ShapeModel:
                 f"answers without weights are made of {NUM_TOKENS}"
             )
         self.device, self.options = device, options
-        self.time = DeviceTime.of(options.shape_of or options.model.shape_of, emulated_kind(options.devices[0]))
+        self.time = DeviceTime.of(options.shape_of or options.model.shape_of, emulated_kind(options.device))
         device.interfere(self.time.interference)
         self.family = ShapeFamily(self.shape)
         self.location = f"the shape of {self.shape.name}, without weights"
@@ -154,7 +154,7 @@ class ShapeModel:
     def encode_seconds(self, tower: DigestTower, num_images: int) -> float:
         return self.time.profile.encode_s([self.family.num_pixels((IMAGE_SIDE, IMAGE_SIDE))] * num_images)
 
-    def language(self, instance: Instance, *, at_once: bool) -> ShapeLanguage:
+    def language(self, instance: Instance) -> ShapeLanguage:
         return ShapeLanguage(self, instance)
 
 
@@ -171,7 +171,6 @@ class NoDecoders:
 class ShapeLanguage:
     """Fills the Language protocol: texts of syllables, KV of digests, tokens that are hashes."""
 
-    is_split = False
     eos_token_ids = frozenset({END})
 
     def __init__(self, model: ShapeModel, instance: Instance) -> None:

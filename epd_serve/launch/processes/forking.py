@@ -61,23 +61,13 @@ class ForkServer:
 
     What it forks runs ``python -P -m MODULE ARGUMENTS``, with an environment of its own; of that, what libraries
     read when they are loaded is the server's.
-
-    Args:
-        descriptors: open files that it and all its processes inherit.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[str],
-        environment: Mapping[str, str],
-        log_file: Path,
-        descriptors: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log_file: Path) -> None:
         self._modules = tuple(modules)
         # an import that may use several threads keeps them, and a process with threads cannot be forked
         self._environment = {**environment, "OMP_NUM_THREADS": "1"}
         self._log_file = log_file
-        self._descriptors = tuple(descriptors)
         self._process: asyncio.subprocess.Process | None = None
         self._link: AsyncLink[News] | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -151,7 +141,7 @@ class ForkServer:
                 stderr=asyncio.subprocess.STDOUT,
                 env=self._environment,
                 start_new_session=True,
-                pass_fds=(theirs.fileno(), *self._descriptors),
+                pass_fds=(theirs.fileno(),),
             )
 
     async def _read(self, link: AsyncLink[News]) -> None:

@@ -10,27 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
+from epd_serve.launch.processes.runtime import RUN_FILE
 
 TAIL_LINES = 20
-#: Of one piece.
+#: Read at once.
 _MOST_BYTES = 1 << 20
 
 
-class LogPiece(msgspec.Struct):
-    """A piece of a log.
+def read_log(file: Path, after: int | None) -> tuple[str, int]:
+    """The whole lines from the byte ``after`` on, at most 1 MiB of them, and the byte behind them.
 
-    Attributes:
-        text: whole lines.
-        end: the place in bytes behind them, where the next piece begins.
+    ``after`` None: the last lines. Raises OSError.
     """
-
-    text: str
-    end: int
-
-
-def log_piece(file: Path, after: int | None) -> LogPiece:
-    """The lines from the byte ``after`` on, at most 1 MiB of them; None: the last lines. Raises OSError."""
     with file.open("rb") as stream:
         size = stream.seek(0, 2)
         begin = max(0, size - _MOST_BYTES) if after is None else after
@@ -41,7 +32,7 @@ def log_piece(file: Path, after: int | None) -> LogPiece:
     lines = whole.decode("utf-8", "replace")
     if after is None:
         lines = "".join(lines.splitlines(keepends=True)[-TAIL_LINES:])
-    return LogPiece(text=lines, end=begin + len(whole))
+    return lines, begin + len(whole)
 
 
 def log_files(directory: Path) -> dict[str, Path]:
@@ -74,7 +65,7 @@ def log_runs() -> list[Path]:
 
 @contextmanager
 def new_log_run() -> Iterator[Path | None]:
-    """A directory for this run; None where none can be made. At its end the logs alone stay in it.
+    """A directory for this run; None where none can be made. At its end the logs stay in it, and whose they are.
 
     Of the runs that have ended, the oldest are removed beyond :data:`NUM_LOGS_KEPT`.
     """
@@ -99,10 +90,10 @@ def new_log_run() -> Iterator[Path | None]:
         yield directory
     finally:
         for file in directory.iterdir():
-            if file.suffix != ".log":  # what instances shared, the gateway's file with its keys
+            if file.suffix != ".log" and file.name != RUN_FILE:  # the gateway's file has keys
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
-        if not any(directory.iterdir()):
-            directory.rmdir()
+        if not log_files(directory):
+            shutil.rmtree(directory)
         os.close(descriptor)
 
 

@@ -286,8 +286,6 @@ def instance_urls(deployment: DeploymentConfig) -> list[tuple[str, str]]:
         return list(deployment.gateway.instances.items())
     settings = deployment.instances
     tls = deployment.read_tls() is not None
-    if deployment.hosts:
-        return []  # their agents have them join
     if not settings.base_port:
         raise ValueError(
             "instances.base_port is 0, so nobody knows the instances' ports; set it in the file and for 'up', "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from epd_serve.errors import InstanceUnreachable, ServeError
+from epd_serve.lifeline import CLEAN_UP_S
 from epd_serve.rpc.http import MAX_NOTE_BYTES, HttpCall, HttpPool
 from epd_serve.rpc.tls import tls_files
 
@@ -24,6 +26,13 @@ _POLL_INTERVAL_S = 0.1
 _POLL_TIMEOUT_S = 2.0
 #: So many probes in a row must fail: a machine or a supervisor that was suspended misses one.
 _NUM_PROBES = 3
+_GROUP_LOOK_S = 0.02
+#: Words of vLLM's exceptions that follow from one that its log has before them; and how a line names one.
+_NO_CAUSE = re.compile("See root cause above|for the root cause")
+_EXCEPTION = re.compile(r"(^|\s)[\w.]+(Error|Exception|Interrupt|Exit): ")
+#: Files in which the kernel counts the processes that it killed because memory ran out: of this control group, and
+#: of the machine.
+OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 
 
 class ProcessState(StrEnum):
@@ -62,8 +71,8 @@ class ProcessSpec:
         first_health: path that is asked instead until it is ready for the first time.
         stops: its turn when the deployment ends; the processes of the turns before it have ended by then.
         grace_s: time that it may take to end; None: as others of its turn.
-        descriptors: open files that it inherits.
         can_fork: whether it may be forked from a process that has loaded its modules (launch/forking).
+        is_group: whether it leads a group that ends with it by itself (``epd_serve.lifeline --group``).
         measures: accelerators whose free memory it measures while it starts; those of one start in turn, as each
             would take the other's growth for its own.
     """
@@ -77,8 +86,8 @@ class ProcessSpec:
     first_health: str = "/health"
     stops: Literal["first", "then", "last"] = "then"
     grace_s: float | None = None
-    descriptors: tuple[int, ...] = ()
     can_fork: bool = False
+    is_group: bool = False
     measures: frozenset[str] = frozenset()
 
 
@@ -110,13 +119,17 @@ class ProcessDied(RuntimeError):
     Attributes:
         name: the process.
         how: "exit code 1", "killed by SIGSEGV".
+        end: "p0 died: exit code 1", or "p0 stopped" where its exit code is 0.
         log_tail: the last lines of its output.
         log_file: all of it.
     """
 
-    def __init__(self, *, name: str, how: str, log_tail: list[str], log_file: Path) -> None:
+    def __init__(
+        self, *, name: str, how: str, log_tail: list[str], log_file: Path, is_clean: bool = False
+    ) -> None:
         quoted = "\n".join(f"    {line}" for line in log_tail) or "    (nothing)"
-        super().__init__(f"{name} died: {how}. The end of its log, {log_file}:\n{quoted}")
+        self.end = f"{name} stopped" if is_clean else f"{name} died: {how}"
+        super().__init__(f"{self.end}. The end of its log, {log_file}:\n{quoted}")
         self.name = name
         self.how = how
         self.log_tail = log_tail
@@ -137,6 +150,7 @@ class ManagedProcess:
     __slots__ = (
         "_health",
         "_hung",
+        "_num_oom_kills",
         "_on_change",
         "_process",
         "_start",
@@ -163,6 +177,7 @@ class ManagedProcess:
         self.ready = asyncio.Event()
         self.num_restarts = 0
         self._hung = ""
+        self._num_oom_kills = count_oom_kills()
         self._health = spec.first_health
         self._start = start
         self._process: RunningProcess | None = None
@@ -188,6 +203,7 @@ class ManagedProcess:
         self._process = await self._start(self.spec, self.log_file)
         self._started_at = time.monotonic()
         self._hung = ""
+        self._num_oom_kills = count_oom_kills()
         self.ready_after_s = None
         self.num_restarts += 1
         self.enter(ProcessState.STARTING)
@@ -248,8 +264,17 @@ class ManagedProcess:
             return
         self.ready.clear()
         with suppress(ProcessLookupError):  # the rest of its group, right now, while its id is not used again
+            if self.spec.is_group:
+                await self._clean_up()
             os.killpg(self.pid, signal.SIGKILL)
         self.enter(ProcessState.STOPPED if self.state is ProcessState.STOPPING else ProcessState.DIED)
+
+    async def _clean_up(self) -> None:
+        """Wait for the group to clean up and end (:mod:`epd_serve.lifeline`). Raises ProcessLookupError then."""
+        deadline = time.monotonic() + CLEAN_UP_S + 1.0
+        while time.monotonic() < deadline:
+            os.killpg(self.pid, 0)
+            await asyncio.sleep(_GROUP_LOOK_S)
 
     async def stop(self, grace_s: float) -> None:
         """Ask the process to end (SIGTERM), and after ``grace_s`` seconds end it (SIGKILL)."""
@@ -269,7 +294,7 @@ class ManagedProcess:
         """End the process and its children at once."""
         if self._running.returncode is None:
             with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+                (os.kill if self.spec.is_group else os.killpg)(self.pid, signal.SIGKILL)
 
     def death(self) -> ProcessDied:
         """The process's exit code or signal, with the end of its log."""
@@ -279,22 +304,32 @@ class ManagedProcess:
             how = f"exit code {code}"
         else:
             how = self._hung or f"killed by {signal.Signals(-code).name}"
-            if -code == signal.SIGKILL and not self._hung:
-                how += ", as the kernel does when memory runs out"
-        return ProcessDied(name=self.spec.name, how=how, log_tail=self.log_tail(), log_file=self.log_file)
+            if -code == signal.SIGKILL and not self._hung and count_oom_kills() > self._num_oom_kills:
+                how += ", as the kernel killed a process because memory ran out"
+        return ProcessDied(
+            name=self.spec.name,
+            how=how,
+            log_tail=self.log_tail(),
+            log_file=self.log_file,
+            is_clean=code == 0,
+        )
 
     def note(self, death: ProcessDied) -> None:
         """Write how the process ended behind what it said itself."""
         with suppress(OSError), self.log_file.open("a", encoding="utf-8") as log:  # a full disk
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {death.name} died: {death.how}\n")
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {death.end}\n")
 
     def log_tail(self) -> list[str]:
-        """The last lines of the process's output."""
+        """Return the last lines of the process's output: up to the exception that vLLM calls the root cause."""
         if not self.log_file.exists():  # it was killed before it had made the file
             return []
         with self.log_file.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            return log.read().decode("utf-8", "replace").splitlines()[-TAIL_LINES:]
+            lines = log.read().decode("utf-8", "replace").splitlines()
+        if any(_NO_CAUSE.search(line) for line in lines[-TAIL_LINES:]):
+            causes = [i for i, line in enumerate(lines) if _EXCEPTION.search(line) and not _NO_CAUSE.search(line)]
+            lines = lines[: causes[-1] + 1] if causes else lines
+        return lines[-TAIL_LINES:]
 
     async def _poll(self) -> bool:
         """Ask once whether the process is ready; one that listens and is not ready is loading."""
@@ -325,6 +360,15 @@ class ManagedProcess:
         self._on_change(self)
 
 
+def count_oom_kills() -> int:
+    """Return how many processes the kernel has killed because memory ran out; 0 where it does not say."""
+    for file in OOM_COUNTERS:
+        with suppress(OSError):
+            if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
+                return int(found[1])
+    return 0
+
+
 async def spawn(spec: ProcessSpec, log_file: Path, *, shares_output: bool = False) -> asyncio.subprocess.Process:
     """Spawn a process: the usual :data:`Starter`. ``shares_output``: it writes where this process writes."""
     with log_file.open("ab") as log:
@@ -335,5 +379,4 @@ async def spawn(spec: ProcessSpec, log_file: Path, *, shares_output: bool = Fals
             stderr=None if shares_output else log,
             env=dict(spec.environment),
             start_new_session=True,
-            pass_fds=spec.descriptors,
         )

@@ -6,14 +6,48 @@ import os
 import shutil
 import socket
 import stat
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from epd_serve.config import load_config
+import msgspec
 
 #: What the path of a Unix socket may have (unix(7)), with its end.
 _MAX_PATH = 107
 _CONTROL, _ADMIN = "control", "admin"
+#: Of a deployment's directory, and of the directory of its logs.
+RUN_FILE = "run.json"
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a deployment.
+
+    Attributes:
+        address: ``HOST:PORT`` of its gateway.
+        log_dir: the directory of its logs.
+        file: its deployment file, with its whole path; None: it was started without one.
+    """
+
+    address: str
+    log_dir: str
+    file: str | None = None
+
+    def is_called(self, wanted: str) -> bool:
+        """Whether ``wanted`` is its gateway's address or port, or its deployment file."""
+        names = (self.address, self.address.rpartition(":")[2])
+        return wanted in names or (self.file is not None and str(Path(wanted).resolve()) == self.file)
+
+    def __str__(self) -> str:
+        return self.address if self.file is None else f"{self.address} ({Path(self.file).name})"
+
+    def write(self, directory: Path) -> None:
+        (directory / RUN_FILE).write_bytes(msgspec.json.encode(self))
+
+
+def read_run(directory: Path) -> Run | None:
+    """The run whose directory this is; None where it is not known."""
+    file = directory / RUN_FILE
+    return msgspec.json.decode(file.read_bytes(), type=Run) if file.exists() else None
 
 
 def runtime_root() -> Path:
@@ -48,14 +82,14 @@ class RuntimeDirectory:
     path: Path
 
     @classmethod
-    def make(cls, host: str, port: int) -> RuntimeDirectory:
-        """Make the directory for a gateway that listens there; remove those of deployments that were killed.
+    def make(cls, run: Run) -> RuntimeDirectory:
+        """Make the directory of a run; remove those of deployments that were killed.
 
         Raises AddressTaken where a deployment with this address still runs, and ValueError where other users could
         enter the directory, or it cannot be made.
         """
         root = runtime_root()
-        directory = cls(root / f"{host}:{port}")
+        directory = cls(root / run.address)
         if len(os.fsencode(directory.control)) > _MAX_PATH:
             raise ValueError(
                 f"{directory.control} is too long for a socket; set EPD_SERVE_RUNTIME_DIR to a shorter directory"
@@ -64,7 +98,7 @@ class RuntimeDirectory:
             private_root()
             if _listens(directory.control):
                 raise AddressTaken(
-                    f"a deployment of this user has {host} port {port}, though its gateway is not up just now; "
+                    f"a deployment of this user has the address {run.address}, though its gateway is not up now; "
                     "stop it, or set gateway.port to another one"
                 )
             for other in root.glob("*:*"):
@@ -72,6 +106,7 @@ class RuntimeDirectory:
                 if other == directory.path or (control.is_socket() and not _listens(control)):
                     shutil.rmtree(other, ignore_errors=True)
             directory.path.mkdir(mode=0o700, exist_ok=True)
+            run.write(directory.path)
         except OSError as error:
             raise ValueError(
                 f"{root}: {error.strerror}; set EPD_SERVE_RUNTIME_DIR to another directory"
@@ -88,6 +123,19 @@ class RuntimeDirectory:
         """The socket of the gateway's admin API (proxy/admin/plane.py)."""
         return self.path / _ADMIN
 
+    @property
+    def run(self) -> Run:
+        found = read_run(self.path)
+        assert found is not None, "it is written before the launcher listens"
+        return found
+
+    def launcher_pid(self) -> int:
+        """The process that runs the deployment. Raises OSError where it has ended."""
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(str(self.control))
+            pid, _, _ = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            return int(pid)
+
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -102,27 +150,25 @@ def running_deployments() -> dict[str, RuntimeDirectory]:
 
 
 def find_deployment(wanted: str | None, preferred_port: int | None = None) -> tuple[str, RuntimeDirectory]:
-    """Address and directory of a deployment: ``wanted`` is ``HOST:PORT``, a port or a deployment file.
+    """The address and the directory of a running deployment.
 
-    Without it the only one that runs, or the one with ``preferred_port``. Raises ValueError where none is meant.
+    ``wanted`` is its ``HOST:PORT``, its port or the file that it was started from. Without it the only one that
+    runs, of several the one with ``preferred_port``. Raises ValueError where none, or more than one, is meant.
     """
-    if wanted is not None and Path(wanted).is_file():
-        wanted = str(load_config(Path(wanted)).gateway.port)
     running = running_deployments()
     if not running:
         raise ValueError("no deployment of this user is running; start one with 'epd-serve up'")
-    ports = {name: name.rpartition(":")[2] for name in running}
-    names = ", ".join(running)
-    if wanted is not None:
-        chosen = [name for name in running if wanted in (name, ports[name])]
-        if len(chosen) != 1:
-            raise ValueError(f"no deployment of this user runs at {wanted}; those that run: {names}")
-    elif len(running) == 1:
-        chosen = list(running)
+    names = ", ".join(str(directory.run) for directory in running.values())
+    if wanted is None:
+        chosen = [*running]
+        if len(running) > 1:
+            chosen = [name for name, one in running.items() if one.run.is_called(str(preferred_port))]
     else:
-        chosen = [name for name in running if ports[name] == str(preferred_port)]
-        if len(chosen) != 1:
-            raise ValueError(f"several deployments are running; choose one with --deployment: {names}")
+        chosen = [name for name, one in running.items() if one.run.is_called(wanted)]
+        if not chosen:
+            raise ValueError(f"no deployment of this user is called {wanted}; those that run: {names}")
+    if len(chosen) != 1:
+        raise ValueError(f"several deployments are running; choose one by address or port: {names}")
     return chosen[0], running[chosen[0]]
 
 

@@ -19,7 +19,8 @@ from epd_serve.config.keys import ADMIN_KEY, JOIN_KEY
 from epd_serve.config.model_files import HubModel
 from epd_serve.cost.shape import KNOWN_SHAPES
 from epd_serve.launch.processes.ports import ports_each
-from epd_serve.launch.remote.part import BASE_PORT
+from epd_serve.launch.remote.unit import BASE_PORT
+from epd_serve.launch.vllm.process import FEATURE_DIR, connectors_of
 from epd_serve.rpc.cluster import CLUSTER_KEY
 from epd_serve.topology import InstancePlacement
 from epd_serve.topology.placement import place_units
@@ -109,7 +110,7 @@ class Values(BaseModel):
         default=None, description="PersistentVolumeClaim for the hub's cache; null: each pod downloads anew."
     )
     feature_claim: str | None = Field(
-        default=None, description="ReadWriteMany claim for vllm.features: file; null: NAME-features."
+        default=None, description="ReadWriteMany claim for encoder output of NPUs; null: NAME-features."
     )
     shm: str = Field(default="4Gi", description="Size of /dev/shm of an instance's pod.")
     resources: dict[str, Resources] = Field(
@@ -161,8 +162,6 @@ def _check(config: DeploymentConfig) -> None:
         raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
     if config.tls is not None:
         raise ValueError("tls: pods have addresses that no certificate names; take it out, and use a service mesh")
-    if config.hosts:
-        raise ValueError("hosts are machines that you name; on Kubernetes the scheduler chooses: take them out")
     if config.elastic.enabled or config.elastic.drift.enabled:
         raise ValueError("elastic is a process of 'epd-serve up'; here KEDA scales: see --values, keda")
     files = {
@@ -244,8 +243,6 @@ class _Cluster:
             variables = {**(vllm.pop("environment", None) or {})}
             variables.pop("HCCL_IF_IP", None)  # that of the pod
             made["vllm"] = {**vllm, **({"environment": variables} if variables else {})}
-            if config.vllm.feature_dir is not None:
-                made["vllm"]["feature_dir"] = _FEATURES
         else:
             made["cluster_key"] = {"env": CLUSTER_KEY}
         return made
@@ -302,7 +299,7 @@ class _Cluster:
         env[3]["valueFrom"]["secretKeyRef"]["optional"] = True
         if kind == "npu":
             env.append(_field("HCCL_IF_IP", "status.podIP"))
-        command = ["epd-serve", "agent", _FILE, "--unit", str(unit), "--name", "$(POD_NAME)"]
+        command = ["epd-serve", "instance", "--config", _FILE, "--unit", str(unit), "--name", "$(POD_NAME)"]
         command += ["--host", "$(POD_IP)", "--join", f"http://{self._name}-admin:{_ADMIN}"]
         step = ports_each(self._config)
         ports = [_port(one.name, BASE_PORT + step * index) for index, one in enumerate(members)]
@@ -313,10 +310,11 @@ class _Cluster:
         if self._in_directory:
             claim = self._values.model_claim or f"{self._name}-models"
             volumes[_MODELS] = {"name": "models", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
-        if self._config.vllm.feature_dir is not None and is_vllm:
+        if is_vllm and connectors_of(self._config).features == "file":
+            env.append({"name": FEATURE_DIR, "value": _FEATURES})
             volumes[_FEATURES] = _claimed("features", self._values.feature_claim or f"{self._name}-features")
         container = {
-            "name": "agent",
+            "name": "instances",
             "image": self._values.image,
             "command": [*command, "--health-port", str(_HEALTH)],
             "env": env,

@@ -1,8 +1,8 @@
 """``epd-serve up FILE --on ray``: a deployment as actors of a Ray cluster.
 
 A placement group has one bundle for each device group of the topology. In each bundle an actor runs ``epd-serve
-agent``, whose instances join the gateway; another actor runs the gateway. Ray chooses the hosts, shows the devices
-and starts again what is lost; requests, features and KV do not pass through it.
+instance --unit``, whose instances join the gateway; another actor runs the gateway. Ray chooses the hosts, shows
+the devices and starts again what is lost; requests, features and KV do not pass through it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from epd_serve.launch.commands import PROGRAM
 from epd_serve.launch.deployment_record import resolved
 from epd_serve.launch.processes.ports import ports_each
 from epd_serve.launch.processes.supervisor import Backoff
-from epd_serve.launch.remote.part import BASE_PORT
+from epd_serve.launch.remote.unit import BASE_PORT
 from epd_serve.protocol.addresses import is_loopback, is_wildcard, url_of
 from epd_serve.rpc.admin import AdminClient, AdminRefused, AdminUnreachable
 from epd_serve.rpc.cluster import CLUSTER_KEY
@@ -113,8 +113,6 @@ def _resource(device: str) -> str:
 def _check(config: DeploymentConfig) -> None:
     """Raise ValueError for what is tied to one machine."""
     kinds = {device.partition(":")[0] for one in config.placement() for device in one.devices}
-    if config.hosts:
-        raise ValueError("hosts are machines that you name; Ray chooses them: take hosts out of the file")
     if config.engine == "auto" and kinds & {"cuda", "npu"}:
         raise ValueError("engine: auto looks at the machine that it is on; write engine: native or engine: vllm")
     if config.elastic.enabled or config.elastic.drift.enabled:
@@ -135,7 +133,7 @@ def _check(config: DeploymentConfig) -> None:
 def _command(group: Group, admin: str) -> tuple[str, ...]:
     """The arguments of ``epd-serve`` as of :class:`Agent`."""
     part = ("--unit", str(group.unit), "--replica", str(group.replica))
-    return ("agent", "FILE", *part, "--host", "HOST", "--join", admin)
+    return ("instance", "--config", "FILE", *part, "--host", "HOST", "--join", admin)
 
 
 def dry_run(config: DeploymentConfig, name: str, spread: Spread) -> Iterator[str]:

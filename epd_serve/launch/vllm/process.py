@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -22,12 +22,13 @@ from epd_serve.backends.vllm_command import (
     takes_features,
 )
 from epd_serve.config import DeploymentConfig, InstanceSettings, model_path
+from epd_serve.config.model_files import read_model_config
 from epd_serve.config.shares import DeviceShare
 from epd_serve.config.sizes import StepSizes
-from epd_serve.config.vllm import connectors
+from epd_serve.config.vllm import connectors, pulls
 from epd_serve.launch.commands import hccl_variables, measured, threads_of
 from epd_serve.launch.processes.process import ProcessSpec
-from epd_serve.launch.vllm.probe import CONNECTORS, VllmFound, check_flags, check_found, probe_vllm
+from epd_serve.launch.vllm.installed import STORE, VllmFound, check_found, check_model, find_vllm
 from epd_serve.protocol.addresses import is_loopback, url_of
 from epd_serve.rpc.tls import tls_files
 from epd_serve.topology import InstancePlacement
@@ -45,6 +46,8 @@ _SAME = {
 #: Of a device's memory where nothing else is said, as vLLM's own default.
 _ALL_MEMORY = 0.92
 _GRACE_S = 10.0
+#: Names the directory that E and P of several machines share, where they hand features on as files.
+FEATURE_DIR = "EPD_SERVE_FEATURE_DIR"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,25 +114,25 @@ class VllmProcess:
             environment={**environment, **self.variables},
             url=url_of(options.host, options.port, tls=tls_files(environment) is not None),
             grace_s=_GRACE_S,
+            is_group=True,
             measures=measured(devices),
         )
 
 
-def connectors_of(config: DeploymentConfig) -> Connectors:
-    """The connectors that the topology needs: those of the file, else those that suit the devices."""
+def connectors_of(config: DeploymentConfig, feature_dir: str = "") -> Connectors:
+    """Return the connectors that the topology needs; ``feature_dir`` is the directory of ``file``."""
     vllm = config.vllm
     prefill = config.settings_for("P")
     features, kv = connectors(config.placement(), vllm)
     return Connectors(
         features=features,
         kv=kv,
-        feature_dir=str(vllm.feature_dir) if vllm.feature_dir else "",
-        kv_load_failure=vllm.kv_load_failure,
+        pulls=pulls(config.placement(), kv),
+        feature_dir=feature_dir,
         store_bytes=config.settings_for("E").feature_store_bytes or StepSizes().feature_store_bytes,
         cache_bytes=prefill.feature_cache_bytes or StepSizes().feature_cache_bytes,
         feature_timeout_s=prefill.feature_timeout_s,
         widths=(_width(config, Stage.PREFILL), _width(config, Stage.DECODE)),
-        trace=str(config.trace) if config.trace else None,
     )
 
 
@@ -139,27 +142,27 @@ def vllm_processes(
     ports: Sequence[int],
     environment: Mapping[str, str],
     plugin_path: str = "",
+    feature_dir: str = "",
     *,
     found: Mapping[str, VllmFound] | None = None,
     model: str | None = None,
 ) -> list[VllmProcess]:
     """The processes of ``placement``, the instances of one machine, in its order; ``ports`` are theirs.
 
-    ``plugin_path`` is a directory from which a Python without epd_serve can import it. ``found`` is what is known
-    of the vLLM of each interpreter. ``model`` is the model's directory where it need not be on this machine.
+    ``plugin_path`` is a directory from which a Python without epd_serve can import it; E and P share
+    ``feature_dir`` where they hand features on as files. ``found`` is what is known of the vLLM of each
+    interpreter. ``model`` is the model's directory where it need not be on this machine.
     Raises ValueError where the model must be here and is not.
     """
     model = model or str(model_path(config.checkpoint))
-    used = connectors_of(config)
-    if used.features == "file" and not used.feature_dir:
-        raise ValueError("vllm.feature_dir is not set: a directory through which E hands its features to P")
+    used = connectors_of(config, feature_dir)
     num_ranks = sum(instance.tensor_parallel for instance in placement)
     shares = config.device_shares(placement=placement)
     processes = []
     for instance, port in zip(placement, ports, strict=True):
         share, settings = shares.get(instance.name), config.settings_for(str(instance.role))
         engine = (found or {}).get(config.vllm.python_of(str(instance.role)))
-        media = media_flags(Path(model), engine.flags if engine else ())
+        media = media_flags(Path(model)) if engine is not None and engine.release >= STORE else {}
         threads = threads_of(instance, settings, num_ranks, environment, share)
         options = _options(config, settings, instance, port, used, environment, threads, share, model, media)
         own = {}
@@ -195,9 +198,11 @@ def prepare_vllm(
     vLLM of each interpreter. Raises ValueError that names what is missing.
     """
     found = check_engines(config, engines)
+    check_models(config, found)
     has_all = all(one.epd_serve for one in found.values())
     plugin_path = "" if has_all else link_plugin(directory / "plugin")
-    return vllm_processes(config, placement, ports, environment, plugin_path, found=found)
+    feature_dir = environment.get(FEATURE_DIR) or str(directory / "features")
+    return vllm_processes(config, placement, ports, environment, plugin_path, feature_dir, found=found)
 
 
 def check_engines(config: DeploymentConfig, known: dict[str, VllmFound] | None = None) -> dict[str, VllmFound]:
@@ -207,21 +212,26 @@ def check_engines(config: DeploymentConfig, known: dict[str, VllmFound] | None =
     """
     engines: dict[str, VllmFound] = {}
     for python in dict.fromkeys(config.vllm.python_of(str(one.role)) for one in config.placement()):
-        engines[python] = found = (known or {}).get(python) or probe_vllm(python)
+        engines[python] = found = (known or {}).get(python) or find_vllm(python)
         instances = [one for one in config.placement() if config.vllm.python_of(str(one.role)) == python]
         used = {name for one in instances for name in _handed_on(one, connectors_of(config))}
         kinds = {_kind(device) for one in instances for device in one.devices}
-        check_found(
-            found,
-            python=python,
-            connectors=sorted(used & set(CONNECTORS)),
-            needs=[*sorted(used & {"mooncake", "nixl"}), *(["vllm_ascend"] if "npu" in kinds else [])],
-        )
-        roles = {str(one.role) for one in instances}
+        needs = [*sorted(used - {"file"}), *(["vllm_ascend"] if "npu" in kinds else [])]
+        check_found(found, python=python, needs=needs)
         if known is not None:
             known[python] = found
-        check_flags(found, {flag for role in roles for flag in config.settings_for(role).engine_args})
     return engines
+
+
+def check_models(config: DeploymentConfig, engines: Mapping[str, VllmFound]) -> None:
+    """Raise ValueError where the vLLM of an interpreter cannot serve the deployment's model."""
+    path = model_path(config.checkpoint)
+    content = read_model_config(path)
+    encodes = any(str(one.role) == "E" for one in config.placement())
+    for python, found in engines.items():
+        roles = {str(one.role) for one in config.placement() if config.vllm.python_of(str(one.role)) == python}
+        trusts = any(config.settings_for(role).engine_args.get("trust_remote_code") is True for role in roles)
+        check_model(found, content, python=python, model=path, encodes=encodes, trust_remote_code=trusts)
 
 
 def engine_names(engines: Mapping[str, VllmFound]) -> str:
@@ -327,23 +337,18 @@ def link_plugin(directory: Path) -> str:
     return str(directory)
 
 
-_OPTIONS_FLAG = "trust_request_mm_kwargs"
-_PIXEL_FLAG = "mm_device_do_normalize"
 _KEYS = ("do_normalize", "do_rescale", "image_mean", "image_std")
 
 
-def media_flags(model: Path, flags: Collection[str]) -> dict[str, bool]:
-    """Flags of vllm serve with which it takes the gateway's options of videos, which has limits for them, and with
-    which transformers normalises pixels, where the model's files leave it to it.
-
-    ``flags`` are those that the installed vLLM has.
-    """
-    found = {_OPTIONS_FLAG: True} if _OPTIONS_FLAG in flags else {}
+def media_flags(model: Path) -> dict[str, bool]:
+    """Return flags of vllm serve: it takes a request's options of media, for which the gateway has limits, and
+    transformers normalises pixels where the model's files do not say how."""
+    found = {"trust_request_mm_kwargs": True}
     image_processor = _read(model / "preprocessor_config.json")
     processor = _read(model / "processor_config.json").get("image_processor") or {}
     told = any(key in image_processor or key in processor for key in _KEYS)
-    if _PIXEL_FLAG in flags and (image_processor or processor) and not told:
-        found[_PIXEL_FLAG] = False
+    if (image_processor or processor) and not told:
+        found["mm_device_do_normalize"] = False
     return found
 
 

