@@ -145,7 +145,7 @@ class Tower:
         kind = family_of(model.config)
         self._joins, self._features = kind.joins, kind.features
         self._attention = attention
-        self._visual = self._model.model.visual if kind.captures else None
+        self._visual: Any = model.get_submodule("model.visual") if kind.captures else None
         self._graphs: TowerGraphs | None = None
         if device.type == "cpu":
             replace_blocks(model, device.ops, attention)
@@ -153,7 +153,7 @@ class Tower:
         self.uses_device_attention = True
         if family is not None:
             self._try(family, attention)
-        towers = [_layers(part) for part in self._model.model.children()]
+        towers = [_layers(part) for part in model.get_submodule("model").children()]
         self.num_layers = max(map(len, towers))
         runner = device.graph_runner()
         if before_layer is not None:
