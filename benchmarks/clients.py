@@ -4,7 +4,7 @@ Run in an environment that has the libraries; a library that is not installed is
 
     pip install openai langchain-openai 'pydantic-ai-slim[openai]' openai-agents 'smolagents[openai]' instructor \
         litellm
-    epd-serve up deploy/demo.yaml        # elsewhere
+    epd-serve up        # elsewhere: the demo model
     python benchmarks/clients.py http://127.0.0.1:8000 --output benchmarks/results/clients.json
 """
 
@@ -16,9 +16,6 @@ import base64
 import importlib.metadata
 import json
 import os
-import struct
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +32,11 @@ class Paint(BaseModel):
     colour: Literal["red", "blue"]
 
 
+class Wall(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    colour: Literal["red", "blue"]
+
+
 def paint(colour: Literal["red", "blue"]) -> str:
     """Paint the wall.
 
@@ -44,18 +46,12 @@ def paint(colour: Literal["red", "blue"]) -> str:
     return f"painted {colour}"
 
 
-def png(size: int = 28) -> bytes:
-    """A red picture."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)
-    rows = zlib.compress((b"\0" + b"\xff\0\0" * size) * size)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
-
-
-PICTURE = "data:image/png;base64," + base64.b64encode(png()).decode()
+#: A red picture of 28 x 28 pixels.
+PNG = (
+    "iVBORw0KGgoAAAANSUhEUgAAABwAAAAcCAIAAAD9b0jDAAAAJUlEQVR4nGP4z8BAdUR9E0cNHTV01NBRQ0cNHTV01NBRQweloQAO"
+    "yg0e8L+IEAAAAABJRU5ErkJggg=="
+)
+PICTURE = f"data:image/png;base64,{PNG}"
 SHOWN = [{"type": "text", "text": "What colour?"}, {"type": "image_url", "image_url": {"url": PICTURE}}]
 ASKED = [{"role": "user", "content": "Paint it"}]
 TOOL = {
@@ -71,48 +67,30 @@ def _openai(url: str) -> Any:
 
 
 class OpenAIClient:
-    def picture(self, url: str) -> str:
-        messages = [{"role": "user", "content": SHOWN}]
-        return str(_openai(url).create(model=MODEL, messages=messages, max_tokens=8).choices[0].message.content)
+    def picture(self, url: str) -> Any:
+        return _openai(url).create(model=MODEL, messages=[{"role": "user", "content": SHOWN}], max_tokens=8)
 
-    def stream(self, url: str) -> str:
-        with _openai(url).stream(model=MODEL, messages=ASKED, max_tokens=8) as stream:
-            return str(stream.get_final_completion().choices[0].message.content)
+    def stream(self, url: str) -> Any:
+        with _openai(url).stream(model=MODEL, messages=ASKED, response_format=Wall) as stream:
+            return stream.get_final_completion()
 
-    def tools(self, url: str) -> str:
-        call = _openai(url).create(model=MODEL, messages=ASKED, tools=[TOOL], tool_choice="required")
-        return str(Paint.model_validate_json(call.choices[0].message.tool_calls[0].function.arguments))
+    def tools(self, url: str) -> Any:
+        said = _openai(url).create(model=MODEL, messages=ASKED, tools=[TOOL], tool_choice="required")
+        return Paint.model_validate_json(said.choices[0].message.tool_calls[0].function.arguments)
 
-    def structured(self, url: str) -> str:
-        class Wall(BaseModel):
-            colour: Literal["red", "blue"]
+    def structured(self, url: str) -> Any:
+        said = _openai(url).parse(model=MODEL, messages=ASKED, response_format=Wall)
+        return said.choices[0].message.parsed.colour
 
-        return str(
-            Wall.model_validate(
-                _openai(url).parse(model=MODEL, messages=ASKED, response_format=Wall).choices[0].message.parsed
-            )
-        )
-
-    def sent_back(self, url: str) -> str:
+    def sent_back(self, url: str) -> Any:
         """The message of ``parse``, with all the fields that the client adds to it."""
         import openai
 
-        tool = openai.pydantic_function_tool(Paint, name="paint")
-        tool["function"]["strict"] = True
-        said = (
-            _openai(url)
-            .parse(model=MODEL, messages=ASKED, tools=[tool], tool_choice="required")
-            .choices[0]
-            .message
-        )
-        done = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "painted"}
-        messages = [*ASKED, said.to_dict(), done]
-        return str(
-            _openai(url)
-            .create(model=MODEL, messages=messages, tools=[tool], max_tokens=8)
-            .choices[0]
-            .finish_reason
-        )
+        tool = openai.pydantic_function_tool(Wall, name="paint")
+        said = _openai(url).parse(model=MODEL, messages=ASKED, tools=[tool], tool_choice="required")
+        message = said.choices[0].message
+        done = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "painted"}
+        return _openai(url).create(model=MODEL, messages=[*ASKED, message.to_dict(), done], max_tokens=8)
 
 
 def _langchain(url: str, **more: Any) -> Any:
@@ -122,31 +100,25 @@ def _langchain(url: str, **more: Any) -> Any:
 
 
 class LangChain:
-    def picture(self, url: str) -> str:
-        return str(_langchain(url, max_tokens=8).invoke([{"role": "user", "content": SHOWN}]).content)
+    def picture(self, url: str) -> Any:
+        return _langchain(url, max_tokens=8).invoke([{"role": "user", "content": SHOWN}])
 
-    def stream(self, url: str) -> str:
-        return "".join(str(one.content) for one in _langchain(url, max_tokens=8).stream(ASKED))
+    def stream(self, url: str) -> Any:
+        return list(_langchain(url, max_tokens=8).stream(ASKED))
 
-    def tools(self, url: str) -> str:
+    def tools(self, url: str) -> Any:
         return paint(**_langchain(url).bind_tools([Paint], tool_choice="any").invoke(ASKED).tool_calls[0]["args"])
 
-    def structured(self, url: str) -> str:
+    def structured(self, url: str) -> Any:
         ways = ("function_calling", "json_schema")
-        return str(
-            [_langchain(url).with_structured_output(Paint, method=way).invoke(ASKED).colour for way in ways]
-        )
+        return [_langchain(url).with_structured_output(Paint, method=way).invoke(ASKED).colour for way in ways]
 
-    def sent_back(self, url: str) -> str:
+    def sent_back(self, url: str) -> Any:
         from langchain_core.messages import HumanMessage, ToolMessage
 
         said = _langchain(url).bind_tools([Paint], tool_choice="any").invoke(ASKED)
         done = [ToolMessage("painted", tool_call_id=call["id"]) for call in said.tool_calls]
-        return str(
-            _langchain(url, max_tokens=8)
-            .invoke([HumanMessage("Paint it"), said, *done])
-            .response_metadata["finish_reason"]
-        )
+        return _langchain(url, max_tokens=8).invoke([HumanMessage("Paint it"), said, *done])
 
 
 def _pydantic_ai(url: str, **more: Any) -> Any:
@@ -159,75 +131,69 @@ def _pydantic_ai(url: str, **more: Any) -> Any:
 
 
 class PydanticAI:
-    def picture(self, url: str) -> str:
+    def picture(self, url: str) -> Any:
         from pydantic_ai import BinaryContent
 
-        shown = ["What colour?", BinaryContent(png(), media_type="image/png")]
-        return str(_pydantic_ai(url, model_settings={"max_tokens": 8}).run_sync(shown).output)
+        picture = BinaryContent(base64.b64decode(PNG), media_type="image/png")
+        return _pydantic_ai(url, model_settings={"max_tokens": 8}).run_sync(["Which?", picture])
 
-    def stream(self, url: str) -> str:
+    def stream(self, url: str) -> Any:
         async def stream() -> str:
             async with _pydantic_ai(url, model_settings={"max_tokens": 8}).run_stream("Say hello") as answer:
                 return "".join([piece async for piece in answer.stream_text(delta=True)])
 
         return asyncio.run(stream())
 
-    def tools(self, url: str) -> str:
-        return str(_pydantic_ai(url, output_type=Paint).run_sync("Paint it").output)
+    def tools(self, url: str) -> Any:
+        return _pydantic_ai(url, output_type=Paint).run_sync("Paint it")
 
-    def structured(self, url: str) -> str:
+    def structured(self, url: str) -> Any:
         from pydantic_ai import NativeOutput
 
-        return str(_pydantic_ai(url, output_type=NativeOutput(Paint)).run_sync("Paint it").output)
+        return _pydantic_ai(url, output_type=NativeOutput(Paint)).run_sync("Paint it")
 
-    def sent_back(self, url: str) -> str:
-        first = _pydantic_ai(url, output_type=Paint).run_sync("Paint it")
-        agent = _pydantic_ai(url, output_type=Paint)
-        return str(agent.run_sync("Once more", message_history=first.all_messages()).output)
+    def sent_back(self, url: str) -> Any:
+        return _pydantic_ai(url, model_settings={"max_tokens": 8}).run_sync(
+            "Once more", message_history=self.tools(url).all_messages()
+        )
 
 
-def _agents(url: str, *, content: Any = "Paint it", streamed: bool = False, **more: Any) -> str:
+def _agents(url: str, *, content: Any = "Paint it", streamed: bool = False, **more: Any) -> Any:
     import agents
     import openai
 
     agents.set_tracing_disabled(True)
 
-    async def run() -> str:
+    async def run() -> Any:
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         settings = agents.ModelSettings(max_tokens=48, **more.pop("settings", {}))
         model = agents.OpenAIChatCompletionsModel(MODEL, client)
         agent = agents.Agent(name="a", model=model, model_settings=settings, **more)
         asked = [{"role": "user", "content": content}]
         if not streamed:
-            return str((await agents.Runner.run(agent, asked, max_turns=4)).final_output)
-        run = agents.Runner.run_streamed(agent, asked)
-        return f"{len([event async for event in run.stream_events()])} events"
+            return await agents.Runner.run(agent, asked, max_turns=4)
+        return [event async for event in agents.Runner.run_streamed(agent, asked).stream_events()]
 
     return asyncio.run(run())
 
 
 class OpenAIAgents:
-    def picture(self, url: str) -> str:
-        return _agents(
-            url, content=[{"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": PICTURE}]
-        )
+    def picture(self, url: str) -> Any:
+        return _agents(url, content=[{"type": "input_image", "image_url": PICTURE}])
 
-    def stream(self, url: str) -> str:
+    def stream(self, url: str) -> Any:
         return _agents(url, streamed=True)
 
-    def tools(self, url: str) -> str:
+    def tools(self, url: str) -> Any:
         import agents
 
         tools, settings = [agents.function_tool(paint)], {"tool_choice": "required"}
         return _agents(url, tools=tools, settings=settings, tool_use_behavior="stop_on_first_tool")
 
-    def structured(self, url: str) -> str:
-        class Wall(BaseModel):
-            colour: Literal["red", "blue"]
-
+    def structured(self, url: str) -> Any:
         return _agents(url, output_type=Wall)
 
-    def sent_back(self, url: str) -> str:
+    def sent_back(self, url: str) -> Any:
         """The call goes back with its result, and the model answers."""
         import agents
 
@@ -240,40 +206,34 @@ def _smol(url: str, **more: Any) -> Any:
     return OpenAIModel(model_id=MODEL, api_base=f"{url}/v1", api_key="none", **more)
 
 
-def _smol_messages(content: Any) -> list[Any]:
-    from smolagents import ChatMessage
+def _smol_messages(content: Any, role: str = "user") -> list[Any]:
+    from smolagents.models import ChatMessage, MessageRole
 
-    return [ChatMessage(role="user", content=content)]
+    return [ChatMessage(role=MessageRole(role), content=content)]
 
 
 class SmolAgents:
-    def picture(self, url: str) -> str:
-        return str(_smol(url, max_tokens=8)(_smol_messages(SHOWN)).content)
+    def picture(self, url: str) -> Any:
+        return _smol(url, max_tokens=8)(_smol_messages(SHOWN))
 
-    def stream(self, url: str) -> str:
-        pieces = _smol(url, max_tokens=8).generate_stream(_smol_messages([SHOWN[0]]))
-        return "".join(piece.content or "" for piece in pieces)
+    def stream(self, url: str) -> Any:
+        return list(_smol(url, max_tokens=8).generate_stream(_smol_messages(SHOWN[:1])))
 
-    def tools(self, url: str) -> str:
-        return str(_smol_call(url)[1].tool_calls[0].function.arguments)
+    def tools(self, url: str) -> Any:
+        from smolagents import tool
 
-    def structured(self, url: str) -> str:
+        said = _smol(url)(_smol_messages(SHOWN[:1]), tools_to_call_from=[tool(paint)])
+        return Paint.model_validate_json(said.tool_calls[0].function.arguments)
+
+    def structured(self, url: str) -> Any:
         asked = {"type": "json_schema", "json_schema": {"name": "wall", "schema": Paint.model_json_schema()}}
-        return str(
-            Paint.model_validate_json(_smol(url)(_smol_messages([SHOWN[0]]), response_format=asked).content)
-        )
+        return Paint.model_validate_json(_smol(url)(_smol_messages(SHOWN[:1]), response_format=asked).content)
 
-    def sent_back(self, url: str) -> str:
-        asked, said = _smol_call(url)
-        back = [*asked, said.dict() if hasattr(said, "dict") else said, *_smol_messages([SHOWN[0]])]
-        return str(_smol(url, max_tokens=8)(back).content)
-
-
-def _smol_call(url: str) -> Any:
-    from smolagents import tool
-
-    asked = _smol_messages([{"type": "text", "text": "Paint it"}])
-    return asked, _smol(url)(asked, tools_to_call_from=[tool(paint)])
+    def sent_back(self, url: str) -> Any:
+        """A call and its result, as the memory of its agents writes them."""
+        steps = {"tool-call": f"Calling tools: {self.tools(url)}", "tool-response": "painted"}
+        back = [_smol_messages([{"type": "text", "text": text}], role)[0] for role, text in steps.items()]
+        return _smol(url, max_tokens=8)([*_smol_messages(SHOWN[:1]), *back])
 
 
 def _instructor(url: str, mode: str = "TOOLS", **fields: Any) -> Any:
@@ -286,92 +246,83 @@ def _instructor(url: str, mode: str = "TOOLS", **fields: Any) -> Any:
 
 
 class Instructor:
-    def picture(self, url: str) -> str:
+    def picture(self, url: str) -> Any:
         chat, asked = _instructor(url, messages=[{"role": "user", "content": SHOWN}])
-        return str(chat.create(**asked))
+        return chat.create(**asked)
 
-    def stream(self, url: str) -> str:
+    def stream(self, url: str) -> Any:
         chat, asked = _instructor(url)
-        return str(list(chat.create_partial(**asked))[-1])
+        return list(chat.create_partial(**asked))
 
-    def tools(self, url: str) -> str:
+    def tools(self, url: str) -> Any:
         chat, asked = _instructor(url)
-        return str(chat.create(**asked))
+        return chat.create(**asked)
 
-    def structured(self, url: str) -> str:
+    def structured(self, url: str) -> Any:
         chat, asked = _instructor(url, "JSON_SCHEMA")
-        return str(chat.create(**asked))
+        return chat.create(**asked)
 
-    def sent_back(self, url: str) -> str:
+    def sent_back(self, url: str) -> Any:
         chat, asked = _instructor(url)
-        _, raw = chat.create_with_completion(**asked)
-        said = raw.choices[0].message
+        said = chat.create_with_completion(**asked)[1].choices[0].message
         done = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "painted"}
-        return str(chat.create(**{**asked, "messages": [*ASKED, said.model_dump(), done, *ASKED]}))
+        return chat.create(**{**asked, "messages": [*ASKED, said.model_dump(), done, *ASKED]})
 
 
-def _litellm(url: str, provider: str, **fields: Any) -> Any:
-    import litellm
+class LiteLLM:
+    def __init__(self, provider: str) -> None:
+        self.provider = provider
 
-    asked = {"messages": ASKED, "max_tokens": 32, **fields}
-    return litellm.completion(model=f"{provider}/{MODEL}", api_base=f"{url}/v1", api_key="none", **asked)
+    def picture(self, url: str) -> Any:
+        return self._ask(url, messages=[{"role": "user", "content": SHOWN}])
 
+    def stream(self, url: str) -> Any:
+        return list(self._ask(url, stream=True))
 
-def litellm_cells(provider: str) -> dict[str, Callable[[str], str]]:
-    def picture(url: str) -> str:
-        return str(
-            _litellm(url, provider, messages=[{"role": "user", "content": SHOWN}]).choices[0].message.content
-        )
+    def tools(self, url: str) -> Any:
+        return Paint.model_validate_json(self._call(url).tool_calls[0].function.arguments)
 
-    def stream(url: str) -> str:
-        return "".join(one.choices[0].delta.content or "" for one in _litellm(url, provider, stream=True))
+    def structured(self, url: str) -> Any:
+        return Paint.model_validate_json(self._ask(url, response_format=Paint).choices[0].message.content)
 
-    def call(url: str) -> Any:
-        return _litellm(url, provider, tools=[TOOL], tool_choice="required").choices[0].message
-
-    def tools(url: str) -> str:
-        return str(Paint.model_validate_json(call(url).tool_calls[0].function.arguments))
-
-    def structured(url: str) -> str:
-        return str(
-            Paint.model_validate_json(_litellm(url, provider, response_format=Paint).choices[0].message.content)
-        )
-
-    def sent_back(url: str) -> str:
-        said = call(url)
+    def sent_back(self, url: str) -> Any:
+        said = self._call(url)
         done = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "painted"}
-        return str(_litellm(url, provider, messages=[*ASKED, said, done], tools=[TOOL]).choices[0].finish_reason)
+        return self._ask(url, messages=[*ASKED, said, done], tools=[TOOL])
 
-    return dict(zip(CELLS, (picture, stream, tools, structured, sent_back), strict=True))
+    def _call(self, url: str) -> Any:
+        return self._ask(url, tools=[TOOL], tool_choice="required").choices[0].message
+
+    def _ask(self, url: str, **fields: Any) -> Any:
+        import litellm
+
+        asked = {"messages": ASKED, "max_tokens": 64, **fields}
+        return litellm.completion(model=f"{self.provider}/{MODEL}", api_base=f"{url}/v1", api_key="none", **asked)
 
 
-def _cells(client: Any) -> dict[str, Callable[[str], str]]:
-    return {cell: getattr(client, cell.replace(" ", "_")) for cell in CELLS}
-
-
-#: Row → the package whose version it shows, and its cells.
-CLIENTS: dict[str, tuple[str, dict[str, Callable[[str], str]]]] = {
-    "openai": ("openai", _cells(OpenAIClient())),
-    "LangChain": ("langchain-openai", _cells(LangChain())),
-    "pydantic-ai": ("pydantic-ai-slim", _cells(PydanticAI())),
-    "openai-agents": ("openai-agents", _cells(OpenAIAgents())),
-    "smolagents": ("smolagents", _cells(SmolAgents())),
-    "instructor": ("instructor", _cells(Instructor())),
-    "LiteLLM openai/": ("litellm", litellm_cells(OpenAIClient())),
-    "LiteLLM hosted_vllm/": ("litellm", litellm_cells("hosted_vllm")),
+#: Row → the package whose version it shows, and the client.
+CLIENTS: dict[str, tuple[str, Any]] = {
+    "openai": ("openai", OpenAIClient()),
+    "LangChain": ("langchain-openai", LangChain()),
+    "pydantic-ai": ("pydantic-ai-slim", PydanticAI()),
+    "openai-agents": ("openai-agents", OpenAIAgents()),
+    "smolagents": ("smolagents", SmolAgents()),
+    "instructor": ("instructor", Instructor()),
+    "LiteLLM openai/": ("litellm", LiteLLM("openai")),
+    "LiteLLM hosted_vllm/": ("litellm", LiteLLM("hosted_vllm")),
 }
 
 
 def run_row(name: str, url: str) -> dict[str, str]:
     """The cells of a client: "ok", or the error; "skipped" where it is not installed."""
-    package, cells = CLIENTS[name]
+    package, client = CLIENTS[name]
     try:
         row = {"version": importlib.metadata.version(package)}
     except importlib.metadata.PackageNotFoundError:
         return dict.fromkeys(CELLS, "skipped")
-    for cell, ask in cells.items():
+    for cell in CELLS:
         try:
-            ask(url)
+            getattr(client, cell.replace(" ", "_"))(url)
             row[cell] = "ok"
         except Exception as error:  # noqa: BLE001 - the table shows it
             row[cell] = f"{type(error).__name__}: {error}"[:300]
@@ -391,10 +342,8 @@ def main() -> None:
         rows[name] = row = run_row(name, args.url)
         print(" | ".join([name, row.get("version", "-"), *(row[cell][:60] for cell in CELLS)]), flush=True)
     if args.output is not None:
-        command = f"python benchmarks/clients.py {args.url} --output {args.output}"
-        args.output.write_text(
-            json.dumps({"command": command, "clients": rows}, indent=1) + "\n", encoding="utf-8"
-        )
+        result = {"command": f"python benchmarks/clients.py {args.url} --output {args.output}", "clients": rows}
+        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ from epd_serve.media.decoder import (
     GrammarJob,
     HeardFacts,
     PictureJob,
-    Problem,
     Refused,
     Started,
     Told,
@@ -64,8 +63,6 @@ _QUICK_S = 0.1
 #: A file that takes longer than its pixels explain goes on with what processor time nobody else wants.
 _FAIR_S, _S_PER_PIXEL = 0.5, 1e-7
 _NICENESS = 10
-#: Seconds of CPU time that the grammars of a request may take to compile.
-GRAMMAR_CPU_S = 0.5
 #: A worker that has had its CPU time for so many times as long stands still.
 _MAX_STRETCH = 15
 #: Memory that a worker keeps between two files.
@@ -244,13 +241,13 @@ class DecoderPool:
             else:
                 self._drop(worker)
 
-    async def compile(self, grammars: Sequence[str], place: Place) -> dict[int, Problem]:
-        """Compile grammars; return the problems that some of them have, by place. Raises as :meth:`decoded`."""
-        task = _Task("structure", msgspec.json.encode(grammars), 0, GrammarJob(), GRAMMAR_CPU_S, GRAMMAR_CPU_S)
-        worker, told = await self._run(task, place)
+    async def compile(self, grammars: Sequence[str], *, cpu_s: float) -> Compiled:
+        """Compile grammars in ``cpu_s`` seconds of CPU time; return their problems. Raises as :meth:`decoded`."""
+        task = _Task("structure", msgspec.json.encode(grammars), 0, GrammarJob(), cpu_s)
+        worker, told = await self._run(task, None)
         self._put_back(worker)
         assert isinstance(told, Compiled), told
-        return told.problems
+        return told
 
     def close(self) -> None:
         """End all processes. Blocks for a moment."""
@@ -270,13 +267,16 @@ class DecoderPool:
 
     # ------------------------------------------------------------------ inside
 
-    async def _run(self, task: _Task, place: Place) -> tuple[_Worker, Told]:
-        """The worker that has done it, which must be put back, and its answer."""
+    async def _run(self, task: _Task, place: Place | None) -> tuple[_Worker, Told]:
+        """The worker that has done it, which must be put back, and its answer.
+
+        ``place``: is left where the task takes long.
+        """
         worker = self._take(TIMED if task.what in ("video", "audio") else PLAIN)
         try:
             await worker.give(task)
             told = await worker.answer(_QUICK_S)
-            if told is None and not place.step_aside():
+            if told is None and place is not None and not place.step_aside():
                 self._drop(worker)  # it begins again when there is room beside the others
                 await place.wait_aside()
                 return await self._run(task, place)
@@ -420,7 +420,7 @@ def _checked(told: Told | None, task: _Task) -> Told:
     """The answer. Raises what became of the task, where it is not done."""
     if told is None and task.what == "structure":  # it had time enough before it gave way: no other should try
         raise InvalidRequest(
-            f"the structure was not compiled in {_MAX_STRETCH * task.cpu_s:g} s: {_REMEDIES[task.what]}",
+            f"the structure was not compiled in {_MAX_STRETCH * task.cpu_s:.1f} s: {_REMEDIES[task.what]}",
             code="structure_too_complex",
         )
     if told is None:

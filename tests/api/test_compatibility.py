@@ -110,6 +110,7 @@ def with_call(call=CALL, **fields):
     [
         (with_call(parsed=None, id="msg_1", refusal=None, annotations=[{"type": "x"}]), with_call()),
         (with_call(reasoning_details=[{"text": "x"}], provider_specific_fields={"a": 1}), with_call()),
+        (with_call(content=[]), with_call(content=None)),
         (with_call({**CALL, "index": 0, "provider_specific_fields": None}), with_call()),
         (with_call({**CALL, "function": {**CALL["function"], "parsed_arguments": {"a": 1}}}), with_call()),
         (

@@ -6,6 +6,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from blake3 import blake3
@@ -24,6 +25,10 @@ _S_PER_CHARACTER = 1e-5
 #: A grammar that is no longer, and joins nothing, takes some milliseconds.
 _SHORT_CHARACTERS = 4096
 _JOINS = re.compile(r'"(?:allOf|anyOf|oneOf|\$ref|multipleOf|pattern|patternProperties)"')
+#: Seconds of CPU time that all trials of a request may take.
+_TRIALS_CPU_S = 0.5
+#: A trial that takes more makes room for others' first; far more than usual grammars take.
+_QUICK_CPU_S = 0.03
 _TOO_COMPLEX = "structure_too_complex"
 #: Verdicts that are kept.
 _MAX_VERDICTS = 1024
@@ -57,7 +62,7 @@ class GrammarCompiler:
             if not is_tried:
                 key = blake3(msgspec.msgpack.encode(grammar)).digest()
                 if key not in self._verdicts:
-                    self._verdicts[key] = await self._judge(grammar, place)
+                    self._verdicts[key] = await self._judge(grammar, _Trials(self._decoders, place))
                     if len(self._verdicts) > _MAX_VERDICTS:
                         self._verdicts.popitem(last=False)
                 verdict = self._verdicts[key]
@@ -66,44 +71,44 @@ class GrammarCompiler:
                 grammar = verdict or grammar
             return await place.run(self._grammars.constraint, grammar)
 
-    async def _judge(self, grammar: Grammar, place: Place) -> _Verdict:
+    async def _judge(self, grammar: Grammar, trials: _Trials) -> _Verdict:
         """Return what to follow in place of the grammar, None for the grammar itself, or the refusal."""
         parts = _parts(grammar)
-        risky = [part for part in parts if part.kind == "regex" or _JOINS.search(part.text)]
+        is_risky = any(part.kind == "regex" or _JOINS.search(part.text) for part in parts)
         try:
-            if not risky and sum(len(part.text) for part in parts) <= _SHORT_CHARACTERS:
+            if not is_risky and sum(len(part.text) for part in parts) <= _SHORT_CHARACTERS:
                 try:
-                    await place.run(self._grammars.constraint, grammar)
+                    await trials.place.run(self._grammars.constraint, grammar)
                 except InvalidRequest:
-                    return await self._relax(grammar, parts, place)
+                    return await self._relax(grammar, parts, await trials.run(parts), trials)
                 return None
-            return await self._relax(grammar, parts, place) if await self._try([grammar, *risky], place) else None
+            tried = parts if parts == [grammar] else [*parts, grammar]
+            problems = await trials.run(tried)
+            if not problems:
+                return None
+            problems.pop(len(parts), None)
+            return await self._relax(grammar, parts, problems, trials)
         except InvalidRequest as error:
             if error.code == _TOO_COMPLEX and _may_be_free(grammar):
                 return _free(grammar, range(len(grammar.tools)))
             message = error.message if error.param else f"{grammar.param}: {error.message}"
             return InvalidRequest(message, param=error.param or grammar.param, code=error.code)
 
-    async def _try(self, grammars: Sequence[Grammar], place: Place) -> dict[int, Problem]:
-        """Compile grammars elsewhere; return their problems. Raises InvalidRequest where they take too much."""
-        if not grammars:
-            return {}
-        return await self._decoders.compile(await place.run(lambda: list(map(as_lark, grammars))), place)
-
-    async def _relax(self, grammar: Grammar, parts: list[Grammar], place: Place) -> Grammar:
+    async def _relax(
+        self, grammar: Grammar, parts: list[Grammar], problems: dict[int, Problem], trials: _Trials
+    ) -> Grammar:
         """Return a grammar without what cannot be enforced. Raises InvalidRequest where it must be."""
-        problems = await self._try(parts, place)
         for number, problem in problems.items():
             if parts[number].strict:
                 raise _refusal(grammar, parts, number, problem)
         schemas = {number: json.loads(parts[number].text) for number in problems if parts[number].kind == "json"}
         patterns = list({pattern: None for schema in schemas.values() for pattern in patterns_of(schema)})
-        wrong = await self._try([_of_pattern(pattern) for pattern in patterns], place)
+        wrong = await trials.run([_of_pattern(pattern) for pattern in patterns])
         unknown = [patterns[number] for number, problem in wrong.items() if not problem.is_complex]
         for number, schema in schemas.items():
             parts[number] = replace(parts[number], text=json.dumps(drop_patterns(schema, unknown)))
         numbers = list(problems)
-        again = await self._try([parts[number] for number in numbers], place)
+        again = await trials.run([parts[number] for number in numbers])
         problems = {numbers[position]: problem for position, problem in again.items()}
         for number, problem in problems.items():
             if grammar.must_call or number >= len(grammar.tools):
@@ -111,9 +116,39 @@ class GrammarCompiler:
         tools = [replace(tool, parameters=parts[i].text) for i, tool in enumerate(grammar.tools)]
         text = parts[-1].text if len(parts) > len(tools) else grammar.text
         relaxed = _free(replace(grammar, tools=tools, text=text), problems)
-        for problem in (await self._try([relaxed], place)).values():
+        for problem in (await trials.run([relaxed])).values():
             raise InvalidRequest(f"together they are too complex: {problem.message}", code=_TOO_COMPLEX)
         return relaxed
+
+
+@dataclass
+class _Trials:
+    """Compiles what a request asks for in processes that may be ended. All of its trials share one bound."""
+
+    decoders: DecoderPool
+    place: Place
+    cpu_s: float = _TRIALS_CPU_S
+
+    async def run(self, grammars: Sequence[Grammar]) -> dict[int, Problem]:
+        """Return the problems of grammars, by position. Raises InvalidRequest where they take too much."""
+        if not grammars:
+            return {}
+        if self.cpu_s <= 0:
+            raise InvalidRequest(f"it takes more than {_TRIALS_CPU_S:g} s to compile", code=_TOO_COMPLEX)
+        texts = await self.place.run(lambda: list(map(as_lark, grammars)))
+        if not self.place.is_aside:
+            try:
+                return await self._compile(texts, min(_QUICK_CPU_S, self.cpu_s))
+            except InvalidRequest as error:
+                if error.code != _TOO_COMPLEX:
+                    raise
+                await self.place.wait_aside()
+        return await self._compile(texts, self.cpu_s)
+
+    async def _compile(self, texts: list[str], cpu_s: float) -> dict[int, Problem]:
+        compiled = await self.decoders.compile(texts, cpu_s=cpu_s)
+        self.cpu_s -= compiled.cpu_s
+        return compiled.problems
 
 
 def _parts(grammar: Grammar) -> list[Grammar]:

@@ -117,6 +117,8 @@ _MAX_MEDIA_THREADS = 8
 LONG_S = 0.1
 #: Long prompts at once, and long media at least.
 _TEXT_ASIDE, _MIN_MEDIA_ASIDE = 1, 2
+#: Grammars at once: processes compile them first, so that these are more than there are cores.
+_GRAMMAR_FIRST, _GRAMMAR_ASIDE = 2, 4
 
 
 def num_media_threads(compute_threads: int | None) -> int:
@@ -132,7 +134,7 @@ class RequestProcessor:
     the end of a long one; one that turns out to be long steps aside.
 
     Args:
-        num_threads: for media; text has one, as have grammars.
+        num_threads: for media.
         max_waiting: items of one kind that may wait; more are refused.
         queue_timeout_s: how long an item may wait for its turn.
         put: takes a span for each item that was processed.
@@ -152,7 +154,7 @@ class RequestProcessor:
             "media": _Lane(
                 "media", (num_threads, max(num_threads, _MIN_MEDIA_ASIDE)), queue_timeout_s, max_waiting, clock
             ),
-            "grammar": _Lane("grammar", (1, 1), queue_timeout_s, max_waiting, clock),
+            "grammar": _Lane("grammar", (_GRAMMAR_FIRST, _GRAMMAR_ASIDE), queue_timeout_s, max_waiting, clock),
         }
         self._clock = clock
         self._put = put

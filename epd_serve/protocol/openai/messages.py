@@ -173,6 +173,9 @@ class ContentPart(MessageModel):
 
 
 def _as_parts(content: Any) -> Any:
+    """An empty list is no content: instructor sends one beside ``tool_calls``."""
+    if content == []:
+        return None
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
