@@ -62,7 +62,8 @@ Of published checkpoints, none of the families with tiles or rows has been run.
 
 
 NOT_RUN_TITLE = """
-Others are refused with the reason; the [vLLM engine](../guide/vllm.md) runs many of them:
+Others are refused by name; the [vLLM engine](../guide/vllm.md) runs many of them. These the native
+engine cannot run:
 
 | `model_type` | |
 |---|---|

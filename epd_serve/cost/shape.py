@@ -17,7 +17,7 @@ _MAX_ASPECT = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateShape:
-    """The layers that keep a recurrent state in place of K and V, such as gated delta nets and short convolutions.
+    """The layers that keep a recurrent state in place of K and V, such as gated delta nets.
 
     Attributes:
         num_layers: of them. parameters: in the matrices of one, without its feed-forward.
@@ -283,11 +283,8 @@ _DEFAULTS: dict[str, dict[str, int]] = {
         "intermediate_size": 11008,
         "vocab_size": 32000,
     },
-    "gemma": {"head_dim": 256},
-    "gemma2": {"head_dim": 256},
     "gemma3_text": {"head_dim": 256},
     **{name: {"head_dim": 256, "num_key_value_heads": 4} for name in _GEMMA4},
-    "llama4_text": {"head_dim": 128},
     "clip_vision_model": {
         "num_hidden_layers": 12,
         "hidden_size": 768,
@@ -333,7 +330,7 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         num_heads=heads,
         num_kv_heads=read("num_key_value_heads", default=heads),
         head_dim=read("head_dim", default=hidden // heads),
-        intermediate=read("intermediate_size", default=text.get("block_ff_dim")),
+        intermediate=read("intermediate_size"),
         vocabulary=read("vocab_size", default=config.get("vocab_size")),
         states=_states(read, hidden),
         kv_widths=_kv_widths(read),
@@ -356,8 +353,6 @@ def _kinds(read: _Reader) -> list[str]:
     if kinds := text.get("layer_types"):
         return list(kinds)
     every, other = 1, ""
-    if (full := text.get("full_attn_idxs")) is not None:
-        return ["full_attention" if index in full else "conv" for index in range(count)]
     if "linear_num_value_heads" in text:
         every, other = read("full_attention_interval", default=4), "linear_attention"
     elif text.get("model_type") in _GEMMA4:
@@ -384,22 +379,14 @@ def _kv_widths(read: _Reader) -> tuple[int, ...]:
 
 
 def _states(read: _Reader, hidden: int) -> StateShape | None:
-    """The gated delta nets or short convolutions among the layers."""
-    kinds = _kinds(read)
-    if "conv" in kinds:
-        return StateShape(
-            num_layers=kinds.count("conv"),
-            parameters=4 * hidden**2,
-            convolution_values=hidden * read("conv_L_cache", default=3),
-            recurrent_values=0,
-        )
+    """Return the shape of the gated delta nets among the layers."""
     if "linear_num_value_heads" not in read.config:
         return None
     heads, width = read("linear_num_value_heads"), read("linear_value_head_dim")
     key_width, kernel = read("linear_key_head_dim"), read("linear_conv_kernel_dim", default=4)
     values, convolved = heads * width, 2 * read("linear_num_key_heads") * key_width + heads * width
     return StateShape(
-        num_layers=kinds.count("linear_attention"),
+        num_layers=_kinds(read).count("linear_attention"),
         parameters=hidden * (convolved + 2 * values + 2 * heads),
         convolution_values=convolved * kernel,
         recurrent_values=heads * key_width * width,

@@ -112,39 +112,6 @@ class AudioProcessor:
         return self._num_positions(num_frames) // 2
 
 
-class LongAudio(AudioProcessor):
-    """Sounds of any length in blocks of the extractor's, the last of them padded. Four positions make a row."""
-
-    __slots__ = ()
-
-    max_seconds = math.inf
-
-    def num_blocks(self, item: MediaRef) -> int:
-        return -(-item.audio.count_at(self.rate) // int(self.extractor.n_samples))
-
-    def num_frames(self, item: MediaRef) -> int:
-        return self.num_blocks(item) * int(self.extractor.nb_max_frames)
-
-    def num_pixels(self, item: MediaRef) -> int:
-        return self._num_positions(self.num_frames(item)) * PIXELS_PER_POSITION
-
-    def _num_rows(self, num_frames: int) -> int:
-        return self._num_positions(num_frames) // 4
-
-    def inputs(self, samples: NDArray[np.float32]) -> TowerInputs:
-        """Samples of one channel at :attr:`rate` → spectra of the whole [blocks, bins, frames]."""
-        spectrum = self.extractor(
-            samples,
-            sampling_rate=self.rate,
-            padding=True,
-            truncation=False,
-            pad_to_multiple_of=self.extractor.n_samples,
-            return_tensors="pt",
-        )["input_features"]
-        blocks = spectrum.reshape(spectrum.shape[1], -1, self.extractor.nb_max_frames)
-        return {"input_features": blocks.transpose(0, 1).contiguous()}
-
-
 class UnpaddedAudio(AudioProcessor):
     """Sounds of any length as they are. Blocks of 100 frames become 13 rows each, the last one fewer."""
 
@@ -160,7 +127,9 @@ class UnpaddedAudio(AudioProcessor):
                 raise ValueError(f"n_window of {where} is {found}; transformers' processor runs {_HALF_BLOCK}")
 
     def num_frames(self, item: MediaRef) -> int:
-        count = max(item.audio.count_at(self.rate), getattr(self.extractor, "min_length", 0))
+        count = item.audio.count_at(self.rate)
+        if self.kind == "Qwen3ASRFeatureExtractor":  # which pads shorter sounds
+            count = max(count, self.extractor.min_length)
         return int(count // self.extractor.hop_length)
 
     def num_pixels(self, item: MediaRef) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import msgspec
@@ -86,18 +85,14 @@ class Family:
         splits_videos: whether the tower looks at each of a video's patches in time by itself, so that several
             encoders may share them.
         tokens: special ones in the text between the rows of a picture's feature.
-        shown: the text by which a chat template shows a picture, where that is no token.
-        chat_template: of checkpoints that have none; "" where they all have one.
         processor_options: arguments that the family's processor gives to its image processor.
         processor_fields: what processor_config.json must say, as the rest of the checkpoint says it.
         picture_fields: what the image processor's file must say, as config.json says it.
         token_ids: the token that stands for an item in a chat, for each modality that the checkpoint takes.
         row_token_ids: those that stand for each row of a feature.
-        text_before: the text before an item's tokens, with {} for its number among those of its modality.
         both_ways_tokens: most tokens of a run of rows that see each other, earlier and later ones; 0: all see
             those before them.
         both_ways_in_windows: whether they do so in layers of a sliding window alone, and inside it.
-        both_ways_prompts: whether all tokens of a prompt with media see each other.
         as_padding: fields of its configuration with tokens that are embedded as padding where an answer has them.
         video: how videos are sampled and cut; None where they are not taken.
         audio: what sounds become; None where they are not taken.
@@ -118,13 +113,9 @@ class Family:
     captures: ClassVar[bool] = False
     splits_videos: ClassVar[bool] = True
     tokens: ClassVar[tuple[str, ...]] = ()
-    shown: ClassVar[str] = ""
-    chat_template: ClassVar[str] = ""
     both_ways_in_windows: ClassVar[bool] = False
-    both_ways_prompts: ClassVar[bool] = False
     as_padding: ClassVar[tuple[str, ...]] = ()
 
-    text_before: str = ""
     video: VideoProcessor | None = None
     both_ways_tokens: int = 0
     audio: AudioProcessor | None = None
@@ -141,17 +132,11 @@ class Family:
         self.row_token_ids = self.token_ids
         self.processor = image_processor
 
-    @staticmethod
-    def read_pictures(path: Path) -> Any:
-        """The image processor of a checkpoint. Raises ValueError for what is not known."""
-        from transformers import AutoImageProcessor
+    def read_video(self, processor: Any) -> VideoProcessor:
+        """Return how a checkpoint's videos are sampled and cut, by transformers' processor of it."""
+        from epd_serve.models import video_processor
 
-        # the same pixels wherever an instance runs: torchvision, where there is one, resizes in another way
-        return AutoImageProcessor.from_pretrained(path, local_files_only=True, backend="pil")
-
-    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
-        """How a checkpoint's videos are sampled and cut, by its file. Raises ValueError for what is not known."""
-        raise NotImplementedError
+        return video_processor.VideoProcessor(processor)
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:
@@ -254,6 +239,8 @@ class Family:
         """Raise ValueError where the processors make other inputs than the towers' configurations are for."""
         if self.audio is not None:
             self.audio.check(self.config.audio_config)
+        if self.video is not None and not self.video.processor.do_resize:
+            raise ValueError("do_resize of the video processor is false; frames must be resized")
         for name, expected in self.picture_fields.items():
             if (found := getattr(self.processor, name)) != expected:
                 raise ValueError(

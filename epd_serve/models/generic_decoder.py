@@ -24,7 +24,7 @@ from device.ops.linear import pack_modules
 from epd_serve.models.checkpoint_config import layer_configs
 from epd_serve.models.decoder import StepContext
 from epd_serve.models.loader import attend_by
-from epd_serve.models.recurrent_states import RecurrentStates, cache_argument
+from epd_serve.models.recurrent_states import RecurrentStates
 from epd_serve.models.stored_weights import read_weights
 
 
@@ -78,12 +78,6 @@ class GenericDecoder:
         self._states = RecurrentStates(model, model.dtype)
         self._planes, (self.num_kv_heads, self.head_dim) = _planes(config, self._states.layers)
         self.num_layers = 1 + max(planes.last for planes in self._planes.values())
-        kinds = getattr(config, "layer_types", None) or ()
-        self._chunks = {  # of the context, which a layer's tokens see alone
-            index: config.attention_chunk_size for index, kind in enumerate(kinds) if kind == "chunked_attention"
-        }
-        # Llama 4 sharpens attention the more, the longer the context is, and asks a cache for how long it is
-        self._asks_for_positions = bool(getattr(config, "attn_temperature_tuning", False))
         # what Gemma 4 adds to each layer's hidden states by the token
         self._embeds_by_layer = bool(getattr(config, "hidden_size_per_layer_input", 0))
         self._step: _Step
@@ -114,8 +108,6 @@ class GenericDecoder:
         more: dict[str, Any] = {}
         if self._embeds_by_layer:
             more["per_layer_inputs"] = self._model.get_per_layer_inputs(ids[None])
-        if self._asks_for_positions:
-            more[cache_argument(self._model)] = _Positions(positions[0])
         output = self._model(inputs_embeds=embeddings[None], position_ids=positions, use_cache=False, **more)
         hidden: Tensor = output.last_hidden_state[0]
         if self._states.layers and context.on_layer is not None:
@@ -131,7 +123,6 @@ class GenericDecoder:
         attention_mask: Tensor | None = None,
         scaling: float | None = None,
         sliding_window: int | None = None,
-        softcap: float | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Attention in transformers' convention: [1, heads, T, head_dim] each → [1, T, heads, head_dim]."""
@@ -143,12 +134,10 @@ class GenericDecoder:
         scale = query.shape[2] ** -0.5 if scaling is None else scaling
         reach = _Reach(
             window=sliding_window,
-            chunk=self._chunks.get(module.layer_idx),
             both_ways=sliding_window is not None or not self._both_ways_in_windows,
             is_cut=self._both_ways_in_windows,
         )
-        is_plain = softcap is None and step.is_plain(reach)
-        if is_plain and planes.count == 1 and planes.head_dim <= _MAX_HEAD_DIM:
+        if step.is_plain(reach) and planes.count == 1 and planes.head_dim <= _MAX_HEAD_DIM:
             pages = kv_layer[0].view(*kv_layer.shape[1:4], planes.heads, planes.head_dim)
             return self._ops.attend(query, key, value, pages, context.plan, scale)[None], None
         output = query.new_empty(query.shape)
@@ -156,7 +145,7 @@ class GenericDecoder:
             num_seen = run.mask.shape[1]
             keys, values = (_gather(pages, run.blocks, planes)[:num_seen] for pages in kv_layer.unbind(1))
             states = (query[run.rows].transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1))
-            output[run.rows] = _masked(*states, run.mask, scale, softcap).transpose(0, 1)
+            output[run.rows] = _masked(*states, run.mask, scale).transpose(0, 1)
         return output[None], None
 
     def _write(self, key: Tensor, value: Tensor, kv_layer: Tensor, planes: _Planes) -> None:
@@ -172,37 +161,15 @@ class GenericDecoder:
                 context.on_layer(index)
 
 
-class _Positions:
-    """Stands for a cache in a layer that asks how many tokens it holds: K and V pass, and each token of a step has
-    its own number before it."""
-
-    def __init__(self, positions: Tensor) -> None:
-        # to which the layer adds its place in the step
-        self._offsets = positions - torch.arange(len(positions), device=positions.device)
-
-    def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return self._offsets
-
-    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return key, value
-
-
 #: Of the device's own attention on GPUs.
 _MAX_HEAD_DIM = 256
 
 
-def _masked(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float | None
-) -> Tensor:
-    """Attention of [heads, T, head_dim] to [KV heads, S, head_dim] where a mask [T, S] says so."""
-    if softcap is None:
-        is_grouped = len(query) != len(keys)
-        states = query[None], keys[None], values[None]
-        return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=is_grouped)[0]
-    grouped = query.reshape(len(keys), -1, *query.shape[1:])
-    scores = torch.tanh(grouped @ keys[:, None].transpose(2, 3) * (scale / softcap)) * softcap
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.float32)
-    return (weights.to(values.dtype) @ values[:, None]).flatten(0, 1)
+def _masked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attend from [heads, T, head_dim] to [KV heads, S, head_dim] where a mask [T, S] allows it."""
+    is_grouped = len(query) != len(keys)
+    states = query[None], keys[None], values[None]
+    return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale, enable_gqa=is_grouped)[0]
 
 
 def _planes(config: Any, without: Sequence[int]) -> tuple[dict[int, _Planes], tuple[int, int]]:
@@ -257,25 +224,22 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reach:
-    """The tokens that one sees in a layer: those before it, inside a window or its chunk where there are such.
+    """The tokens that one sees in a layer: those before it, inside a window where there is one.
 
     ``both_ways``: and later ones, where they are of a run that sees all of itself; ``is_cut``: inside the window.
     """
 
     window: int | None
-    chunk: int | None
     both_ways: bool
     is_cut: bool
 
     def is_whole(self, length: int) -> bool:
         """Whether a context of that length is inside."""
-        return length <= min(self.window or length, self.chunk or length)
+        return self.window is None or length <= self.window
 
     def first(self, start: int, spans: Sequence[tuple[int, int]]) -> int:
         """The first token that those from ``start`` on may see."""
         first = 0 if self.window is None else max(start - self.window + 1, 0)
-        if self.chunk is not None:
-            first = max(first, start // self.chunk * self.chunk)
         return min([first, *(low for low, _ in spans if not self.is_cut)])
 
     def mask(self, own: Tensor, others: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
@@ -283,8 +247,6 @@ class _Reach:
         mask, inside = others <= own, torch.ones_like(others, dtype=torch.bool)
         if self.window is not None:
             inside = own - others < self.window
-        if self.chunk is not None:
-            inside = inside & (own // self.chunk == others // self.chunk)
         if not self.is_cut:
             mask = mask & inside
         for low, high in spans:

@@ -15,7 +15,7 @@ from epd_serve.models.decoder import Decoder, StepContext
 from epd_serve.models.families import family_of
 from epd_serve.models.family import DecoderKind
 from epd_serve.models.generic_decoder import GenericDecoder
-from epd_serve.models.loader import ModelPart, language_name, load_part, num_parameters, without_head
+from epd_serve.models.loader import ModelPart, load_part, num_parameters
 from epd_serve.models.stored_weights import read_weights
 
 
@@ -70,8 +70,8 @@ class LanguageModel:
         num_levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
         self.feature_width = (1 + num_levels) * self.hidden_size
         self._device = device.torch_device
-        inner = without_head(model)
-        language_model = without_head(getattr(inner, language_name(inner), inner))
+        inner = model.model
+        language_model = getattr(inner, "language_model", inner)
         head: Tensor = model.get_output_embeddings().weight
         is_tied = head is language_model.embed_tokens.weight
         self._embed: nn.Module = read_weights(
@@ -80,7 +80,6 @@ class LanguageModel:
         as_padding = [getattr(model.config, name) for name in family.as_padding]
         self._as_padding = torch.tensor(as_padding, device=self._device) if as_padding else None
         self._padding: int = text.pad_token_id if as_padding else 0
-        self._logit_scale: float = getattr(text, "logit_scale", 1.0)
         is_capped = "final_logit_softcapping" in family.texts.get(text.model_type, ())
         self._logit_cap: float | None = text.final_logit_softcapping if is_capped else None
         self._head = linear((self._embed.get_parameter("weight") if is_tied else head).to(self._device))
@@ -100,7 +99,7 @@ class LanguageModel:
         self.inner = None
         if language_model is not inner:
             self.inner = inner
-            setattr(inner, language_name(inner), None)
+            inner.language_model = None
 
     @torch.inference_mode()
     def forward(
@@ -145,8 +144,6 @@ class LanguageModel:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._head(hidden)
-        if self._logit_scale != 1.0:
-            logits = logits * self._logit_scale
         if self._logit_cap is not None:
             logits = torch.tanh(logits / self._logit_cap) * self._logit_cap
         return logits

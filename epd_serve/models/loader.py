@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from blake3 import blake3
 from torch import nn
-from transformers import AutoFeatureExtractor, PreTrainedModel
-from transformers.video_processing_utils import VideoProcessorMixin
+from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor, PreTrainedModel
 
 from epd_serve.models.checkpoint_config import model_class, read_config
 from epd_serve.models.families import TEXT, family_of
@@ -39,11 +38,11 @@ def load_family(path: Path) -> Family:
     config = read_config(path)
     kind = family_of(config)
     try:
-        processor = kind.read_pictures(path) if "image" in kind.modalities else None
+        takes_images = "image" in kind.modalities
+        processor = AutoImageProcessor.from_pretrained(path, local_files_only=True) if takes_images else None
         family = kind(config, processor)
         if "video" in kind.modalities and _shows_videos(path):
-            settings, _ = VideoProcessorMixin.get_video_processor_dict(path, local_files_only=True)
-            family.video = family.read_video(settings)
+            family.video = family.read_video(AutoVideoProcessor.from_pretrained(path, local_files_only=True))
             family.token_ids["video"] = config.video_token_id
         if "audio" in kind.modalities and config.audio_config is not None:
             extractor = AutoFeatureExtractor.from_pretrained(path, local_files_only=True)
@@ -133,16 +132,6 @@ def _some(names: Iterable[str]) -> str:
     return f"{count} {', '.join(ordered[:5])}"
 
 
-def without_head(model: Any) -> Any:
-    """transformers' model of tower, projector and language model. Llama 4's has the head in its language model."""
-    return getattr(model, "model", model)
-
-
-def language_name(model: Any) -> str:
-    """The name of the language model within transformers' model of tower, projector and language model."""
-    return "language_model" if hasattr(model, "language_model") else "text_model"
-
-
 def attend_by(model: nn.Module, name: str) -> None:
     """Let every attention layer of a transformers model call the attention function of that name.
 
@@ -168,19 +157,17 @@ def _partial_class(base: Any, part: ModelPart) -> Any:
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
-        inner = without_head(self)
-        prefix = "" if inner is self else "model."
+        inner = self.model
         if part is ModelPart.TOWER:
             modules = dict(self.named_modules())
             others = ("lm_head", *family_of(config).other_parts)
-            dropped = [f"{prefix}{language_name(inner)}", *(name for name in others if name in modules)]
+            dropped = ["model.language_model", *(name for name in others if name in modules)]
             self.all_tied_weights_keys = {}
-            self.get_output_embeddings = lambda: None  # Llama 4 asks its language model
         elif config.model_type in TEXT:
             dropped = []
         else:  # LLaVA-NeXT has a weight beside its modules
             owned = (*inner.named_children(), *inner.named_parameters(recurse=False))
-            dropped = [f"{prefix}{name}" for name, _ in owned if name != language_name(inner)]
+            dropped = [f"model.{name}" for name, _ in owned if name != "language_model"]
         for name in dropped:
             parent, _, child = name.rpartition(".")
             owner = self.get_submodule(parent)
@@ -207,7 +194,7 @@ def media_fingerprint(path: Path, dtype: str) -> str:
 
     Weights are sampled (head and evenly spaced pages of each file), so that a large checkpoint takes no minutes.
     """
-    hasher = blake3(f"epd-serve feature 1 {dtype}".encode())
+    hasher = blake3(f"epd-serve feature 2 {dtype}".encode())
     for name in _FILES:
         file = path / name
         hasher.update(name.encode() + (file.read_bytes() if file.exists() else b"-"))

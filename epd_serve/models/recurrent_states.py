@@ -1,4 +1,4 @@
-"""The recurrent and convolution states of a language model's layers, in KV blocks that belong to a sequence.
+"""The recurrent states of a language model's layers, in KV blocks that belong to a sequence.
 
 A layer that keeps a state instead of K and V sees one sequence at a time, or one token of each of several. Its
 state is read from the sequence's blocks before, and written there afterwards. These are taken when the sequence is
@@ -21,8 +21,6 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from epd_serve.models.decoder import StepContext
 
-#: Kinds of layers with a state, and the name of their module.
-_MODULES = {"linear_attention": "linear_attn", "conv": "conv"}
 #: Names of a module's argument for the cache: since transformers 5.24, and before.
 _CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 #: Of the numbers as which blocks are copied.
@@ -40,7 +38,7 @@ class RecurrentStates:
         """Take over these layers of a model that is on its device."""
         config = model.config
         kinds = getattr(config, "layer_types", None) or ()
-        self.layers = [index for index, kind in enumerate(kinds) if kind in _MODULES]
+        self.layers = [index for index, kind in enumerate(kinds) if kind == "linear_attention"]
         self._num_planes: int = 2 * (config.num_hidden_layers - len(self.layers))  # K and V of each other layer
         self._kv_dtype = kv_dtype
         self._parts: list[_Part] = []
@@ -48,7 +46,7 @@ class RecurrentStates:
         self._memory: Tensor
         self._groups: list[_Group]
         for number, index in enumerate(self.layers):
-            module = getattr(model.layers[index], _MODULES[kinds[index]])
+            module = model.layers[index].linear_attn
             argument = cache_argument(module)
             if not number:
                 self._parts = _parts(module, argument, index, config.hidden_size)

@@ -21,7 +21,7 @@ from device.copies import to_device
 from device.ops.linear import Product, activated_linear, fused, gated_linear, pack_modules
 from epd_serve.models.families import family_of
 from epd_serve.models.family import TRIED_SECONDS, TRIED_SIZES, Family, Size, TowerInputs, picture, sound
-from epd_serve.models.loader import ModelPart, attend_by, load_part, num_parameters, without_head
+from epd_serve.models.loader import ModelPart, attend_by, load_part, num_parameters
 from epd_serve.models.stored_weights import read_weights
 from epd_serve.models.tower_graphs import LONGEST, TowerGraphs, size_tensors
 from epd_serve.protocol.wire import MediaRef
@@ -145,7 +145,7 @@ class Tower:
         kind = family_of(model.config)
         self._joins, self._features = kind.joins, kind.features
         self._attention = attention
-        self._visual = without_head(model).visual if kind.captures else None
+        self._visual: Any = model.get_submodule("model.visual") if kind.captures else None
         self._graphs: TowerGraphs | None = None
         if device.type == "cpu":
             replace_blocks(model, device.ops, attention)
@@ -153,7 +153,7 @@ class Tower:
         self.uses_device_attention = True
         if family is not None:
             self._try(family, attention)
-        towers = [_layers(part) for part in without_head(model).children()]
+        towers = [_layers(part) for part in model.get_submodule("model").children()]
         self.num_layers = max(map(len, towers))
         runner = device.graph_runner()
         if before_layer is not None:

@@ -96,7 +96,7 @@ def test_what_a_file_leaves_away_is_what_transformers_has(model_type: str) -> No
 @pytest.mark.parametrize(
     "kind",
     [
-        *("gemma4", "gemma4_moe", "lfm2_vl", "llama4", "qwen3_vl"),
+        *("gemma4", "gemma4_moe", "qwen3_vl"),
         *(
             pytest.param(kind, marks=pytest.mark.slow)
             for kind in (
@@ -107,7 +107,7 @@ def test_what_a_file_leaves_away_is_what_transformers_has(model_type: str) -> No
                     *tiny_models.TEXT_KINDS,
                     *tiny_models.AUDIO_KINDS,
                 ),
-                *(name for name in TINY if name not in ("gemma4", "gemma4_moe", "lfm2_vl", "llama4")),
+                *(name for name in TINY if name not in ("gemma4", "gemma4_moe")),
             )
         ),
     ],

@@ -19,14 +19,12 @@ import pytest
 import pytest_asyncio
 import tiny_models
 from chat import data_url
-from clips import clip
+from clips import Clip, clip
 from fleet import Books, figures
 from identity import MAX_TOKENS, Question
 from pictures import noise, png
-from plain_audio import Sound
-from plain_video import Clip
 from reference import Reference
-from sounds import encoded, sound
+from sounds import Sound, encoded, sound
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
@@ -157,10 +155,7 @@ async def test_a_format_that_is_another_is_named(deployment: LocalDeployment) ->
     "kind",
     [
         *("qwen3_asr", "qwen2_5_omni"),
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("qwen2_audio", "voxtral", "qwen3_omni", "gemma4")
-        ),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_audio", "qwen3_omni", "gemma4")),
     ],
 )
 async def test_the_answer_is_the_same_when_the_encoder_dies(kind: str, tmp_path: Path) -> None:

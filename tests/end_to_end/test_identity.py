@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 #: Of pictures that are tiles or rows, and of sounds.
 _SPLITS = ("EPD", "EP-D", "E-P-D", "(E-P)-D")
 #: The others' are tried without processes each time.
-_EACH_TIME = ("mistral3", "idefics3")
+_EACH_TIME = ("mistral3", "gemma3")
 
 
 @pytest_asyncio.fixture(

@@ -19,12 +19,11 @@ import pytest
 import pytest_asyncio
 import tiny_models
 from chat import data_url
-from clips import clip, wide
+from clips import Clip, clip, wide
 from fleet import Books, figures
 from identity import MAX_TOKENS, Question
 from pictures import noise, png
 from PIL import Image
-from plain_video import Clip
 from reference import Reference
 from sounds import sound
 

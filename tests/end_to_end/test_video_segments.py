@@ -13,10 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 import tiny_models
-from clips import clip
+from clips import Clip, clip
 from fleet import Books, figures, gateway
 from identity import MAX_TOKENS, Fleet, Question
-from plain_video import Clip
 from reference import Reference
 
 from epd_serve.config import DeploymentConfig

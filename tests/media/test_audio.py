@@ -11,8 +11,7 @@ from clips import clip
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from pictures import noise, png
-from plain_audio import Sound
-from sounds import LIMITS, encoded, sound, tune
+from sounds import LIMITS, Sound, encoded, sound, tune
 
 from epd_serve.errors import InvalidRequest, TooLarge
 from epd_serve.media.audio import FORMATS, read_audio_facts, read_samples

@@ -37,7 +37,7 @@ def test_pictures_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
             item = ref(size, asked)
             size_asked = {**dict(processor.size), **{EDGES[name]: pixels for name, pixels in asked.items()}}
             theirs = processor(images=[picture], return_tensors="pt", size=size_asked)
-            ours = family.of(item).preprocess(np.asarray(picture))
+            ours = family.of(item).preprocess(np.array(picture))
             assert torch.equal(ours["pixel_values"], theirs["pixel_values"])
             (grid,) = theirs["image_grid_thw"].tolist()
             assert sum(part for part in family.parts_of(item)) == grid[1] * grid[2] // processor.merge_size**2

@@ -14,17 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2VLVideoProcessor, Qwen3VLVideoProcessor
 
 from device.cpu import CpuDevice
 from epd_serve.instance.text.prompt import MediaLayouts, PromptProcessor
 from epd_serve.models.loader import load_family
 from epd_serve.models.tower import Tower
-from epd_serve.models.video_processor import VideoProcessor, qwen2_video, qwen3_video
+from epd_serve.models.video_processor import VideoProcessor
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.types import AS_THE_MODEL, MediaSpan, VideoFacts, VideoSampling
 
-PROCESSORS = [qwen2_video({}), qwen3_video({}), qwen3_video({"temporal_patch_size": 3})]
+PROCESSORS = [
+    VideoProcessor(one)
+    for one in (
+        Qwen2VLVideoProcessor(),
+        Qwen3VLVideoProcessor(),
+        Qwen3VLVideoProcessor(temporal_patch_size=3),
+    )
+]
 
 
 @st.composite
@@ -41,7 +48,7 @@ def videos(draw: st.DrawFn) -> MediaRef:
 def test_segments_cover_the_frames_once_in_order_and_in_whole_groups(
     item: MediaRef, processor: VideoProcessor
 ) -> None:
-    whole, step = processor.indices(item), processor.settings.temporal_patch_size
+    whole, step = processor.indices(item), processor.frames_per_patch
     parts = item.segments
     indices = [processor.indices(part) for part in parts]
     assert list(chain.from_iterable(indices)) == whole

@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from epd_serve.media.video import VideoLimits
 
 LIMITS = VideoLimits(max_pixels=1 << 22, max_bytes=8 << 20, max_frames=2000, max_seconds=120.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """A video's file, or the pictures of a frame list, one a second.
+
+    Attributes:
+        fps: what the processor is asked for. num_read: frames that are read of the file.
+    """
+
+    data: bytes | tuple[bytes, ...]
+    fps: float | None = None
+    num_read: int | None = None
+
+    @property
+    def is_list(self) -> bool:
+        return isinstance(self.data, tuple)
+
+    @property
+    def url(self) -> str:
+        if isinstance(self.data, bytes):
+            return f"data:video/mp4;base64,{base64.b64encode(self.data).decode()}"
+        return "data:video/jpeg;base64," + ",".join(base64.b64encode(one).decode() for one in self.data)
+
+    def frames(self) -> tuple[NDArray[np.uint8], float]:
+        """All frames [count, height, width, 3], and how many there are a second."""
+        if not isinstance(self.data, bytes):
+            return np.stack([np.asarray(Image.open(io.BytesIO(one))) for one in self.data]), 1.0
+        with av.open(io.BytesIO(self.data)) as file:
+            rate = float(file.streams.video[0].average_rate or 0)
+            return np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]), rate
 
 
 def moving(seed: int, count: int, size: tuple[int, int] = (64, 48)) -> NDArray[np.uint8]:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from clips import LIMITS as CLIP_LIMITS
+from clips import Clip
 from msgspec.structs import replace
 from PIL import Image
-from plain_audio import Sound
-from plain_video import Clip
 from sounds import LIMITS as SOUND_LIMITS
+from sounds import Sound
 
 from device.base import Device
 from device.emulated.chip import never_waiting

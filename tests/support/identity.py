@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from clips import clip
+from clips import Clip, clip
 from fleet import Books, gateway
 from pictures import noise, png
 from PIL import Image
-from plain_audio import Sound
-from plain_video import Clip
 from reference import Reference
-from sounds import sound
+from sounds import Sound, sound
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment

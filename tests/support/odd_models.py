@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from plain_torchvision import TORCHVISION_ALONE, image_processor_of
 from sounds import tune
 from torch import Tensor
 from transformers import (
@@ -56,32 +55,24 @@ FAMILIES = {
     "next-clip": ("llava_next", "llama", "clip_vision_model"),
     "next-siglip": ("llava_next", "llama", "siglip_vision_model"),
     "onevision": ("llava_onevision", "qwen2", "siglip_vision_model"),
-    "idefics3": ("idefics3", "llama", "idefics3_vision"),
-    "smolvlm": ("smolvlm", "llama", "smolvlm_vision"),
     "gemma3": ("gemma3", "gemma3_text", "siglip_vision_model"),
     "gemma4": ("gemma4", "gemma4_text", "gemma4_vision"),
     "gemma4_unified": ("gemma4_unified", "gemma4_unified_text", "gemma4_unified_vision"),
-    "paligemma": ("paligemma", "gemma2", "siglip_vision_model"),
-    "minicpmv4_6": ("minicpmv4_6", "qwen3_5_text", "minicpmv4_6_vision"),
     "glm4v": ("glm4v", "glm4v_text", "glm4v_vision"),
     "qwen3_5": ("qwen3_5", "qwen3_5_text", "qwen3_5_vision"),
     "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_moe_vision"),
     "glm4v_moe": ("glm4v_moe", "glm4v_moe_text", "glm4v_moe_vision"),
     "glm46v": ("glm46v", "glm4v_text", "glm4v_vision"),
-    "aya_vision": ("aya_vision", "cohere2", "siglip_vision_model"),
-    "llama4": ("llama4", "llama4_text", "llama4_vision_model"),
-    "lfm2_vl": ("lfm2_vl", "lfm2", "siglip2_vision_model"),
     "qwen2_5_omni": ("qwen2_5_omni_thinker", "qwen2_5_omni_text", "qwen2_5_omni_vision_encoder"),
     "qwen3_omni": ("qwen3_omni_moe_thinker", "qwen3_omni_moe_text", "qwen3_omni_moe_vision_encoder"),
     "qwen2_audio": ("qwen2_audio", "qwen2", "qwen2_audio_encoder"),
-    "voxtral": ("voxtral", "llama", "voxtral_encoder"),
     "qwen3_asr": ("qwen3_asr", "qwen3", "qwen3_asr_encoder"),
     **{name: (name, name, "") for name in TEXT},
 }
 #: Families whose pictures are tiles or rows. Their language models are other families'.
-TILED = ("internvl", "mistral3", "pixtral", "next-clip", "next-siglip", "onevision", "idefics3", "smolvlm")
+TILED = ("internvl", "mistral3", "pixtral", "next-clip", "next-siglip", "onevision")
 #: Families that take sounds alone. Their language models are other families', too.
-SOUNDS = ("qwen2_audio", "voxtral", "qwen3_asr")
+SOUNDS = ("qwen2_audio", "qwen3_asr")
 _EARS = {
     "qwen2_5_omni": "qwen2_5_omni_audio_encoder",
     "qwen3_omni": "qwen3_omni_moe_audio_encoder",
@@ -143,26 +134,13 @@ def config_of(family: str, *changes: Change) -> dict[str, Any]:
         partial = {"mrope_section": sections, "partial_rotary_factor": 0.5}
         text["rope_parameters"] = {**partial, **text["rope_parameters"]}
         tokens = {"image_token_id": IMAGE_TOKEN}
-    elif model_type in ("internvl", "idefics3", "smolvlm", "gemma4", "gemma4_unified", "lfm2_vl"):
+    elif model_type in ("internvl", "gemma4", "gemma4_unified"):
         tokens = {"image_token_id": IMAGE_TOKEN}
         if model_type.startswith("gemma4"):
             tokens["audio_token_id"] = AUDIO_TOKEN
-        if model_type == "lfm2_vl":
-            vision.setdefault("vision_use_head", False)
-            top.setdefault("projector_hidden_size", 40)
     elif model_type == "gemma3":
         tokens = {"image_token_index": IMAGE_TOKEN, "boi_token_index": START, "eoi_token_index": END}
         top.setdefault("mm_tokens_per_image", 4)
-        vision.setdefault("vision_use_head", False)
-    elif model_type == "minicpmv4_6":
-        tokens = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
-        top.setdefault("insert_layer_id", 0)
-    elif model_type == "paligemma":
-        tokens = {"image_token_index": IMAGE_TOKEN}
-        top.setdefault("projection_dim", text["hidden_size"])
-        vision.setdefault("vision_use_head", False)
-    elif model_type == "aya_vision":
-        tokens = {"image_token_index": IMAGE_TOKEN}
         vision.setdefault("vision_use_head", False)
     else:
         tokens = {"image_token_index": IMAGE_TOKEN}
@@ -203,8 +181,6 @@ def _text(model_type: str) -> dict[str, Any]:
     if model_type == "qwen3_5_moe_text":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         text |= {"shared_expert_intermediate_size": 24}
-    if model_type == "gemma2":
-        text |= {"head_dim": 24, "sliding_window": 12}
     if model_type == "gemma3_text":
         text |= {"head_dim": 24, "sliding_window": 12, "sliding_window_pattern": 2, "rope_parameters": None}
     if model_type.startswith("gemma4"):
@@ -212,18 +188,6 @@ def _text(model_type: str) -> dict[str, Any]:
         text |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
         if model_type == "gemma4_text":
             text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
-    if model_type == "lfm2":
-        text |= {"full_attn_idxs": [1], "block_multiple_of": 32}
-    if model_type == "llama4_text":
-        text |= {
-            "head_dim": 24,
-            "intermediate_size_mlp": 80,
-            "num_local_experts": 4,
-            "interleave_moe_layer_step": 2,
-        }
-        text |= {"attention_chunk_size": 12, "floor_scale": 5, "attn_scale": 0.5, "no_rope_layer_interval": 2}
-    if model_type == "cohere2":
-        text |= {"sliding_window": 12, "sliding_window_pattern": 2}
     if model_type == "glm4v_moe_text":
         text |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     if model_type in ("qwen3_vl_moe_text", "qwen3_omni_moe_text", "qwen3_moe"):
@@ -242,13 +206,6 @@ def _vision(model_type: str) -> dict[str, Any]:
     if model_type == "gemma4_vision":
         vision |= {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
         return vision | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 512}
-    if model_type == "siglip2_vision_model":
-        vision |= {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-        return vision | {"patch_size": 14, "num_patches": 16}
-    if model_type == "llama4_vision_model":
-        vision |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
-        width = {"projector_input_dim": 40, "projector_output_dim": 40, "vision_output_dim": 40}
-        return vision | {"patch_size": 14, **width}
     if not model_type.startswith("qwen"):
         sides = {"image_size": 84 if model_type == "pixtral" else 28, "patch_size": 14}
         return vision | {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2} | sides
@@ -270,10 +227,7 @@ def _audio(family: str) -> dict[str, Any]:
         size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 24}
         chunks = {"subsampling_conv_channels": [16, 8], "attention_chunk_size": 4, "attention_context_left": 5}
         return {"model_type": _EARS[family], "initializer_range": 0.2, **size, **chunks}
-    if family == "voxtral":
-        audio = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128, "hidden_size": 32}
-    else:
-        audio = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32}
+    audio = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "d_model": 32}
     audio |= {"num_mel_bins": 16, "max_source_positions": 100, "initializer_range": 0.2}
     if family == "qwen2_5_omni":
         audio |= {"n_window": 8, "output_dim": 0}
@@ -312,34 +266,20 @@ def _preprocessor(config: Any) -> dict[str, Any]:
         return {"image_processor_type": "PixtralImageProcessor", "size": size, **normalised}
     if config.model_type == "gemma3":
         return {"image_processor_type": "Gemma3ImageProcessor", "size": square, **normalised}
-    if config.model_type == "minicpmv4_6":
-        sizes = {"scale_resolution": 56, "max_slice_nums": 2, "patch_size": vision.patch_size}
-        sizes["downsample_mode"] = config.downsample_mode
-        return {"image_processor_type": "MiniCPMV4_6ImageProcessor", **sizes, **normalised}
     if config.model_type.startswith("gemma4"):
         is_whole = config.model_type == "gemma4"
         kind = "Gemma4ImageProcessor" if is_whole else "Gemma4UnifiedImageProcessor"
         sizes = {name: getattr(vision, name) for name in ("patch_size", "pooling_kernel_size")}
         normalised |= {"image_processor_type": kind, "do_normalize": is_whole}
         return {**ears, "max_soft_tokens": 70, **sizes, **normalised}
-    if config.model_type == "llama4":
-        return {"image_processor_type": "Llama4ImageProcessor", "size": square, "max_patches": 4, **normalised}
-    if config.model_type == "lfm2_vl":
-        sizes = {"tile_size": 56, "max_tiles": 4, "min_image_tokens": 1, "max_image_tokens": 4}
-        sizes |= {"downsample_factor": config.downsample_factor, "encoder_patch_size": vision.patch_size}
-        return {"image_processor_type": "Lfm2VlImageProcessor", **sizes, **normalised}
-    if config.model_type in ("llava", "paligemma"):
+    if config.model_type == "llava":
         return {"image_processor_type": "SiglipImageProcessor", "size": square, **normalised}
-    if config.model_type in ("internvl", "aya_vision"):
+    if config.model_type == "internvl":
         square = square if isinstance(side, int) else dict(zip(("height", "width"), side, strict=True))
         return {"image_processor_type": "GotOcr2ImageProcessor", "size": square, "max_patches": 4, **normalised}
     if config.model_type in ("llava_next", "llava_onevision"):
         kind = {"llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}[config.model_type]
         sizes = {"size": square, "crop_size": square, "image_grid_pinpoints": config.image_grid_pinpoints}
-        return {"image_processor_type": f"{kind}ImageProcessor", **sizes, **normalised}
-    if config.model_type in ("idefics3", "smolvlm"):
-        kind = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[config.model_type]
-        sizes = {"size": {"longest_edge": 2 * side}, "max_image_size": {"longest_edge": side}}
         return {"image_processor_type": f"{kind}ImageProcessor", **sizes, **normalised}
     kind, frames = ("Glm4v", 2) if config.model_type.startswith("glm4") else ("Qwen2VL", 1)
     kind = "Glm46V" if config.model_type == "glm46v" else kind
@@ -356,7 +296,7 @@ def _preprocessor(config: Any) -> dict[str, Any]:
 
 def _options(config: Any) -> dict[str, Any]:
     """What a family's processor tells its image processor."""
-    if config.model_type in ("internvl", "aya_vision"):
+    if config.model_type == "internvl":
         return {"crop_to_patches": True}
     if config.vision_config.model_type == "pixtral":
         return {"patch_size": config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)}
@@ -395,11 +335,7 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
             if takes_media:
                 (path / "preprocessor_config.json").write_text(json.dumps(_preprocessor(read)))
             if hasattr(read, "vision_config"):
-                processor: Any = (
-                    image_processor_of(path, read.model_type)
-                    if read.model_type in TORCHVISION_ALONE
-                    else AutoImageProcessor.from_pretrained(path)
-                )
+                processor: Any = AutoImageProcessor.from_pretrained(path)
                 inputs = dict(processor(images=[picture()], return_tensors="pt", **_options(read)))
                 for name in (
                     "num_patches",
@@ -410,8 +346,6 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
                     "aspect_ratios",
                 ):
                     inputs.pop(name, None)
-                if read.model_type == "llama4":
-                    inputs["pixel_values"] = inputs["pixel_values"].float()
                 output = model.get_image_features(**inputs, return_dict=True)
                 features = output.last_hidden_state if output.pooler_output is None else output.pooler_output
                 num_rows["image"] = sum(feature.view(-1, feature.shape[-1]).shape[0] for feature in features)
@@ -425,8 +359,6 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
             tokens = torch.tensor([ids])
             if read.model_type == "gemma3":
                 inputs["token_type_ids"] = (tokens == _image_token(read)).int()
-            if read.model_type == "paligemma":  # all of a prompt is what attends both ways
-                inputs["token_type_ids"] = torch.zeros_like(tokens)
             if "image_position_ids" in inputs or (
                 "image_grid_thw" in inputs and not getattr(read, "audio_config", None)
             ):
@@ -442,8 +374,7 @@ def generate(path: Path, config: dict[str, Any]) -> Answer:
             )
     except Exception as error:
         raise CannotBuild(f"{type(error).__name__}: {str(error)[:200]}") from error
-    scale = getattr(read.get_text_config(), "logit_scale", 1.0)  # which transformers' Aya Vision leaves out
-    return Answer(ids, output.sequences[0, len(ids) :].tolist(), torch.cat(output.logits) * scale)
+    return Answer(ids, output.sequences[0, len(ids) :].tolist(), torch.cat(output.logits))
 
 
 def answer(path: Path, reference: Answer) -> Tensor:
@@ -487,7 +418,6 @@ def answer(path: Path, reference: Answer) -> Tensor:
     )
     seen = [index for index, id_ in enumerate(prompt) if id_ == family.row_token_ids.get("image")]
     runs = [(seen[0], seen[-1] + 1)] if family.both_ways_tokens else []
-    runs = [(0, len(prompt))] if family.both_ways_prompts else runs
     return model.forward(
         ids,
         positions,
@@ -530,9 +460,8 @@ def _heard(path: Path, config: Any) -> dict[str, Tensor]:
         truncation=False,
         return_tensors="pt",
     )
-    mask = {"qwen3_asr": "input_features_mask", "voxtral": ""}.get(config.model_type, "feature_attention_mask")
-    masks = {mask: batch["attention_mask"]} if mask else {}
-    return {"input_features": batch["input_features"], **masks}
+    mask = "input_features_mask" if config.model_type == "qwen3_asr" else "feature_attention_mask"
+    return {"input_features": batch["input_features"], mask: batch["attention_mask"]}
 
 
 def _num_rows_heard(model: Any, inputs: dict[str, Tensor]) -> int:

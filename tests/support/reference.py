@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from clips import Clip
 from PIL import Image
-from plain_audio import Sound
-from plain_video import Clip, PlainVideoProcessor
-from processors import processor_of
+from processors import processor_of, videos_of
+from sounds import Sound
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer
 
 
@@ -30,7 +30,6 @@ class Reference:
         auto: Any = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
         self._model: Any = auto.from_pretrained(path, dtype=torch.float32).eval()
         self._processor = processor_of(path) if is_multimodal else None
-        self._path = path
         self.prompt: list[int] = []
 
     def takes(self, videos: Sequence[Clip], sounds: Sequence[Sound]) -> bool:
@@ -44,7 +43,7 @@ class Reference:
             lengths = {len(sound.samples()) for sound in sounds}
             return len(lengths) < 2 and not any(clip.fps for clip in videos)
         # and of these videos a rate cannot be asked for
-        if name in ("Gemma4Processor", "Gemma4UnifiedProcessor", "MiniCPMV4_6Processor"):
+        if name in ("Gemma4Processor", "Gemma4UnifiedProcessor"):
             return not any(clip.fps for clip in videos)
         return name != "Qwen3ASRProcessor" or len(sounds) < 2
 
@@ -74,16 +73,11 @@ class Reference:
             asked = {edges[name]: pixels for name, pixels in bounds.items()}
             media["size"] = {**dict(read.image_processor.size), **asked}
         if videos:
-            read.video_processor = PlainVideoProcessor(self._path, videos)
-            media["videos"] = [clip.frames()[0] for clip in videos]
-            if (fps := next((clip.fps for clip in videos if clip.fps), None)) is not None:
-                media["fps"] = fps
+            media |= videos_of(read, videos)
         if sounds:
             media["audio"] = [sound.samples() for sound in sounds]
         inputs = read(text=[prompt], **media, return_tensors="pt", add_special_tokens=False)
         inputs.pop("video_metadata", None)
-        if images:
-            inputs["pixel_values"] = inputs["pixel_values"].float()  # Llama 4's are bfloat16
         with torch.inference_mode():
             output = self._model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
         self.prompt = inputs["input_ids"][0].tolist()

@@ -98,21 +98,6 @@ TINY_AUDIO = {
         top={"audio_token_index": "<|AUDIO|>"},
         shown={"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"},
     ),
-    "voxtral": TinyAudio(
-        model_type="voxtral",
-        text={"model_type": "llama", "head_dim": 32},
-        audio={
-            "num_mel_bins": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 256,
-            "hidden_size": 64,
-            "max_source_positions": 200,
-            **_INIT,
-        },
-        top={"audio_token_id": "[AUDIO]"},
-        shown={"audio": "<|audio_bos|>[AUDIO]"},
-    ),
     "qwen3_asr": TinyAudio(
         model_type="qwen3_asr",
         text={"model_type": "qwen3", "head_dim": 32},

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 
 from epd_serve.demo import weights_dir
-from epd_serve.models.families.paligemma import PaliGemma
 
 _INIT = {"initializer_range": 0.2}
 _LAYERS = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, **_INIT}
@@ -22,8 +21,6 @@ _SIGLIP = {**_LAYERS, "model_type": "siglip_vision_model", "image_size": 56, "pa
 _PIXTRAL = {**_LAYERS, "model_type": "pixtral", "image_size": 140, "patch_size": 14}
 _SQUARE = {"height": 56, "width": 56}
 _GRID = [[56, 112], [112, 56], [112, 112]]
-_ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-_AROUND = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 
 #: Layers inside a window that is shorter than prompts and pictures, and of other frequencies than those of full
 #: attention.
@@ -48,14 +45,6 @@ QWEN3_5: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
-_MINICPM = {
-    "image_start_token": "<image>",
-    "image_end_token": "</image>",
-    "slice_start_token": "<slice>",
-    "slice_end_token": "</slice>",
-    "image_id_start_token": "<image_id>",
-    "image_id_end_token": "</image_id>",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +55,7 @@ class Tiny:
         text, vision, top: fields of the parts of its configuration; the id of ``image`` is put in.
         image: the token that stands for a picture. tokens: others that its pictures have.
         rows: the token of the rows of its feature, where it is another. shown: what a chat shows of a picture,
-            with tokens around that of the picture. chat_template: its own, in place of that of the others.
+            with tokens around that of the picture.
         video, audio: the tokens that stand for a video and a sound, where it takes them. videos: of its video
             processor's file.
         named: those that its processor asks the tokenizer for. processor: of processor_config.json.
@@ -82,37 +71,11 @@ class Tiny:
     processor: dict[str, Any]
     rows: str = ""
     shown: str = ""
-    chat_template: str = ""
     video: str = ""
     audio: str = ""
     videos: dict[str, Any] = field(default_factory=dict)
     tokens: list[str] = field(default_factory=list)
     named: dict[str, str] = field(default_factory=dict)
-
-
-def _idefics3(name: str, processor: str) -> Tiny:
-    return Tiny(
-        model_type=name,
-        text={"model_type": "llama"},
-        vision={**_LAYERS, "image_size": 56, "patch_size": 14},
-        top={"scale_factor": 2},
-        image="<image>",
-        image_field="image_token_id",
-        tokens=[*_AROUND, *_ROWS],
-        named={
-            "image_token": "<image>",
-            "fake_image_token": _AROUND[0],
-            "global_image_token": _AROUND[1],
-            "end_of_utterance_token": _AROUND[2],
-            "video_token": "<video>",
-        },
-        preprocessor={
-            "image_processor_type": f"{processor}ImageProcessor",
-            "size": {"longest_edge": 168},
-            "max_image_size": {"longest_edge": 56},
-        },
-        processor={"processor_class": f"{processor}Processor", "image_seq_len": 4},
-    )
 
 
 def _pixtral(name: str, merge: int, top: dict[str, Any]) -> Tiny:
@@ -355,36 +318,6 @@ TINY = {
         first_k_dense_replace=2,
         head_dim=32,
     ),
-    "aya_vision": Tiny(
-        model_type="aya_vision",
-        text={
-            "model_type": "cohere2",
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-            "num_hidden_layers": 6,
-            "logit_scale": 0.25,
-        },
-        vision=_SIGLIP,
-        top={"downsample_factor": 2},
-        image="<|IMG_PATCH|>",
-        shown="<image>",
-        image_field="image_token_index",
-        tokens=["<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL", "TILE_1", "TILE_2"],
-        preprocessor={
-            "image_processor_type": "GotOcr2ImageProcessor",
-            "size": _SQUARE,
-            "min_patches": 1,
-            "max_patches": 6,
-        },
-        processor={
-            "processor_class": "AyaVisionProcessor",
-            "patch_size": 14,
-            "img_size": 56,
-            "downsample_factor": 2,
-        },
-    ),
-    "idefics3": _idefics3("idefics3", "Idefics3"),
-    "smolvlm": _idefics3("smolvlm", "SmolVLM"),
 }
 
 _UNIFIED = TINY["gemma4"]
@@ -407,117 +340,8 @@ TINY["gemma4_unified"] = replace(
     processor={"processor_class": "Gemma4UnifiedProcessor"},
 )
 
-TINY["paligemma"] = Tiny(
-    model_type="paligemma",
-    text={
-        "model_type": "gemma2",
-        "head_dim": 32,
-        "query_pre_attn_scalar": 4,
-        "sliding_window": 24,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 20.0,
-        "tie_word_embeddings": False,
-    },
-    vision={**_SIGLIP, "vision_use_head": False},
-    top={"projection_dim": 128, "hidden_size": 128, "tie_word_embeddings": False},
-    image="<image>",
-    image_field="image_token_index",
-    tokens=["<bos>"],
-    chat_template=PaliGemma.chat_template,
-    preprocessor={"image_processor_type": "SiglipImageProcessor", "size": _SQUARE, "image_seq_length": 16},
-    processor={"processor_class": "PaliGemmaProcessor"},
-)
-
-TINY["minicpmv4_6"] = Tiny(
-    model_type="minicpmv4_6",
-    text={
-        "model_type": "qwen3_5_text",
-        **QWEN3_5,
-        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
-    },
-    vision={**_LAYERS, "image_size": 112, "patch_size": 14},
-    top={"insert_layer_id": 1, "video_token_id": "<|video_pad|>"},
-    image="<|image_pad|>",
-    image_field="image_token_id",
-    tokens=list(_MINICPM.values()),
-    named={"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", **_MINICPM},
-    video="<|video_pad|>",
-    videos={
-        "video_processor_type": "MiniCPMV4_6VideoProcessor",
-        "scale_resolution": 56,
-        "max_slice_nums": 4,
-        "max_num_frames": 3,
-        "patch_size": 14,
-    },
-    preprocessor={
-        "image_processor_type": "MiniCPMV4_6ImageProcessor",
-        "scale_resolution": 112,
-        "max_slice_nums": 4,
-        "patch_size": 14,
-    },
-    processor={"processor_class": "MiniCPMV4_6Processor"},
-)
-
-_LLAMA4 = ["<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>"]
-TINY["llama4"] = Tiny(
-    model_type="llama4",
-    text={
-        "intermediate_size_mlp": 192,
-        "head_dim": 32,
-        # chunks and steps of temperature that are shorter than prompts and pictures
-        "attention_chunk_size": 24,
-        "floor_scale": 9,
-        "attn_scale": 0.5,
-        "no_rope_layer_interval": 3,
-        "interleave_moe_layer_step": 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
-    vision={
-        **_LAYERS,
-        "hidden_act": "gelu",
-        "intermediate_size": 256,  # what the shuffle makes of four patches
-        "image_size": 56,
-        "patch_size": 14,
-        "projector_input_dim": 96,
-        "projector_output_dim": 96,
-        "vision_output_dim": 96,
-    },
-    top={"boi_token_index": "<|image_start|>", "eoi_token_index": "<|image_end|>"},
-    image="<|patch|>",
-    shown="<|image|>",
-    image_field="image_token_index",
-    tokens=_LLAMA4,
-    preprocessor={"image_processor_type": "Llama4ImageProcessor", "size": _SQUARE, "max_patches": 6},
-    processor={"processor_class": "Llama4Processor", "patch_size": 14, "pixel_shuffle_ratio": 0.5},
-)
-TINY["lfm2_vl"] = Tiny(
-    model_type="lfm2_vl",
-    text={
-        "model_type": "lfm2",
-        "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
-        "tie_word_embeddings": False,
-    },
-    vision={**_LAYERS, "model_type": "siglip2_vision_model", "patch_size": 14, "num_patches": 16}
-    | {"vision_use_head": False},
-    top={"downsample_factor": 2, "projector_hidden_size": 96, "tie_word_embeddings": False},
-    image="<image>",
-    image_field="image_token_id",
-    tokens=["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
-    + [f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)],
-    preprocessor={
-        "image_processor_type": "Lfm2VlImageProcessor",
-        "encoder_patch_size": 14,
-        "tile_size": 56,
-        "min_image_tokens": 2,
-        "max_image_tokens": 12,
-        "max_tiles": 6,
-    },
-    processor={"processor_class": "Lfm2VlProcessor"},
-)
-
 #: Their pictures are laid out as another family's, which is tried each time.
-LIKE_ANOTHER = ("pixtral", "llava_onevision", "smolvlm", "glm4v_moe", "glm46v", "aya_vision", "gemma4_moe")
+LIKE_ANOTHER = ("pixtral", "llava_onevision", "glm4v_moe", "glm46v", "gemma4_moe")
 
 
 def make_tiny_family(
@@ -526,9 +350,7 @@ def make_tiny_family(
     """Build a model in ``path``. ``text`` makes the fields of its text config, of a vocabulary's size."""
     tokenizer: Any = AutoTokenizer.from_pretrained(weights_dir(), extra_special_tokens=tiny.named)
     tokenizer.add_tokens([tiny.image, *filter(None, [tiny.rows]), *tiny.tokens], special_tokens=True)
-    if "<bos>" in tiny.tokens:
-        tokenizer.bos_token = "<bos>"
-    tokenizer.chat_template = tiny.chat_template or (
+    tokenizer.chat_template = (
         (weights_dir() / "chat_template.jinja")
         .read_text()
         .replace("<|vision_start|><|image_pad|><|vision_end|>", tiny.shown or tiny.image)

@@ -37,7 +37,7 @@ VIDEO_KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 AUDIO_KINDS = (*TINY_AUDIO, "gemma4", "gemma4_unified")
 OMNI_KINDS = tuple(kind for kind, tiny in TINY_AUDIO.items() if tiny.vision)
 _SLOW_OMNI = tuple(pytest.param(kind, marks=[pytest.mark.slow]) for kind in OMNI_KINDS)
-ALL_VIDEO_KINDS = (*VIDEO_KINDS, "gemma4", "gemma4_unified", "minicpmv4_6", *_SLOW_OMNI)
+ALL_VIDEO_KINDS = (*VIDEO_KINDS, "gemma4", "gemma4_unified", *_SLOW_OMNI)
 #: Those with recurrent states.
 STATE_KINDS = ("qwen3_5", "qwen3_5_moe")
 #: With those whose pictures are tiles or rows.
@@ -75,12 +75,6 @@ TEXT_KINDS: dict[str, dict[str, Any]] = {
     "gemma3_text": GEMMA3,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5_MOE,
-    "lfm2": {
-        "layer_types": ["conv", "full_attention", "conv", "full_attention", "conv"],
-        "conv_L_cache": 4,
-        "conv_bias": True,
-        "tie_word_embeddings": False,
-    },
 }
 _INIT = {"initializer_range": 0.2}
 #: transformers has these where a model's file has nothing; vLLM then leaves pixels as they are.

@@ -1,7 +1,6 @@
 """The two engines compute the same, of prompts in words and of pictures.
 
-Videos are held against transformers alone: vLLM reads and samples them by its own rules. So are pictures that are
-resized: in vLLM's environment torchvision does that, and rounds differently from Pillow.
+Videos are held against transformers alone: vLLM reads and samples them by its own rules.
 """
 
 from __future__ import annotations

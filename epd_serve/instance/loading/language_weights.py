@@ -252,15 +252,11 @@ def read_texts(path: Path, family: Family, eos_token_ids: frozenset[int] = froze
             "tokens; the model must have them all"
         )
     literals = MediaLiterals(tokenizer, family.config, family.tokens)
-    template = ChatTemplate(tokenizer, path, literals, family.chat_template)
-    if family.shown and isinstance(tokenizer.chat_template, str):
-        token = tokenizer.convert_ids_to_tokens(family.token_ids["image"])
-        tokenizer.chat_template = tokenizer.chat_template.replace(family.shown, token)
     return Texts(
         tokenizer=tokenizer,
         vocabulary=Vocabulary(tokenizer),
         grammars=Grammars(tokenizer, eos_token_ids),
         bounded=BoundedTokenizer(tokenizer),
-        template=template,
+        template=ChatTemplate(tokenizer, path, literals),
         literals=literals,
     )

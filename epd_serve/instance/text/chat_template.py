@@ -33,16 +33,12 @@ To call one, write its name and its arguments as JSON between these tags:
 class ChatTemplate:
     """Renders chats of one model. Safe for use from several threads."""
 
-    def __init__(self, tokenizer: Any, path: Path, literals: MediaLiterals, default: str = "") -> None:
-        """Raises ValueError for a template that is no Jinja, or shows no text of a chat.
-
-        Args:
-            default: the template of a checkpoint that has none.
-        """
+    def __init__(self, tokenizer: Any, path: Path, literals: MediaLiterals) -> None:
+        """Raises ValueError for a template that is no Jinja, or shows no text of a chat."""
         self._tokenizer = tokenizer
         self._literals = literals
         if not tokenizer.chat_template:
-            tokenizer.chat_template = _processor_chat_template(path) or default or None
+            tokenizer.chat_template = _processor_chat_template(path)
         if isinstance(tokenizer.chat_template, str):
             check_template(tokenizer.chat_template, path)
         shown, shown_of_parts = self._num_shown(as_parts=False), self._num_shown(as_parts=True)

@@ -165,11 +165,7 @@ class PromptProcessor:
         if self._family.both_ways_tokens:  # which is of what is seen, not heard
             heard = self._family.row_token_ids.get("audio")
             both_ways = tuple((s.start, s.end) for s in spans if ids[s.start] != heard)
-        salt = request.prompting.cache_salt
-        if both_ways and self._family.both_ways_prompts:
-            both_ways = ((0, len(ids)),)
-            salt += hash_blocks(ids, len(ids), spans)[0].hex()  # the KV of its beginning is of this prompt alone
-        block_hashes = hash_blocks(ids, self._block_size, spans, salt)
+        block_hashes = hash_blocks(ids, self._block_size, spans, request.prompting.cache_salt)
         if any(item.num_segments > 1 for item in request.items):
             spans = self._in_segments(spans, request.items)
         return Prompt(
@@ -317,14 +313,12 @@ class PromptProcessor:
         expanded: list[int] = []
         spans: list[MediaSpan] = []
         remaining = iter(items)
-        numbers = dict.fromkeys(placeholders, 0)
         for token in ids:
             if token not in placeholders:
                 expanded.append(token)
                 continue
             item = next(remaining)
-            layout = self._layouts.of(item, numbers[token])
-            numbers[token] += 1
+            layout = self._layouts.of(item)
             start = len(expanded)
             for begin, length, offset in layout.runs:
                 spans.append(MediaSpan(start + begin, length, item.mm_hash, offset))
@@ -396,16 +390,12 @@ class MediaLayouts:
             for seconds in TRIED_SECONDS:
                 self._check(sound(seconds, family.audio.rate))
 
-    def of(self, item: MediaRef, number: int = 0) -> Layout:
-        """The layout of an item with this number among those of its modality in a prompt.
+    def of(self, item: MediaRef) -> Layout:
+        """Return the layout of an item. Raises InvalidRequest for an item that the model cannot take."""
+        return self._of_facts(msgspec.structs.replace(item, mm_hash="", num_segments=1))
 
-        Raises InvalidRequest for an item that the model cannot take.
-        """
-        whole = msgspec.structs.replace(item, mm_hash="", num_segments=1)
-        return self._of_facts(whole, self._family.text_before.format(number))
-
-    def _new(self, item: MediaRef, before: str) -> Layout:
-        ids = self._read(before) if before else []
+    def _new(self, item: MediaRef) -> Layout:
+        ids: list[int] = []
         runs: list[tuple[int, int, int]] = []
         offset = 0
         for part in self._family.parts_of(item):
@@ -419,7 +409,7 @@ class MediaLayouts:
 
     def _check(self, item: MediaRef) -> None:
         token: str = self._tokenizer.convert_ids_to_tokens(self._family.row_token_ids[item.modality])
-        parts = [self._family.text_before.format(0), *self._family.parts_of(item)]
+        parts = self._family.parts_of(item)
         text = "".join(part if isinstance(part, str) else token * part for part in parts)
         before, _, after = (self._read(piece) for piece in ("a ", token, " b"))
         ids = self._read(f"a {text} b")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.errors import InvalidRequest
@@ -52,11 +52,10 @@ class Gemma4(Family):
     input_names = ("pixel_values", "image_position_ids")
     tokens = ("<|image>", "<image|>", "<|audio>", "<audio|>")
     both_ways_in_windows = True
-    merged: ClassVar[bool] = False  # its patches are as large as a token
     as_padding = ("image_token_id", "video_token_id", "audio_token_id")
 
     def __init__(self, config: Any, image_processor: Any) -> None:
-        from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+        from transformers.models.gemma4.image_processing_gemma4 import get_aspect_ratio_preserving_size
 
         super().__init__(config, image_processor)
         self._fit = get_aspect_ratio_preserving_size
@@ -66,10 +65,10 @@ class Gemma4(Family):
         if config.text_config.use_bidirectional_attention == "vision":
             self.both_ways_tokens = image_processor.max_soft_tokens
 
-    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
-        from epd_serve.models.video_processor import gemma4_video
+    def read_video(self, processor: Any) -> VideoProcessor:
+        from epd_serve.models.video_processor import FrameProcessor
 
-        return gemma4_video(settings, self._fit, merged=self.merged)
+        return FrameProcessor(processor)
 
     def video_parts(self, item: MediaRef) -> Sequence[int | str]:
         start, end, *_ = self.tokens
@@ -127,10 +126,10 @@ class Gemma4(Family):
         vision = self.config.vision_config
         longest = self.processor.max_soft_tokens
         if self.video is not None:
-            settings = self.video.settings
-            if settings.patch_size * settings.merge_size != vision.patch_size * self._kernel:
+            frames = self.video.processor
+            if frames.patch_size * frames.pooling_kernel_size != vision.patch_size * self._kernel:
                 raise ValueError("patch_size and pooling_kernel_size must be the same for pictures and videos")
-            longest = max(longest, settings.max_video_tokens)
+            longest = max(longest, frames.max_soft_tokens)
             self.both_ways_tokens = longest if self.both_ways_tokens else 0
         self.check_tower(longest)
         if self.config.text_config.use_bidirectional_attention == "all":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from epd_serve.models.audio_processor import AudioProcessor
@@ -34,12 +34,11 @@ class QwenOmni(QwenVL):
     usual_fps: ClassVar[float] = 2.0
     side: ClassVar[int] = 28  # of a token, in pixels
 
-    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
+    def read_video(self, processor: Any) -> VideoProcessor:
         """Whatever size the file says, transformers' processor asks for 128 to 768 tokens of two frames."""
-        from epd_serve.models.video_processor import qwen2_video
-
         size = {"shortest_edge": 128 * self.side**2, "longest_edge": 768 * self.side**2}
-        return qwen2_video({**settings, "size": size, "min_pixels": None, "max_pixels": None})
+        processor.size = type(processor.size)(**size)
+        return super().read_video(processor)
 
     @staticmethod
     def read_audio(extractor: Any, config: Any) -> AudioProcessor:

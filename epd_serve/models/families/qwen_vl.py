@@ -14,8 +14,6 @@ from epd_serve.protocol.wire import MediaRef
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from epd_serve.models.video_processor import VideoProcessor
-
 _TOWER = names(
     "depth hidden_size hidden_act num_heads in_channels patch_size spatial_merge_size temporal_patch_size",
     "rope_parameters",
@@ -46,11 +44,6 @@ class QwenVL(Family):
         super().__init__(config, image_processor)
         self._merge_area: int = image_processor.merge_size**2
         self._resize: Callable[..., tuple[int, int]] = sys.modules[type(image_processor).__module__].smart_resize
-
-    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
-        from epd_serve.models.video_processor import qwen2_video
-
-        return qwen2_video(settings)
 
     def grid(self, size: Size) -> tuple[int, int, int]:
         """Patches of an image: (frames, rows, columns), before merging."""
@@ -104,7 +97,7 @@ class QwenVL(Family):
                     f"vision_config.{ours} is {wanted}, but {theirs} of preprocessor_config.json is {found}; "
                     "they must be equal"
                 )
-            if self.video is not None and (of_videos := getattr(self.video.settings, theirs)) != found:
+            if self.video is not None and (of_videos := getattr(self.video.processor, theirs)) != found:
                 raise ValueError(f"{theirs} is {found} for pictures and {of_videos} for videos; it must be one")
         # the towers of Qwen2-VL call the width of what they hand out hidden_size
         name = "out_hidden_size" if hasattr(vision, "out_hidden_size") else "hidden_size"
@@ -157,11 +150,6 @@ class Qwen3VL(QwenVL):
     title = "Qwen3-VL"
     model_types = ("qwen3_vl", "qwen3_vl_moe")
     mixtures: ClassVar[tuple[str, ...]] = ("qwen3_vl_moe",)
-
-    def read_video(self, settings: Mapping[str, Any]) -> VideoProcessor:
-        from epd_serve.models.video_processor import qwen3_video
-
-        return qwen3_video(settings)
 
     def video_parts(self, item: MediaRef) -> Sequence[int | str]:
         processor = self._video_processor(item)
