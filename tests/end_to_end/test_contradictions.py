@@ -78,7 +78,9 @@ async def test_wrong_requests_of_many_connections_leave_others_alone() -> None:
             assert here.app.state.health.describe(name)["breaker"] == "closed"
         async with here.session.get(f"{here.url}/metrics") as response:
             metrics = (await response.text()).splitlines()
-        assert not any(float(line.split()[-1]) for line in metrics if line.startswith("epd_serve_request_retries_total"))
+        assert not any(
+            float(line.split()[-1]) for line in metrics if line.startswith("epd_serve_request_retries_total")
+        )
         await here.settle(60)
 
 
