@@ -61,6 +61,8 @@ def requirements(*extras: str) -> set[str]:
 
 #: Of extras that name other machines' packages; what imports them runs there.
 ELSEWHERE = {"ray", "torch_npu", "vllm", "vllm_ascend"}
+#: Libraries of the client table (benchmarks/clients.py), which skips those that are not installed.
+CLIENTS = {"agents", "instructor", "langchain_core", "langchain_openai", "litellm", "pydantic_ai", "smolagents"}
 #: Come with transformers, each version with its own.
 OF_TRANSFORMERS = {"huggingface_hub", "tokenizers"}
 DISTRIBUTIONS = {"PIL": "pillow", "ruamel": "ruamel.yaml", "opentelemetry": "opentelemetry-sdk"}
@@ -90,7 +92,7 @@ def test_the_extras_of_the_test_command_bring_all_that_tests_and_benchmarks_impo
     ours |= {path.parent.name for path in files}
     foreign = {name for path in files for name in imported(path)} - ours - {*sys.stdlib_module_names}
     brought = {canonicalize_name(name) for name in requirements("native", "dev")}
-    lacking = foreign - ELSEWHERE - OF_TRANSFORMERS
+    lacking = foreign - ELSEWHERE - CLIENTS - OF_TRANSFORMERS
     assert {name for name in lacking if canonicalize_name(DISTRIBUTIONS.get(name, name)) not in brought} == set()
 
 
