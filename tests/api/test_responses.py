@@ -123,8 +123,7 @@ async def test_items_of_an_answer_go_back_with_all_their_fields(client):
     result = {"type": "function_call_output", "call_id": items[1]["call_id"], "output": "3 m"}
     again = await client.responses.create(input=[turn, *items, result], **fields)
     assert again.usage.input_tokens > answer.usage.input_tokens + 20
-    with pytest.raises(openai.BadRequestError, match="phase"):
-        await client.responses.create(input=[turn, {**items[0], "phase": "commentary"}], **fields)
+    await client.responses.create(input=[turn, {**items[0], "phase": "commentary"}], **fields)
     await client.close()
 
 
@@ -167,7 +166,6 @@ async def test_a_required_tool_is_called(client, stream):
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"input": []}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0].name"),

@@ -112,7 +112,10 @@ async def test_the_command_says_its_steps_and_what_is_wrong(deployment: LocalDep
     )
     said, _ = await status.communicate()
     assert status.returncode == 0 and said.count(b" ready ") == 3, said.decode()
-    assert await apply(f"topology: 2E-P-D\n{PORTS}", "--dry-run") == (0, "start e1 (E)\n")
+    assert await apply(f"topology: 2E-P-D\n{PORTS}", "--dry-run") == (
+        0,
+        'option topology: "E-P-D" -> "2E-P-D"\nstart e1 (E)\n',
+    )
     assert set(deployment.instances) == {"e0", "p0", "d0"}
     code, said = await apply(f"topology: EP-D\n{PORTS}", "--topology-only")
     assert code == 0 and "step 1 of 2: switch e0 from E to EP\nstep 2 of 2: stop p0 (P)\n" in said

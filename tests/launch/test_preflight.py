@@ -164,7 +164,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "gateway.admin.port 8101 lies among the ports of the instances",
     ),
     "a value": ("instances: {threads: many}", nothing, "instances.threads: write a whole number, not 'many'"),
-    "a union": ("instances: {share: most}", nothing, "instances.share: write a number or auto, not 'most'"),
+    "a union": ("instances: {share: most}", nothing, "instances.share: write a number, not 'most'"),
     "a key": ("topologie: EPD", nothing, "unknown key; did you mean 'topology'?"),
 }
 

@@ -87,7 +87,7 @@ def test_ready_says_what_to_type_and_a_signal_stops_everything(fakes: Any, numbe
         assert "Stopping." in output
     assert fakes.alive == set()
     [run] = (fakes.folder / "logs").iterdir()
-    assert {file.name for file in run.iterdir()} == {f"{name}.log" for name in NAMES}, "logs alone stay"
+    assert {file.name for file in run.iterdir()} == {"run.json", *(f"{name}.log" for name in NAMES)}
 
 
 def test_it_runs_on_when_nobody_reads_its_news(fakes: Any) -> None:
