@@ -18,6 +18,7 @@ these alone, with narrow layers as many as Qwen2.5-VL-7B has.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import threading
 import time
@@ -26,7 +27,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from benchmarks.accelerator import empty_cache, never_waiting, num_launches
@@ -176,7 +176,7 @@ class _Model:
 
     def _decode(self, batch: int) -> dict[str, Any]:
         inputs = self._inputs(decodes=batch)
-        again = msgspec.structs.replace(inputs, decodes=msgspec.structs.replace(inputs.decodes, writes=[]))
+        again = dataclasses.replace(inputs, decodes=dataclasses.replace(inputs.decodes, writes=[]))
         kv_bytes = batch * self.context * self._kv[:, :, 0, 0].numel() * 2
         result: dict[str, Any] = {}
         for name, executor in (("graph", self._graphs), ("eager", self._eager)):

@@ -95,7 +95,7 @@ def _transport(device_name: str, way: str) -> CountingEmbedded | CountingMooncak
         transport = CountingMooncake(
             MooncakeOptions(
                 host="127.0.0.1",
-                protocol=capability.device_protocols[0],
+                protocol=(capability.device_protocols or ("tcp",))[0],
                 alignment_bytes=capability.alignment_bytes,
                 max_regions=capability.max_regions,
                 device=device.type,

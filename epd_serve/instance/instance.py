@@ -402,12 +402,15 @@ class Instance:
     async def _housekeep(self) -> None:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
-            self._end_if_hung()
-            if self.language is not None:
+            for chore in (self._end_if_hung, self._expire):
                 try:
-                    self.language.expire()
+                    chore()
                 except Exception:  # without housekeeping the instance would leak from now on
                     logger.exception("housekeeping failed")
+
+    def _expire(self) -> None:
+        if self.language is not None:
+            self.language.expire()
 
 
 async def _close(part: list[Any]) -> None:

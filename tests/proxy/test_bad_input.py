@@ -37,7 +37,6 @@ async def gateway(start):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),

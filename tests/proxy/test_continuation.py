@@ -136,7 +136,12 @@ async def test_several_choices_go_on_each_by_itself(start, kit):
     assert (status, end) == (200, b"data: [DONE]")
     numbers = [json.loads(line[6:])["token"] for line in events]
     assert {c: [n for n in numbers if n // 10 == c] for c in whole} == whole
-    assert json.loads(told[6:])["usage"] == {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
+    assert json.loads(told[6:])["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 7,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert died == [[11]]
     await gateway.settle()
     assert await counted(gateway) == (5, 7)
