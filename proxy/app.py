@@ -50,9 +50,8 @@ from proxy.http.local_guard import LocalGuard
 from proxy.media.fetch import MediaFetcher
 from proxy.media.loader import MediaLoader
 from proxy.media.probe import MediaProbe
-from proxy.observe.log_filters import Episodes
 from proxy.observe.metrics import GatewayMetrics
-from proxy.observe.observer import new_observer
+from proxy.observe.observer import Observer
 from proxy.settings import Current, GatewaySettings
 
 logger = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ def create_app(
     connect = connector(connections, vllm_targets(config) if engine == "vllm" else None, switch_dir)
     calls: dict[str, StageCalls] = {name: connect(name, url) for name, url in instances}
     fetcher = MediaFetcher(current)
-    observer = new_observer(config, metrics)
+    observer = Observer(config, metrics)
     served_requests = ServedRequests()
     if config.elastic.enabled:
         observer.subscribe(served_requests.put)
@@ -140,7 +139,6 @@ def create_app(
             finally:
                 polling.cancel()
                 await asyncio.gather(polling, return_exceptions=True)
-                observer.take_account()
                 await asyncio.to_thread(observer.close)
 
     app = FastAPI(title="epd-serve gateway", lifespan=lifespan, openapi_url=None)
@@ -153,7 +151,6 @@ def create_app(
         "poller": poller,
         "loader": loader,
         "observer": observer,
-        "episodes": Episodes(),
         "admission": admission,
         "settings": current,
     }
@@ -171,17 +168,7 @@ def create_app(
     app.include_router(openapi_router())
     app.include_router(home_router(table, admission.authenticator, dashboard=gateway.dashboard))
     if gateway.dashboard:
-        app.include_router(
-            dashboard_router(
-                table,
-                observer,
-                admission,
-                lambda: current.now.config.topology,
-                slo=config.slo,
-                is_local=settings.is_local,
-                engine=engine,
-            )
-        )
+        app.include_router(dashboard_router(table, observer, admission, current))
     install_cors(app, gateway.cors)
     app.add_middleware(LocalGuard, settings=current)
     install_error_handlers(app)

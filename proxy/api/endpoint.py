@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,6 @@ from epd_serve.protocol.openai.generation import GenerationRequest
 from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
-from epd_serve.telemetry.span import random_block
 from epd_serve.types import PLURALS
 from proxy.admission.control import AdmissionControl, Visit
 from proxy.api.translations import Translation
@@ -42,7 +42,6 @@ from proxy.http.client import (
     send_json,
 )
 from proxy.media.loader import MediaItem, MediaLoader
-from proxy.observe.log_filters import Episodes
 from proxy.observe.observer import Observer
 from proxy.observe.record import RequestRecord
 from proxy.settings import Current
@@ -74,7 +73,6 @@ class Endpoint:
     loader: MediaLoader
     admission: AdmissionControl
     observer: Observer
-    episodes: Episodes
     settings: Current
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,7 +105,7 @@ class Endpoint:
 
     async def _answer(self, exchange: Exchange) -> None:
         client, record = exchange.client, exchange.record
-        sink = EventSink(client, record, self.observer.first_token)
+        sink = EventSink(client, record)
         limit_s = self.settings.now.gateway.request_timeout_s
         late = f"the request took longer than {limit_s:g} s, this gateway's limit"
         status, failure = 200, None
@@ -120,9 +118,8 @@ class Endpoint:
             status, exchange.answered = CLIENT_LEFT, True
         except ServeError as error:
             status, failure = BROKEN_OFF if sink.started else error.status, error
-            is_told = isinstance(error, Unavailable) and not self.episodes.is_new(error.message)
-            if error.status >= 500 and not is_told:
-                logger.warning("request %s: %s", record.request_id, error.message)
+            if error.status >= 500:  # the text is the key of the log's filter
+                logger.warning(error.message.replace("%", "%%") + " (request %s)", record.request_id)
             was_answered, exchange.answered = exchange.answered, True
             if was_answered or sink.ended:  # by now an error would be read as the next answer
                 raise ResponseAborted(error.message) from error
@@ -250,19 +247,19 @@ class GenerationEndpoint(Endpoint):
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
     ) -> list[Job]:
         """One job for each of the request's prompts."""
-        answer_id = random_block().hex()
+        answer_id = os.urandom(16).hex()
         output = request.output(id=answer_id, created=int(time.time()), model=model)
         chat = request.chat()
         prompts: Sequence[str | list[int] | None] = request.prompts() if chat is None else [None]
         return [
             Job(
-                id=answer_id if index == 0 else random_block().hex(),
+                id=answer_id if index == 0 else os.urandom(16).hex(),
                 trace_id=exchange.record.request_id,
                 record=exchange.record,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
                 sampling=replace(
-                    request.sampling(int.from_bytes(random_block()[:8]) >> 1),
+                    request.sampling(int.from_bytes(os.urandom(8)) >> 1),
                     key=exchange.visit.client.id,
                     group=answer_id if len(prompts) > 1 else "",
                 ),

@@ -70,7 +70,8 @@ def new_server(app: FastAPI, host: str, port: int, *, grace_s: float = 30.0) -> 
     if _is_news not in logger.filters:
         logger.addFilter(_is_news)
         logger.addFilter(Sparing())
-        logging.getLogger("proxy.media.fetch").addFilter(Sparing())
+        for name in ("proxy.media.fetch", "proxy.api.endpoint"):
+            logging.getLogger(name).addFilter(Sparing())
     return server
 
 
