@@ -27,7 +27,7 @@ _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 
 
 class InstanceMetrics:
-    """Names start with ``epd_serve_instance_``, but for :class:`VllmGauges`. It subscribes to the instance's spans.
+    """Names start with ``epd_serve_instance_``, but for :class:`VllmGauges`. Subscribes to the instance's spans.
 
     The overlap ratio of a transfer is the share of its time in which the request did not wait for it: for KV, the
     part before its prompt was computed; for a feature, the part before the engine could have computed with it.

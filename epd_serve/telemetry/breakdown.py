@@ -102,7 +102,7 @@ def read_traces(directory: Path) -> Trace:
 
 
 def summary(requests: Sequence[RequestTimes]) -> dict[str, Any]:
-    """Return times in milliseconds: of each stage, their sum, the gateway before them, calls and answer, and all."""
+    """Return times in milliseconds: of each stage, their sum, the gateway before them, calls and answer, all."""
     rows = {stage: [request.stages[stage] for request in requests] for stage in STAGES}
     rows["stages"] = [request.total_s for request in requests]
     times = [(r.received_s, r.served_s) for r in requests if r.received_s is not None and r.served_s is not None]

@@ -1,4 +1,4 @@
-"""Spans: the work of a process with its times. Stages write each once; metrics, traces and OpenTelemetry subscribe.
+"""Spans: the work of a process with its times. Stages write each once; metrics and traces subscribe.
 
 :class:`TraceContext` is a request's place in a trace by W3C Trace Context (https://www.w3.org/TR/trace-context/).
 
@@ -32,7 +32,6 @@ import os
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf

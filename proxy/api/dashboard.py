@@ -36,7 +36,7 @@ _PAGE = Path(__file__).with_name("dashboard.html")
 
 @cache
 def page() -> tuple[str, str]:
-    """Return the page and its Content-Security-Policy: its own script and style by their hashes, no other origin."""
+    """Return the page and its Content-Security-Policy: its own script and style by hash, no other origin."""
     text = _PAGE.read_text(encoding="utf-8")
     inline = dict(re.findall(r"<(script|style)>(.*?)</\1>", text, re.DOTALL))
     hashes = {kind: base64.b64encode(sha256(code.encode()).digest()).decode() for kind, code in inline.items()}
@@ -120,8 +120,7 @@ def snapshot(
 def _instance(record: InstanceRecord) -> dict[str, Any]:
     info, load = record.info, record.load
     usage = None if info is None else info.usage
-    stages = [] if usage is None else list(usage.busy_s)
-    busy = {stage: _spent(record, lambda one, stage=stage: one.busy_s.get(stage, 0.0)) for stage in stages}
+    busy = {} if usage is None else {stage: _spent(record, _busy_of(stage)) for stage in usage.busy_s}
     state = "lost" if not record.ready else "held" if not record.accepting else "ready"
     return {
         "name": record.name,
@@ -151,6 +150,10 @@ def _spent(record: InstanceRecord, seconds: Callable[[Usage], float]) -> float |
     if now is None or before is None or now.at_s <= before.at_s:
         return None
     return max(0.0, seconds(now) - seconds(before)) / (now.at_s - before.at_s)
+
+
+def _busy_of(stage: str) -> Callable[[Usage], float]:
+    return lambda usage: usage.busy_s.get(stage, 0.0)
 
 
 def _request(record: RequestRecord) -> dict[str, Any]:

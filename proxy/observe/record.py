@@ -150,8 +150,10 @@ class RequestRecord(msgspec.Struct, eq=False):
             self.pace.mark()
 
     def streamed_all(self, count: Callable[[], int] | None) -> None:
-        """Note the end of a streamed answer. ``count`` returns its tokens; None where they were not counted. Several
-        prompts add up."""
+        """Note the end of a streamed answer. ``count`` returns its tokens; None where they were not counted.
+
+        Several prompts add up.
+        """
         self._streams.append((self._before_last, self._last, count))
         self._before_last = self._last = b""
 
