@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
 from statistics import quantiles
@@ -16,8 +15,8 @@ from proxy.observe.record import ENCODE, QUEUE, TRANSFER, RequestRecord
 #: The time ranges of the page in seconds, and the width of a slot of each.
 RANGES_S = {60: 1, 300: 5, 1800: 30}
 NUM_SLOTS = 60
-#: Times kept of one slot: enough for its percentiles.
-_MAX_SAMPLES = 256
+#: Times kept of one second, and used for one percentile.
+_MAX_SAMPLES, _MAX_SORTED = 64, 2000
 
 
 @dataclass(slots=True)
@@ -35,6 +34,13 @@ class Slot:
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
 
+    def merge(self, other: Slot) -> None:
+        """Add the counts and times of another slot."""
+        for name in ("counts", "reasons", "sources", "flows", "stages"):
+            getattr(self, name).update(getattr(other, name))
+        self.ttft_s += other.ttft_s
+        self.tpot_s += other.tpot_s
+
 
 class Figures:
     """Slots of finished requests; ``requests`` are the last of them."""
@@ -45,39 +51,48 @@ class Figures:
         self._slots = {width: deque[Slot](maxlen=NUM_SLOTS + 1) for width in RANGES_S.values()}
 
     def put(self, record: RequestRecord) -> None:
-        """Count a finished request in one slot of each width."""
+        """Count a finished request; a second enters the wider slots when the next one begins."""
         assert record.end_s is not None
         self.requests.appendleft(record)
-        failed, measured = record.status >= 500, record.ttft_s is not None
-        times_ms = 1e3 * (record.ttft_s or 0.0), 1e3 * (record.tpot_s or 0.0)
-        met = not failed and all(ms <= limit for ms, limit in zip(times_ms, self._limits_ms, strict=True))
-        flows = list(_flows(record))
-        stages = [str(span.attributes["instance"]) for span in record.spans if span.name not in (QUEUE, TRANSFER)]
-        sources = [str(span.attributes["feature"]) for span in record.spans if "feature" in span.attributes]
-        for width, slots in self._slots.items():
-            number = int(record.end_s) // width
-            if not slots or slots[-1].number != number:
-                slots.append(Slot(number))
-            slot = slots[-1]
-            counts = slot.counts
-            counts["requests"] += 1
-            counts["failed"] += failed
-            counts["tokens"] += record.output_tokens or 0
-            if failed or measured:
-                counts["measured"] += 1
-                counts["met"] += met
-            if record.status != 200:
-                slot.reasons[f"{record.status} {record.error}".strip()] += 1
-            slot.sources.update(sources)
-            slot.flows.update(flows)
-            slot.stages.update(stages)
-            for times, seconds in ((slot.ttft_s, record.ttft_s), (slot.tpot_s, record.tpot_s)):
-                if seconds is None:
-                    continue
-                if len(times) < _MAX_SAMPLES:
-                    times.append(seconds)
-                elif (place := int(random.random() * counts["requests"])) < _MAX_SAMPLES:
-                    times[place] = seconds
+        second, seconds = int(record.end_s), self._slots[1]
+        if not seconds or seconds[-1].number != second:
+            for width, slots in self._slots.items():
+                if width > 1 and seconds:
+                    number = seconds[-1].number // width
+                    if not slots or slots[-1].number != number:
+                        slots.append(Slot(number))
+                    slots[-1].merge(seconds[-1])
+            seconds.append(Slot(second))
+        slot = seconds[-1]
+        counts, failed = slot.counts, record.status >= 500
+        counts["requests"] += 1
+        counts["failed"] += failed
+        counts["tokens"] += record.output_tokens or 0
+        if failed or record.ttft_s is not None:
+            times_ms = 1e3 * (record.ttft_s or 0.0), 1e3 * (record.tpot_s or 0.0)
+            counts["measured"] += 1
+            counts["met"] += not failed and times_ms[0] <= self._limits_ms[0] and times_ms[1] <= self._limits_ms[1]
+        if record.status != 200:
+            slot.reasons[f"{record.status} {record.error}".strip()] += 1
+        for times, time_s in ((slot.ttft_s, record.ttft_s), (slot.tpot_s, record.tpot_s)):
+            if time_s is None:
+                continue
+            if len(times) < _MAX_SAMPLES:
+                times.append(time_s)
+            elif (place := int(random.random() * counts["requests"])) < _MAX_SAMPLES:
+                times[place] = time_s
+        prefill = record.prefill or ""
+        for span in record.spans:
+            if span.name == QUEUE:
+                continue
+            about, instance = span.attributes, str(span.attributes["instance"])
+            if "feature" in about:
+                slot.sources[str(about["feature"])] += 1
+            if span.name != TRANSFER:
+                slot.stages[instance] += 1
+            if span.name in (ENCODE, TRANSFER) and instance != prefill and "failed" not in about:
+                flow = ("kv", prefill, instance) if span.name == TRANSFER else ("features", instance, prefill)
+                slot.flows[flow] += 1
 
     def series(self, width: int, now_s: float) -> dict[str, list[float | None]]:
         """Return rates and medians in ms of the last :data:`NUM_SLOTS` complete slots, oldest first."""
@@ -95,12 +110,12 @@ class Figures:
     def window(self, width: int, now_s: float, span_s: int) -> dict[str, Any]:
         """Return rates, percentiles and sums of the last ``span_s`` seconds."""
         total = Slot(0)
-        for one in self._slots[width]:
-            if now_s - span_s < (one.number + 1) * width:
-                for name in ("counts", "reasons", "sources", "flows", "stages"):
-                    getattr(total, name).update(getattr(one, name))
-                total.ttft_s += one.ttft_s
-                total.tpot_s += one.tpot_s
+        slots = [((one.number + 1) * width, one) for one in self._slots[width]]
+        if width > 1:  # the current second is in no wider slot yet
+            slots += [(one.number + 1, one) for one in list(self._slots[1])[-1:]]
+        for end_s, one in slots:
+            if now_s - span_s < end_s:
+                total.merge(one)
         return {
             "span_s": span_s,
             "requests_per_s": total.counts["requests"] / span_s,
@@ -120,16 +135,6 @@ class Figures:
         }
 
 
-def _flows(record: RequestRecord) -> Iterable[tuple[str, str, str]]:
-    """Yield what was sent between instances: features from E to P, KV from P to D."""
-    prefill = record.prefill or ""
-    for span in record.spans:
-        if span.name in (ENCODE, TRANSFER) and "failed" not in span.attributes:
-            instance = str(span.attributes["instance"])
-            if instance != prefill:
-                yield ("kv", prefill, instance) if span.name == TRANSFER else ("features", instance, prefill)
-
-
 def _attainment(slot: Slot) -> float | None:
     measured = slot.counts["measured"]
     return slot.counts["met"] / measured if measured else None
@@ -139,5 +144,6 @@ def _percentile(values: list[float], percent: int) -> float | None:
     """Return a percentile in milliseconds."""
     if not values:
         return None
+    values = values if len(values) <= _MAX_SORTED else random.sample(values, _MAX_SORTED)
     value = values[0] if len(values) == 1 else quantiles(values, n=100, method="inclusive")[percent - 1]
     return round(1e3 * value, 3)

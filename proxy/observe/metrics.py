@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -52,13 +53,13 @@ class GatewayMetrics:
             "Finished generations by reason; abort: the client left; error: an error was returned",
             "finished_reason",
         )
-        self._ttft = histogram(
+        ttft = histogram(
             "time_to_first_token_seconds", "From arrival to the first token of a streamed answer", _SECONDS, *kind
         )
-        self._e2e = histogram(
+        e2e = histogram(
             "e2e_request_latency_seconds", "From arrival to the end of a complete answer", _SECONDS, *kind
         )
-        self._tpot = histogram(
+        tpot = histogram(
             "request_time_per_output_token_seconds",
             "Mean time of a streamed answer's tokens after the first",
             _TOKEN_SECONDS,
@@ -69,7 +70,7 @@ class GatewayMetrics:
             "Between the arrivals of streamed tokens at the gateway, of one answer in 32",
             _TOKEN_SECONDS,
         )
-        self._stages = histogram(
+        stages = histogram(
             "stage_seconds",
             "From a stage's call to its answer, waiting at the instance included; queue: before the first call",
             _SECONDS,
@@ -111,26 +112,28 @@ class GatewayMetrics:
             "instance_requests", "Sequences at an instance, from all gateways", "instance", "state"
         )
         self._vllm = VllmGauges(registry)
+        #: Children by labels, which cost more to look up than to count.
+        self._times = cache(lambda *kind: (ttft.labels(*kind), e2e.labels(*kind), tpot.labels(*kind)))
         for reason in ("stop", "length", "tool_calls", "abort", "error"):
             self._success.labels(reason)
-        for stage in STAGES:
-            self._stages.labels(stage)
+        self._by_stage = {stage: stages.labels(stage) for stage in STAGES}
         for source in SOURCES:
             self._features.labels(source)
 
     def put(self, record: RequestRecord) -> None:
         """Count a finished request."""
-        status, kind = record.status, (record.endpoint, record.modality)
+        status = record.status
+        ttft, e2e, tpot = self._times(record.endpoint, record.modality)
         self._requests.labels(record.endpoint, str(status), record.modality).inc()
         if status == 200:
-            self._e2e.labels(*kind).observe(record.duration_s)
+            e2e.observe(record.duration_s)
         reason = "abort" if status == _CLIENT_LEFT else "error" if status >= 500 else record.finish_reason
         if reason:
             self._success.labels(reason).inc()
         if record.ttft_s is not None:
-            self._ttft.labels(*kind).observe(record.ttft_s)
+            ttft.observe(record.ttft_s)
         if record.tpot_s is not None:
-            self._tpot.labels(*kind).observe(record.tpot_s)
+            tpot.observe(record.tpot_s)
         if record.prompt_tokens is not None:
             self._prompt_tokens.inc(record.prompt_tokens)
             self._request_prompt_tokens.observe(record.prompt_tokens)
@@ -138,7 +141,7 @@ class GatewayMetrics:
             self._generation_tokens.inc(record.output_tokens)
             self._request_generation_tokens.observe(record.output_tokens)
         for span in record.spans:
-            self._stages.labels(span.name).observe(span.end_s - span.start_s)
+            self._by_stage[span.name].observe(span.end_s - span.start_s)
             if source := str(span.attributes.get("feature", "")):
                 self._features.labels(source).inc()
                 self._mm_queries.inc()
