@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions`` and ``/v1/completions`` as pure ASGI: read, check, run, answer."""
+"""Endpoints that take a body, as pure ASGI: read, check, run, answer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from starlette.types import Receive, Scope, Send
 
 from epd_serve.errors import InvalidRequest, ModelNotFound, ServeError, StageTimeout, Unavailable
 from epd_serve.protocol.instance_state import InstanceInfo
-from epd_serve.protocol.openai.generation import GenerationRequest
+from epd_serve.protocol.openai.generation import GenerationRequest, Translation
 from epd_serve.protocol.openai.messages import MediaSource
 from epd_serve.protocol.wire import REQUEST_ID_HEADER
 from epd_serve.routing.table import InstanceTable
 from epd_serve.types import PLURALS
 from proxy.admission.control import AdmissionControl, Visit
-from proxy.api.translations import Translation
 from proxy.dispatch.dispatcher import Dispatcher
 from proxy.dispatch.forwarding import EventSink
 from proxy.dispatch.interruption import Interruption
@@ -199,12 +198,10 @@ def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
 
 @dataclass(kw_only=True, eq=False)
 class GenerationEndpoint(Endpoint):
-    """An endpoint whose answer is generated. Where its API is not that of the instances, its requests are chats
-    for them, and ``translation`` makes its answers."""
+    """An endpoint whose answer is generated."""
 
     parse: Callable[[bytes | bytearray], GenerationRequest]
     dispatcher: Dispatcher
-    translation: Callable[[GenerationRequest, Job], Translation] | None = None
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         request = await parse_body(self.parse, body)
@@ -220,10 +217,11 @@ class GenerationEndpoint(Endpoint):
         await exchange.admit()
         jobs = self._jobs(exchange, request, model, items)
         exchange.record.streamed = bool(request.stream)
-        translation = None if self.translation is None else self.translation(request, jobs[0])
+        output = jobs[0].output
+        translation = request.translation(id=jobs[0].id, created=output.created, model=model)
         if request.stream:
             if translation is not None:
-                sink.outlet = translation.over(exchange.client)
+                sink.outlet = TranslatedOutlet(exchange.client, translation)
             if len(jobs) == 1:
                 await self.dispatcher.stream(jobs[0], sink)
             else:
@@ -237,9 +235,9 @@ class GenerationEndpoint(Endpoint):
             else:
                 answer = await whole_several(self.dispatcher, jobs)
             exchange.record.answered(answer)
-            content_type = JSON
+            content_type = JSON if translation is None else translation.content_type
             if translation is not None:
-                answer, content_type = translation.whole(answer), translation.content_type
+                answer = translation.whole(answer)
             exchange.answered = True
             await send_json(exchange.client, 200, answer, exchange.record, content_type=content_type)
 
@@ -271,6 +269,20 @@ class GenerationEndpoint(Endpoint):
             )
             for index, prompt in enumerate(prompts)
         ]
+
+
+class TranslatedOutlet:
+    """Translates whole events of a chat on their way to the client."""
+
+    def __init__(self, client: Client, translation: Translation) -> None:
+        self.start, self.drain = client.start, client.drain
+        self._client = client
+        self._translation = translation
+
+    def write(self, data: bytes | memoryview, *, last: bool = False) -> bool:
+        events = [event.removeprefix(b"data: ") for event in bytes(data).split(b"\n\n") if event]
+        body = b"".join(map(self._translation.events, events))
+        return self._client.write(body, last=last) if body or last else True
 
 
 class Exchange(msgspec.Struct, eq=False):

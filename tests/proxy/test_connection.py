@@ -133,6 +133,15 @@ async def test_heads_and_bodies_may_come_in_pieces(start, kit, connect):
         assert (await peer.ask(*pieces))[::2] == (200, kit.WHOLE)
 
 
+async def test_an_offer_of_http2_is_ignored(start, kit, connect):
+    """Java's client offers it with its first request, whose body follows."""
+    gateway = await start("pd0:PD")
+    offer = "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA"
+    peer = await connect(gateway)
+    for _ in range(2):
+        assert (await peer.ask(post(BODY, *offer)))[::2] == (200, kit.WHOLE)
+
+
 async def test_requests_sent_ahead_are_answered_in_order(start, kit, connect):
     gateway = await start("pd0:PD")
     peer = await connect(gateway)
