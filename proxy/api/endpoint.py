@@ -51,20 +51,20 @@ T = TypeVar("T")
 
 _REQUEST_ID = REQUEST_ID_HEADER.encode()
 _TRACE_ID = re.compile(r"[\x21-\x7e]{1,256}")
-#: Statuses of our own, for metrics only.
+#: Statuses of the gateway's own, for metrics only.
 CLIENT_LEFT = 499
 BROKEN_OFF = 599
 #: Longest time for a body to arrive.
 BODY_S = 120.0
-#: Larger bodies are parsed in a thread: the event loop would stand still for milliseconds.
+#: Larger bodies are parsed in a thread, which would block the event loop for milliseconds.
 _INLINE_BYTES = 256 * 1024
-#: How long a client may take to receive why its stream breaks off.
+#: Time for a client to receive the error that breaks off its stream.
 _LAST_WORDS_S = 1.0
 
 
 @dataclass(kw_only=True, eq=False)
 class Endpoint:
-    """Reads and checks a request and bounds its time; :meth:`_generate` answers it."""
+    """Reads a request and bounds its time; :meth:`_generate` checks and answers it."""
 
     kind: str
     table: InstanceTable
@@ -75,19 +75,12 @@ class Endpoint:
     settings: Current
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As an ASGI application."""
-        client = Client(scope, receive, send)
-        try:
-            await self._serve(client)
-        finally:
-            client.close()
+        """Answer one request, as an ASGI application.
 
-    async def _serve(self, client: Client) -> None:
-        """Answer one request.
-
-        Raises ResponseAborted for a stream that broke off, so that the connection is closed, and whatever is a
-        fault of the gateway's own.
+        Raises ResponseAborted for a stream that broke off, so that the connection is closed, and any fault of the
+        gateway's own.
         """
+        client = Client(scope, receive, send)
         record = self.observer.begin(self.kind, client.headers)
         try:
             visit = self.admission.enter(client.headers.get(b"authorization"))
@@ -96,20 +89,24 @@ class Endpoint:
             self.observer.finish(record, error.status, error)
             return
         record.key = visit.client.name
-        exchange = Exchange(client, record, visit)
         try:
-            await self._answer(exchange)
+            await self._answer(Exchange(client, record, visit))
         finally:
             visit.leave()
+            client.close()
 
     async def _answer(self, exchange: Exchange) -> None:
-        client, record = exchange.client, exchange.record
-        sink = EventSink(client, record)
-        limit_s = self.settings.now.gateway.request_timeout_s
+        client, record, gateway = exchange.client, exchange.record, self.settings.now.gateway
+        request_id = client.headers.get(_REQUEST_ID, b"").decode("latin-1")
+        if _TRACE_ID.fullmatch(request_id):  # any other is replaced by ours
+            record.request_id = request_id
+        sink, status, failure = EventSink(client, record), 200, None
+        limit_s = gateway.request_timeout_s
         late = f"the request took longer than {limit_s:g} s, this gateway's limit"
-        status, failure = 200, None
+        late_body = f"the body did not arrive within {BODY_S:g} s; send it faster"
         try:
-            body = await self._receive(exchange)
+            with Interruption(client.loop, BODY_S, partial(TooSlow, late_body)):
+                body = await client.body(gateway.max_body_bytes)
             with Interruption(client.loop, limit_s, partial(StageTimeout, late)) as exchange.running:
                 client.on_left = exchange.on_left
                 await self._generate(exchange, body, sink)
@@ -129,24 +126,13 @@ class Endpoint:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await sink.fail(error)
             raise ResponseAborted(error.message) from error
-        except Exception:
-            # A fault of the gateway's own, counted as one: who serves the connection answers it or breaks it off.
+        except Exception:  # a fault of the gateway: the server answers it or breaks off
             status = BROKEN_OFF if sink.started else 500
             exchange.answered = True
             raise
         finally:
             if exchange.answered:
                 self.observer.finish(record, status, failure)
-
-    async def _receive(self, exchange: Exchange) -> bytearray:
-        """The body. Raises ServeError, or ClientLeft where it ends early."""
-        trace_id = exchange.client.headers.get(_REQUEST_ID, b"").decode("latin-1")
-        if _TRACE_ID.fullmatch(trace_id):  # any other is replaced by one of ours
-            exchange.record.request_id = trace_id
-        client, max_bytes = exchange.client, self.settings.now.gateway.max_body_bytes
-        late = f"the body did not arrive within {BODY_S:g} s; send it faster"
-        with Interruption(client.loop, BODY_S, partial(TooSlow, late)):
-            return await client.body(max_bytes)
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         """Answer a request, through ``sink`` or in one piece. Raises ServeError, even after the first byte."""
@@ -175,14 +161,14 @@ class Endpoint:
 
 
 async def parse_body(parse: Callable[[bytes | bytearray], T], body: bytearray) -> T:
-    """Return what ``parse`` makes of a body, and empty it."""
+    """Parse a body, and empty it."""
     parsed = parse(body) if len(body) <= _INLINE_BYTES else await asyncio.to_thread(parse, body)
     body.clear()
     return parsed
 
 
 def _not_taken(info: InstanceInfo, source: MediaSource) -> InvalidRequest:
-    """Say what a model takes in place of an item."""
+    """Return the error for an item that the model does not take."""
     if not info.modalities:
         return InvalidRequest(
             f"the model {info.model!r} takes text alone; leave out the {PLURALS[source.modality]}",
@@ -244,7 +230,7 @@ class GenerationEndpoint(Endpoint):
     def _jobs(
         self, exchange: Exchange, request: GenerationRequest, model: str, items: list[MediaItem]
     ) -> list[Job]:
-        """One job for each of the request's prompts."""
+        """Return a job for each of the request's prompts."""
         answer_id = os.urandom(16).hex()
         output = request.output(id=answer_id, created=int(time.time()), model=model)
         chat = request.chat()
@@ -289,10 +275,8 @@ class Exchange(msgspec.Struct, eq=False):
     """One request and its answer.
 
     Attributes:
-        record: what is noted of it.
-        visit: its place in the queue.
-        answered: the last word is on its way; a client that leaves from now on has left nothing.
-        running: ends the answer.
+        answered: the end of the answer is on its way; a client that leaves now misses nothing.
+        running: interrupts the answer.
     """
 
     client: Client
@@ -302,12 +286,12 @@ class Exchange(msgspec.Struct, eq=False):
     running: Interruption | None = None
 
     async def admit(self) -> None:
-        """Return when the request may run. Raises Overloaded where its turn does not come in time."""
+        """Wait until the request may run. Raises Overloaded where its turn does not come in time."""
         since_s = time.monotonic()
         if await self.visit.admit():
             self.record.queued(since_s)
 
     def on_left(self) -> None:
-        """The client is gone."""
+        """Interrupt the answer: the client is gone."""
         if not self.answered and self.running is not None:
             self.running.fire(ClientLeft())

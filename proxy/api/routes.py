@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, cast
 
-from fastapi import FastAPI, Header, Request, Security
+from fastapi import FastAPI, Header, Request, Response, Security
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel
@@ -45,21 +45,24 @@ _ROUTES: dict[str, tuple[type[BaseModel], type[BaseModel], str]] = {
 
 def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the documentation of error answers; without statuses: of all."""
-    error = {"model": answers.ErrorAnswer}
-    known = {status: {**error, "description": _ERRORS[status]} for status in statuses or _ERRORS}
-    return {**known, "default": {**error, "description": "An error."}}
+    error: dict[str, Any] = {"model": answers.ErrorAnswer}
+    known: dict[int | str, dict[str, Any]] = {"default": {**error, "description": "An error."}}
+    for status in statuses or _ERRORS:
+        known[status] = {**error, "description": _ERRORS[status]}
+    return known
 
 
-class BodyRoute(APIRoute):
-    """Calls its endpoint as an ASGI application; the endpoint's signature is documentation alone."""
+def _route_to(endpoint: ASGIApp) -> type[APIRoute]:
+    """Return a class of routes to an ASGI application; the signature of their endpoint is documentation alone."""
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Any]]:
-        endpoint = self.endpoint.application
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            async def handle(_: Request) -> Response:
+                return cast(Response, endpoint)  # called as a response is
 
-        async def handle(_: Request) -> ASGIApp:
-            return endpoint  # type: ignore[no-any-return]
+            return handle
 
-        return handle
+    return BodyRoute
 
 
 def add_body_route(app: FastAPI, path: str, endpoint: ASGIApp) -> None:
@@ -75,7 +78,6 @@ def add_body_route(app: FastAPI, path: str, endpoint: ASGIApp) -> None:
         del documented.__annotations__["body"]
         form = {"multipart/form-data": {"schema": body.model_json_schema()}}
         extra["requestBody"] = {"required": True, "content": form}
-    documented.application = endpoint  # type: ignore[attr-defined]
     whole: dict[str, Any] = {"model": answer, "description": "The answer"}
     if "stream" in body.model_fields and answer is not answers.InputTokens:
         events = {"type": "string", "description": "Server-sent events, with stream: true."}
@@ -84,7 +86,7 @@ def add_body_route(app: FastAPI, path: str, endpoint: ASGIApp) -> None:
         path,
         documented,
         methods=["POST"],
-        route_class_override=BodyRoute,
+        route_class_override=_route_to(endpoint),
         response_model=None,
         responses={200: whole, **error_answers()},
         dependencies=[Security(bearer)],

@@ -217,15 +217,15 @@ class GenerationRequest(CommonRequest, ChatNoEffect):
 
     def output(self, *, id: str, created: int, model: str) -> OutputOptions:
         """The shape of the answer; ``created`` is in seconds since the epoch."""
-        options = (self.stream_options if self.stream else None) or StreamOptions()
+        options = self.stream_options if self.stream else None
         return OutputOptions(
             kind=self.kind,
             id=f"{self.id_prefix}-{id}",
             created=created,
             model=model,
             stream=bool(self.stream),
-            include_usage=bool(options.include_usage),
-            continuous_usage=bool(options.continuous_usage_stats),
+            include_usage=options is not None and options.include_usage is True,
+            continuous_usage=options is not None and options.continuous_usage_stats is True,
         )
 
     def translation(self, *, id: str, created: int, model: str) -> Translation | None:

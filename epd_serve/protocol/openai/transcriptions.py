@@ -72,7 +72,8 @@ class Transcript:
     def __init__(self, *, is_text: bool) -> None:
         self._is_text = is_text
         self.content_type = b"text/plain; charset=utf-8" if is_text else b"application/json"
-        self._text, self._usage = "", {}
+        self._text = ""
+        self._usage: dict[str, Any] = {}
 
     def whole(self, answer: bytes) -> bytes:
         """Return the answer to a chat.completion."""
