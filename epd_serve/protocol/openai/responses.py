@@ -136,16 +136,12 @@ class ResponsesRequest(CommonRequest, ResponsesNoEffect):
         BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
     ]
     instructions: str | None = Field(None, description="The system message.")
-    max_output_tokens: Integer | None = Field(
-        None, ge=1, lt=WIRE_INTEGERS, description="Most tokens of the answer."
-    )
+    max_output_tokens: Integer | None = Field(None, ge=1, lt=WIRE_INTEGERS, description="Most tokens.")
     top_logprobs: Integer | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="Alternatives of a token.")
     include: list[Included] | None = Field(None, max_length=16, description="Further parts of the answer.")
     text: TextOptions | None = Field(None, description="Options of the answer's text.")
     reasoning: Reasoning | None = Field(None, description="Options of reasoning models.")
-    tools: list[FunctionTool] | None = Field(
-        None, max_length=MAX_TOOLS, description="Functions the model may call."
-    )
+    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS, description="Functions to call.")
     tool_choice: ToolChoice | None = Field(None, description="Whether, or which, function is called.")
     parallel_tool_calls: bool | None = Field(None, description="Allow several calls in an answer; default true.")
 
@@ -175,9 +171,7 @@ class ResponsesCall(ChatCompletionRequest):
             "max_completion_tokens": asked.max_output_tokens,
             "logprobs": wants_logprobs or None,
             "tools": None if asked.tools is None else [_in_function(tool) for tool in asked.tools],
-            "tool_choice": _in_function(choice)
-            if isinstance(choice := asked.tool_choice, FunctionChoice)
-            else choice,
+            "tool_choice": _in_function(asked.tool_choice),
             "response_format": _format(asked.text),
             "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
             "stream_options": {"include_usage": True} if asked.stream else None,
@@ -186,13 +180,10 @@ class ResponsesCall(ChatCompletionRequest):
             request = cls.model_validate(fields)
             request._check()
             request.grammar()
-        except ValidationError as error:
-            failure = explain(error, cls)
+        except (ValidationError, InvalidRequest) as error:
+            failure = explain(error, cls) if isinstance(error, ValidationError) else error
             failure.param = _place(failure.param, places)
             raise failure from error
-        except InvalidRequest as error:
-            error.param = _place(error.param, places)
-            raise
         return request
 
     def media(self) -> list[MediaSource]:
@@ -210,10 +201,7 @@ class ResponsesCall(ChatCompletionRequest):
         return ResponseBuilder(self.asked, id=id, created=created, model=model)
 
 
-_SAME_FIELDS = {
-    *("model", "temperature", "top_p", "seed", "top_logprobs", "parallel_tool_calls", "priority", "cache_salt"),
-    "stream",
-}
+_SAME_FIELDS = {*CommonRequest.model_fields, "top_logprobs", "parallel_tool_calls"}
 
 
 def _messages(asked: ResponsesRequest) -> tuple[list[dict[str, Any]], list[str]]:
@@ -253,7 +241,10 @@ def _parts(parts: list[InputPart] | None) -> list[dict[str, Any]]:
     ]
 
 
-def _in_function(tool: FunctionTool | FunctionChoice) -> dict[str, Any]:
+def _in_function(tool: FunctionTool | FunctionChoice | str | None) -> Any:
+    """Return a tool, or the choice of one, as a chat has it; a word as it is."""
+    if isinstance(tool, str | None):
+        return tool
     return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
