@@ -66,8 +66,6 @@ class PushDelivery:
             layout=layout,
             lease_s=lease_s,
             priority=sampling.priority,
-            key=sampling.key,
-            group=sampling.group,
         )
         self._ref = wire.TransferRef(self._reserve.transfer_id, self._reserve.request_id)
         self._renewal: asyncio.Task[None] | None = None

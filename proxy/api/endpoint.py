@@ -261,11 +261,7 @@ class GenerationEndpoint(Endpoint):
                 record=exchange.record,
                 model=model,
                 output=output if index == 0 else replace(output, first_index=index * (request.n or 1)),
-                sampling=replace(
-                    request.sampling(int.from_bytes(random_block()[:8]) >> 1),
-                    key=exchange.visit.client.id,
-                    group=answer_id if len(prompts) > 1 else "",
-                ),
+                sampling=request.sampling(int.from_bytes(random_block()[:8]) >> 1),
                 prompting=request.prompting(),
                 loop=exchange.client.loop,
                 messages=chat,
