@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from epd_serve.protocol.wire import MediaRef
 from epd_serve.routing.encoders import encoders
-from epd_serve.routing.routes import ANY, Demand, Route, pairs_of, route_parts
+from epd_serve.routing.routes import ANY, Demand, Route, candidates
 from epd_serve.routing.table import InstanceRecord, InstanceTable
 from epd_serve.types import Stage
 
@@ -28,11 +28,11 @@ class RandomOfTwo:
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
-        parts = route_parts(table, model, exclude, demand)
-        pairs = pairs_of(parts, demand)
+        found = candidates(table, model, exclude, demand)
+        pairs = found.pairs()
         drawn = [pairs.pop(int(self.draw() * len(pairs))) for _ in range(min(2, len(pairs)))]
         *_, prefill, decode = min(drawn, key=lambda pair: pair[0] + pair[1])
-        return parts.route(prefill, decode)
+        return found.route(prefill, decode)
 
 
 class RoundRobinEncoders:

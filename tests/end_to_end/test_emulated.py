@@ -37,7 +37,7 @@ from epd_serve.types import Role
 TOPOLOGIES = {"EPD": ("epd0",), "E-P-D": ("e0", "p0", "d0"), "ED-P": ("ed0", "p0"), "(E-P)-D": ("e1", "p1", "d0")}
 FIELDS: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
 #: All instances are in the test's process, which a busy machine keeps from answering for a while.
-UNWATCHED = {"probe_interval_s": None}
+UNWATCHED_S = 300
 CASES: dict[str, dict[str, Any]] = {
     "pushed KV": {},
     "through host memory": {"kv_transfer": {"transport": "shm"}},
@@ -131,7 +131,7 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(
     transfer = {"mode": mode, "transport": transport, "staging_bytes": "32KiB"}
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
     copied = Copied(monkeypatch)
-    async with deployment(model, "E", "P", "D", options=options, health=UNWATCHED) as one:
+    async with deployment(model, "E", "P", "D", options=options, probe_timeout_s=UNWATCHED_S) as one:
         await check_answers(one, reference, asked)
         for instance in one.instances.values():
             if instance.language is None:
@@ -162,7 +162,7 @@ async def test_the_language_model_s_work_goes_before_the_tower_s(
 
     monkeypatch.setattr(Timeline, "begin", watched)
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "tower_share": 0.25}
-    async with deployment(model, "EPD", options=options, health=UNWATCHED) as one:
+    async with deployment(model, "EPD", options=options, probe_timeout_s=UNWATCHED_S) as one:
         for text, images in asked:
             fields = {"max_tokens": 6, "n": 2, "ignore_eos": True, "skip_special_tokens": False, "logprobs": True}
             status, answer = await one.post("/v1/chat/completions", chat(text, *images, temperature=0, **fields))
@@ -195,7 +195,7 @@ async def test_features_and_kv_go_from_device_to_device(
     monkeypatch.setattr(KVCache, "copy", None)  # between the device and the host's cells
     monkeypatch.setattr(Copies, "to_host", None)
     monkeypatch.setattr(Copies, "to_device", None)
-    async with deployment(model, *roles, options=options, health=UNWATCHED) as one:
+    async with deployment(model, *roles, options=options, probe_timeout_s=UNWATCHED_S) as one:
         prefill, decode = list(one.instances.values())[-2:]
         await check_answers(one, reference, asked)
         before = mapped()
@@ -224,7 +224,7 @@ async def test_mooncake_reads_features_and_kv_where_they_are(
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
     for part, name in ((KVCache, "copy"), (Copies, "to_host"), (Copies, "to_device")):
         monkeypatch.setattr(part, name, None)
-    async with deployment(model, "E", "P", "D", options=options, health=UNWATCHED) as one:
+    async with deployment(model, "E", "P", "D", options=options, probe_timeout_s=UNWATCHED_S) as one:
         for again in (False, True):
             if again:
                 await one.instances["d2"].rebuild(Role.parse("E"))
@@ -249,7 +249,7 @@ async def test_features_go_by_the_host_where_the_device_is_not_reached(
     tokens = (reference := Reference(model)).generate("What is this?", [noise(1)], max_tokens=6)
     encoder = {**consumer, "device": "emulated:h200:2"}
     of = {"e0": encoder, "pd1": {"device": "emulated:h200:2", **consumer}}
-    async with deployment(model, "E", "PD", of=of, health=UNWATCHED) as one:
+    async with deployment(model, "E", "PD", of=of, probe_timeout_s=UNWATCHED_S) as one:
         for _ in range(2):
             status, answer = await one.post("/v1/chat/completions", chat("What is this?", noise(1), **FIELDS))
             assert status == 200, answer

@@ -102,7 +102,7 @@ async def running() -> AsyncIterator[Fleet]:
     config = DeploymentConfig(
         topology="E-P-D",
         # without probes: one that a stall has made fail would close D to requests when all is well again
-        gateway={"port": 0, "failover": {"wait_s": 0}, "health": {"probe_interval_s": None}},
+        gateway={"port": 0, "probe_timeout_s": 300},
         instances={
             "base_port": 0,
             "threads": 1,

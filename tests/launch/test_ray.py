@@ -192,7 +192,7 @@ def test_a_pair_and_a_decoder_live_through_a_kill_and_a_lost_node(cluster: Any, 
         "topology: (E-P)-D\n"
         "devices: ['emulated:ascend-910b3 x 2']\n"
         "model: {shape_of: qwen2.5-vl-7b}\n"
-        f"gateway: {{port: {port}, admin: {{port: {admin_port}}}, failover: {{wait_s: 120}}}}\n"
+        f"gateway: {{port: {port}, admin: {{port: {admin_port}}}}}\n"
         f"instances: {{base_port: {base_port}}}\n"
     )
     environment = {**os.environ, ADMIN_KEY: "admin-key-of-the-tests"}

@@ -158,17 +158,6 @@ def test_an_instance_that_is_lost_or_excluded_or_of_another_model_is_not_chosen(
         policy.choose_route(table, "m")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_silent_instance_gets_what_no_other_can_take(build, policy):
-    table = build("p0:P", "p1:P:tokens=900", "d0:D")
-    table.mark_stale("p0")
-    assert names(table, policy)[0] == "p1"
-    table.mark_stale("p1")
-    policy.choose_route(table, "m")
-    build.update(table, "p0:P")
-    assert names(table, policy)[0] == "p0"
-
-
 def test_random_of_two_takes_the_cheaper_of_two(build):
     table = build("p0:P:tokens=900", "p1:P", "p2:P:tokens=900", "d0:D")
     draws = iter([0.0, 0.0])  # the first of p0, p1, p2, then of p1, p2
@@ -212,14 +201,21 @@ def test_names_must_be_unique():
         InstanceTable([("a", "http://x"), ("a", "http://y")])
 
 
-def test_rates_that_are_missing_or_old_are_those_of_peers(build):
-    table = build("p0:P", "p1:P", "d0:D", load=Load())
+def test_rates_that_are_missing_or_old_are_those_of_another(build):
+    table = build("p0:P", "p1:P", load=Load())
     build.update(table, "p0:P", load=Load(rates={"P": StageRate(0.5, 0.1)}))
     build.update(table, "p1:P", load=Load())
-    assert table["p1"].costs.prefill == StageRate(0.5, 0.1, is_fresh=False)
+    assert table["p1"].costs.prefill == StageRate(0.5, 0.1)
     build.update(table, "p1:P", load=Load(rates={"P": StageRate(9.0, 9.0, is_fresh=False)}))
     assert table["p1"].costs.prefill.base_s == 0.5, "p0 has measured it lately"
-    build.update(table, "p0:P", load=Load())
+    build.update(table, "p0:P", load=Load(rates={"P": StageRate(0.5, 0.1, is_fresh=False)}))
     build.update(table, "p1:P", load=Load(rates={"P": StageRate(9.0, 9.0, is_fresh=False)}))
     assert table["p1"].costs.prefill.base_s == 9.0, "better than nothing"
-    assert table["d0"].costs.prefill.base_s < 1.0, "another role's instances are no peers"
+
+
+def test_a_draining_instance_gets_no_request(build):
+    table = build("p0:P", "p1:P:tokens=900", "d0:D")
+    table["p0"].drains.add("operator")
+    assert table["p0"].state == "draining" and names(table)[0] == "p1"
+    table["p0"].drains.clear()
+    assert table["p0"].state == "up" and names(table)[0] == "p0"

@@ -17,6 +17,7 @@ def gateway_settings(
     *,
     poll_interval_s: float = 0.05,
     startup_wait_s: float = 60.0,
+    replacement_s: float | None = None,
     host: str = "127.0.0.1",
     **options: Any,
 ) -> GatewaySettings:
@@ -24,7 +25,12 @@ def gateway_settings(
     whole = {key: options.pop(key) for key in _OF_THE_FILE if key in options}
     options["media"] = {"allow_private": True, **options.get("media", {})}
     settings = GatewaySettings.of(DeploymentConfig.model_validate({**whole, "gateway": options}), host)
-    return replace(settings, poll_interval_s=poll_interval_s, startup_wait_s=startup_wait_s)
+    return replace(
+        settings,
+        poll_interval_s=poll_interval_s,
+        startup_wait_s=startup_wait_s,
+        replacement_s=replacement_s,
+    )
 
 
 def changed(settings: GatewaySettings, **options: Any) -> GatewaySettings:

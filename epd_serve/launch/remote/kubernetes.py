@@ -34,8 +34,6 @@ _API_KEY = "EPD_SERVE_API_KEY"
 _DELAY_S = 5
 #: Beyond what a process needs by itself until its container is killed.
 _GRACE_S = 15
-#: Until another pod is ready in the place of one that was lost, where a process would be back in seconds.
-_REPLACED_S = 300.0
 #: Arguments of vLLM for one engine on several hosts.
 _OVER_HOSTS = {"nnodes", "node_rank", "master_addr"}
 #: The values of llm-d's label, by the stages of a pod; it has none for E with D.
@@ -223,8 +221,6 @@ class _Cluster:
         config = self._config
         gateway: Manifest = {**(own.get("gateway") or {})}
         gateway |= {"host": "0.0.0.0", "port": _HTTP, "instances": {}}
-        if config.engine != "vllm":  # whose pods take minutes
-            gateway["failover"] = {"wait_s": _REPLACED_S, **(gateway.get("failover") or {})}
         gateway["admin"] = {"host": "0.0.0.0", "port": _ADMIN, "key": {"env": ADMIN_KEY}}
         if config.engine == "vllm":
             gateway["admin"]["join_key"] = {"env": JOIN_KEY}
