@@ -227,6 +227,9 @@ async def test_a_loss_reported_during_a_poll_is_asked_about_at_once():
             asked.append(doubted)
             return await replies.get()
 
+        async def probe(self, timeout_s):
+            pass
+
         async def reports(self):
             raise InvalidRequest("it makes none")
             yield  # a generator
