@@ -28,7 +28,6 @@ class GatewaySettings:
         tls: the files with which it calls instances and serves the admin plane; None: it does so in plain.
         poll_interval_s: how often each instance is asked for its state.
         startup_wait_s: how long after the gateway's start requests wait for instances that are still loading.
-        replacement_s: how long it takes to replace an instance; None: see :meth:`replacement_wait_s`.
     """
 
     config: DeploymentConfig = field(default_factory=DeploymentConfig)
@@ -40,7 +39,6 @@ class GatewaySettings:
     tls: TlsFiles | None = None
     poll_interval_s: float = 0.5
     startup_wait_s: float = 60.0
-    replacement_s: float | None = None
 
     @classmethod
     def of(cls, config: DeploymentConfig, host: str) -> GatewaySettings:
@@ -116,10 +114,10 @@ class GatewaySettings:
 
         They are those that it takes to replace an instance that hangs: a supervisor notices that within 4/3 of
         ``hang_timeout_s``, pauses for a second or more, and a start beside load takes longer than the first one,
-        which took ``start_s``.
+        which took ``start_s``. With ``restart: never`` none comes.
         """
-        if self.replacement_s is not None:
-            return self.replacement_s
+        if self.config.restart == "never":
+            return 0.0
         replaced_s = _START_MARGIN * ((self.config.hang_timeout_s or 0.0) + start_s) + _PAUSE_S
         return min(self.gateway.request_timeout_s, replaced_s)
 

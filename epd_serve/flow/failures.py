@@ -59,14 +59,14 @@ class TryHistory(Struct, eq=False):
         num_attempts: those that count.
         failure: of the last attempt, where other instances may do better.
         lives: the instances that failed it, each with its ``num_lives`` at that time.
-        unreached: decode instances that a P did not reach; others are preferred.
+        lost: instances to which a connection failed, the gateway's or that of P; others are preferred.
     """
 
     table: InstanceTable
     num_attempts: int = 0
     failure: ServeError | None = None
     lives: dict[str, tuple[InstanceRecord, int]] = {}
-    unreached: set[str] = set()
+    lost: set[str] = set()
 
     def avoid(self, names: Collection[str]) -> None:
         """Send the request to these instances no more."""
@@ -84,7 +84,7 @@ class TryHistory(Struct, eq=False):
 
     def split(self) -> TryHistory:
         """For one choice: attempts of its own from now on; what fails one choice all of them avoid."""
-        return TryHistory(self.table, self.num_attempts, self.failure, self.lives, self.unreached)
+        return TryHistory(self.table, self.num_attempts, self.failure, self.lives, self.lost)
 
 
 #: Encoders that may leave one item without an answer before P encodes it itself.

@@ -15,7 +15,6 @@ from epd_serve.errors import (
     REQUEST_ENDED,
     InstanceFailed,
     InstanceLost,
-    InstanceUnreachable,
     ServeError,
     StageTimeout,
     Unavailable,
@@ -215,12 +214,12 @@ class RequestFlow:
             else:
                 self._waits_for, self._until_s = history.failure, event.now_s + event.wait_s
         avoided = history.avoided()
-        for exclude in (avoided | history.unreached, avoided):
+        for exclude in (avoided | history.lost, avoided):
             with suppress(Unavailable):
                 route = choose(table, model, exclude=exclude, demand=demand)
                 self._waits_for = None
                 return route
-        is_worth_waiting = self._is_awaited or _may_come(table, model, avoided)
+        is_worth_waiting = _may_come(table, model, avoided, is_awaited=self._is_awaited)
         if is_worth_waiting and event.now_s < self._until_s:
             self._actions.append(do.Wait(self._until_s))
         else:
@@ -449,9 +448,9 @@ class RequestFlow:
         history.failure = failure
         if planned:  # for as long as it says so itself
             self._actions += [do.ReportLeaving(name) for name in attempt.suspects]
-        elif failure.code == PEER_UNREACHABLE:
-            history.unreached |= attempt.suspects
-        elif not isinstance(failure, InstanceUnreachable):  # which may be here again the next moment
+        elif failure.code == PEER_UNREACHABLE or isinstance(failure, InstanceLost):
+            history.lost |= attempt.suspects
+        else:
             history.avoid(attempt.suspects)
         tokens, begun, is_one = progress.tokens_of_each(), progress.begun, self.asked.num_choices == 1
         if history.num_attempts >= self.fleet.max_attempts:
@@ -494,11 +493,11 @@ _EVENTS: dict[type, Callable[[RequestFlow, Any], None]] = {
 }
 
 
-def _may_come(table: InstanceTable, model: str, exclude: Collection[str]) -> bool:
-    """Whether each stage has an instance, or one that is being started."""
+def _may_come(table: InstanceTable, model: str, avoided: Collection[str], *, is_awaited: bool) -> bool:
+    """Return whether each stage has an instance, or may get one: it is not up, or left a while ago."""
     for stage in (_P, _D):
-        here = [record for record in table if stage in record.stages]
-        ready = {record.name for record in table.ready(stage, model)}
-        if not ready - set(exclude) and not any(record.name not in ready for record in here):
+        known = [record for record in table if stage in record.stages]
+        up = {record.name for record in table.ready(stage, model)}
+        if not (up - set(avoided) or any(record.name not in up for record in known) or (is_awaited and not known)):
             return False
     return True

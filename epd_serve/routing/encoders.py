@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -46,6 +45,7 @@ class BoundedHash:
         *,
         exclude: Collection[str] = (),
     ) -> list[InstanceRecord]:
+        """Return an instance for each of a request's distinct items; ``prefill`` itself where no other is left."""
         candidates = encoders(table, prefill, exclude)
         if not candidates:
             return [prefill] * len(items)
@@ -130,20 +130,6 @@ def _limit(seconds: Sequence[float], own_s: float, bound: float) -> float:
     mean_s = (sum(seconds) + own_s) / len(seconds)
     limit = max(bound * mean_s, math.ceil(mean_s / own_s - _ROUNDING) * own_s, min(seconds) + own_s)
     return limit * (1 + _ROUNDING)
-
-
-class EncoderChoice(Protocol):
-    """Chooses encoders; changes nothing."""
-
-    def choose_encoders(
-        self,
-        table: InstanceTable,
-        prefill: InstanceRecord,
-        items: Sequence[MediaRef],
-        *,
-        exclude: Collection[str] = (),
-    ) -> list[InstanceRecord]:
-        """Return an instance for each of a request's distinct items; ``prefill`` itself where no other is left."""
 
 
 def weight(key: str, name: str) -> bytes:

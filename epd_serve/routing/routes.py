@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Protocol
 
 import msgspec
 
 from epd_serve.cost.stages import NONE, Work, link_between
 from epd_serve.errors import Unavailable
-from epd_serve.routing.encoders import BoundedHash, EncoderChoice, weight
+from epd_serve.routing.encoders import BoundedHash, weight
 from epd_serve.routing.table import PRIOR_TOKENS_PER_PIXEL, InstanceRecord, InstanceTable
 from epd_serve.types import Routing, Stage
 
@@ -181,90 +180,55 @@ def by_use(pair: Pair) -> tuple[float, int]:
     return pair[3].pending.num_sequences, num_times_chosen(pair)
 
 
-class LeastLoaded:
-    """The pair that costs the request the fewest seconds; about equal ones take turns."""
+@dataclass(frozen=True)
+class RoutePolicy:
+    """Chooses the pair that costs the request the fewest seconds; about equal ones take turns.
 
-    uses_prefix = False
-
-    def choose_route(
-        self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
-    ) -> Route:
-        found = candidates(table, model, exclude, demand)
-        if len(found.prefills) == len(found.decodes) == 1:
-            [prefill] = found.prefills
-            return found.route(prefill, prefill if Stage.DECODE in prefill.stages else found.decodes[0])
-        *_, prefill, decode = min(near_best(found.pairs()), key=by_use)
-        return found.route(prefill, decode)
-
-
-class RoundRobin:
-    """The pair that was chosen least often, whatever it has to do."""
-
-    uses_prefix = False
-
-    def choose_route(
-        self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
-    ) -> Route:
-        found = candidates(table, model, exclude, demand)
-        *_, prefill, decode = min(found.pairs(), key=num_times_chosen)
-        return found.route(prefill, decode)
-
-
-class PrefixAffinity:
-    """The cheapest pair, where the beginning of a prompt that P has computed before costs nothing.
-
-    A conversation stays where its KV is as long as others are not less loaded by more than that KV is worth. New
-    beginnings go where their hash points among about equal pairs, the same way at every gateway.
+    ``round_robin``: the pair that was chosen least often, whatever it has to do. ``prefix_affinity``: the
+    beginning of a prompt that P has computed before costs nothing, so that a conversation stays where its KV is as
+    long as others are not less loaded by more than that KV is worth; new beginnings go where their hash points
+    among about equal pairs, the same way at every gateway.
     """
 
-    uses_prefix = True
-
-    def choose_route(
-        self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
-    ) -> Route:
-        found = candidates(table, model, exclude, demand)
-        pairs = near_best(found.pairs(cached=True))
-        left = {one.name: found.uncached_tokens(one) for _, _, one, _ in pairs}
-        if demand.prefix:
-            beginning, least = demand.prefix[0][1].hex(), min(left.values())
-            pairs = [pair for pair in pairs if left[pair[2].name] == least]
-            *_, prefill, decode = min(pairs, key=lambda pair: (weight(beginning, pair[2].name), by_use(pair)))
-        else:
-            *_, prefill, decode = min(pairs, key=by_use)
-        return found.route(prefill, decode, left[prefill.name])
-
-
-class RouteChoice(Protocol):
-    """Chooses P and D; changes nothing."""
+    routing: Routing = "least_loaded"
 
     @property
     def uses_prefix(self) -> bool:
-        """Whether it looks at :attr:`Demand.prefix`."""
+        return self.routing == "prefix_affinity"
 
     def choose_route(
         self, table: InstanceTable, model: str, *, exclude: Collection[str] = (), demand: Demand = ANY
     ) -> Route:
-        """Return P and D for one request of a model, none of them in ``exclude``.
+        """Return P and D for one request of a model, none of them in ``exclude``; changes nothing.
 
         Raises Unavailable that names the stage without an instance.
         """
+        found = candidates(table, model, exclude, demand)
+        num_tokens = None
+        if len(found.prefills) == len(found.decodes) == 1 and not self.uses_prefix:
+            [prefill], [decode] = found.prefills, found.decodes
+            decode = prefill if Stage.DECODE in prefill.stages else decode
+        elif self.routing == "round_robin":
+            *_, prefill, decode = min(found.pairs(), key=num_times_chosen)
+        elif self.uses_prefix and demand.prefix:
+            pairs = near_best(found.pairs(cached=True))
+            left = {one.name: found.uncached_tokens(one) for _, _, one, _ in pairs}
+            beginning, num_tokens = demand.prefix[0][1].hex(), min(left.values())
+            pairs = [pair for pair in pairs if left[pair[2].name] == num_tokens]
+            *_, prefill, decode = min(pairs, key=lambda pair: (weight(beginning, pair[2].name), by_use(pair)))
+        else:
+            *_, prefill, decode = min(near_best(found.pairs()), key=by_use)
+        return found.route(prefill, decode, num_tokens)
 
 
 @dataclass(frozen=True)
 class Router:
     """The policies that choose a request's P and D, and its encoders."""
 
-    routes: RouteChoice = field(default_factory=LeastLoaded)
-    encoders: EncoderChoice = field(default_factory=BoundedHash)
-
-
-_ROUTES: dict[Routing, Callable[[], RouteChoice]] = {
-    "least_loaded": LeastLoaded,
-    "round_robin": RoundRobin,
-    "prefix_affinity": PrefixAffinity,
-}
+    routes: RoutePolicy = field(default_factory=RoutePolicy)
+    encoders: BoundedHash = field(default_factory=BoundedHash)
 
 
 def router_of(name: Routing) -> Router:
     """Return the policy of a deployment. Items always go by :class:`BoundedHash`, each by itself."""
-    return Router(_ROUTES[name]())
+    return Router(RoutePolicy(name))

@@ -98,7 +98,6 @@ class InstanceTable:
         record.num_restarts += info.pid != before.pid
         if (info.pid, info.epoch) != (before.pid, before.epoch):
             record.num_lives += 1  # another process, or its caches were made anew
-            record.kept.clear()
             record.features.clear()
             record.prefixes.clear()
         record.info = info
@@ -259,7 +258,7 @@ class InstanceTable:
     def encoding(self, record: InstanceRecord, ref: MediaRef, request_id: str = "") -> Iterator[OpenCall]:
         """Count one open encode call; an item that is being encoded there, or has been, adds no work.
 
-        Who makes the call sets its ``was_cached``. One that fails leaves no feature in the record.
+        A call that fails leaves no feature in the record.
         """
         mm_hash, work = ref.mm_hash, NONE
         if mm_hash not in record.features and mm_hash not in record.encoding:
@@ -267,19 +266,13 @@ class InstanceTable:
             for one in self._records.values():
                 one.recent_pixels *= _RECENT_MEMORY
             record.recent_pixels += work.num_pixels
-        was_known = mm_hash in record.kept
         call = self.in_flight(record, Stage.ENCODE, request_id=request_id, work=work)
         record.encoding[mm_hash] += 1
         try:
             yield call
-            if was_known and not call.was_cached:  # it keeps fewer than we thought
-                record.features.forget_half()
-                record.kept.forget_half()
             record.features.add(mm_hash)
-            record.kept.add(mm_hash)
         except Exception:
             record.features.pop(mm_hash, None)
-            record.kept.pop(mm_hash, None)
             raise
         finally:
             call.close()
@@ -310,7 +303,6 @@ class InstanceRecord:
         encoding: number of open encode calls by the mm_hash that is encoded.
         recent_pixels: pixels that this gateway has sent there to be encoded, older ones counting less.
         features: mm_hashes of items that were encoded there lately, as far as is known.
-        kept: those of them that were complete when this gateway last asked; others may still be in the making.
         prefixes: beginnings of the prompts that went there.
         num_chosen: number of calls that this gateway has opened, by stage; equals take turns by it.
         sent_encode_s, sent_sequences: work that this gateway has sent there so far: seconds of encoding, and
@@ -335,7 +327,6 @@ class InstanceRecord:
     encoding: Counter[str] = field(default_factory=Counter)
     recent_pixels: float = 0.0
     features: Recent[str] = field(default_factory=lambda: Recent(8192))
-    kept: Recent[str] = field(default_factory=lambda: Recent(8192))
     prefixes: Recent[bytes] = field(default_factory=lambda: Recent(16384))
     num_chosen: dict[Stage, int] = field(default_factory=lambda: dict.fromkeys(Stage, 0))
     sent_encode_s: float = 0.0
@@ -398,7 +389,6 @@ class OpenCall(msgspec.Struct, eq=False):
     Attributes:
         key: stage and request id, as the instance reports it.
         is_reported: the instance has.
-        was_cached: of an encode: whether the instance had the feature.
     """
 
     record: InstanceRecord
@@ -407,7 +397,6 @@ class OpenCall(msgspec.Struct, eq=False):
     work: Work
     number: int
     is_reported: bool = False
-    was_cached: bool = True
 
     def close(self) -> None:
         """End the call; to be called once."""
@@ -439,11 +428,6 @@ class Recent(OrderedDict[T, None]):
         self[key] = None
         self.move_to_end(key)
         if len(self) > self._capacity:
-            self.popitem(last=False)
-
-    def forget_half(self) -> None:
-        """Remove the half of the keys that was added first."""
-        for _ in range(len(self) // 2):
             self.popitem(last=False)
 
 

@@ -360,10 +360,9 @@ class Dispatch(Struct, eq=False):
         try:
             if calls is None:
                 raise _left(encoder)
-            with instances.table.encoding(encoder, action.ref, action.request_id) as encoding:
-                with Interruption(self._job.loop, action.patience_s):
-                    reply = await calls.encode(request, trace_id=self._job.trace_id)
-                encoding.was_cached = reply.cached
+            counted = instances.table.encoding(encoder, action.ref, action.request_id)
+            with counted, Interruption(self._job.loop, action.patience_s):
+                reply = await calls.encode(request, trace_id=self._job.trace_id)
             computed = ENCODED if Stage.ENCODE in encoder.stages else RECOMPUTED
             span.end(feature=STORED if reply.cached else computed)
         except TimeoutError:

@@ -27,7 +27,7 @@ async def test_only_for_as_long_as_a_start_may_take(start, kit):
 
 
 async def test_an_instance_lost_later_is_waited_for(start, kit):
-    gateway = await start("e0:E", "p0:P", "d0:D", replacement_s=60)
+    gateway = await start("e0:E", "p0:P", "d0:D")
     await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
     gateway["d0"].loading = True
     await gateway.until(lambda: not gateway.table["d0"].ready)
@@ -40,7 +40,7 @@ async def test_an_instance_lost_later_is_waited_for(start, kit):
 
 
 async def test_only_for_as_long_as_its_return_may_take(start, kit):
-    gateway = await start("e0:E", "p0:P", "d0:D", replacement_s=0.5)
+    gateway = await start("e0:E", "p0:P", "d0:D", restart="never")
     await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
     gateway["d0"].loading = True
     await gateway.until(lambda: not gateway.table["d0"].ready)
@@ -53,7 +53,7 @@ async def test_only_for_as_long_as_its_return_may_take(start, kit):
 
 async def test_instances_that_all_leave_are_waited_for_with_their_model(start, kit):
     """As a joined P whose host is gone: nothing in the table says that there was one."""
-    gateway = await start("p0:P", "d0:D", "spare:P", replacement_s=60)
+    gateway = await start("p0:P", "d0:D", "spare:P")
     await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
     control, url = gateway.app.state.control, gateway["spare"].url
     control.apply(control.settings.now, [("d0", gateway["d0"].url)])

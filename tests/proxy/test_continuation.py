@@ -79,7 +79,7 @@ async def test_p_that_dies_between_its_token_and_the_hand_over_is_replaced(start
 
 
 async def test_d_is_told_at_once_that_p_is_dead(start, kit):
-    gateway = await start("p0:P", "d0:D", replacement_s=0.5)
+    gateway = await start("p0:P", "d0:D", restart="never")
     gateway["d0"].scripts["/stage/decode"] = lambda _: [kit.FOREVER]
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.1, kit.DIE]
     asking = asyncio.create_task(gateway.answer(kit.chat(stream=True)))

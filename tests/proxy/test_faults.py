@@ -24,7 +24,7 @@ def red(kit):
 @STREAMS
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
 async def test_an_error_of_p_is_the_answer_and_cancels_the_rest(start, kit, stream, status):
-    gateway = await start("e0:E", "p0:P", "d0:D", replacement_s=0)
+    gateway = await start("e0:E", "p0:P", "d0:D", restart="never")
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [0.05, *kit.fail(status, "no, because of this and that")]
     for name, path in (("e0", "/stage/encode"), ("d0", "/stage/decode")):
         gateway[name].scripts[path] = lambda _: [kit.FOREVER]
@@ -70,7 +70,7 @@ async def test_an_empty_200_is_never_passed_on(start, kit, stream):
 
 
 async def test_a_whole_answer_cut_short_is_a_502(start, kit):
-    gateway = await start("p0:P", "d0:D", replacement_s=0.5)
+    gateway = await start("p0:P", "d0:D", restart="never")
     gateway["d0"].scripts["/stage/decode"] = lambda _: [0.05, (200, {}), kit.WHOLE[:9], kit.DIE]
     status, _ = await gateway.error(kit.chat())
     assert status == 502
@@ -264,15 +264,14 @@ async def test_p_that_breaks_off_because_d_is_gone_is_not_blamed(start, kit, str
 
 
 async def test_why_p_gave_up_comes_from_d(start, kit):
-    gateway = await start("p0:P", "d0:D", replacement_s=0.5)
+    gateway = await start("p0:P", "d0:D", restart="never")
     gateway["p0"].scripts["/stage/prefill"] = lambda _: [kit.DECODE, 0.1, kit.DIE]
     gateway["d0"].scripts["/stage/decode"] = lambda _: [
         0.2,
         *kit.fail(502, "the KV transfer failed: no such region"),
     ]
     status, error = await gateway.error(kit.chat())
-    late = "nothing could take over within 0.5 s"
-    assert (status, error["message"]) == (502, f"the KV transfer failed: no such region; {late}")
+    assert (status, error["message"]) == (502, "the KV transfer failed: no such region")
     await gateway.settle()
 
 

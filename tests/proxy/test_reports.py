@@ -71,7 +71,7 @@ async def test_d_says_how_long_an_answer_may_be(start, kit):
 
 
 async def test_a_p_without_room_for_text_passes_the_request_on(start, kit):
-    gateway = await start("p0:P", "p1:P", "d0:D", replacement_s=0.5)
+    gateway = await start("p0:P", "p1:P", "d0:D", restart="never")
     gateway["p0"].scripts["/stage/prefill"] = lambda _: kit.fail(503, "no thread is free", code="preparation_full")
     for _ in range(2):
         assert (await gateway.answer(kit.chat()))[0] == 200

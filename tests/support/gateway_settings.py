@@ -10,14 +10,13 @@ from epd_serve.config.gateway import AdminConfig
 from proxy.settings import GatewaySettings
 
 #: Beside the keys of the section ``gateway``.
-_OF_THE_FILE = ("cluster_key", "elastic", "instances", "slo", "topology", "trace")
+_OF_THE_FILE = ("cluster_key", "elastic", "instances", "restart", "slo", "topology", "trace")
 
 
 def gateway_settings(
     *,
     poll_interval_s: float = 0.05,
     startup_wait_s: float = 60.0,
-    replacement_s: float | None = None,
     host: str = "127.0.0.1",
     **options: Any,
 ) -> GatewaySettings:
@@ -29,7 +28,6 @@ def gateway_settings(
         settings,
         poll_interval_s=poll_interval_s,
         startup_wait_s=startup_wait_s,
-        replacement_s=replacement_s,
     )
 
 
