@@ -54,7 +54,7 @@ class InstanceMetrics:
         )
         self._kv_bytes = self._counter("kv_bytes", "KV bytes read from other instances")
         self._kv_seconds = self._counter("kv_seconds", "Time of reads of KV")
-        self._kv_transfers = self._counter("kv_transfers", "Reads of KV")
+        self._kv_announcements = self._counter("kv_announcements", "Groups of layers that were announced and read")
         self._kv_requests = self._counter("kv_requests", "Requests whose KV was handed over")
         self._kv_request_bytes = self._counter("kv_request_bytes", "KV bytes of requests that were handed over")
         self._kv_request_seconds = self._counter("kv_request_seconds", "Time of their transfers")
@@ -169,11 +169,11 @@ class InstanceMetrics:
         """A decode instance has read KV; the prefill instance counts what of that was hidden."""
         self._kv_bytes.inc(nbytes)
         self._kv_seconds.inc(seconds)
-        self._kv_transfers.inc()
 
     def kv_delivered(self, transfer: OutgoingTransfer) -> None:
         self._kv_requests.inc()
-        if transfer.num_writes:
+        if transfer.num_announcements:
+            self._kv_announcements.inc(transfer.num_announcements)
             self._kv_request_bytes.inc(transfer.num_bytes)
             self._kv_request_seconds.inc(transfer.transfer_s)
             self._kv_exposed.inc(transfer.exposed_s)

@@ -86,7 +86,7 @@ class OutgoingTransfer:
     error: TransferError | None = None
     computed_at: float | None = None
     num_bytes: int = 0
-    num_writes: int = 0
+    num_announcements: int = 0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
     wait_s: float = 0.0
@@ -327,7 +327,7 @@ class KVSender:
         for part, nbytes in zip(moved, sizes, strict=True):
             transfer, share = part.transfer, nbytes / max(total, 1)
             transfer.num_bytes += nbytes
-            transfer.num_writes += 1
+            transfer.num_announcements += 1
             transfer.transfer_s += share * (end - start)
             if transfer.computed_at is not None:
                 transfer.wait_s = max(end - transfer.computed_at, 0.0)

@@ -146,7 +146,7 @@ class ReservationTable:
         return any(r.request_id == request_id and r.state is ReservationState.GRANTED for r in self._live.values())
 
     def release(self, transfer_id: str) -> None:
-        """Give blocks back, at once or when the reads into them have ended. Idempotent, also before :meth:`open`."""
+        """Give blocks back once no read into them is under way. Idempotent, also before :meth:`open`."""
         reservation = self._live.get(transfer_id)
         if reservation is None:
             self._ended.add(transfer_id, ReservationState.RELEASED)
