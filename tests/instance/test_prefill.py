@@ -239,29 +239,6 @@ async def test_a_transfer_that_was_stopped_is_not_completed() -> None:
     assert "/kv/cancel" in peers.calls
 
 
-@pytest.mark.parametrize("renewed", [True, False])
-async def test_a_lease_counts_from_its_grant_however_late_we_hear_of_it(renewed: bool) -> None:
-    async def reserve() -> bytes:
-        await asyncio.sleep(LEASE_S / 3)
-        return RESERVED
-
-    asked_at = time.monotonic()
-    peers = Peers(reserve=reserve, renew=b"" if renewed else Unavailable("the transfer has ended"))
-    bench = Bench(peers)
-    working = asyncio.create_task(bench.service.prefill(request()))
-    if renewed:
-        await asyncio.wait_for(bench.engine.busy.wait(), 300)
-        assert peers.calls[:2] == ["/kv/reserve", "/kv/renew"]
-        assert asked_at + LEASE_S / 2 < bench.engine.submitted[0][1].deadline < time.monotonic() + LEASE_S
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-    else:
-        with pytest.raises(Unavailable):
-            await working
-        assert not bench.engine.submitted
-    await bench.close()
-
-
 async def test_features_that_come_before_a_slow_tokenizer_is_done_are_kept() -> None:
     bench = Bench(Peers(), orphan_s=0.1)
     bench.prompts.go_on.clear()
