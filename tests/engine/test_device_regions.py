@@ -131,7 +131,7 @@ def test_kv_is_read_from_one_device_s_memory_into_another_s(
     announced: list[wire.KVAnnouncement] = []
 
     class Decoder:
-        def announce(self, announcement: wire.KVAnnouncement) -> wire.KVTaken:
+        def announce(self, announcement: wire.KVAnnouncement, there: KVMemory = there) -> wire.KVTaken:
             announced.append(announcement)
             read_kv(announcement, announcement.parts, there, transports[1])
             return wire.KVTaken([part.transfer_id for part in announcement.parts])

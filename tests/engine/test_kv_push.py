@@ -74,8 +74,6 @@ def test_what_arrives(
     for sequence, (_, lane, cached) in zip(sequences, lengths, strict=True):
         num_cached = 0 if state_blocks else min(cached, len(sequence.blocks) - 1)
         transfers[sequence] = outgoing(sequence, f"d{lane}", num_cached)
-        if mode == "pull":
-            transfers[sequence].target = None
     written: dict[tuple[str, int], set[int]] = {}
     push = KVPush(
         sender=sender,
