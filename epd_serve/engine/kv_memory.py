@@ -7,10 +7,10 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -28,9 +28,6 @@ from epd_serve.transfer.shared_memory import release_mapped
 from epd_serve.transfer.staging import StagingArea, rounds
 from epd_serve.transfer.transport import DeviceBytes, DeviceSlab, Piece, Span, Transport, paired, slab_spans
 
-if TYPE_CHECKING:
-    from epd_serve.engine.emulated.emulation import Emulation
-
 
 def block_nbytes(layout: KVLayout) -> int:
     """Bytes of one block: K and V of all its tokens in all layers."""
@@ -46,7 +43,6 @@ class KVCache:
     Args:
         slab: on a CPU the memory of the cache itself; else cells (:mod:`epd_serve.transfer.staging`), from which
             and to which :meth:`copy` moves blocks.
-        emulation: the time of copies between emulated devices.
 
     Attributes:
         memory: on a device, all of it: [bytes] uint8.
@@ -60,9 +56,8 @@ class KVCache:
         num_blocks: int,
         device: Device,
         slab: memoryview | mmap.mmap,
-        emulation: Emulation | None = None,
     ) -> None:
-        self._layout, self._device, self._slab, self._emulation = layout, device, slab, emulation
+        self._layout, self._device, self._slab = layout, device, slab
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
         self.steps, self._copies = device.current_stream(), device.stream()
         self.copied: Event | None = None
@@ -141,15 +136,12 @@ class KVCache:
         self, targets: Sequence[Tensor], layers: range, blocks: Sequence[int], remote: Sequence[int]
     ) -> None:
         """Copy blocks of some layers, which no step writes now, to blocks of another cache; done on return."""
-        num_tokens = len(blocks) * self._layout.block_size * len(layers) / self._layout.num_layers
-        taking = nullcontext() if self._emulation is None else self._emulation.copy(num_tokens)
         with self._copying, self._copies:
             here, places = (
                 to_device(torch.tensor(one, dtype=torch.int64), self.tensor.device) for one in (blocks, remote)
             )
-            with taking:
-                for layer in layers:
-                    targets[0][layer].index_copy_(1, places, self.tensor[layer].index_select(1, here))
+            for layer in layers:
+                targets[0][layer].index_copy_(1, places, self.tensor[layer].index_select(1, here))
             done = self._device.record_event()
         done.synchronize()
 
@@ -167,7 +159,6 @@ class KVMemory:
         lease_s: for which cells are kept that a peer may still copy to.
         shares: other instances on this host may write to the KV on the device itself, and this one to theirs.
         registers: the transport reaches the device's memory.
-        emulation: as of :class:`KVCache`.
     """
 
     def __init__(
@@ -181,7 +172,6 @@ class KVMemory:
         lease_s: float = 0.0,
         shares: bool = False,
         registers: bool = False,
-        emulation: Emulation | None = None,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -206,7 +196,7 @@ class KVMemory:
         self._device = device
         self._registered: DeviceSlab | None = None
         try:
-            self._cache = KVCache(layout, num_blocks, device, slab.buffer, emulation)
+            self._cache = KVCache(layout, num_blocks, device, slab.buffer)
         except BaseException:  # the device has no room for it, say
             transport.release(slab)
             raise
@@ -377,7 +367,7 @@ def num_kv_blocks(
             block_size=layout.block_size,
             state_blocks=layout.state_blocks,
         )
-    if device_type in ("cpu", "emulated"):  # in the memory of the host
+    if device_type == "cpu":
         return max(_DEFAULT_KV_BYTES // block_bytes, MIN_BLOCKS) + _DEFAULT_STATES * layout.state_blocks
     kv_bytes = int(free_bytes * _FREE_MEMORY_TO_USE) - measure() - options.sizes.feature_cache_bytes
     return max(kv_bytes // block_bytes, MIN_BLOCKS)
