@@ -219,9 +219,8 @@ class LanguageSide:
         )
         self._see()
         self._run = run
-        stage = "P" if output.prefills else "D"
         total_s = run.total_s(run.length)
-        self._activity = Activity(stage, run.compute, run.bandwidth, total_s, self._ended)
+        self._activity = Activity(run.compute, run.bandwidth, total_s, self._ended)
         self._device.start(self._activity)
 
     def _length(self, output: ScheduleOutput) -> int:

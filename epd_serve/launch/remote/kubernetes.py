@@ -17,7 +17,6 @@ from epd_serve import __version__
 from epd_serve.config import DEMO_MODEL, DeploymentConfig, load_config
 from epd_serve.config.keys import ADMIN_KEY, JOIN_KEY
 from epd_serve.config.model_files import HubModel
-from epd_serve.cost.shape import KNOWN_SHAPES
 from epd_serve.launch.processes.ports import ports_each
 from epd_serve.launch.remote.unit import BASE_PORT
 from epd_serve.launch.vllm.process import FEATURE_DIR, connectors_of
@@ -165,7 +164,6 @@ def _check(config: DeploymentConfig) -> None:
     files = {
         "trace": config.trace,
         "generation_config": None if config.generation_config in ("auto", "off") else config.generation_config,
-        "shape_of": None if config.shape_of in (None, *KNOWN_SHAPES) else config.shape_of,
         "gateway.access_log": None if config.gateway.access_log in (None, "-") else config.gateway.access_log,
         "gateway.media.allowed_file_dirs": config.gateway.media.allowed_file_dirs or None,
         "devices": next((one for one in config.devices if is_measured(emulated_kind(one))), None),
