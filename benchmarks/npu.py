@@ -84,11 +84,11 @@ def measure(device: Device, chosen: Sequence[str], *, tiny: bool) -> tuple[dict[
 
 def measure_engine(device: Device, limits: dict[str, float], *, tiny: bool) -> dict[str, Any]:
     """The figures of each shape; its weights are drawn on the device."""
-    from benchmarks.engine_gpu import ENGINE_SHAPES, measure_shape, small_shape
+    from benchmarks.engine_gpu import ENGINE_SHAPES, measure_shape
     from benchmarks.models import make_shape
 
     results: dict[str, Any] = {}
-    for name in (small_shape(device),) if tiny else ENGINE_SHAPES:
+    for name in ("tiny",) if tiny else ENGINE_SHAPES:
         with tempfile.TemporaryDirectory() as folder:
             path = make_shape(name, Path(folder, name), device.name)
             results[name] = dict(measure_shape(path, device, limits, tiny=tiny))
@@ -199,19 +199,19 @@ def measure_transfer(device: Device, *, tiny: bool) -> dict[str, float]:
     results = {name: count / call_ms(device, call) / 1e6 for name, call in copies.items()}
     paths: tuple[Literal["shm", "tcp"], ...] = ("shm", "tcp")
     for path in paths:
-        sender, receiver = EmbeddedTransport(path=path), EmbeddedTransport(path=path)
+        owner, reader = EmbeddedTransport(path=path), EmbeddedTransport(path=path)
         try:
-            slab = receiver.allocate("kv", count)
+            slab = owner.allocate("kv", count)
 
-            def send(sender: EmbeddedTransport = sender, region: Any = slab.region) -> None:
-                here.copy_(there, non_blocking=True)
+            def fetch(reader: EmbeddedTransport = reader, region: Any = slab.region) -> None:
+                reader.read(region, [(0, memoryview(here.numpy()))])
+                there.copy_(here, non_blocking=True)
                 device.synchronize()
-                sender.write(region, [(0, memoryview(here.numpy()))])
 
-            results[f"device to a peer's memory, {path}"] = count / call_ms(device, send) / 1e6
+            results[f"a peer's memory to the device, {path}"] = count / call_ms(device, fetch) / 1e6
         finally:
-            sender.close()
-            receiver.close()
+            owner.close()
+            reader.close()
     return results
 
 

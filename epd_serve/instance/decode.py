@@ -1,9 +1,10 @@
-"""The decode stage: reservations for KV that P will write, hand-over, generation."""
+"""The decode stage: reservations, reading KV that P announces, hand-over, generation."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from bisect import insort
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
@@ -27,10 +28,8 @@ from epd_serve.instance.http import Reply
 from epd_serve.instance.text.tokenizer import Vocabulary
 from epd_serve.protocol import wire
 from epd_serve.sched.sequence import Sequence
-from epd_serve.sched.turns import Asker
 from epd_serve.telemetry.span import DECODE_QUEUE, Timeline
 from epd_serve.transfer.reservation import Reservation, ReservationState, ReservationTable, Tombstones
-from epd_serve.transfer.shared_memory import is_being_written
 from epd_serve.transfer.transport import PeerGone, Piece, StillCopying, TransferError, Transport, paired
 from epd_serve.types import Grammar
 
@@ -44,7 +43,6 @@ class _Waiting:
 
     reservation: Reservation
     request: wire.ReserveRequest
-    asker: Asker
     arrival_s: float
     turn: asyncio.Future[None]
 
@@ -63,7 +61,7 @@ class DecodeService:
     Attributes:
         generations: of the answers that are decoded here, by request.
         expected: what the gateway has announced; done when it is handed over.
-        waiting: reservations for a place among those that decode, or for blocks, in the order in which they came.
+        waiting: reservations that wait for room: the most urgent first, and of these the oldest.
     """
 
     def __init__(
@@ -92,13 +90,8 @@ class DecodeService:
         self._queue_timeout_s = queue_timeout_s
         self._orphan_s = orphan_s
         self._listen = listen
-        self._reservations = ReservationTable(
-            free=lambda blocks: engine.unreserve(blocks),
-            is_being_written=lambda block: is_being_written(memory.region, block),
-            gate=transport.gate,
-        )
-        self.waiting: list[_Waiting] = []  # in the order in which they came
-        self._has_refused = False  # one of them: the engine keeps its turn until none waits
+        self._reservations = ReservationTable(free=engine.unreserve)
+        self.waiting: list[_Waiting] = []
         self.expected: dict[str, asyncio.Future[Generation]] = {}
         self._unclaimed: dict[str, tuple[Generation, float]] = {}
         self.generations: dict[str, Generation] = {}
@@ -151,7 +144,7 @@ class DecodeService:
     # ------------------------------------------------------------------ from the prefill instance
 
     async def reserve(self, request: wire.ReserveRequest) -> wire.ReserveReply:
-        """Blocks for a request, as soon as there are enough. Requests are served in turn.
+        """Blocks for a request, as soon as there are enough. First come, first served within a priority.
 
         Raises InvalidRequest for KV of another shape or a request that can never fit, Unavailable for one that was
         cancelled here or waited for ``queue_timeout_s``.
@@ -164,40 +157,38 @@ class DecodeService:
         self._engine.check_fits(request.num_prompt_tokens, request.max_tokens, request.num_sequences)
         reservation = self._reservations.open(request, time.monotonic())
         if reservation is None or request.request_id in self._ended:
-            self._reservations.stop_writing(request.transfer_id)
+            self._reservations.release(request.transfer_id)
             raise _ended(request.request_id)
         if reservation.state is ReservationState.PENDING:
             try:
                 async with asyncio.timeout(self._queue_timeout_s):
                     await self._granted(reservation, request)
             except TimeoutError as error:
-                self._reservations.stop_writing(request.transfer_id)
+                self._reservations.release(request.transfer_id)
                 raise Unavailable(
                     f"no room for the request's KV within {self._queue_timeout_s:g} s; try again later",
                     code=NO_ROOM,
                 ) from error
             except BaseException:
-                self._reservations.stop_writing(request.transfer_id)
+                self._reservations.release(request.transfer_id)
                 raise
-        if self._memory.region.handle and (copied := self._memory.copied) is not None and not copied.query():
-            await asyncio.to_thread(copied.synchronize)  # P's device does not wait for this one
         if reservation.blocks is None or reservation.state is not ReservationState.GRANTED:
             raise _ended(request.request_id)
         num_blocks = num_blocks_for(request.num_prompt_tokens, self._layout.block_size)
+        maps = await asyncio.to_thread(self._memory.maps, request.region) if request.region.handle else False
         return wire.ReserveReply(
             block_ids=reservation.blocks.written(num_blocks),
             num_cached_blocks=reservation.blocks.num_cached,
-            region=self._memory.region,
-            num_blocks=self._memory.num_blocks,
+            name=self._memory.region.name,
             staged_cells=self._memory.staged_cells,
+            maps=maps,
         )
 
     async def _granted(self, reservation: Reservation, request: wire.ReserveRequest) -> None:
         """Return when it is no longer PENDING."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        asker = Asker(request.key, request.group or request.request_id, request.priority)
-        waiting = _Waiting(reservation, request, asker, time.monotonic(), turn)
-        self.waiting.append(waiting)
+        waiting = _Waiting(reservation, request, time.monotonic(), turn)
+        insort(self.waiting, waiting, key=lambda one: (one.request.priority, one.arrival_s))
         self.grant()
         try:
             await turn
@@ -207,22 +198,10 @@ class DecodeService:
                 self.grant()  # it may have stood before others
 
     def grant(self) -> None:
-        """Give blocks to what waits for them, in turn, as long as there are some. On the event loop."""
-        while self.waiting and self._grant_next():
-            pass
-        if self._has_refused and not self.waiting:
-            self._has_refused = False
-            self._engine.stop_reserving()
-
-    def _grant_next(self) -> bool:
-        """Whether one waits less."""
-        passed_over = False
-        is_alone = len(self.waiting) == 1
-        turns = self.waiting if is_alone else self._engine.in_turn([(one.asker, one) for one in self.waiting])
-        for waiting in turns:
+        """Give blocks to reservations that wait, in their order, as long as there are some. On the event loop."""
+        while self.waiting:
+            waiting = self.waiting[0]
             request, reservation, turn = waiting.request, waiting.reservation, waiting.turn
-            if passed_over and request.num_sequences > 1:
-                continue
             try:
                 if reservation.state is ReservationState.PENDING:
                     blocks = self._engine.reserve(
@@ -230,14 +209,10 @@ class DecodeService:
                         request.num_sequences,
                         request.block_hashes,
                         waiting.arrival_s,
-                        waiting.asker,
+                        request.priority,
                     )
-                    self._has_refused |= blocks is None
-                    if blocks is None and (self._engine.lacks_blocks or request.num_sequences == 1):
-                        return False
                     if blocks is None:
-                        passed_over = True  # several choices need more places than others behind them
-                        continue
+                        return
                     self._reservations.grant(reservation, blocks, time.monotonic())
             except Exception as error:  # noqa: BLE001 - the fault of one is not to hold up the others
                 if not turn.done():
@@ -245,8 +220,7 @@ class DecodeService:
             if not turn.done():
                 turn.set_result(None)
             self.waiting.remove(waiting)
-            return True
-        return False
+        self._engine.stop_reserving()
 
     def renew(self, ref: wire.TransferRef) -> None:
         if not self._reservations.renew(ref.transfer_id, time.monotonic()):
@@ -301,48 +275,45 @@ class DecodeService:
         elif not expected.done():
             expected.set_result(generation)
 
-    async def take_offered(self, offer: wire.KVOffer) -> wire.KVTaken:
-        """Read KV that P offers into the blocks of its transfers, but for those that have ended here.
+    async def read_kv(self, announcement: wire.KVAnnouncement) -> wire.KVTaken:
+        """Read KV that P announces into the blocks of its transfers, but for those that have ended here.
 
         Raises InstanceFailed where it cannot be read. Blocks are kept while they are read into, even where the
         call ends before.
         """
-        parts = [part for part in offer.parts if self._reservations.begin_read(part.transfer_id, part.block_ids)]
-        reading = asyncio.create_task(asyncio.to_thread(self._read, offer, parts))
-        reading.add_done_callback(lambda done: self._end_read(done, parts))
+        wanted = [p for p in announcement.parts if self._reservations.begin_read(p.transfer_id, p.block_ids)]
+        reading = asyncio.create_task(asyncio.to_thread(self._read, announcement, wanted))
+        reading.add_done_callback(lambda done: self._end_read(done, wanted))
         try:
             await asyncio.shield(reading)
         except TransferError as error:
             code = PEER_UNREACHABLE if isinstance(error, PeerGone) else None
             raise InstanceFailed(f"the KV cannot be read: {error}", code=code) from error
-        return wire.KVTaken([part.transfer_id for part in parts])
+        return wire.KVTaken([part.transfer_id for part in wanted])
 
-    def _end_read(self, reading: asyncio.Task[None], parts: list[wire.OfferedKV]) -> None:
-        # whoever offers it hears of the error, if it still listens
+    def _end_read(self, reading: asyncio.Task[None], parts: list[wire.SentKV]) -> None:
+        # P hears of the error, if it still listens
         error = None if reading.cancelled() else reading.exception()
         given_up_at = time.monotonic() if isinstance(error, StillCopying) else None
         for part in parts:
             self._reservations.end_read(part.transfer_id, given_up_at)
 
-    def _read(self, offer: wire.KVOffer, parts: list[wire.OfferedKV]) -> None:
+    def _read(self, announcement: wire.KVAnnouncement, parts: list[wire.SentKV]) -> None:
+        seconds = read_kv(announcement, parts, self._memory, self._transport)
         if num_blocks := sum(len(part.block_ids) for part in parts):
-            seconds = read_offered(offer, parts, self._memory, self._transport)
-            num_layers = offer.end_layer - offer.first_layer
+            num_layers = announcement.end_layer - announcement.first_layer
             self._on_read(self._memory.nbytes(num_layers, num_blocks), seconds)
 
     def cancel(self, ref: wire.TransferRef) -> None:
-        """P has stopped writing; with a reason, the request has failed. Idempotent."""
-        if ref.may_arrive:
-            self._reservations.quarantine(ref.transfer_id, time.monotonic())
-        else:
-            self._reservations.stop_writing(ref.transfer_id)
+        """P announces no more; with a reason, the request has failed. Idempotent."""
+        self._reservations.release(ref.transfer_id)
         if ref.reason:
             self._fail(ref.request_id, InstanceFailed(ref.reason))
 
     # ------------------------------------------------------------------ housekeeping
 
     def expire(self) -> None:
-        """End leases whose writer is gone, and hand-offs that nobody claims."""
+        """End leases whose prefill instance is gone, and hand-offs that nobody claims."""
         now = time.monotonic()
         for reservation in self._reservations.expire(now):
             self._fail(reservation.request_id, StageTimeout("the prefill instance did not finish its KV transfer"))
@@ -358,24 +329,35 @@ class DecodeService:
             expected.set_exception(error)
 
 
-def read_offered(
-    offer: wire.KVOffer, parts: AbstractSequence[wire.OfferedKV], memory: KVCacheMemory, transport: Transport
+def read_kv(
+    announcement: wire.KVAnnouncement,
+    parts: AbstractSequence[wire.SentKV],
+    memory: KVCacheMemory,
+    transport: Transport,
 ) -> float:
-    """Read some parts of what another instance offers into their blocks; the seconds that the transport took.
+    """Read some parts of an announcement into their blocks; return the seconds that it took.
 
-    All at once: what is offered fits into what is landed here at a time. Raises TransferError.
+    All at once: what is announced fits into what is landed here at a time. Raises TransferError.
     """
-    layers, buffer = range(offer.first_layer, offer.end_layer), memory.buffer
-    with memory.land(layers, [block for part in parts for block in part.block_ids]) as landing:
-        pieces: list[Piece] = []
-        first = 0
-        for part in parts:
-            pairs = paired(part.spans, landing.spans(first, len(part.block_ids)))
-            pieces += [(there, buffer[here : here + count]) for there, here, count in pairs]
-            first += len(part.block_ids)
-        start = time.monotonic()
-        transport.read(offer.region, pieces)
-        return time.monotonic() - start
+    layers = range(announcement.first_layer, announcement.end_layer)
+    blocks = [block for part in parts for block in part.block_ids]
+    start = time.monotonic()
+    if not blocks:
+        transport.read(announcement.region, [])  # the first contact
+    elif parts[0].source_ids:
+        memory.read_mapped(announcement.region, layers, [one for part in parts for one in part.source_ids], blocks)
+    else:
+        with memory.land(layers, blocks) as landing:
+            pieces: list[Piece] = []
+            first = 0
+            for part in parts:
+                pairs = paired(part.spans, landing.spans(first, len(part.block_ids)))
+                pieces += [(there, memory.buffer[here : here + count]) for there, here, count in pairs]
+                first += len(part.block_ids)
+            start = time.monotonic()
+            transport.read(announcement.region, pieces)
+            return time.monotonic() - start
+    return time.monotonic() - start
 
 
 def _replay(answer: Answer, token_ids: list[int]) -> None:

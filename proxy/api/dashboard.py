@@ -121,11 +121,10 @@ def _instance(record: InstanceRecord) -> dict[str, Any]:
     info, load = record.info, record.load
     usage = None if info is None else info.usage
     busy = {} if usage is None else {stage: _spent(record, _busy_of(stage)) for stage in usage.busy_s}
-    state = "lost" if not record.ready else "held" if not record.accepting else "ready"
     return {
         "name": record.name,
         "role": None if record.role is None else str(record.role),
-        "state": "stale" if state == "ready" and record.is_stale else state,
+        "state": record.state,
         "model": None if info is None else info.model,
         "device": None if info is None else info.device,
         "running": load.num_running,

@@ -26,7 +26,7 @@ class TokenizingEndpoint(Endpoint):
 
     async def _generate(self, exchange: Exchange, body: bytearray, sink: EventSink) -> None:
         request = await parse_body(self.parse, body)
-        await self.poller.started.wait()
+        await self.monitor.started.wait()
         model = exchange.record.model = self._model(request.model)
         sources = request.media()
         exchange.visit.check()
@@ -54,7 +54,7 @@ class TokenizingEndpoint(Endpoint):
                 answer = request.answer(reply, record.info.max_model_len)
                 return (await asyncio.to_thread(answer.model_dump_json)).encode()
             except InstanceLost as error:
-                self.poller.report_lost(record.name)
+                self.monitor.report_lost(record.name)
                 lost = error
             except Unavailable as error:
                 if not is_planned(error):
