@@ -18,7 +18,7 @@ from epd_serve.factories import factory
 from epd_serve.instance.calls import moved
 from epd_serve.instance.decode import DecodeService
 from epd_serve.instance.feature_receiver import FeatureReceiver
-from epd_serve.instance.kv_delivery import PullDelivery, PushDelivery
+from epd_serve.instance.kv_delivery import PushDelivery
 from epd_serve.instance.loading.model import Language
 from epd_serve.instance.prefill import PrefillService
 from epd_serve.protocol import instance_state
@@ -193,8 +193,7 @@ class LanguageEngine(EngineHooks):
 
     def _deliver(self, sequence: Sequence, num_generated: int, decode_url: str) -> PushDelivery:
         instance, options = self._instance, self._instance.options
-        delivery = PullDelivery if options.kv_transfer.mode == "pull" else PushDelivery
-        return delivery(
+        return PushDelivery(
             sequence,
             num_generated,
             decode_url,

@@ -17,11 +17,12 @@ def deployment_yaml(evaluator: Evaluator, plan: Evaluation) -> str:
     placed = candidate.devices(evaluator.fleet)
     devices = [name for _, name in placed]
     threads = next(({"threads": pool.threads} for pool, _ in placed if pool.threads), {})
-    batching: dict[str, Any] = {"order": candidate.order, "policy": candidate.policy}
+    batching: dict[str, Any] = {"order": candidate.order}
     slo: dict[str, float] = {}
-    if goal.ttft_s is not None:
+    sizes_steps = candidate.policy == "stage-level"  # an instance without limits has steps of any length
+    if goal.ttft_s is not None and sizes_steps:
         slo["ttft_ms"] = 1e3 * goal.ttft_s
-    if goal.tpot_s is not None:
+    if goal.tpot_s is not None and sizes_steps:
         slo["tpot_ms"] = 1e3 * goal.tpot_s
     tree: dict[str, Any] = {
         "topology": candidate.line,

@@ -27,7 +27,6 @@ class Batching:
     image_budget_pixels: int = 8 << 20
     policy: BatchingPolicy = "stage-level"
     order: BatchingOrder = "fcfs"
-    alpha: float = 0.5
     ttft_s: float | None = None
     tpot_s: float | None = None
 
@@ -64,7 +63,7 @@ class SimInstanceSpec:
         batching = self.batching
         if batching.policy != "stage-level":
             return None
-        return latency_limit_s(self.role, ttft_s=batching.ttft_s, tpot_s=batching.tpot_s, alpha=batching.alpha)
+        return latency_limit_s(self.role, ttft_s=batching.ttft_s, tpot_s=batching.tpot_s)
 
 
 def size_steps_of(spec: SimInstanceSpec) -> tuple[Budget, StepCost]:

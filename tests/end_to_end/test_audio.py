@@ -42,7 +42,6 @@ async def serving(path: Path, topology: str, **instances: Any) -> AsyncIterator[
         model=str(path),
         served_model_name="tested",
         dtype="float32",
-        restart="never",
         gateway={
             "port": 0,
             "failover": {"wait_s": 0.5},

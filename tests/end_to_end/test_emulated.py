@@ -41,7 +41,7 @@ UNWATCHED = {"probe_interval_s": None}
 CASES: dict[str, dict[str, Any]] = {
     "pushed KV": {},
     "through host memory": {"kv_transfer": {"transport": "shm"}},
-    "pulled KV, small pool": {"kv_transfer": {"mode": "pull", "staging_bytes": "64KiB"}, "num_blocks": 20},
+    "small pool": {"num_blocks": 20},
 }
 
 
@@ -116,10 +116,10 @@ class Copied:
         monkeypatch.setattr(owner, name, watched)
 
 
-@pytest.mark.parametrize(("mode", "transport"), [("grouped", "tcp"), ("pull", "shm")])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 async def test_kv_goes_through_host_memory_that_is_far_smaller(
-    kind: str, mode: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All answers at once, each through the same few cells many times; a recurrent state as well.
 
@@ -128,8 +128,9 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(
     model = tiny_models.make_tiny_model(kind, tmp_path / "model")
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    transfer = {"mode": mode, "transport": transport, "staging_bytes": "32KiB"}
+    transfer = {"transport": transport}
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
+    options["staging_bytes"] = 32 << 10
     copied = Copied(monkeypatch)
     async with deployment(model, "E", "P", "D", options=options, health=UNWATCHED) as one:
         await check_answers(one, reference, asked)
@@ -175,12 +176,9 @@ async def test_the_language_model_s_work_goes_before_the_tower_s(
     assert {one for one in seen if one[0]} == {("E", 0, 0.25), ("P", -1, None), ("D", -1, None)}
 
 
-@pytest.mark.parametrize(
-    ("mode", "roles"),
-    [("grouped", ("E", "P", "D")), pytest.param("pull", ("EP", "D"), marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("roles", [("E", "P", "D"), pytest.param(("EP", "D"), marks=pytest.mark.slow)])
 async def test_features_and_kv_go_from_device_to_device(
-    mode: str, roles: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    roles: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of it through the host; also once the decode instance has had another role and other memory."""
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
@@ -190,7 +188,6 @@ async def test_features_and_kv_go_from_device_to_device(
         "device": "emulated:h200:2",
         "block_size": 8,
         "max_num_batched_tokens": 40,
-        "kv_transfer": {"mode": mode},
     }
     monkeypatch.setattr(KVCache, "copy", None)  # between the device and the host's cells
     monkeypatch.setattr(Copies, "to_host", None)
@@ -212,15 +209,14 @@ async def test_features_and_kv_go_from_device_to_device(
 
 
 @needs_mooncake
-@pytest.mark.parametrize("mode", ["grouped", pytest.param("pull", marks=pytest.mark.slow)])
 async def test_mooncake_reads_features_and_kv_where_they_are(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As between hosts: nothing is mapped, and the host copies nothing; also after a change of role."""
     model = tiny_models.make_tiny_model("qwen2_5_vl", tmp_path / "model")
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    transfer = {"mode": mode, "transport": "mooncake"}
+    transfer = {"transport": "mooncake"}
     options = {"device": "emulated:h200:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
     for part, name in ((KVCache, "copy"), (Copies, "to_host"), (Copies, "to_device")):
         monkeypatch.setattr(part, name, None)

@@ -24,11 +24,10 @@ from epd_serve.launch.deployment import LocalDeployment
 
 #: One way each, over one of the paths of the bytes and in groups of each kind.
 WAYS = {
-    "grouped-tcp": {"mode": "grouped", "transport": "tcp", "group_layers": 1},
-    "grouped-shm": {"mode": "grouped", "transport": "shm", "group_layers": 2},
+    "grouped-tcp": {"transport": "tcp", "group_layers": 1},
+    "grouped-shm": {"transport": "shm", "group_layers": 2},
     "layerwise": {},
     "oneshot": {},
-    "pull-tcp": {"mode": "pull", "transport": "tcp"},
 }
 BASELINES = {"layerwise": {"kv": "layerwise"}, "oneshot": {"kv": "oneshot", "prefetch": "sync"}}
 
@@ -41,7 +40,6 @@ async def deployed(model: str, instances: dict[str, Any], **baselines: Any) -> A
         served_model_name="demo",
         dtype="float32",
         gateway={"port": 0, "failover": {"wait_s": 0.5}},
-        restart="never",
         instances={"base_port": 0, "threads": 1, **instances},
     )
     with ablated(**baselines):
@@ -114,33 +112,3 @@ async def _clients_leave_and_the_decode_instance_dies(
     for answer in await asyncio.wait_for(asyncio.gather(*asked), 300):
         assert answer.status_code in (200, 502, 503), answer.text
     await Books({name: urls[name] for name in ("e0", "p0")}).check()
-
-
-async def test_a_prompt_that_is_pulled_from_a_stalled_instance_ends() -> None:
-    """P is stopped while D reads: D gives its blocks back, and P throws its work away when it goes on."""
-    settings = {"lease_s": 2, "kv_transfer": {"mode": "pull"}}
-    async with deployed("demo", settings, bandwidth="1MB/s") as deployment:
-        handles = deployment.instances
-        async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
-            for number in range(0, 8, 2):  # where this process is held up, D has read all before it looks
-                bodies = [chat(f"{number + i} " + "apple " * 200, max_tokens=8, ignore_eos=True) for i in range(2)]
-                asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]
-                is_reserved = False
-                while not (is_reserved or all(task.done() for task in asked)):
-                    is_reserved = await _is_reserved(client, handles["d0"].url)
-                if is_reserved:
-                    break
-            assert is_reserved
-            os.kill(handles["p0"].pid, signal.SIGSTOP)
-            try:
-                async with asyncio.timeout(150):
-                    while await _is_reserved(client, handles["d0"].url):  # noqa: ASYNC110
-                        await asyncio.sleep(0.02)
-            finally:
-                os.kill(handles["p0"].pid, signal.SIGCONT)
-            await asyncio.wait_for(asyncio.gather(*asked), 300)
-        await Books({name: handle.url for name, handle in handles.items()}).check()
-
-
-async def _is_reserved(client: httpx.AsyncClient, url: str) -> bool:
-    return bool((await client.get(f"{url}/integrity")).json()["reservations"])

@@ -58,7 +58,7 @@ def outgoing(sequence: Prompt, region_name: str, num_cached: int) -> OutgoingTra
 
 
 @given(
-    mode=st.sampled_from(["grouped", "pull", *LAYER_GROUPS]),
+    mode=st.sampled_from(["grouped", *LAYER_GROUPS]),
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=3),
     chunk=st.integers(1, 20),
     num_layers=st.integers(1, 7),
@@ -74,8 +74,6 @@ def test_what_arrives(
     for sequence, (_, lane, cached) in zip(sequences, lengths, strict=True):
         num_cached = 0 if state_blocks else min(cached, len(sequence.blocks) - 1)
         transfers[sequence] = outgoing(sequence, f"d{lane}", num_cached)
-        if mode == "pull":
-            transfers[sequence].target = None
     written: dict[tuple[str, int], set[int]] = {}
     push = KVPush(
         sender=sender,

@@ -34,7 +34,7 @@ def settings(model: Path, transport: str) -> dict[str, Any]:
         "instances": {
             "block_size": 8,
             "max_num_batched_tokens": 40,
-            "kv_transfer": {"transport": transport, "staging_bytes": "64KiB"},
+            "kv_transfer": {"transport": transport},
         },
     }
 

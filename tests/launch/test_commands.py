@@ -1,4 +1,3 @@
-import json
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -41,13 +40,14 @@ def test_each_instance_gets_its_name_role_port_and_device() -> None:
 
 def test_the_gateway_is_told_its_file_and_stops_first() -> None:
     config, _ = specs("gateway: {host: 0.0.0.0}")
-    spec = gateway_spec(config, Ports(gateway=80, instances=()), Path("/run/d.yaml"), {}, Path("/run/admin"))
+    spec = gateway_spec(config, 80, 7, Path("/run/d.yaml"), {}, Path("/run/admin"))
     assert flag(spec, "--admin-path") == "/run/admin"
     assert (flag(spec, "--config"), flag(spec, "--host"), flag(spec, "--port")) == ("/run/d.yaml", "0.0.0.0", "80")
     assert spec.url == "http://127.0.0.1:80"
-    assert spec.stops == "first"
+    assert spec.stops == "first" and spec.socket == Path("/run/admin")
+    assert flag(spec, "--listener") == "7" and spec.pass_fds == (7,)
     assert spec.first_health == "/health?role=EPD", "or the first images would be encoded by P"
-    text_only = gateway_spec(specs("topology: P-D")[0], Ports(gateway=80, instances=()), Path("/run/d.yaml"), {})
+    text_only = gateway_spec(specs("topology: P-D")[0], 80, 7, Path("/run/d.yaml"), {}, Path("/run/admin"))
     assert text_only.first_health == "/health"
 
 
@@ -156,27 +156,6 @@ def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -
     assert key not in repr(instances) + " ".join(word for spec in instances for word in spec.command)
     lines = "\n".join(dry_run(config, None, {}))
     assert key not in lines and lines.count("EPD_SERVE_CLUSTER_KEY") == 3
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("shape_of: qwen2.5-vl-7b", "shape_of is for emulated devices; write devices"),
-        (
-            "devices: [emulated:h200 x 3]\nshape_of: qwen9",
-            "model 'qwen9': no such directory or config.json; known by",
-        ),
-        (
-            "topology: ED-P\ndevices: [emulated:h200 x 2]\nshape_of: text.json",
-            "shape_of: .*text.json has no vision tow",
-        ),
-    ],
-)
-def test_shapes_that_no_emulated_device_can_take_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
-    (tmp_path / "text.json").write_text(json.dumps(sizes | {"vocab_size": 100}))
-    with pytest.raises(ValueError, match=message):
-        specs(text.replace("text.json", str(tmp_path / "text.json")))
 
 
 @pytest.mark.parametrize(

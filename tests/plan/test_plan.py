@@ -189,7 +189,7 @@ def test_short_steps_are_a_choice() -> None:
     result = recommend(judge, found)
     assert str(result.chosen.candidate) == "2EPD unlimited"
     config = parse_config(result.deployment)
-    assert config.instances.batching.policy == "unlimited" and config.instances.threads == 3
+    assert config.slo.tpot_ms is None and config.instances.threads == 3
     assert (config.instances.max_num_seqs, config.instances.max_num_batched_tokens) == (256, 2048)
     raced = enumerate_plans(judge, plans, width=1)
     assert str(raced.best.candidate) == "2EPD unlimited" and raced.num_candidates == 2

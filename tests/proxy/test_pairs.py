@@ -86,7 +86,7 @@ async def test_the_only_pair_is_tried_again_until_it_is_too_late(start, kit, mon
     p0.scripts["/stage/prefill"] = lambda message: answers.pop() if answers else p0._regular(message)
     assert await gateway.answer(kit.chat()) == (200, kit.WHOLE)
     assert len(p0.got("/stage/prefill")) == 3
-    gateway.app.state.control.apply(gateway.app.state.control.settings.now, [])
+    gateway.become([])
     late = await start("p0:P", "d0:D", failover={"wait_s": 0.5})
     late["p0"].scripts["/stage/prefill"] = lambda _: kit.fail(502, UNREACHABLE.message, code=PEER_UNREACHABLE)
     status, error = await late.error(kit.chat())

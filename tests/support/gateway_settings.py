@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from epd_serve.config import DeploymentConfig, change_config
+from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import AdminConfig
 from proxy.settings import GatewaySettings
 
@@ -27,13 +27,6 @@ def gateway_settings(
     return replace(settings, poll_interval_s=poll_interval_s, startup_wait_s=startup_wait_s)
 
 
-def changed(settings: GatewaySettings, **options: Any) -> GatewaySettings:
-    """The same gateway after its file was changed."""
-    return GatewaySettings.of(change_config(settings.config, {"gateway": options}), settings.host)
-
-
-def admin_plane(
-    host: str = "127.0.0.1", port: int = 0, key: str | None = None, join_key: str | None = None
-) -> AdminConfig:
+def admin_plane(host: str = "127.0.0.1", port: int = 0, key: str | None = None) -> AdminConfig:
     """An admin plane at a free port."""
-    return AdminConfig.model_construct(host=host, port=port, key=key, join_key=join_key)
+    return AdminConfig.model_construct(host=host, port=port, key=key)

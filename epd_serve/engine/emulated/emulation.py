@@ -37,15 +37,10 @@ class Emulation:
 
     @classmethod
     def of(cls, options: InstanceOptions, device: Device) -> Emulation:
-        """Raises ValueError for a ``shape_of``, or a model without one, whose sizes cannot be read."""
+        """Raises ValueError for a model whose sizes cannot be read."""
         assert isinstance(device, EmulatedDevice), f"{device.name} is no emulated device"
         kind = emulated_kind(options.device)
-        if options.shape_of is not None or is_measured(kind):
-            return cls(device, DeviceTime.of(options.shape_of or "", kind))
-        try:
-            return cls(device, DeviceTime.of(str(options.model), kind))
-        except ValueError as error:
-            raise ValueError(f"{error}; write shape_of: the model whose times {device.name} takes") from error
+        return cls(device, DeviceTime.of("" if is_measured(kind) else str(options.model), kind))
 
     def linked(self, inner: Transport, model: Path, value_bytes: int) -> Transport:
         """The transport over the device's link to its neighbours, for the bytes of the model whose times it takes.

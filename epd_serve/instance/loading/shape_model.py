@@ -106,7 +106,7 @@ class ShapeModel:
                 f"answers without weights are made of {NUM_TOKENS}"
             )
         self.device, self.options = device, options
-        self.time = DeviceTime.of(options.shape_of or options.model.shape_of, emulated_kind(options.device))
+        self.time = DeviceTime.of(options.model.shape_of, emulated_kind(options.device))
         device.interfere(self.time.interference)
         self.family = ShapeFamily(self.shape)
         self.location = f"the shape of {self.shape.name}, without weights"
@@ -263,7 +263,7 @@ class ShapeLanguage:
             num_blocks = blocks_in(options.kv_cache_bytes, block_bytes=block_bytes, block_size=block_size)
         else:
             num_blocks = max(int(self._device.headroom() * _FREE_MEMORY_FOR_KV) // block_bytes, MIN_BLOCKS)
-        staging_bytes = options.kv_transfer.staging_bytes
+        staging_bytes = options.staging_bytes
         return DigestMemory(layout, num_blocks, self._device, transport, token_bytes, staging_bytes)
 
 
