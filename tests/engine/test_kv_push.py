@@ -15,7 +15,7 @@ from benchmarks.ablations.kv_push import LAYER_GROUPS
 from device.base import Event
 from device.cpu import CpuEvent
 from epd_serve.engine.step_loop import KVPush, LayerGroups
-from epd_serve.protocol.wire import Region, ReserveReply
+from epd_serve.protocol.wire import ReserveReply
 from epd_serve.sched.schedule import ScheduleOutput
 from epd_serve.sched.sequence import Sequence as Prompt
 from epd_serve.transfer.grouping import GroupSizer
@@ -51,10 +51,10 @@ def prompt(name: str, num_tokens: int, first_block: int, state_blocks: int = 0) 
 
 
 def outgoing(sequence: Prompt, region_name: str, num_cached: int) -> OutgoingTransfer:
-    region = Region(name=region_name, nbytes=1, host_id="h", pid=1, fd=1, host="", port=0)
     blocks = sequence.blocks + sequence.state_blocks
-    target = ReserveReply([block + 1000 for block in blocks], num_cached, region, 4000)
-    return OutgoingTransfer(sequence.request_id, target, 1e9, next_block=num_cached)
+    target = ReserveReply([block + 1000 for block in blocks], num_cached, region_name)
+    peer: Any = None  # nothing is announced here
+    return OutgoingTransfer(sequence.request_id, peer, target, next_block=num_cached)
 
 
 @given(
@@ -97,7 +97,7 @@ def test_what_arrives(
             done = not sequence.num_uncomputed
             assert (transfers[sequence].computed_at == 5.0) == done
         for layers, parts in sender.pushes:
-            assert len({part.transfer.target.region.name for part in parts}) == 1, "one write, one region"
+            assert len({part.transfer.target.name for part in parts}) == 1, "one write, one region"
             if any(part.local == one.state_blocks for part in parts for one in sequences):
                 assert layers == range(num_layers) and sequences[0].num_computed, "a state is whole at the end"
             else:
