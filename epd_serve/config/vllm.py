@@ -25,6 +25,7 @@ _MAX_TENSOR_PARALLEL = PORTS_PER_INSTANCE - 2
 _NATIVE_KEYS = {
     "tower_share": "vLLM has no such thing",
     "image_budget_pixels": "vLLM's encoder budget follows max_num_batched_tokens",
+    "lease_s": "vLLM's connectors have times of their own",
     "batching": "vLLM schedules by max_num_batched_tokens",
     "resident": "each vLLM process holds the weights of its roles",
 }
