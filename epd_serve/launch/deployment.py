@@ -118,6 +118,7 @@ class LocalDeployment:
         self._supervisor = Supervisor(
             [*([] if master is None else [master]), *specs, gateway, *others],
             self.log_dir,
+            restart=config.restart == "on-failure",
             hang_timeout_s=hang_timeout_s,
             backoff=backoff,
             on_change=on_change,

@@ -17,12 +17,10 @@ def deployment_yaml(evaluator: Evaluator, plan: Evaluation) -> str:
     placed = candidate.devices(evaluator.fleet)
     devices = [name for _, name in placed]
     threads = next(({"threads": pool.threads} for pool, _ in placed if pool.threads), {})
-    batching: dict[str, Any] = {"order": candidate.order}
     slo: dict[str, float] = {}
-    sizes_steps = candidate.policy == "stage-level"  # an instance without limits has steps of any length
-    if goal.ttft_s is not None and sizes_steps:
+    if goal.ttft_s is not None:
         slo["ttft_ms"] = 1e3 * goal.ttft_s
-    if goal.tpot_s is not None and sizes_steps:
+    if goal.tpot_s is not None:
         slo["tpot_ms"] = 1e3 * goal.tpot_s
     tree: dict[str, Any] = {
         "topology": candidate.line,
@@ -34,7 +32,7 @@ def deployment_yaml(evaluator: Evaluator, plan: Evaluation) -> str:
             "max_num_batched_tokens": candidate.step_tokens(evaluator.fleet),
             "max_num_seqs": candidate.max_num_seqs,
             **threads,
-            "batching": batching,
+            "batching": {"order": candidate.order},
         },
     }
     stream = StringIO()

@@ -42,9 +42,9 @@ async def serving(path: Path, topology: str, **instances: Any) -> AsyncIterator[
         model=str(path),
         served_model_name="tested",
         dtype="float32",
+        restart="never",
         gateway={
             "port": 0,
-            "failover": {"wait_s": 0.5},
             "media": {"audio": {"max_bytes": MAX_BYTES, "max_seconds": 60}},
         },
         instances={"base_port": 0, "threads": 1, "block_size": 8, "feature_timeout_s": 8, **instances},

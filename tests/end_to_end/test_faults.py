@@ -23,7 +23,8 @@ from epd_serve.launch.deployment import LocalDeployment
 async def deployment() -> AsyncIterator[LocalDeployment]:
     config = DeploymentConfig(
         topology="E-P-D",
-        gateway={"port": 0, "failover": {"wait_s": 0.5}},
+        restart="never",
+        gateway={"port": 0},
         instances={
             "base_port": 0,
             "threads": 1,

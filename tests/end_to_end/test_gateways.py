@@ -26,7 +26,9 @@ BODY = chat("Count to 9.", max_tokens=450, ignore_eos=True, stream=True)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def urls() -> AsyncIterator[dict[str, str]]:
-    config = DeploymentConfig(topology="P-D", gateway={"port": 0}, instances={"base_port": 0, "threads": 1})
+    config = DeploymentConfig(
+        topology="P-D", restart="never", gateway={"port": 0}, instances={"base_port": 0, "threads": 1}
+    )
     async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         yield {name: handle.url for name, handle in deployment.instances.items()}
 

@@ -58,7 +58,9 @@ def only_in_first(texts: list[str]) -> str:
 async def test_each_choice_goes_on_at_another_decode_instance() -> None:
     admin = free_port("127.0.0.1")
     gateway = {"port": 0, "admin": {"port": admin}}
-    config = DeploymentConfig(topology="P-3D", gateway=gateway, instances={"base_port": 0, "threads": 1})
+    config = DeploymentConfig(
+        topology="P-3D", restart="never", gateway=gateway, instances={"base_port": 0, "threads": 1}
+    )
     async with (
         LocalDeployment(config, ready_timeout_s=300) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=240) as client,

@@ -39,6 +39,7 @@ async def serving(path: Path, topology: str) -> AsyncIterator[LocalDeployment]:
         model=str(path),
         served_model_name="tested",
         dtype="float32",
+        restart="never",
         gateway={"port": 0},
         instances={"base_port": 0, "threads": 1, "block_size": 8, "max_num_batched_tokens": 200},
     )

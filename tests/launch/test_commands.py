@@ -161,10 +161,10 @@ def test_the_cluster_key_is_in_the_environment_of_instances_and_nowhere_else() -
 @pytest.mark.parametrize(
     ("text", "shares"),
     [
-        ("topology: E-(P-D)\ndevices: [emulated:h200:0, emulated:h200:1]", [None, 0.45, 0.45]),
-        ("topology: (E-P)-D\ndevices: [emulated:h200:0, emulated:h200:1]", [None, None, None]),
-        ("topology: (P-D)\ndevices: [emulated:h200:0]\nroles: {P: {memory_share: 0.7}}", [0.7, 0.45]),
-        ("topology: (P-D)\ndevices: [emulated:h200:0]\nroles: {P: {share: 0.5}}", [None, None]),
+        ("topology: E-(P-D)\ndevices: [cuda:0, cuda:1]", [None, 0.45, 0.45]),
+        ("topology: (E-P)-D\ndevices: [cuda:0, cuda:1]", [None, None, None]),
+        ("topology: (P-D)\ndevices: [cuda:0]\nroles: {P: {memory_share: 0.7}}", [0.7, 0.45]),
+        ("topology: (P-D)\ndevices: [cuda:0]\nroles: {P: {share: 0.5}}", [None, None]),
         ("topology: (P-D)", [None, None]),
     ],
 )

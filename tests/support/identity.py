@@ -122,7 +122,7 @@ class Fleet:
         """These instances behind a gateway answer all questions at once, whole and streamed, as expected."""
         urls = {name: self.urls[name] for name in names}
         # a step of many ranks may take long where there are few cores
-        config = {"gateway": {"health": {"probe_timeout_s": 60}}}
+        config = {"gateway": {"probe_timeout_s": 60}}
         async with gateway(urls, config=config) as url, httpx.AsyncClient(base_url=url, timeout=150) as client:
             for stream in (False, True):
                 ask = _stream if stream else _whole

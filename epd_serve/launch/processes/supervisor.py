@@ -64,7 +64,7 @@ class Supervisor:
         finally:
             await supervisor.stop()
 
-    A process that was ready once and ends by itself is started again, while the others go on. One that was never
+    With ``restart``, a process that was ready once and ends by itself is started again, while the others go on. One that was never
     ready has died for good: what it lacks it will lack the next time. One that was ready and answers nothing for
     ``hang_timeout_s`` is killed, and has died too.
 
@@ -85,6 +85,7 @@ class Supervisor:
         specs: Sequence[ProcessSpec],
         log_dir: Path,
         *,
+        restart: bool = True,
         hang_timeout_s: float = HANG_TIMEOUT_S,
         backoff: Callable[[], Backoff] = Backoff,
         on_change: Callable[[ManagedProcess], None] = lambda process: None,
@@ -93,6 +94,7 @@ class Supervisor:
     ) -> None:
         self._specs = tuple(specs)
         self._log_dir = log_dir
+        self._restart = restart
         self._hang_timeout_s = hang_timeout_s
         self._backoff = backoff
         self._on_change = on_change
@@ -285,7 +287,7 @@ class Supervisor:
                 death = early
             self.num_deaths += 1
             process.note(death)
-            if not was_ready:
+            if not (self._restart and was_ready):
                 return death
             ready_s = process.ready_s
             process.enter(ProcessState.WAITING)

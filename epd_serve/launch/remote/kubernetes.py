@@ -33,8 +33,6 @@ _MODELS, _FEATURES, _API_KEY = "/models", "/features", "EPD_SERVE_API_KEY"
 _HTTP, _ADMIN, _STORE = 8000, 8001, 50051
 #: Beyond what a process needs by itself until its container is killed; the gateway's service looks away first.
 _GRACE_S, _GATEWAY_GRACE_S = 15, 20
-#: Until another pod is ready in the place of one that was lost, where a process would be back in seconds.
-_REPLACED_S = 300.0
 _LOCKED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 _USER = {
     "runAsNonRoot": True,
@@ -146,8 +144,6 @@ class _Cluster:
         config = self._config
         gateway: Manifest = {**(own.get("gateway") or {})}
         gateway |= {"host": "0.0.0.0", "port": _HTTP, "instances": {}}
-        if not self._is_vllm:  # whose pods take minutes
-            gateway["failover"] = {"wait_s": _REPLACED_S, **(gateway.get("failover") or {})}
         gateway["admin"] = {"host": "0.0.0.0", "port": _ADMIN, "key": {"env": ADMIN_KEY}}
         if config.gateway.api_key is not None:
             gateway["api_key"] = {"env": _API_KEY}

@@ -189,6 +189,7 @@ async def run_unit(
         supervisor = Supervisor(
             specs,
             directory,
+            restart=record.config.restart == "on-failure",
             on_change=memberships.follow,
             on_death=died,
             start=partial(spawn, shares_output=True),  # Kubernetes and Ray collect it
