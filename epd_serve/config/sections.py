@@ -76,8 +76,6 @@ EngineArgs = Annotated[dict[str, ArgumentValue], AfterValidator(check_engine_arg
 
 
 BatchingOrder = Literal["fcfs", "sjf", "slack"]
-#: Whether the SLO sizes steps; planner and simulator compare both.
-BatchingPolicy = Literal["stage-level", "unlimited"]
 FeatureStoreKind = Literal["embedded", "mooncake"]
 
 MEBIBYTE = 1024**2

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
-from epd_serve.config.sections import BatchingOrder, BatchingPolicy
+from epd_serve.config.sections import BatchingOrder
 from epd_serve.cost.profile import Profile
 from epd_serve.sched.schedule import Budget
 from epd_serve.sched.step_cost import StepCost, StepPace, latency_limit_s, search_budget
@@ -25,7 +26,7 @@ class Batching:
     max_num_tokens: int = 2048
     max_num_seqs: int = 64
     image_budget_pixels: int = 8 << 20
-    policy: BatchingPolicy = "stage-level"
+    policy: Literal["stage-level", "unlimited"] = "stage-level"
     order: BatchingOrder = "fcfs"
     ttft_s: float | None = None
     tpot_s: float | None = None

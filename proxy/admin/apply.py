@@ -32,7 +32,7 @@ def apply_router(table: InstanceTable, switches: Switches) -> APIRouter:
     @router.get("/ready")
     async def ready() -> JSONResponse:
         """Name the instances to which the gateway gives work."""
-        return JSONResponse({"ready": sorted(one.name for one in table if one.ready and one.accepting)})
+        return JSONResponse({"ready": sorted(one.name for one in table if one.state == "up")})
 
     @router.post("/instances/{name}/leave")
     async def leave(name: str, request: Request) -> JSONResponse:

@@ -202,6 +202,19 @@ async def test_another_process_takes_the_place_of_one_that_finishes_what_it_has(
     assert fakes.alive == set()
 
 
+async def test_a_death_after_ready_is_reported_where_nothing_is_restarted(fakes: Any, tmp_path: Path) -> None:
+    running = Supervisor([fakes.spec("e0"), fakes.spec("d0")], tmp_path, restart=False)
+    try:
+        await running.start()
+        await running.wait_ready(timeout_s=300)
+        os.kill(fakes.pids["d0"], signal.SIGKILL)
+        death = await asyncio.wait_for(running.wait_failure(), 300)
+        assert (death.name, death.how) == ("d0", "killed by SIGKILL") and fakes.alive == {"e0"}
+    finally:
+        await running.stop()
+    assert fakes.alive == set()
+
+
 async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(
     fakes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,9 +64,9 @@ class Supervisor:
         finally:
             await supervisor.stop()
 
-    With ``restart``, a process that was ready once and ends by itself is started again, while the others go on. One that was never
-    ready has died for good: what it lacks it will lack the next time. One that was ready and answers nothing for
-    ``hang_timeout_s`` is killed, and has died too.
+    With ``restart``, a process that was ready once and ends by itself is started again, while the others go on.
+    One that was never ready has died for good: what it lacks it will lack the next time. One that was ready and
+    answers nothing for ``hang_timeout_s`` is killed, and has died too.
 
     It must be used from one event loop whose thread outlives the processes (see :mod:`epd_serve.lifeline`).
 
