@@ -11,10 +11,6 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-#: How the KV cache of a prompt moves to the decode instance. ``grouped``: groups of layers of all prompts of a
-#: step, one write for each group. ``pull``: the decode instance reads all of a prompt once it is computed.
-KVMode = Literal["grouped", "pull"]
-
 #: How P and D are chosen: the pair that costs the fewest seconds; in turn; the cheaper of two at random; the
 #: cheapest where the beginning of a prompt that P knows costs nothing.
 Routing = Literal["least_loaded", "round_robin", "prefix_affinity"]

@@ -27,11 +27,10 @@ from epd_serve.protocol.openai.tokenizing import DetokenizeBody, TokenizeBody
 from epd_serve.protocol.openai.transcriptions import TranscriptionCall
 from epd_serve.routing.routes import Router, router_of
 from epd_serve.routing.table import InstanceTable
+from proxy.admin.apply import apply_router, instances_router
 from proxy.admin.plane import create_admin_app, running_admin, running_on_path
-from proxy.admin.reload import ConfigReload
-from proxy.admin.rollout import files_router, rollout_router
 from proxy.admin.scaling import ServedRequests, scaling_router
-from proxy.admin.switches import Hold, Switches, operations_router, switches_router
+from proxy.admin.switches import Switches, operations_router, switches_router
 from proxy.admission.control import new_admission
 from proxy.api.dashboard import dashboard_router
 from proxy.api.endpoint import Endpoint, GenerationEndpoint
@@ -93,7 +92,7 @@ def create_app(
             settings=current,
         )
     )
-    switches, hold = Switches(table, calls), Hold()
+    switches = Switches(table, calls)
     probe = MediaProbe(current)
     loader = MediaLoader(current, fetcher, probe)
 
@@ -104,7 +103,7 @@ def create_app(
             await stack.enter_async_context(fetcher)
             stack.callback(probe.close)
             routers = [operations_router(table, switches), scaling_router(table, served_requests)]
-            orders = [switches_router(switches, hold), rollout_router(table, switches, hold)]
+            orders = [switches_router(switches), apply_router(table, switches)]
             joining = leases_router(leases, needs_tls=settings.tls is not None)
             if gateway.admin.port is not None:
                 admin = create_admin_app(
@@ -115,17 +114,14 @@ def create_app(
                     joining,
                     orders=orders,
                     engine=engine,
-                    join_key=settings.join_key,
                 )
                 running = running_admin(admin, gateway.admin, settings.cluster_key, settings.tls)
                 app.state.admin_url = await stack.enter_async_context(running)
             if app.state.admin_path is not None:
-                routers += [joining] if app.state.files is None else [joining, files_router(app.state.files)]
+                routers += [joining, instances_router(members), health_router(table, metrics, monitor)]
                 admin = create_admin_app(table, admission, None, [*routers, *orders], engine=engine)
                 await stack.enter_async_context(running_on_path(admin, app.state.admin_path))
-            reloading = [app.state.reloader.run()] if app.state.reloader is not None else []
-            loops = [monitor.run(), leases.run()]
-            polling = asyncio.gather(*reloading, *loops)
+            polling = asyncio.gather(monitor.run(), leases.run())
             polling.add_done_callback(partial(_end_after, app))
             try:
                 yield
@@ -155,18 +151,16 @@ def create_app(
     }
     for path, endpoint in endpoints(dispatcher, calls, shared, for_vllm=engine == "vllm"):
         add_body_route(app, path, endpoint)
-    members = Members(table, calls, monitor, connect)
+    members = Members(table, calls, monitor, connect, config.topology)
+    app.state.members = members
     leases = Leases(members)
-    app.state.control = ConfigReload(current, members, admission)
-    app.state.reloader = None
-    app.state.files = None
     app.state.admin_path = None
     app.state.give_up = lambda: None
     app.include_router(models_router(table, monitor, admission.authenticator))
     app.include_router(health_router(table, metrics, monitor))
     app.include_router(home_router(table, admission.authenticator, dashboard=gateway.dashboard))
     if gateway.dashboard:
-        app.include_router(dashboard_router(table, observer, admission, current))
+        app.include_router(dashboard_router(table, observer, admission, current, members))
     install_cors(app, gateway.cors)
     if settings.is_local and not gateway.needs_key:
         app.add_middleware(LocalGuard)

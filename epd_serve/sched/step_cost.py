@@ -18,14 +18,15 @@ MIN_CHUNK = 16
 _GAIN = 0.1
 
 
-def latency_limit_s(role: Role, *, ttft_s: float | None, tpot_s: float | None, alpha: float) -> float | None:
-    """LATENCY_max of a role: TPOT_max where it decodes, else alpha * TTFT_max; None: no limit.
+#: A request passes two steps at least, an encode and a prefill, before its first token.
+_ALPHA = 0.5
 
-    A request passes two steps at least, an encode and a prefill, before its first token: hence alpha = 0.5.
-    """
+
+def latency_limit_s(role: Role, *, ttft_s: float | None, tpot_s: float | None) -> float | None:
+    """Return LATENCY_max of a role: TPOT_max where it decodes, else alpha * TTFT_max; None: no limit."""
     if role.decodes:
         return tpot_s
-    return None if ttft_s is None else alpha * ttft_s
+    return None if ttft_s is None else _ALPHA * ttft_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,32 +31,11 @@ _LEAVE_S = 10.0
 
 
 class RoleBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of ``POST /instances/{name}/role``.
-
-    Attributes:
-        automatic: no operator gave the order; it is refused while one changes the deployment.
-    """
+    """Body of ``POST /instances/{name}/role``."""
 
     role: str
-    automatic: bool = False
     deadline_s: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 30.0
     patience_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 1.0
-
-
-class Hold:
-    """While an operator changes the deployment, orders that no operator gave are refused.
-
-    Attributes:
-        until_s: on the event loop's clock; it ends by itself, in case that the operator is gone.
-    """
-
-    def __init__(self) -> None:
-        self.until_s = 0.0
-
-    def check(self) -> None:
-        """Raise Conflict while it is on."""
-        if asyncio.get_running_loop().time() < self.until_s:
-            raise Conflict("the deployment is being changed by 'epd-serve apply'")
 
 
 class Switches:
@@ -214,7 +193,7 @@ def operations_router(table: InstanceTable, switches: Switches) -> APIRouter:
     return router
 
 
-def switches_router(switches: Switches, hold: Hold) -> APIRouter:
+def switches_router(switches: Switches) -> APIRouter:
     """``POST /instances/{name}/role``."""
     router = APIRouter()
 
@@ -223,8 +202,6 @@ def switches_router(switches: Switches, hold: Hold) -> APIRouter:
         """Answers when the instance serves the role; the role that it has calls an order back."""
         switches.find(name)
         body = decoded(await request.body(), RoleBody)
-        if body.automatic:
-            hold.check()
         order = RoleOrder(role=body.role, deadline_s=body.deadline_s, patience_s=body.patience_s)
         changed = await switches.order(name, order)
         answer: dict[str, Any] = {"instance": name, "from": changed.old, "to": changed.new}

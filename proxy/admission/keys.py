@@ -86,19 +86,8 @@ class Authenticator:
 
     def __init__(self, keys: Iterable[tuple[str, Client]]) -> None:
         """``keys`` are (hash as of :func:`epd_serve.config.keys.hash_key`, its holder)."""
-        self._holders: dict[bytes, Client] = {}
-        self.anonymous: Client | None = None
-        self.replace(keys)
-
-    def replace(self, keys: Iterable[tuple[str, Client]]) -> None:
-        """From now on these are the keys. Whose name and limits stay is counted on; requests in progress go on."""
-        before, self._holders = self._holders, {}
-        for text, client in keys:
-            digest = bytes.fromhex(text.removeprefix(HASH_PREFIX))
-            known = before.get(digest)
-            same = known is not None and (known.name, known.limits) == (client.name, client.limits)
-            self._holders[digest] = known if known is not None and same else client
-        self.anonymous = None if self._holders else self.anonymous or Client(ANONYMOUS)
+        self._holders = {bytes.fromhex(text.removeprefix(HASH_PREFIX)): client for text, client in keys}
+        self.anonymous = None if self._holders else Client(ANONYMOUS)
 
     @property
     def clients(self) -> list[Client]:

@@ -24,6 +24,7 @@ from epd_serve.topology.notation import Topology
 from epd_serve.topology.placement import place_units
 from proxy.admission.control import AdmissionControl
 from proxy.api.views import key_required
+from proxy.fleet.members import Members
 from proxy.observe.access_log import milliseconds, stages_of
 from proxy.observe.figures import RANGES_S
 from proxy.observe.metrics import kv_usage, pending_s
@@ -48,7 +49,7 @@ def page() -> tuple[str, str]:
 
 
 def dashboard_router(
-    table: InstanceTable, observer: Observer, admission: AdmissionControl, settings: Current
+    table: InstanceTable, observer: Observer, admission: AdmissionControl, settings: Current, members: Members
 ) -> APIRouter:
     """The page is open to all and shows nothing by itself; its data need an API key where there are any, and
     without keys no page of another site may read them."""
@@ -76,7 +77,8 @@ def dashboard_router(
 
     @router.get("/dashboard/data", dependencies=[Depends(guard)])
     async def data(range_s: int = 60) -> Response:
-        shown = snapshot(table, observer, admission, settings.now.config, range_s)
+        config = settings.now.config.model_copy(update={"topology": members.topology})
+        shown = snapshot(table, observer, admission, config, range_s)
         return Response(msgspec.json.encode(shown), 200, {"cache-control": "no-store"}, "application/json")
 
     return router

@@ -39,7 +39,6 @@ async def test_no_block_and_no_feature_leaks() -> None:
             "threads": 1,
             "num_blocks": 80,
             "max_num_batched_tokens": 64,
-            "feature_store_bytes": 1 << 18,
             "feature_cache_bytes": 1 << 18,
         },
     )

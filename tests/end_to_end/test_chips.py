@@ -96,8 +96,9 @@ async def test_kv_goes_through_host_memory_that_is_far_smaller(
     model = tiny_models.make_tiny_model(kind, tmp_path / "model")
     reference = Reference(model)
     asked = [("What is this?", [noise(1)]), ("Repeat: " + "apple banana " * 20, []), ("Say apple", [])]
-    transfer = {"transport": transport, "staging_bytes": "32KiB"}
+    transfer = {"transport": transport}
     options = {"device": "chip:2", "block_size": 8, "max_num_batched_tokens": 40, "kv_transfer": transfer}
+    options["staging_bytes"] = 32 << 10
     copied = Copied(monkeypatch)
     async with deployment(model, "E", "P", "D", options=options, probe_timeout_s=UNWATCHED_S) as one:
         await check_answers(one, reference, asked)

@@ -83,7 +83,7 @@ async def site() -> AsyncIterator[Site]:
             "topology": "2E-P-D",
             "gateway": {"port": 0, "admin": {"port": port}},
             "slo": SLO,
-            "instances": {"base_port": 0, "threads": 1, "queue_timeout_s": 120, "num_blocks": 512},
+            "instances": {"base_port": 0, "threads": 1, "num_blocks": 512},
             "roles": ROLES,
             "elastic": ELASTIC,
         }

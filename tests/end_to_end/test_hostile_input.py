@@ -26,14 +26,13 @@ from epd_serve.types import SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CPU_S = 1.0
+#: As an instance allows for one picture.
+CPU_S = 2.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def deployment() -> AsyncIterator[LocalDeployment]:
-    config = DeploymentConfig(
-        topology="E-P-D", gateway={"port": 0}, instances={"base_port": 0, "threads": 1, "media_cpu_s": CPU_S}
-    )
+    config = DeploymentConfig(topology="E-P-D", gateway={"port": 0}, instances={"base_port": 0, "threads": 1})
     async with LocalDeployment(config, ready_timeout_s=300) as deployment:
         yield deployment
         await Books({name: instance.url for name, instance in deployment.instances.items()}).check()

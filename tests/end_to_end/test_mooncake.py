@@ -71,13 +71,13 @@ def config(model: Path, master: str | None) -> DeploymentConfig:
             "dtype": "float32",
             "gateway": {"port": 0},
             "feature_store": "mooncake",
-            "mooncake": {"staging_bytes": "16MiB", "master": master},
+            "mooncake": {"master": master},
             "instances": {
                 "base_port": 0,
                 "threads": 1,
                 "max_num_batched_tokens": 20,
                 "block_size": 8,
-                "feature_store_bytes": "16MiB",
+                "feature_cache_bytes": "16MiB",
                 "kv_transfer": {"transport": "mooncake", "group_layers": 2},
             },
         }

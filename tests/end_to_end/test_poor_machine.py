@@ -23,7 +23,7 @@ NAMESPACES = ["unshare", "--map-root-user", "--mount"]
 @pytest.mark.slow
 async def test_it_serves_where_everything_is_full(tmp_path: Path) -> None:
     """All places where temporary files could go have four kilobytes left, and a process 64 descriptors."""
-    (tmp_path / "d.yaml").write_text("gateway: {port: 0}\ninstances: {base_port: 0, threads: 1}\nrestart: never\n")
+    (tmp_path / "d.yaml").write_text("gateway: {port: 0}\ninstances: {base_port: 0, threads: 1}\n")
     full = " && ".join(
         f"mount -t tmpfs -o size=64k tmpfs {place} && head -c {size} /dev/zero >{place}/full"
         for place, size in (("/dev/shm", "64K"), ("/var/tmp", "52K"), ("/tmp", "52K"))

@@ -69,7 +69,7 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
     )
     texts: dict[str, bytes] = {}
     async with (
-        LocalDeployment(config, log_dir=shown / "logs", ready_timeout_s=300) as deployment,
+        LocalDeployment(config, ready_timeout_s=300) as deployment,
         httpx.AsyncClient(base_url=deployment.gateway_url, timeout=240) as client,
     ):
         instance = deployment.instances["p0"]

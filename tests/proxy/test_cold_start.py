@@ -55,12 +55,12 @@ async def test_instances_that_all_leave_are_waited_for_with_their_model(start, k
     """As a joined P whose host is gone: nothing in the table says that there was one."""
     gateway = await start("p0:P", "d0:D", "spare:P")
     await gateway.until(lambda: gateway.app.state.monitor.complete_at_s)
-    control, url = gateway.app.state.control, gateway["spare"].url
-    control.apply(control.settings.now, [("d0", gateway["d0"].url)])
+    url = gateway["spare"].url
+    gateway.become([("d0", gateway["d0"].url)])
     asked = asyncio.create_task(gateway.answer(kit.chat()))
     await asyncio.sleep(0.3)
     assert not asked.done()
-    control.apply(control.settings.now, [("d0", gateway["d0"].url), ("p9", url)])
+    gateway.become([("d0", gateway["d0"].url), ("p9", url)])
     assert await asked == (200, kit.WHOLE)
 
 

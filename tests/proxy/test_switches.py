@@ -146,7 +146,7 @@ async def test_what_the_operator_drains_during_a_switch_stays_drained(gateway: A
 async def test_an_instance_may_leave_while_it_changes_its_role(start: Any) -> None:
     gateway = await start("p0:P", "d0:D", "late:P", reporting=True, admin=admin_plane(key="secret"))
     own = [(name, gateway[name].url) for name in ("p0", "d0")]
-    gateway.app.state.control.apply(gateway.app.state.control.settings.now, own)
+    gateway.become(own)
     admin, url = gateway.app.state.admin_url, gateway["late"].url
     for asked in (False, True):  # it is gone when the order ends, or when it has been asked what it is now
         go_on, came = held_back(gateway, "late")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from epd_serve.config import DeploymentConfig, change_config
+from epd_serve.config import DeploymentConfig
 from epd_serve.config.gateway import AdminConfig
 from proxy.settings import GatewaySettings
 
@@ -31,13 +31,6 @@ def gateway_settings(
     )
 
 
-def changed(settings: GatewaySettings, **options: Any) -> GatewaySettings:
-    """The same gateway after its file was changed."""
-    return GatewaySettings.of(change_config(settings.config, {"gateway": options}), settings.host)
-
-
-def admin_plane(
-    host: str = "127.0.0.1", port: int = 0, key: str | None = None, join_key: str | None = None
-) -> AdminConfig:
+def admin_plane(host: str = "127.0.0.1", port: int = 0, key: str | None = None) -> AdminConfig:
     """An admin plane at a free port."""
-    return AdminConfig.model_construct(host=host, port=port, key=key, join_key=join_key)
+    return AdminConfig.model_construct(host=host, port=port, key=key)
