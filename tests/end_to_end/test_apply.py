@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from http_client import http_client
 
 from benchmarks import apply_ring, chaos
 from epd_serve.config import DeploymentConfig, change_config, parse_config
@@ -49,7 +50,7 @@ async def deployment(_runtime_directory: None, tmp_path: Path) -> AsyncIterator[
 
 async def serves(deployment: LocalDeployment) -> bool:
     try:
-        async with httpx.AsyncClient(timeout=120) as client:
+        async with http_client() as client:
             answer = await client.post(f"{deployment.gateway_url}/v1/completions", json=BODY)
     except httpx.TransportError:  # the gateway was killed
         return False
@@ -144,7 +145,7 @@ async def test_a_failed_start_changes_nothing_and_the_next_file_is_taken(deploym
     assert first is None
     assert isinstance(second, ValueError) and "another apply is under way" in str(second)
     assert roles(deployment) == ["D", "E", "P", "P"] and await serves(deployment)
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with http_client() as client:
         url, headers = f"{deployment.gateway_url}/v1/completions", {"content-type": "application/json"}
         answer = await client.post(url, content=b"x" * 3000, headers=headers)
     assert answer.status_code == 413, "a setting of the gateway came with the file"
@@ -173,7 +174,7 @@ async def test_processes_that_die_meanwhile(deployment: LocalDeployment) -> None
         [process] = [one for one in deployment.processes if one.spec.name == switched]
         while process.num_restarts == 0 or not process.ready.is_set():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    async with httpx.AsyncClient(timeout=60) as client:
+    async with http_client() as client:
         info = (await client.get(f"{process.spec.url}/info")).json()
     assert info["role"] == "D", "what is started again has the role that it was switched to"
 

@@ -21,6 +21,7 @@ import tiny_models
 from chat import data_url
 from clips import Clip, clip
 from fleet import Books, figures
+from http_client import http_client
 from identity import MAX_TOKENS, Question
 from pictures import noise, png
 from reference import Reference
@@ -93,7 +94,7 @@ async def test_a_sound_is_encoded_once_however_it_is_sent(
         for text, as_url in (("What is said?", False), ("Where is it? Say it.", True), ("apple", False))
     ]
     encoder = deployment.instances["e0"].url
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         before = (await figures(encoder))["tower_images_total"]
         for question in questions:
             assert await ask(client, question) == expected(reference, question)
@@ -132,7 +133,7 @@ async def test_hostile_sounds_are_refused_by_part(deployment: LocalDeployment, k
         {"type": "audio_url", "audio_url": {"url": url}},
     ]
     begun = time.monotonic()
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+    async with http_client(deployment.gateway_url) as client:
         answer = await client.post(CHATS, json={"messages": [{"role": "user", "content": parts}]})
     error = answer.json()["error"]
     assert answer.status_code == (413 if kind == "large" else 400), answer.text
@@ -144,7 +145,7 @@ async def test_hostile_sounds_are_refused_by_part(deployment: LocalDeployment, k
 
 async def test_a_format_that_is_another_is_named(deployment: LocalDeployment) -> None:
     part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(GOOD).decode(), "format": "mp3"}}
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+    async with http_client(deployment.gateway_url) as client:
         answer = await client.post(CHATS, json={"messages": [{"role": "user", "content": [part]}]})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "messages[0].content[0].input_audio.data"
@@ -165,7 +166,7 @@ async def test_the_answer_is_the_same_when_the_encoder_dies(kind: str, tmp_path:
     question = Question("What is said?", videos=videos, sounds=(Sound(sound(9, 3.9, 48_000, 2, "flac"), "flac"),))
     async with (
         serving(path, "E-P-D", max_num_batched_tokens=7) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
+        http_client(deployment.gateway_url) as client,
     ):
         handle = deployment.instances["e0"]
         os.kill(handle.pid, signal.SIGSTOP)  # so that it has the request and cannot end it
@@ -180,7 +181,7 @@ async def test_a_file_is_transcribed_as_openai_does(deployment: LocalDeployment,
     file = {"file": ("speech.flac", sound(11, 1.9, kind="flac"), "audio/flac")}
     fields = {"model": "tested", "language": "en", "prompt": "and so on"}
     path = "/v1/audio/transcriptions"
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         whole = await client.post(path, data=fields, files=file)
         text = await client.post(path, data={**fields, "response_format": "text"}, files=file)
         stream = await client.post(path, data={**fields, "stream": "true"}, files=file)
@@ -217,7 +218,7 @@ async def test_forms_that_cannot_be_are_refused(
     files: dict[str, Any] = {name: (None, value) for name, value in fields.items()}
     if file is not None:
         files["file"] = ("a.wav", file)
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+    async with http_client(deployment.gateway_url) as client:
         answer = await client.post("/v1/audio/transcriptions", files=files)
         no_form = await client.post("/v1/audio/transcriptions", json={"file": "x"})
     error = answer.json()["error"]

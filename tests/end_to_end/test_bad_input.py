@@ -9,11 +9,11 @@ import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
 from chat import chat
 from fleet import Books, gateway
+from http_client import http_client
 from pictures import noise, png
 from PIL import Image
 
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Any, int, str]] = {
 @pytest.mark.parametrize("case", CASES)
 async def test_is_refused_with_a_sentence(deployment: LocalDeployment, case: str, stream: bool) -> None:
     body, status, word = CASES[case]
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         neighbour = asyncio.create_task(client.post("/v1/chat/completions", json=chat("Count to 9.")))
         if isinstance(body, bytes):
             headers = {"content-type": "application/json"}
@@ -104,13 +104,13 @@ async def test_a_public_gateway_fetches_nothing_from_private_ranges(deployment: 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     body = chat("What is this?", f"http://127.0.0.1:{port}/x.png", max_tokens=3)
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         answer = await client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
     urls = {name: handle.url for name, handle in deployment.instances.items()}
     async with (
         gateway(urls, config={"gateway": {"media": {"allow_private": False}}}) as url,
-        httpx.AsyncClient(base_url=url, timeout=150) as client,
+        http_client(url) as client,
     ):
         answer = await client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400, answer.text
@@ -126,7 +126,7 @@ async def test_no_web_page_gives_orders_to_an_instance(
     deployment: LocalDeployment, headers: dict[str, str]
 ) -> None:
     """One byte is a whole order to leave: a page could have a browser send it."""
-    async with httpx.AsyncClient(timeout=150) as client:
+    async with http_client() as client:
         for handle in deployment.instances.values():
             for path in ("/leave", "/role"):
                 answer = await client.post(handle.url + path, content=b"\x80", headers=headers)
@@ -141,6 +141,6 @@ async def test_no_web_page_gives_orders_to_an_instance(
 
 async def test_a_large_picture_within_the_limits_is_fine(deployment: LocalDeployment) -> None:
     picture = Image.new("RGB", (3000, 2000), (250, 250, 250))
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         answer = await client.post("/v1/chat/completions", json=chat("What is this?", picture, max_tokens=3))
     assert answer.status_code == 200, answer.text

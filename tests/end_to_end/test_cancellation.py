@@ -6,9 +6,9 @@ import asyncio
 import random
 from typing import Any
 
-import httpx
 from chat import chat
 from fleet import Books
+from http_client import http_client
 from pictures import noise
 
 from epd_serve.config import DeploymentConfig
@@ -46,7 +46,7 @@ async def test_no_block_and_no_feature_leaks() -> None:
     outcomes: list[str] = []
     async with (
         LocalDeployment(config, ready_timeout_s=300) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=120) as client,
+        http_client(deployment.gateway_url) as client,
     ):
         slots = asyncio.Semaphore(24)
 

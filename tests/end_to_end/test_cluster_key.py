@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import httpx
 from chat import chat
+from http_client import http_client
 from pictures import noise
 
 from epd_serve.config import DeploymentConfig
@@ -22,7 +22,7 @@ async def test_instances_serve_their_deployment_alone() -> None:
     body = chat("What is this?", noise(1), max_tokens=6, ignore_eos=True, temperature=0)
     async with (
         LocalDeployment(config, ready_timeout_s=300) as deployment,
-        httpx.AsyncClient(timeout=240) as client,
+        http_client() as client,
     ):
         answers = []
         for _ in range(4):

@@ -12,11 +12,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import tiny_models
 from chat import chat
 from fleet import Books, figures
+from http_client import http_client
 from identity import MAX_TOKENS, start_fleet
 from in_process import Deployment, deployment
 from pictures import noise
@@ -294,7 +294,7 @@ async def test_an_instance_that_is_killed_leaves_its_memory(topology: str, kille
     fields = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
     async with (
         LocalDeployment(config, ready_timeout_s=600) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=300) as client,
+        http_client(deployment.gateway_url) as client,
     ):
 
         async def ask(number: int) -> tuple[int, str]:

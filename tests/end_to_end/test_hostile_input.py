@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from chat import chat
 from fleet import Books
+from http_client import http_client
 from pictures import noise
 from PIL import Image
 
@@ -77,7 +78,7 @@ async def answers_beside(
 
 async def test_a_picture_that_takes_an_hour_costs_a_second(deployment: LocalDeployment) -> None:
     pids = {name: handle.pid for name, handle in deployment.instances.items()}
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         first = await client.post("/v1/chat/completions", json=chat("What is this?", noise(1), max_tokens=3))
         assert first.status_code == 200
         [server, *_] = decoders(pids["e0"])
@@ -104,7 +105,7 @@ async def test_a_picture_that_takes_an_hour_costs_a_second(deployment: LocalDepl
 async def test_a_request_of_many_such_pictures_is_no_worse(deployment: LocalDeployment) -> None:
     """The first that is refused, or waits too long behind the others, ends them all."""
     hostile = [endless(80 + number) for number in range(8)]
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         started = time.monotonic()
         pictures = iter(range(10**6, 2 * 10**6))
         refused, others = await answers_beside(
@@ -150,7 +151,7 @@ async def test_a_prompt_of_megabytes_is_refused_unread(deployment: LocalDeployme
     p0 = deployment.instances["p0"].pid
     forget_peak(p0)
     before, spent_s = peak_bytes(p0), cpu_s(p0)
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         hostile, others = await answers_beside(
             client,
             lambda: chat("Count to 9.", max_tokens=3),
@@ -174,7 +175,7 @@ async def test_an_instance_refuses_60_megabytes_unread(deployment: LocalDeployme
     )
     forget_peak(handle.pid)
     before, spent_s = peak_bytes(handle.pid), cpu_s(handle.pid)
-    async with httpx.AsyncClient(timeout=150) as client:
+    async with http_client() as client:
         for path, body in (("/prompt/tokenize", question), ("/stage/prefill", wire.encode(prompt))):
             answer = await client.post(handle.url + path, content=body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")

@@ -15,6 +15,7 @@ import pytest
 import tiny_models
 from chat import chat
 from fleet import Books, figures
+from http_client import http_client
 from pictures import noise
 from reference import Reference
 
@@ -74,7 +75,7 @@ async def test_the_way_of_the_kv_changes_no_token_and_leaves_nothing_behind(
     body = chat("What is this?", *images, max_tokens=12, ignore_eos=True, logprobs=True, skip_special_tokens=False)
     async with (
         deployed(str(path), settings, **baselines) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
+        http_client(deployment.gateway_url) as client,
     ):
         urls = {name: handle.url for name, handle in deployment.instances.items()}
         for answer in [await client.post("/v1/chat/completions", json=body) for _ in range(2)]:
@@ -121,7 +122,7 @@ async def test_a_prompt_that_is_pulled_from_a_stalled_instance_ends() -> None:
     settings = {"lease_s": 2, "kv_transfer": {"mode": "pull"}}
     async with deployed("demo", settings, bandwidth="1MB/s") as deployment:
         handles = deployment.instances
-        async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+        async with http_client(deployment.gateway_url) as client:
             for number in range(0, 8, 2):  # where this process is held up, D has read all before it looks
                 bodies = [chat(f"{number + i} " + "apple " * 200, max_tokens=8, ignore_eos=True) for i in range(2)]
                 asked = [asyncio.create_task(client.post("/v1/chat/completions", json=body)) for body in bodies]

@@ -6,11 +6,11 @@ import os
 import signal
 from pathlib import Path
 
-import httpx
 import pytest
 import tiny_models
 from chat import chat
 from fleet import Books, figures
+from http_client import http_client
 from pictures import noise
 from reference import Reference
 from transports import HAS_MOONCAKE
@@ -44,7 +44,7 @@ class Service:
             logprobs=True,
             skip_special_tokens=False,
         )
-        async with httpx.AsyncClient(base_url=self.deployment.gateway_url, timeout=150) as client:
+        async with http_client(self.deployment.gateway_url) as client:
             answer = await client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         tokens = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import httpx
 import tiny_models
 from chat import chat
 from fleet import Books, figures
+from http_client import http_client
 from pictures import noise
 from PIL import Image
 from reference import Reference
@@ -57,7 +57,7 @@ async def test_images_of_a_request_are_encoded_in_several_places_and_stay_in_ord
             """Counted before a feature leaves."""
             return [(await figures(url))["tower_images_total"] for url in encoders]
 
-        async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+        async with http_client(deployment.gateway_url) as client:
             before = await num_encoded()
             bodies = [chat(TEXT, *order, **fields) for order in asked]
             first = await client.post("/v1/chat/completions", json=bodies[0])

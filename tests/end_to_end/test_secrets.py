@@ -6,10 +6,10 @@ import os
 import signal
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 from chat import chat
+from http_client import http_client
 from pictures import noise
 
 from epd_serve.config import DeploymentConfig
@@ -71,7 +71,7 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
     texts: dict[str, bytes] = {}
     async with (
         LocalDeployment(config, log_dir=shown / "logs", ready_timeout_s=300) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=240) as client,
+        http_client(deployment.gateway_url) as client,
     ):
         instance = deployment.instances["p0"]
         body = chat("What is this?", noise(1), max_tokens=4)

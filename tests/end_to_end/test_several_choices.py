@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from chat import chat
 from fleet import Books
+from http_client import http_client
 
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
@@ -63,7 +64,7 @@ async def test_each_choice_goes_on_at_another_decode_instance() -> None:
     )
     async with (
         LocalDeployment(config, ready_timeout_s=300) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=240) as client,
+        http_client(deployment.gateway_url) as client,
     ):
         urls = {name: handle.url for name, handle in deployment.instances.items()}
 

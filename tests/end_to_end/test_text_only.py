@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx
 import pytest
 import tiny_models
 from fleet import gateway
+from http_client import http_client
 from identity import QUESTIONS, start_fleet
 
 from epd_serve.protocol import instance_state, wire
@@ -24,7 +24,7 @@ async def test_tokens_equal_generate_and_images_are_refused(kind: str, tmp_path:
     async with start_fleet(model, "P-D-EPD") as fleet:
         for names in (("p0", "d0"), ("epd0",)):
             await fleet.check_tokens(names)
-        async with gateway(fleet.urls) as url, httpx.AsyncClient(base_url=url, timeout=150) as client:
+        async with gateway(fleet.urls) as url, http_client(url) as client:
             refused = await client.post("/v1/chat/completions", json=PICTURED.body(stream=False, ignore_eos=True))
             switched = await client.post(
                 f"{fleet.urls['epd0']}/role", content=wire.encode(instance_state.RoleOrder(role="E"))

@@ -21,6 +21,7 @@ import tiny_models
 from chat import data_url
 from clips import Clip, clip, wide
 from fleet import Books, figures
+from http_client import http_client
 from identity import MAX_TOKENS, Question
 from pictures import noise, png
 from PIL import Image
@@ -96,7 +97,7 @@ async def test_options_are_part_of_the_name(deployment: LocalDeployment, referen
         for one in (video, replace(video, fps=1.5), replace(video, num_read=7), Clip(pictures))
     ]
     encoder = deployment.instances["e0"].url
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         before = (await figures(encoder))["tower_images_total"]
         for question in (*questions, *questions):
             assert await ask(client, question) == expected(reference, question)
@@ -105,7 +106,7 @@ async def test_options_are_part_of_the_name(deployment: LocalDeployment, referen
 
 async def test_a_prefix_hit_may_end_within_a_video(deployment: LocalDeployment, reference: Reference) -> None:
     video = Clip(clip(6, 16, (84, 84), fps=4))
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client:
+    async with http_client(deployment.gateway_url) as client:
         for text in ("What happens?", "Where is it? Say it.", "apple"):
             question = Question(text, videos=(video,))
             assert await ask(client, question) == expected(reference, question)
@@ -163,7 +164,7 @@ async def refused(client: httpx.AsyncClient, url: str, part: str = "video_url") 
 @pytest.mark.parametrize("kind", HOSTILE)
 async def test_hostile_videos_are_refused_by_part(deployment: LocalDeployment, kind: str) -> None:
     url, words = HOSTILE[kind]
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+    async with http_client(deployment.gateway_url) as client:
         answer = await refused(client, url)
     assert answer.status_code == (413 if kind == "large" else 400)
     assert words in answer.json()["error"]["message"], answer.text
@@ -181,7 +182,7 @@ async def test_hostile_videos_hold_nothing(deployment: LocalDeployment) -> None:
     """All of them at once, and again: what each leaves behind would grow with every round; pools fill up once."""
     pids = {process.spec.name: process.pid for process in deployment.processes}
     rounds: list[dict[str, tuple[int, int, int]]] = []
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+    async with http_client(deployment.gateway_url) as client:
         while len(rounds) < 3 or (_grows(*rounds[-2:]) and len(rounds) < 8):
             await asyncio.gather(*(refused(client, url) for url, _ in HOSTILE.values()))
             await Books({name: one.url for name, one in deployment.instances.items()}).check()
@@ -220,7 +221,7 @@ async def test_options_that_cannot_be_are_refused(
     deployment: LocalDeployment, options: dict[str, Any], param: str | None, words: str
 ) -> None:
     part = {"type": "video_url", "video_url": {"url": data_url(GOOD, "video/mp4")}}
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+    async with http_client(deployment.gateway_url) as client:
         answer = await client.post(CHATS, json={"messages": [{"role": "user", "content": [part]}], **options})
     error = answer.json()["error"]
     assert answer.status_code == 400 and words in error["message"], answer.text
@@ -233,7 +234,7 @@ async def test_a_video_is_counted_as_tokens_without_being_encoded(
     question = Question("How long is it?", videos=(Clip(clip(8, 10, fps=2)),))
     expected(reference, question)
     body = {"messages": question.body(stream=False, ignore_eos=True)["messages"]}
-    async with httpx.AsyncClient(base_url=deployment.gateway_url, timeout=60) as client:
+    async with http_client(deployment.gateway_url) as client:
         answer = await client.post("/tokenize", json=body)
     assert answer.json()["tokens"] == reference.prompt
 
@@ -243,7 +244,7 @@ async def test_the_answer_is_the_same_when_the_encoder_dies(model: Path, referen
     question = Question("What happens?", videos=(Clip(clip(9, 300, (320, 240), fps=30)),))
     async with (
         serving(model, "E-P-D") as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
+        http_client(deployment.gateway_url) as client,
     ):
         handle = deployment.instances["e0"]
         os.kill(handle.pid, signal.SIGSTOP)  # so that it has the request and cannot end it
@@ -258,7 +259,7 @@ async def test_chunks_of_any_size_give_the_same_tokens(model: Path, reference: R
     question = Question("What is in the picture?", (noise(1),), (Clip(clip(2, 12, (64, 96), fps=3)),))
     async with (
         serving(model, "EPD", max_num_batched_tokens=num_tokens) as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
+        http_client(deployment.gateway_url) as client,
     ):
         assert await ask(client, question) == expected(reference, question)
 
@@ -269,7 +270,7 @@ async def test_a_model_for_pictures_refuses_videos_by_name(kind: str, tmp_path: 
     part = {"type": "video_url", "video_url": {"url": data_url(GOOD, "video/mp4")}}
     async with (
         serving(path, "EPD") as deployment,
-        httpx.AsyncClient(base_url=deployment.gateway_url, timeout=150) as client,
+        http_client(deployment.gateway_url) as client,
     ):
         answer = await client.post(CHATS, json={"messages": [{"role": "user", "content": [part]}]})
     assert answer.status_code == 400 and "video" in MODALITIES

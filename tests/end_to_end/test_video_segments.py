@@ -15,6 +15,7 @@ import pytest
 import tiny_models
 from clips import Clip, clip
 from fleet import Books, figures, gateway
+from http_client import http_client
 from identity import MAX_TOKENS, Fleet, Question
 from reference import Reference
 
@@ -90,7 +91,7 @@ async def test_a_client_leaves_and_an_encoder_dies_in_a_segment(tmp_path: Path) 
     answer = expected(Reference(path), question)
     async with serving(path, "2E-P-D") as deployment:
         urls = {name: handle.url for name, handle in deployment.instances.items()}
-        async with gateway(urls) as url, httpx.AsyncClient(base_url=url, timeout=150) as client:
+        async with gateway(urls) as url, http_client(url) as client:
             pid = deployment.instances["e0"].pid
 
             async def half_encoded(asked: Question) -> asyncio.Task[httpx.Response]:

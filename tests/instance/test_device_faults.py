@@ -11,6 +11,7 @@ import httpx
 import pytest
 import tiny_models
 from fleet import Books, wait_until
+from http_client import http_client
 from services import serving
 
 from device.emulated.timeline import EMULATED_FAULTS
@@ -45,7 +46,7 @@ async def test_a_device_that_hangs_and_one_that_is_lost(
 
     async with (
         serving(model, "EPD", device=DEVICE) as instance,
-        httpx.AsyncClient(base_url=instance.url, timeout=60) as client,
+        http_client(instance.url) as client,
     ):
 
         async def ask(name: str) -> httpx.Response:

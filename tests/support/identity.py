@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 from clips import Clip, clip
 from fleet import Books, gateway
+from http_client import http_client
 from pictures import noise, png
 from PIL import Image
 from reference import Reference
@@ -123,7 +124,7 @@ class Fleet:
         urls = {name: self.urls[name] for name in names}
         # a step of many ranks may take long where there are few cores
         config = {"gateway": {"health": {"probe_timeout_s": 60}}}
-        async with gateway(urls, config=config) as url, httpx.AsyncClient(base_url=url, timeout=150) as client:
+        async with gateway(urls, config=config) as url, http_client(url) as client:
             for stream in (False, True):
                 ask = _stream if stream else _whole
                 answers = await asyncio.gather(
