@@ -152,7 +152,7 @@ async def test_a_stalled_prefill_instance_loses_its_lease(deployment: LocalDeplo
     """P is stopped, not dead: its connections stay open, and only the lease can tell D that nothing will come."""
     handles = deployment.instances
     async with http_client(deployment.gateway_url) as client:
-        bodies = [chat(f"{i} " + "apple " * 300, max_tokens=50, ignore_eos=True) for i in range(16)]
+        bodies = [chat(f"{i} " + "apple " * 300, max_tokens=20, ignore_eos=True) for i in range(8)]
         asked = [asyncio.create_task(ask(client, body)) for body in bodies]
         async with asyncio.timeout(150):
             while not (await client.get(f"{handles['d0'].url}/integrity")).json()["reservations"]:  # noqa: ASYNC110

@@ -1,11 +1,13 @@
-"""Input that is small and costs much: its sender is refused, and nobody else notices."""
+"""Input that is wrong, or small and costs much: its sender is refused, and nobody else notices."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import json
+import struct
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -181,3 +183,73 @@ async def test_an_instance_refuses_60_megabytes_unread(deployment: LocalDeployme
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert peak_bytes(handle.pid) - before < 4 * len(text) + (256 << 20)
     assert cpu_s(handle.pid) - spent_s < 6, "it takes a minute and more to tokenise"
+
+
+def bomb() -> bytes:
+    """A PNG of 50 megapixels in a few kilobytes."""
+    width, height = 10_000, 5_000
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack("!I", len(data)) + kind + data + struct.pack("!I", zlib.crc32(kind + data))
+
+    header = struct.pack("!IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes((width // 8 + 1) * height), 9)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def truncated() -> bytes:
+    buffer = io.BytesIO()
+    noise(1).save(buffer, "JPEG")
+    return buffer.getvalue()[:-2000]
+
+
+CLIP = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+CASES: dict[str, tuple[Any, str]] = {
+    "an image that is none": (chat("What is this?", b"no image at all"), "image"),
+    "a truncated image": (chat("What is this?", truncated()), "image"),
+    "one broken image of two": (chat("What is this?", noise(1), truncated(), stream=True), "image"),
+    "a 50-megapixel bomb": (chat("What is this?", bomb()), "pixel"),
+    "an unreachable URL": (chat("What is this?", "http://127.0.0.1:9/x.png"), "127.0.0.1:9"),
+    "a prompt longer than the context": (chat("apple " * 5000), "context"),
+    "a long prompt, streamed": (chat("apple " * 5000, stream=True), "context"),
+    "max_tokens beyond the context": (chat("Hi", max_tokens=100_000), "max_tokens"),
+    "a video for a model of pictures": (chat("Hi") | {"messages": [{"role": "user", "content": [CLIP]}]}, "video"),
+}
+
+
+async def test_bad_requests_are_refused_with_a_sentence_and_disturb_nobody(deployment: LocalDeployment) -> None:
+    large = chat("What is this?", Image.new("RGB", (3000, 2000), (250, 250, 250)), max_tokens=3)
+    async with http_client(deployment.gateway_url) as client:
+
+        async def check(case: str) -> None:
+            body, word = CASES[case]
+            answer = await client.post("/v1/chat/completions", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), (case, error)
+            assert error.keys() == {"message", "type", "param", "code"}
+            assert word in error["message"] and len(error["message"]) < 600, (case, error)
+
+        neighbours = [client.post("/v1/chat/completions", json=body) for body in (chat("Count to 9."), large)]
+        _, *answers = await asyncio.gather(asyncio.gather(*map(check, CASES)), *neighbours)
+        assert [answer.status_code for answer in answers] == [200, 200]
+    await Books({name: handle.url for name, handle in deployment.instances.items()}).check()
+
+
+@pytest.mark.parametrize(
+    "headers", [{"origin": "http://evil.example"}, {"origin": "null"}, {"host": "evil.example"}], ids=str
+)
+async def test_no_web_page_gives_orders_to_an_instance(
+    deployment: LocalDeployment, headers: dict[str, str]
+) -> None:
+    """One byte is a whole order to leave: a page could have a browser send it."""
+    async with http_client() as client:
+        for handle in deployment.instances.values():
+            for path in ("/leave", "/role"):
+                answer = await client.post(handle.url + path, content=b"\x80", headers=headers)
+                assert answer.status_code == 403 and answer.json()["error"]["code"] == "cross_site"
+            assert (await client.get(f"{handle.url}/info", headers=headers)).status_code == 403
+        answer = await client.post(f"{deployment.gateway_url}/v1/chat/completions", json=chat("Hi", max_tokens=2))
+        assert answer.status_code == 200, answer.text
+        data = f"{deployment.gateway_url}/dashboard/data"
+        assert (await client.get(data, headers=headers)).status_code == 403
+        assert (await client.get(data)).status_code == 200

@@ -93,6 +93,9 @@ async def test_secrets_are_shown_nowhere(tmp_path: Path, monkeypatch: pytest.Mon
                     answer = await client.get(where + page, headers=header, params={"api_key": SECRETS["alice"]})
                     texts[f"{where}{page} {number}"] = answer.content
         assert answered == 2, "with the two keys"
+        for handle in deployment.instances.values():
+            assert (await client.get(f"{handle.url}/info")).status_code == 401, "it serves its deployment alone"
+            assert (await client.get(f"{handle.url}/health")).status_code == 200
         os.kill(instance.pid, signal.SIGKILL)
         answer = await client.post(
             "/v1/chat/completions", json=body, headers={"authorization": f"Bearer {SECRETS['alice']}"}
