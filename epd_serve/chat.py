@@ -1,4 +1,4 @@
-"""A chat in the terminal with any server that speaks OpenAI's chat API; answers are shown while they come."""
+"""A chat in the terminal with any server that speaks OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -16,66 +16,56 @@ from urllib.parse import urlsplit
 
 from epd_serve.protocol.addresses import is_loopback
 
-#: Of a terminal's control sequences, all but ends of lines and tabs: a model's text is no command to it.
+#: Control sequences of a terminal, but line feeds and tabs: a model must not command the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_HELP = "/image FILE adds a picture to the next question, /clear begins anew, /quit ends. Ctrl-C stops an answer."
+_HELP = "/image FILE adds a picture to the next question, /clear begins anew, /quit ends, Ctrl-C stops.\n"
 
 
 class Chat:
-    """One conversation.
+    """One conversation with ``model``, by default the first that the server at ``url`` lists.
 
-    Args:
-        url: of the server, with or without ``/v1``.
-        model: None: the only one, or the first, that the server has.
+    Raises ValueError where no such server answers.
     """
 
     def __init__(self, url: str, *, model: str | None, key: str | None, timeout_s: float = 600.0) -> None:
-        """Raises ValueError where no such server answers."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"--base-url {url}: write it as in http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._key = key
-        # a proxy of the environment would look for the address on its own machine
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        # A proxy would look for a loopback address on its own machine.
         proxies: dict[str, str] | None = {} if is_loopback(urlsplit(url).hostname or "") else None
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
         self._timeout_s = timeout_s
         self.model = model or self._first_model()
-        self._messages: list[dict[str, Any]] = []
-
-    def clear(self) -> None:
-        self._messages.clear()
+        self.messages: list[dict[str, Any]] = []
 
     def ask(self, text: str, pictures: Sequence[str] = ()) -> Iterator[str]:
-        """The pieces of an answer; a question without a whole answer is no part of the conversation.
+        """Yield the pieces of an answer; keep question and answer once the answer is whole.
 
         ``pictures`` are data URLs or addresses. Raises ValueError where the server refuses or goes away.
         """
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": one}} for one in pictures]
-        content: Any = [*parts, {"type": "text", "text": text}] if parts else text
-        asked = [*self._messages, {"role": "user", "content": content}]
-        answer = ""
-        for data in self._events({"model": self.model, "messages": asked, "stream": True}):
-            if "error" in data:
-                raise ValueError(_said(data) or "the server broke the answer off")
-            for choice in data.get("choices") or ():
-                piece = (choice.get("delta") or {}).get("content") or ""
-                answer += piece
-                yield _CONTROL.sub("", piece)
-        self._messages = [*asked, {"role": "assistant", "content": answer}]
-
-    def _events(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        reason: object = "it ended early"
-        with self._open("/v1/chat/completions", body) as answer:
+        asked = [*self.messages, {"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+        if not pictures:
+            asked[-1]["content"] = text
+        answer, end = "", "it ended early"
+        body = {"model": self.model, "messages": asked, "stream": True}
+        with self._open("/v1/chat/completions", body) as events:
             try:
-                for line in answer:
-                    data = line[5:].strip() if line.startswith(b"data:") else b""
+                for data in (line[5:].strip() for line in events if line.startswith(b"data:")):
                     if data == b"[DONE]":
+                        self.messages = [*asked, {"role": "assistant", "content": answer}]
                         return
-                    if data:
-                        yield json.loads(data)
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise ValueError(_message(event) or "the server broke the answer off")
+                    for choice in event.get("choices") or ():
+                        piece = (choice.get("delta") or {}).get("content") or ""
+                        answer += piece
+                        yield _CONTROL.sub("", piece)
             except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-                reason = error
-        raise ValueError(f"{self.url} broke the answer off: {reason}")
+                end = str(error)
+        raise ValueError(f"{self.url} broke the answer off: {end}")
 
     def _first_model(self) -> str:
         with self._open("/v1/models") as answer:
@@ -85,21 +75,15 @@ class Chat:
                 raise ValueError(f"{self.url}/v1/models lists no model; is it an OpenAI API?") from error
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        )
         data = None if body is None else json.dumps(body).encode()
         try:
-            request = urllib.request.Request(self.url + path, data=data, headers=headers)
+            request = urllib.request.Request(self.url + path, data, self._headers)
             return self._opener.open(request, timeout=self._timeout_s)
         except urllib.error.HTTPError as error:
             with error:
-                try:
-                    said = _said(json.load(error))
-                except ValueError:
-                    said = ""
+                said = _message(error.read()) or error.reason
             hint = "; set OPENAI_API_KEY to a key of it" if error.code == 401 else ""
-            raise ValueError(f"{self.url} answered {error.code}: {said or error.reason}{hint}") from error
+            raise ValueError(f"{self.url} answered {error.code}: {said}{hint}") from error
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             reason = getattr(reason, "strerror", None) or reason
@@ -110,9 +94,9 @@ class Chat:
 
 
 def talk(chat: Chat, read: Callable[[str], str], write: Callable[[str], None], pictures: list[str]) -> bool:
-    """Read questions until the end of the input, and write the answers; ``pictures`` go with the first.
+    """Read questions until the input ends, and write the answers; ``pictures`` go with the first question.
 
-    Return whether nothing was refused and nothing failed.
+    A refused question loses its pictures. Return whether every command and every question succeeded.
     """
     is_good = True
     while True:
@@ -121,50 +105,34 @@ def talk(chat: Chat, read: Callable[[str], str], write: Callable[[str], None], p
         except (EOFError, KeyboardInterrupt):
             return is_good
         command, _, rest = line.partition(" ")
-        if not line:
-            continue
         if command in ("/quit", "/exit"):
             return is_good
-        if command == "/clear":
-            chat.clear()
-            pictures.clear()
-        elif command == "/image":
-            try:
+        try:
+            if command == "/clear":
+                chat.messages.clear()
+                pictures.clear()
+            elif command == "/image":
                 pictures.append(picture(rest.strip()))
                 write("The picture goes with your next question.\n")
-            except ValueError as error:
-                write(f"{error}\n")
-                is_good = False
-        elif command.startswith("/"):
-            write(f"{_HELP}\n")
-        else:
-            is_good = _answer(chat, line, write, pictures) and is_good
-
-
-def _answer(chat: Chat, line: str, write: Callable[[str], None], pictures: list[str]) -> bool:
-    """Write an answer; return whether it came. The pictures are dropped, unless the answer was stopped."""
-    answer = chat.ask(line, pictures)
-    is_good = True
-    try:
-        for piece in answer:
-            write(piece)
-        pictures.clear()
-    except KeyboardInterrupt:
-        write(" (stopped)")
-    except ValueError as error:
-        write(str(error))
-        if pictures:
-            write("\nThe pictures are dropped; add others with /image.")
-            pictures.clear()
-        is_good = False
-    finally:
-        answer.close()  # type: ignore[attr-defined]
-    write("\n")
-    return is_good
+            elif command.startswith("/"):
+                write(_HELP)
+            elif line:
+                for piece in chat.ask(line, pictures):
+                    write(piece)
+                pictures.clear()
+                write("\n")
+        except KeyboardInterrupt:
+            write(" (stopped)\n")
+        except ValueError as error:
+            is_good = False
+            write(f"{error}\n")
+            if pictures and command != "/image":
+                write("The pictures are dropped; add others with /image.\n")
+                pictures.clear()
 
 
 def picture(place: str) -> str:
-    """A picture's file as a data URL, or its address as it is. Raises ValueError for a file that is none."""
+    """Return a picture's file as a data URL, or an address as it is. Raises ValueError for an unreadable file."""
     if place.startswith(("http://", "https://", "data:")):
         return place
     path = Path(place.strip("'\"")).expanduser()
@@ -176,6 +144,10 @@ def picture(place: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def _said(content: Any) -> str:
-    error = content.get("error") if isinstance(content, dict) else None
-    return str(error.get("message") or "") if isinstance(error, dict) else str(error or "")
+def _message(answer: Any) -> str:
+    """Return the message of an error as OpenAI's API writes it; "" where there is none."""
+    try:
+        content = json.loads(answer) if isinstance(answer, bytes) else answer
+        return str(content["error"].get("message") or "")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ""

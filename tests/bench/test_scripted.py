@@ -141,7 +141,7 @@ def test_waiting_for_a_slot_counts_from_the_schedule(scripted: Scripted, tmp_pat
         assert late.ttft_scheduled_s >= late.ttft_s + FIRST_S
         assert late.send_lag_s is not None
         assert late.send_lag_s >= FIRST_S
-        assert 0 < late.slot_wait_s <= late.send_lag_s  # less by what the tester itself was late before
+        assert late.slot_wait_s >= FIRST_S
     assert any("2 requests waited for one of 2 client slots" in warning for warning in summary.warnings)
 
 

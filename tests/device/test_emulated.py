@@ -154,7 +154,7 @@ def test_timed_work_is_done_no_sooner_than_on_the_device(device: EmulatedDevice)
     assert time.perf_counter() - began_s < 0.1, "a launch returns at once"
     assert whole.tolist() == [3, 3]
     assert 0.2 <= time.perf_counter() - began_s < 0.4
-    assert 99 <= begin.elapsed_time(middle) < 190
+    assert 90 <= begin.elapsed_time(middle) < 190
 
 
 def test_timed_work_takes_as_long_as_the_cpu_where_that_is_longer(device: EmulatedDevice) -> None:
