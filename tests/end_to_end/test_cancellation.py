@@ -1,4 +1,4 @@
-"""200 mixed requests with random cancellations over E-P-D: afterwards nothing is held anywhere."""
+"""Mixed requests with random cancellations over E-P-D: afterwards nothing is held anywhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pictures import noise
 from epd_serve.config import DeploymentConfig
 from epd_serve.launch.deployment import LocalDeployment
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 120
 
 
 def body(rng: random.Random) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -40,16 +41,20 @@ async def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         yield fleet
 
 
+#: Fleets, the topologies of each, and marks. pytest keeps a fleet while its parameter is the same object.
+CASES: list[tuple[tuple[str, str], Iterable[str], Any]] = [
+    ((EVERYWHERE, FLEET), TOPOLOGIES, ()),
+    *(((kind, FEW_LINE), FEW, ()) for kind in SOMEWHERE),
+    *(((kind, FLEET), SPLITS if kind in OTHERS else TOPOLOGIES, pytest.mark.slow) for kind in SLOW),
+]
+
+
 @pytest.mark.parametrize(
     ("fleet", "topology"),
     [
-        *(pytest.param((EVERYWHERE, FLEET), one, id=f"{EVERYWHERE}-{one}") for one in TOPOLOGIES),
-        *(pytest.param((kind, FEW_LINE), one, id=f"{kind}-{one}") for kind in SOMEWHERE for one in FEW),
-        *(
-            pytest.param((kind, FLEET), one, id=f"all-{kind}-{one}", marks=pytest.mark.slow)
-            for kind in SLOW
-            for one in (SPLITS if kind in OTHERS else TOPOLOGIES)
-        ),
+        pytest.param(fleet, one, id=f"{'all-' if marks else ''}{fleet[0]}-{one}", marks=marks)
+        for fleet, topologies, marks in CASES
+        for one in topologies
     ],
     indirect=["fleet"],
 )
