@@ -41,7 +41,7 @@ async def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         yield fleet
 
 
-#: Fleets, the topologies of each, and marks. pytest keeps a fleet while its parameter is the same object.
+#: Fleets, the topologies of each, and marks.
 CASES: list[tuple[tuple[str, str], Iterable[str], Any]] = [
     ((EVERYWHERE, FLEET), TOPOLOGIES, ()),
     *(((kind, FEW_LINE), FEW, ()) for kind in SOMEWHERE),
@@ -57,6 +57,7 @@ CASES: list[tuple[tuple[str, str], Iterable[str], Any]] = [
         for one in topologies
     ],
     indirect=["fleet"],
+    scope="module",  # that of the fleet: without it, that of a test
 )
 async def test_tokens_equal_generate(fleet: Fleet, topology: str) -> None:
     await fleet.check_tokens(TOPOLOGIES[topology])
