@@ -264,7 +264,7 @@ def test_instances_and_gateway_can_be_started_by_hand(tmp_path: Path) -> None:
         subprocess.Popen([*program, "proxy", "--config", str(file)]) as gateway,
     ):
         try:
-            wait_until(lambda: is_up(f"http://127.0.0.1:{port}/health"), "the gateway is ready", 120)
+            wait_until(lambda: is_up(f"http://127.0.0.1:{port}/health"), "the gateway is ready")
             body = {"model": "demo", "prompt": "Say apple", "max_tokens": 2}
             assert (
                 httpx.post(
